@@ -1,0 +1,78 @@
+"""What an encoder promises.
+
+An encoder is frozen: it is applied once to every sample and never again, so its identity (class, settings,
+weights, version of its code) is part of the recipe and its weights are stored beside the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from stoker.schema import Json, Schema
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """How much is encoded in one call. Part of the recipe, because kernels may give other last bits
+    for other batch sizes; so it may depend on the schema alone, never on memory or device.
+    """
+
+    samples: int
+    """Consecutive samples of one part per call; short groups are padded with zeros."""
+    steps: int | None = None
+    """Time steps per call when samples are cut over time (then `samples` is 1); None: whole samples."""
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """Turns raw samples into tensors once, so that training never has to."""
+
+    @property
+    def independent_steps(self) -> bool:
+        """Whether output step t depends on input step t alone, so that long samples may be cut over time."""
+        ...
+
+    def schema(self, sample_schema: Schema) -> Schema:
+        """Fields of a record as encoded (before any storage dtype).
+
+        Raises:
+            EncoderError: The samples lack a field, or have a shape that this encoder cannot take.
+        """
+        ...
+
+    def group(self, sample_schema: Schema) -> Group:
+        """The fixed group, from the schema alone."""
+        ...
+
+    def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
+        """Encode one group of `n` samples.
+
+        Args:
+            batch: Each field `(n, *shape)` on the device given to `to`; with ragged fields `n` is 1 and
+                axis 1 has that sample's length. bfloat16 fields arrive as bfloat16.
+        Returns:
+            Each field `(n, *shape)` on the same device; fresh tensors, not views of the input's memory
+            unless passed through unchanged. Every field of the sample that should stay in the record
+            (parameters) must be passed through here.
+
+        A sample must not depend on its neighbours in the group.
+        """
+        ...
+
+    def to(self, device: torch.device) -> None:
+        """Move weights to `device`."""
+        ...
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The exact weights, by name; empty for an encoder without any."""
+        ...
+
+    def identity(self) -> dict[str, Json]:
+        """What changes the output: `{"class", "config", "weights" (sha256 by content), "version"}`."""
+        ...

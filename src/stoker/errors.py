@@ -1,0 +1,114 @@
+"""Every error Stoker raises on purpose.
+
+StokerError
+├── ConfigError            a setting is unknown, malformed or contradicts another    (also ValueError)
+├── SourceError            raw data is missing, unreadable or not as declared        (also ValueError)
+│   └── SplitError         the split asked for does not exist
+├── EncoderError           an encoder does not fit the data, or failed
+├── RecordError            one sample or record is not what its schema says          (also ValueError)
+├── FormatError            a file is not a store, or not one this version reads      (also ValueError)
+│   └── CorruptError       bytes do not match their checksum
+├── IncompleteError        a cache lacks records that were asked for
+│   └── MissingRecordError one record by number                                      (also KeyError)
+├── ReadOnlyError          a cache folder cannot be written                          (also OSError)
+├── StaleStateError        a saved loader or training state belongs to something else
+├── StalledError           a deadline passed
+│   └── ReaderError        reader processes died or hung more often than allowed
+├── ResourceError          memory, disk space or a device does not suffice
+├── DivergedError          training met a NaN or an infinity
+└── Interrupted            SIGINT or SIGTERM arrived; what was encoded is sealed
+
+Catch `StokerError` at the edge of a program. Errors of other libraries pass through unchanged,
+except inside a reader, where all are wrapped with path, sample and stage.
+`exit_code` is what the command line returns for a class.
+"""
+
+from __future__ import annotations
+
+
+class StokerError(Exception):
+    """Root of the tree; `exit_code` is the command line's answer."""
+
+    exit_code: int = 1
+
+    def __str__(self) -> str:
+        """The message alone; `KeyError` would quote it."""
+        return str(self.args[0]) if self.args else type(self).__name__
+
+
+class ConfigError(StokerError, ValueError):
+    """A setting is unknown, malformed or contradicts another."""
+
+    exit_code = 3
+
+
+class SourceError(StokerError, ValueError):
+    """Raw data is missing, unreadable or not as declared."""
+
+
+class SplitError(SourceError):
+    """The split asked for does not exist."""
+
+    exit_code = 3
+
+
+class EncoderError(StokerError):
+    """An encoder does not fit the data, or failed."""
+
+
+class RecordError(StokerError, ValueError):
+    """One sample or record is not what its schema says."""
+
+
+class FormatError(StokerError, ValueError):
+    """A file is not a store, or not one that this version reads."""
+
+    exit_code = 4
+
+
+class CorruptError(FormatError):
+    """Bytes do not match their checksum."""
+
+
+class IncompleteError(StokerError):
+    """A cache lacks records that were asked for."""
+
+    exit_code = 4
+
+
+class MissingRecordError(IncompleteError, KeyError):
+    """One record, by number, is not in the cache; the message says why."""
+
+
+class ReadOnlyError(StokerError, OSError):
+    """A cache folder cannot be written."""
+
+
+class StaleStateError(StokerError):
+    """A saved state belongs to another cache, order or batch size."""
+
+
+class StalledError(StokerError):
+    """A deadline passed."""
+
+    exit_code = 5
+
+
+class ReaderError(StalledError):
+    """Reader processes died or hung more often than allowed."""
+
+
+class ResourceError(StokerError):
+    """Memory, disk space or a device does not suffice."""
+
+    exit_code = 6
+
+
+class DivergedError(StokerError):
+    """Training met a NaN or an infinity."""
+
+
+class Interrupted(StokerError):
+    """SIGINT or SIGTERM arrived; what was encoded is sealed."""
+
+    exit_code = 130

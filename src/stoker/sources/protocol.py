@@ -1,0 +1,95 @@
+"""What a source promises, and how it names itself for the recipe.
+
+A source only says *which* files it reads; their content is digested by `stoker.store.digests`, which
+remembers digests between runs. So constructing a source and asking for its identity costs stats, not reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from stoker.schema import Json, Sample, Schema
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRef:
+    """One file behind a part."""
+
+    name: str
+    """Name relative to the source's root, with `/`; part of the recipe."""
+    path: Path
+    """Where it lies now; never part of the recipe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A run of consecutive sample numbers that comes from one place (a file, a table)."""
+
+    name: str
+    """Relative name; together with the others' order it is part of the recipe."""
+    count: int
+    """Samples of this part after selection. Parts follow one another in numbering."""
+    values: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    """Values parsed from the name or from attributes that end up in samples (`{"Nu": 0.01}`)."""
+    selection: str = "all"
+    """Which rows of the part are samples: `"all"`, or a digest of the selected row numbers."""
+    files: tuple[FileRef, ...] = ()
+    """The files whose bytes decide the samples' bytes."""
+    digest: str | None = None
+    """Content digest, for parts that are not made of files; else None and the store derives it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceIdentity:
+    """What changes when the data does. No absolute path, no time stamp: moving data changes nothing."""
+
+    kind: str
+    """Class and code version, e.g. `"hdf5/1"`; the version is bumped by hand when samples change."""
+    parts: tuple[Part, ...]
+    """In numbering order; `sum(part.count) == len(source)`."""
+    settings: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    """Everything else that decides sample bytes: layout, axes, split rule, subsampling."""
+    sampled: bool = False
+    """True when content was probed rather than read in full (a `Dataset` without files)."""
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Random access to raw samples. Satisfied by shape; there is no base class to inherit.
+
+    Copies travel to reader processes by cloudpickle: open files and connections on first use, not in
+    `__init__`. Calls on one copy come from one thread at a time.
+    """
+
+    def __len__(self) -> int:
+        """Number of samples; they are numbered `0 .. len - 1`."""
+        ...
+
+    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+        """Read sample `number`; same number, same value, always.
+
+        `start:stop` cuts axis 0 of the fields that have time; fields without time come whole.
+        """
+        ...
+
+    def runs(self) -> Sequence[range]:
+        """Ranges of numbers that are cheap to read together, in order, covering all samples once.
+
+        Aligned to how they are stored (a chunk is decompressed once) and never across parts.
+        """
+        ...
+
+    def keys(self) -> Sequence[str]:
+        """One stable key per sample, for splits: equal keys are never put in different splits."""
+        ...
+
+    def identity(self) -> SourceIdentity:
+        """What changes when the data does; goes into the recipe."""
+        ...
+
+    def schema(self) -> Schema:
+        """Fields of every sample as `read` returns them."""
+        ...

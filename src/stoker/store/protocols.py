@@ -1,0 +1,98 @@
+"""What the store asks of the place that holds its files, and of whoever can fill a gap.
+
+`Storage` is a flat folder of named files (local first, object stores later). `Filler` is how a loader asks
+for records that are missing without knowing who encodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias
+
+Buffer: TypeAlias = "bytes | bytearray | memoryview[Any]"
+
+
+class Pending(Protocol):
+    """A file being written under a temporary name; it exists for others only after `commit`."""
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """Write all of `data` at `offset`, whatever short writes and interrupts the system makes."""
+        ...
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """Read back what was written."""
+        ...
+
+    def truncate(self, size: int) -> None:
+        """Cut or extend the file to `size` bytes."""
+        ...
+
+    def commit(self) -> None:
+        """Make the file durable, then visible under its name, then make the name durable.
+
+        Raises:
+            OSError: The file was not made durable; it is discarded and must be made again.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Remove the temporary; safe to call twice and after `commit`."""
+        ...
+
+
+class OpenFile(Protocol):
+    """A file opened for positional reads; safe to use from several threads."""
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file when it was opened."""
+        ...
+
+    def read_into(self, offset: int, out: memoryview[Any]) -> None:
+        """Fill `out` from `offset`; a short file is a `CorruptError` that names it."""
+        ...
+
+    def fileno(self) -> int:
+        """The descriptor, for mapping; -1 where there is none."""
+        ...
+
+    def close(self) -> None:
+        """Release the file; safe to call twice."""
+        ...
+
+
+class Storage(Protocol):
+    """One folder of a cache. Names are plain: no `/`, no `..`, nothing that is a link or a device."""
+
+    def create(self, name: str) -> Pending:
+        """Begin a new file called `name`."""
+        ...
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file atomically, replacing one of that name."""
+        ...
+
+    def list(self) -> list[str]:
+        """Names of the regular files here, sorted, temporaries left out."""
+        ...
+
+    def open(self, name: str) -> OpenFile:
+        """Open a file for reading; refuses links, pipes and devices without touching them."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove a file; one that is gone already is no error."""
+        ...
+
+
+class Filler(Protocol):
+    """Encodes what is missing. Precompute implements it; a cache handle may carry one."""
+
+    def fill(self, numbers: Sequence[int], deadline_s: float) -> None:
+        """Encode and store at least these samples (whole groups) before returning.
+
+        Raises:
+            StalledError: `deadline_s` passed.
+            MissingRecordError: A sample was quarantined; the message says why.
+        """
+        ...

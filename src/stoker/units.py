@@ -1,0 +1,61 @@
+"""Numbers as people read them: bytes, seconds, counts, fractions.
+
+Only faces (command line, reports, messages) format; everything below them passes plain
+numbers with the unit in the name (`size_bytes`, `wait_s`).
+"""
+
+from __future__ import annotations
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Binary units with three significant figures at most.
+
+    >>> format_bytes(0), format_bytes(900), format_bytes(6_606_029), format_bytes(18.8 * GIB)
+    ('0 B', '900 B', '6.3 MiB', '18.8 GiB')
+    """
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+
+
+def format_seconds(duration_s: float) -> str:
+    """A duration from nanoseconds to hours.
+
+    >>> format_seconds(27e-6), format_seconds(0.0093), format_seconds(4.9), format_seconds(190)
+    ('27 us', '9.3 ms', '4.9 s', '3 min 10 s')
+    """
+    if duration_s < 0.9995e-3:
+        return f"{duration_s * 1e6:.3g} us"
+    if duration_s < 0.9995:
+        return f"{duration_s * 1e3:.3g} ms"
+    if duration_s < 120:
+        return f"{duration_s:.3g} s"
+    minutes, seconds = divmod(round(duration_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+
+
+def format_count(count: float) -> str:
+    """Thousands separated by commas.
+
+    >>> format_count(1234567)
+    '1,234,567'
+    """
+    return f"{count:,.0f}"
+
+
+def format_percent(fraction: float) -> str:
+    """A fraction as per cent, one decimal below ten.
+
+    >>> format_percent(0.003), format_percent(0.56), format_percent(0)
+    ('0.3 %', '56 %', '0 %')
+    """
+    percent = fraction * 100
+    return f"{percent:.0f} %" if percent >= 9.95 or percent == 0 else f"{percent:.1f} %"
