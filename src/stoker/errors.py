@@ -45,15 +45,17 @@ class ConfigError(StokerError, ValueError):
 class SourceError(StokerError, ValueError):
     """Raw data is missing, unreadable or not as declared."""
 
+    exit_code = 3
+
 
 class SplitError(SourceError):
     """The split asked for does not exist."""
 
-    exit_code = 3
-
 
 class EncoderError(StokerError):
     """An encoder does not fit the data, or failed."""
+
+    exit_code = 3
 
 
 class RecordError(StokerError, ValueError):
@@ -108,7 +110,7 @@ class DivergedError(StokerError):
     """Training met a NaN or an infinity."""
 
 
-class Interrupted(StokerError):
+class Interrupted(StokerError):  # noqa: N818 -- it reports a wish of the user, not a fault
     """SIGINT or SIGTERM arrived; what was encoded is sealed."""
 
     exit_code = 130

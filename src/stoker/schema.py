@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import RecordError
 
-Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 """What canonical JSON can hold; NaN and infinities are refused when it is written."""
 
 Sample: TypeAlias = "dict[str, NDArray[Any]]"
@@ -137,7 +137,7 @@ def check_sample(sample: Sample, schema: Schema, *, where: str) -> None:
     """
     if sample.keys() != schema.keys():
         missing, unknown = sorted(schema.keys() - sample.keys()), sorted(sample.keys() - schema.keys())
-        raise RecordError(f"{where}: fields differ from the schema: missing {missing}, not declared {unknown}")
+        raise RecordError(f"{where}: fields differ from the schema: missing {missing}, undeclared {unknown}")
     for name, field in schema.items():
         array = sample[name]
         expected = numpy_dtype(field.dtype)

@@ -1,4 +1,18 @@
 """Raw samples, by number: HDF5 simulations and any map-style torch `Dataset`.
 
-protocol.py   what a source promises, and how it names itself for the recipe
+protocol.py        what a source promises, and how it names itself for the recipe
+hdf5.py            HDF5Source: the public face of everything below
+  files.py           which files, in which order, and what their names say
+  splits.py          train, val and test: by file, or by fractions over stable keys
+  hdf5_scan.py       describe all files once: layouts, schema, selected rows
+  pdebench.py        the layouts of PDEBench, by the names of datasets
+  well.py            the layout of The Well, by its attributes
+  declared.py        layouts that the user declares
+  hdf5_layout.py     axes, and how stored arrays become (T, H, W, C)
+  hdf5_blocks.py     read so that each chunk is decompressed once
+  hdf5_open.py       few open files, per process, clear errors
+torch_dataset.py   TorchSource: any map-style Dataset (the only module here that may import torch)
+  torch_items.py     items as flat dictionaries of arrays
+  torch_identity.py  what names a Dataset: source text, files it holds, probes
+subset.py          the first samples of a source
 """

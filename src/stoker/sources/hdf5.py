@@ -1,0 +1,212 @@
+"""Samples from HDF5 files: PDEBench, The Well, or datasets named by the user.
+
+Files are described once, in the process that asks first (`len`, `schema`, `identity`); the description
+travels with copies of the source. Data is never read beyond the block that a sample lies in.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.errors import ConfigError
+from stoker.schema import Json, Sample, Schema, digest_json
+from stoker.sources.files import Paths, find_files
+from stoker.sources.hdf5_blocks import BlockReader, Place, block_bytes, run_length
+from stoker.sources.hdf5_layout import Piece, arrange, channel_names, layout_to_json, sample_axes
+from stoker.sources.hdf5_open import FilePool
+from stoker.sources.hdf5_scan import Scan, ScannedFile, Wanted, scan_files
+from stoker.sources.protocol import FileRef, Part, SourceIdentity
+
+VERSION = 1
+"""Bumped by hand when the same file would give other samples."""
+
+Preset = Literal["pdebench", "well"]
+
+
+class HDF5Source:
+    """Simulations in HDF5 files, as one numbered list of samples.
+
+    Args:
+        path: A file, a folder, a glob pattern, or a list of these.
+        preset: `"pdebench"` or `"well"`; None: detected from the first file's contents.
+        fields: Without a preset, the datasets and their axes, `{"latent": "n l d", "u": "run/u: n t x"}`;
+            with `"pdebench"`, axes for datasets whose layout the file does not tell, `{"data": "n t x c"}`.
+        split: `"train"`, `"val"`, `"test"` or another name; None: all samples.
+        splits: Fractions, for data without a file per split; absent: 0.8/0.1/0.1.
+        seed: Seed of the cut into fractions.
+        subsample: Take every k-th point along axes `t x y z`, `{"t": 2, "x": 4}`.
+
+    Samples have `data` `(T, H, W, C)` (1D: H = 1; steady: no T) and each parameter of a file as a float32
+    scalar; with `fields`, the fields named. float64 is read as float32.
+
+    Raises:
+        ConfigError: Settings contradict each other.
+        SourceError: A file is missing or empty; later, on first use, unreadable or ambiguous.
+        SplitError: On first use: the split does not exist.
+    """
+
+    def __init__(  # noqa: PLR0913 - a public face with a fixed signature
+        self,
+        path: Paths,
+        *,
+        preset: Preset | None = None,
+        fields: Mapping[str, str] | None = None,
+        split: str | None = None,
+        splits: Mapping[str, float] | None = None,
+        seed: int = 0,
+        subsample: Mapping[str, int] | None = None,
+    ) -> None:
+        if preset not in {None, "pdebench", "well"}:
+            raise ConfigError(f"preset {preset!r} is unknown. Presets are 'pdebench' and 'well'")
+        if preset == "well" and fields:
+            raise ConfigError("preset 'well' reads axes from the file, so fields= has no meaning. Drop one")
+        strides = dict(subsample or {})
+        if any(axis not in {"t", "x", "y", "z"} or step < 1 for axis, step in strides.items()):
+            raise ConfigError(f"subsample {strides} must map t, x, y or z to steps of at least 1")
+        root, paths = find_files(path)
+        self._wanted = Wanted(
+            root=root,
+            paths=tuple(paths),
+            preset=preset,
+            fields=None if fields is None else dict(fields),
+            split=split,
+            splits=None if splits is None else dict(splits),
+            seed=seed,
+            strides={axis: int(step) for axis, step in sorted(strides.items()) if step > 1},
+        )
+        self._scanned: Scan | None = None
+        self._pool = FilePool()
+        self._reader = BlockReader(self._pool, self._wanted.strides)
+
+    def __repr__(self) -> str:
+        """Where the data lies and how many files it has, without opening one."""
+        of = f", split={self._wanted.split!r}" if self._wanted.split else ""
+        return f"HDF5Source({str(self._wanted.root)!r}, {len(self._wanted.paths)} files{of})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Settings and description travel; open files and decoded blocks stay."""
+        return {"_wanted": self._wanted, "_scanned": self._scanned}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._wanted, self._scanned = state["_wanted"], state["_scanned"]
+        self._pool = FilePool()
+        self._reader = BlockReader(self._pool, self._wanted.strides)
+
+    def __len__(self) -> int:
+        """Samples after selection, at least one."""
+        return self._scan().count
+
+    def close(self) -> None:
+        """Close files and drop decoded blocks; the next read opens them again."""
+        self._pool.close()
+        self._reader = BlockReader(self._pool, self._wanted.strides)
+
+    @property
+    def channels(self) -> dict[str, tuple[str, ...]]:
+        """For each field on a grid the names of its channels, in order."""
+        layout = self._scan().files[0].layout
+        named = {one.name: channel_names(one, self._wanted.strides) for one in layout.fields}
+        return {name: names for name, names in named.items() if names}
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The most that one copy of this source (one reader) holds in decoded blocks."""
+        strides = self._wanted.strides
+        return max(
+            sum(block_bytes(*pair, strides) for pair in zip(file.layout.pieces, file.blocks, strict=True))
+            for file in self._scan().files
+        )
+
+    def schema(self) -> Schema:
+        """Fields of every sample."""
+        return dict(self._scan().schema)
+
+    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+        """Read one sample; `start:stop` cuts the time axis of fields that have one.
+
+        Returns:
+            Fresh arrays as in `schema()`.
+        Raises:
+            SourceError: Damaged or changed data; names file, dataset and sample.
+            IndexError: No such number.
+        """
+        scan = self._scan()
+        if not 0 <= number < scan.count:
+            raise IndexError(f"sample {number} does not exist: this source has {scan.count}")
+        file = scan.files[bisect.bisect_right(scan.firsts, number) - 1]
+        row = file.row(number - file.first)
+        sample: Sample = {}
+        slot = 0
+        for layout in file.layout.fields:
+            field = scan.schema[layout.name]
+            low, high, _ = slice(start, stop).indices(field.shape[0] if field.time else 0)
+            span = (low, max(low, high)) if field.time else None
+            parts: list[NDArray[Any]] = []
+            for piece in layout.pieces:
+                parts.append(self._read_piece(file, piece, row, slot, span))
+                slot += 1
+            whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+            sample[layout.name] = np.asarray(whole, order="C")
+        for name, value in file.layout.values.items():
+            sample[name] = np.asarray(value, dtype=np.float32)
+        return sample
+
+    def _read_piece(
+        self, file: ScannedFile, piece: Piece, row: int, slot: int, span: tuple[int, int] | None
+    ) -> NDArray[Any]:
+        """One sample of one dataset, in served order."""
+        group = file.layout.groups[row] if file.layout.groups else ""
+        place = Place(path=file.path, row=row, group=group, label=file.layout.row_name(row), slot=slot)
+        raw = self._reader.read(place, piece, file.blocks[slot], span)
+        axes = sample_axes(piece)
+        # Time was thinned while reading; thinning space there would cost HDF5 a call per point.
+        steps = [1 if axis == "t" else self._wanted.strides.get(axis, 1) for axis in axes]
+        return arrange(raw[tuple(slice(None, None, step) for step in steps)], axes)
+
+    def runs(self) -> Sequence[range]:
+        """Ranges of about 8 MiB, whole rows of chunks, never across files."""
+        found: list[range] = []
+        for file in self._scan().files:
+            rows = np.arange(file.layout.rows) if file.rows is None else file.rows
+            cuts = np.flatnonzero(np.diff(rows // run_length(file.layout, file.blocks))) + 1
+            edges = [file.first, *(file.first + cuts).tolist(), file.first + len(rows)]
+            found.extend(range(low, high) for low, high in itertools.pairwise(edges))
+        return found
+
+    def keys(self) -> Sequence[str]:
+        """File and row; rows of files that differ only in a parameter share a key."""
+        return [file.key(local) for file in self._scan().files for local in range(file.count)]
+
+    def identity(self) -> SourceIdentity:
+        """Files with their parameters and selected rows, and the layout they are read by."""
+        scan = self._scan()
+        parts = tuple(
+            Part(
+                name=file.name,
+                count=file.count,
+                values={**file.layout.values, **file.layout.notes},
+                selection="all" if file.rows is None else digest_json(file.rows.tolist()),
+                files=(FileRef(name=file.name, path=file.path),),
+            )
+            for file in scan.files
+        )
+        channels: dict[str, Json] = {name: list(names) for name, names in self.channels.items()}
+        settings: dict[str, Json] = {
+            "preset": scan.preset,
+            "layout": layout_to_json(scan.files[0].layout),
+            "channels": channels,
+            "split": scan.choice.to_json(),
+            "subsample": dict(self._wanted.strides),
+        }
+        return SourceIdentity(kind=f"hdf5/{VERSION}", parts=parts, settings=settings)
+
+    def _scan(self) -> Scan:
+        if self._scanned is None:
+            self._scanned = scan_files(self._wanted)
+        return self._scanned

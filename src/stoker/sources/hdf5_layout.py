@@ -1,0 +1,284 @@
+"""What an HDF5 file's datasets mean: which axis is the sample, time, space, channel.
+
+Axes are words: `n` sample, `t` time, `x y z` space, anything else a channel or feature axis. They are
+declared by the user or read from names and attributes, never guessed from sizes. Fields with space axes
+come out as `(T, H, W, C)`: time first, space in stored order, channels last; one space axis gets H = 1.
+Without time the first axis is absent; with three space axes there is one more. Other fields keep their
+order, with time moved to the front.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.errors import SourceError
+from stoker.schema import Field, Json
+
+SPACE = ("x", "y", "z")
+_WORDS = {
+    "batch": "n", "sample": "n", "samples": "n", "trajectory": "n", "b": "n",
+    "time": "t", "step": "t", "channel": "c", "channels": "c", "v": "c",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One dataset of a sample (or of a whole file of samples), as stored."""
+
+    dataset: str
+    """Path in the file, or below a sample's group."""
+    axes: tuple[str, ...]
+    """One word per stored axis."""
+    shape: tuple[int, ...]
+    """As stored, the sample axis included."""
+    dtype: str
+    """What it is read as: native byte order, float64 as float32, complex128 as complex64."""
+    chunks: tuple[int, ...] | None = None
+    """Chunk shape; None when contiguous."""
+    narrowed: bool = False
+    """Stored with more bits than it is read with (float64, complex128)."""
+    parts: tuple[str, ...] = ()
+    """Names of the components of the channel axis, when the file gives them."""
+
+    @property
+    def rows(self) -> int | None:
+        """Samples in the dataset; None without a sample axis."""
+        return self.shape[self.axes.index("n")] if "n" in self.axes else None
+
+    @property
+    def steps(self) -> int | None:
+        """Stored time steps; None without a time axis."""
+        return self.shape[self.axes.index("t")] if "t" in self.axes else None
+
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of one sample of this dataset, as read."""
+        size = math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        return size // max(self.rows or 1, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldLayout:
+    """One field of a sample: one dataset, or several stacked along the channel axis."""
+
+    name: str
+    """Name in the sample."""
+    pieces: tuple[Piece, ...]
+    """In channel order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileLayout:
+    """What one file holds."""
+
+    fields: tuple[FieldLayout, ...]
+    """In schema order; scalars of `values` follow."""
+    rows: int
+    """Samples in the file."""
+    groups: tuple[str, ...] = ()
+    """With a group per sample: their names, in natural order."""
+    values: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Parameters of the whole file; each becomes a scalar float32 field."""
+    notes: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    """What else identifies the file's content (boundary conditions)."""
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """All datasets, in the order of the fields."""
+        return tuple(piece for one in self.fields for piece in one.pieces)
+
+    def row_name(self, row: int) -> str:
+        """What a sample is called inside its file."""
+        return self.groups[row] if self.groups else str(row)
+
+
+def parse_axes(text: str, *, where: str) -> tuple[str, ...]:
+    """Split `"n t x c"` into words, with long names (`time`) shortened.
+
+    Raises:
+        SourceError: Empty, a word twice, or not words.
+    """
+    axes = tuple(_WORDS.get(word.lower(), word.lower()) for word in text.split())
+    if not axes or len(set(axes)) < len(axes) or not all(axis.isidentifier() for axis in axes):
+        raise SourceError(
+            f"{where}: axes {text!r} are not distinct words. Write one word per axis: n sample, t time, "
+            "x y z space, c channel; for example 'n t x' or 'n t y x c'"
+        )
+    return axes
+
+
+def declared_axes(dataset: Any, *, where: str) -> tuple[str, ...] | None:
+    """Axes that a dataset itself states: an attribute `axes`, or HDF5 dimension labels on every axis."""
+    stated = dataset.attrs.get("axes")
+    if stated is not None:
+        text = as_text(stated)
+        return parse_axes(
+            text.replace(",", " ") if " " in text or "," in text else " ".join(text), where=where
+        )
+    if "DIMENSION_LABELS" not in dataset.attrs:
+        return None
+    labels = [dimension.label for dimension in dataset.dims]
+    return parse_axes(" ".join(labels), where=where) if labels and all(labels) else None
+
+
+def as_text(value: Any) -> str:
+    """An HDF5 attribute as text, whatever string type it was written with."""
+    if isinstance(value, np.ndarray):
+        return " ".join(as_text(item) for item in cast("NDArray[Any]", value).ravel().tolist())
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def make_piece(
+    dataset: Any, name: str, axes: Sequence[str], *, where: str, parts: Sequence[str] = ()
+) -> Piece:
+    """Describe an open dataset.
+
+    Raises:
+        SourceError: It has no data, a dtype that is no number, or another number of axes than declared.
+    """
+    shape = dataset.shape
+    if shape is None or math.prod(shape) == 0:
+        raise SourceError(
+            f"{where}: dataset {name!r} is empty, shape {shape}. Leave the file out, or mend it"
+        )
+    if len(axes) != len(shape):
+        raise SourceError(
+            f"{where}: dataset {name!r} has {len(shape)} axes {tuple(shape)}, declared were {len(axes)}: "
+            f"{' '.join(axes)!r}. Declare one word per axis, for example fields={{{name!r}: 'n t x c'}}"
+        )
+    dtype = read_dtype(dataset.dtype, where=f"{where}: dataset {name!r}")
+    return Piece(
+        dataset=name,
+        axes=tuple(axes),
+        shape=tuple(int(size) for size in shape),
+        dtype=dtype.name,
+        narrowed=dtype.itemsize < dataset.dtype.itemsize,
+        chunks=None if dataset.chunks is None else tuple(int(size) for size in dataset.chunks),
+        parts=tuple(parts),
+    )
+
+
+def read_dtype(stored: np.dtype[Any], *, where: str) -> np.dtype[Any]:
+    """The dtype a dataset is read as.
+
+    Raises:
+        SourceError: Not numbers, or numbers that no store holds.
+    """
+    kind, size = stored.kind, stored.itemsize
+    if kind == "f" and size >= 2:
+        return np.dtype("float16" if size == 2 else "float32")
+    if kind == "c":
+        return np.dtype("complex64")
+    if kind == "b" or (kind == "i" and size <= 8) or (kind == "u" and size == 1):
+        return stored.newbyteorder("=")
+    if kind == "u" and size in {2, 4}:
+        return np.dtype("int32" if size == 2 else "int64")
+    raise SourceError(
+        f"{where} has dtype {stored}, which cannot be stored. Readable are bool, int8 to int64, uint8 to "
+        "uint32, float16 to float64 and complex numbers; leave it out of `fields` or convert it"
+    )
+
+
+def sample_axes(piece: Piece) -> tuple[str, ...]:
+    """The axes of one sample of a piece, in stored order."""
+    return tuple(axis for axis in piece.axes if axis != "n")
+
+
+def sample_shape(piece: Piece, strides: Mapping[str, int]) -> tuple[int, ...]:
+    """Shape of one sample in stored order, after subsampling."""
+    return tuple(
+        -(-size // strides.get(axis, 1))
+        for axis, size in zip(piece.axes, piece.shape, strict=True)
+        if axis != "n"
+    )
+
+
+def arrange(raw: NDArray[Any], axes: Sequence[str]) -> NDArray[Any]:
+    """One sample from stored to served order: `(T, H, W, C)` with space, else time first.
+
+    Args:
+        raw: One sample, axes in stored order.
+        axes: Their words, without `n`.
+    Returns:
+        A view where the order allows it. complex64 becomes float32: twice the channels with space
+        axes, else a trailing axis of 2.
+    """
+    time = [axis for axis in axes if axis == "t"]
+    space = [axis for axis in axes if axis in SPACE]
+    rest = [axis for axis in axes if axis != "t" and axis not in SPACE]
+    array = raw.transpose([list(axes).index(axis) for axis in (*time, *space, *rest)])
+    if np.iscomplexobj(array):
+        array = np.ascontiguousarray(array)[..., None].view(np.float32)
+    if not space:
+        return array
+    grid = array.shape[: len(time) + len(space)]
+    if len(space) == 1:
+        grid = (*grid[: len(time)], 1, *grid[len(time) :])
+    channels = math.prod(array.shape[len(time) + len(space) :])
+    return array.reshape((*grid, channels))
+
+
+def piece_field(piece: Piece, strides: Mapping[str, int]) -> Field:
+    """What `arrange` makes of one sample of a piece, without touching data."""
+    axes = sample_axes(piece)
+    sizes = dict(zip(axes, sample_shape(piece, strides), strict=True))
+    time = (sizes["t"],) if "t" in sizes else ()
+    space = tuple(sizes[axis] for axis in axes if axis in SPACE)
+    rest = tuple(size for axis, size in sizes.items() if axis != "t" and axis not in SPACE)
+    is_complex = piece.dtype == "complex64"
+    dtype = "float32" if is_complex else piece.dtype
+    if not space:
+        return Field(shape=(*time, *rest, *((2,) if is_complex else ())), dtype=dtype, time=bool(time))
+    channels = math.prod(rest) * (2 if is_complex else 1)
+    grid = (1, *space) if len(space) == 1 else space
+    return Field(shape=(*time, *grid, channels), dtype=dtype, time=bool(time))
+
+
+def stacked_field(layout: FieldLayout, strides: Mapping[str, int], *, where: str) -> Field:
+    """The field that the pieces of a layout give together.
+
+    Raises:
+        SourceError: The pieces cannot be stacked.
+    """
+    fields = [piece_field(piece, strides) for piece in layout.pieces]
+    first = fields[0]
+    if len(fields) == 1:
+        return first
+    for piece, other in zip(layout.pieces, fields, strict=True):
+        if (other.shape[:-1], other.dtype, other.time) != (first.shape[:-1], first.dtype, first.time):
+            raise SourceError(
+                f"{where}: datasets {layout.pieces[0].dataset!r} and {piece.dataset!r} cannot be stacked as "
+                f"channels of {layout.name!r}: {first.dtype} {first.shape} and {other.dtype} {other.shape}. "
+                "Name them as separate fields"
+            )
+    shape = (*first.shape[:-1], sum(one.shape[-1] for one in fields))
+    return Field(shape=shape, dtype=first.dtype, time=first.time)
+
+
+def channel_names(layout: FieldLayout, strides: Mapping[str, int]) -> tuple[str, ...]:
+    """One name per channel of a field with space axes, in order; empty for other fields."""
+    names: list[str] = []
+    for piece in layout.pieces:
+        if not any(axis in SPACE for axis in piece.axes):
+            return ()
+        count = piece_field(piece, strides).shape[-1]
+        base = piece.dataset.rsplit("/", 1)[-1]
+        if len(piece.parts) == count:
+            names.extend(piece.parts)
+        else:
+            names.extend([base] if count == 1 else [f"{base}_{index}" for index in range(count)])
+    return tuple(names)
+
+
+def layout_to_json(layout: FileLayout) -> list[Json]:
+    """The layout as it goes into a recipe: which datasets, which axes; no sizes."""
+    return [
+        {"field": one.name, "datasets": [{"name": p.dataset, "axes": " ".join(p.axes)} for p in one.pieces]}
+        for one in layout.fields
+    ]

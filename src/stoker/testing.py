@@ -1,0 +1,366 @@
+"""Checks for sources and encoders of your own: the promises of the protocols that types cannot express.
+
+Call them in a test of yours. They raise `AssertionError` with the promise that is broken.
+
+    def test_my_source():
+        check_source(MySource("data/"))
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
+
+from stoker.encoders.protocol import Encoder, Group
+from stoker.errors import StokerError
+from stoker.schema import FLOATS, Field, Json, Sample, Schema, canonical_json, check_sample
+from stoker.sources.protocol import Source, SourceIdentity
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_Thing = TypeVar("_Thing")
+
+__all__ = ["check_encoder", "check_source"]
+
+
+def check_source(source: Source, *, samples: int = 4) -> None:
+    """Assert the promises of `Source`, on `samples` samples spread over all.
+
+    Raises:
+        AssertionError: Names the promise that is broken.
+    """
+    assert isinstance(source, Source), f"{type(source).__name__} lacks a method of Source"
+    count = len(source)
+    assert count > 0, "a source has at least one sample; raise SourceError instead"
+    schema = source.schema()
+    assert schema, "schema() has no field"
+    assert source.schema() == schema, "schema() differs from call to call"
+    _check_numbering(source, count)
+    _check_identity(source.identity(), count)
+    assert source.identity() == source.identity(), "identity() differs from call to call"
+    copied = _copied(source)
+    numbers = sorted({round(i * (count - 1) / max(1, samples - 1)) for i in range(max(1, samples))})
+    first = {number: {k: v.copy() for k, v in source.read(number).items()} for number in numbers}
+    for number, sample in first.items():
+        check_sample(sample, schema, where=f"sample {number}")
+    for number in reversed(numbers):
+        again = source.read(number)
+        assert _same(first[number], again), f"sample {number} differs when it is read again in another order"
+        _scribble(again)
+        assert _same(first[number], source.read(number)), (
+            f"sample {number} changes when its arrays are written to"
+        )
+        _check_ranges(source, number, first[number], schema)
+    _check_copy(source, copied, first)
+    _check_copy(source, _copied(source), first)
+    for number in (-1, count):
+        try:
+            source.read(number)
+        except (IndexError, StokerError):
+            continue
+        raise AssertionError(f"read({number}) answers although there are {count} samples; raise IndexError")
+
+
+def _check_numbering(source: Source, count: int) -> None:
+    """Runs cover all samples once, in order, inside parts; keys are stable strings."""
+    keys = list(source.keys())
+    assert len(keys) == count, f"keys() gives {len(keys)} keys for {count} samples"
+    assert all(isinstance(key, str) for key in keys), "keys() must be strings"
+    assert list(source.keys()) == keys, "keys() differ from call to call"
+    runs = list(source.runs())
+    assert [n for run in runs for n in run] == list(range(count)), (
+        "runs() must cover every sample once and in order"
+    )
+    assert all(len(run) > 0 for run in runs), "runs() holds an empty range"
+    edges = set(itertools.accumulate(part.count for part in source.identity().parts))
+    for run in runs:
+        crossed = [edge for edge in edges if run.start < edge < run.stop]
+        assert not crossed, f"{run} crosses from one part to the next at sample {crossed[0]}"
+
+
+def _check_identity(identity: SourceIdentity, count: int) -> None:
+    """Counts add up, names are relative and unique, nothing tells where the data lies."""
+    total = sum(part.count for part in identity.parts)
+    assert total == count, f"identity() has parts of {total} samples in all, len() is {count}"
+    assert all(part.count > 0 for part in identity.parts), "identity() has a part without samples"
+    names = [part.name for part in identity.parts]
+    assert len(set(names)) == len(names), f"parts share a name: {sorted(names)}"
+    assert all(part.files or part.digest is not None for part in identity.parts), (
+        "a part without files needs a digest of its content"
+    )
+    files = [file for part in identity.parts for file in part.files]
+    for file in files:
+        plain = PurePosixPath(file.name)
+        relative = not plain.is_absolute() and ".." not in plain.parts
+        assert relative, f"file name {file.name!r} is not relative"
+        assert file.path.exists(), f"identity() names {file.path}, which does not exist"
+    told: list[Json] = [identity.kind, dict(identity.settings)]
+    told.extend([part.name, dict(part.values), part.selection] for part in identity.parts)
+    text = canonical_json(told)  # raises for what JSON cannot hold
+    for path in {str(file.path.parent) for file in files}:
+        assert path == "/" or path not in text, (
+            f"identity() holds the absolute path {path}; moving data would miss"
+        )
+    for value in _texts(told):
+        assert not PurePosixPath(value).is_absolute(), f"identity() holds the absolute path {value!r}"
+
+
+def _texts(value: Json) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        return [text for inner in value.values() for text in _texts(inner)]
+    return [text for inner in value for text in _texts(inner)] if isinstance(value, list) else []
+
+
+def _check_ranges(source: Source, number: int, whole: Sample, schema: Schema) -> None:
+    """`start:stop` is the slice of axis 0 of fields with time; other fields come whole."""
+    lengths = [whole[name].shape[0] for name, field in schema.items() if field.time]
+    length = min(lengths, default=4)
+    for start, stop in ((0, 1), (1, None), (None, length - 1), (length // 2, length // 2 + 2), (0, length)):
+        part = source.read(number, start, stop)
+        wanted = {name: array[start:stop] if schema[name].time else array for name, array in whole.items()}
+        assert _same(wanted, part), f"read({number}, {start}, {stop}) is not that slice of read({number})"
+
+
+def _check_copy(source: Source, copied: Source, first: Mapping[int, Sample]) -> None:
+    """A copy by cloudpickle, before or after reading, is the same source."""
+    assert len(copied) == len(source), "len() changes when copied"
+    assert copied.schema() == source.schema(), "schema() changes when copied"
+    assert copied.identity() == source.identity(), "identity() changes when copied"
+    assert list(copied.keys()) == list(source.keys()), "keys() change when copied"
+    assert list(copied.runs()) == list(source.runs()), "runs() change when copied"
+    for number, sample in first.items():
+        assert _same(sample, copied.read(number)), f"sample {number} differs in a copy"
+
+
+def _copied(thing: _Thing) -> _Thing:
+    """A copy that went the way of copies for reader processes."""
+    pickler = cast("Any", cloudpickle)
+    return pickler.loads(pickler.dumps(thing))
+
+
+def _same(one: Sample, other: Sample) -> bool:
+    """Equal names, dtypes, shapes and bits."""
+    return one.keys() == other.keys() and all(
+        a.dtype == other[name].dtype and a.shape == other[name].shape and a.tobytes() == other[name].tobytes()
+        for name, a in one.items()
+    )
+
+
+def _scribble(sample: Sample) -> None:
+    for array in sample.values():
+        if array.flags.writeable:
+            array[...] = 1
+
+
+def check_encoder(
+    encoder: Encoder, sample_schema: Schema, *, steps: int = 8, tolerance: float = 1e-4, seed: int = 0
+) -> None:
+    """Assert the promises of `Encoder` on made-up samples of `sample_schema`, on the CPU.
+
+    Args:
+        encoder: Left as it was.
+        sample_schema: Fields of the samples it is made for.
+        steps: Length of ragged fields, and of the time range that independent steps are tried on.
+        tolerance: Relative to the largest value: how far a record may move when its neighbours change.
+        seed: Of the made-up samples.
+
+    Raises:
+        AssertionError: Names the promise that is broken.
+    """
+    import torch
+
+    assert isinstance(encoder, Encoder), f"{type(encoder).__name__} lacks a method of Encoder"
+    encoder.to(torch.device("cpu"))
+    group = _check_group(encoder, sample_schema)
+    schema = encoder.schema(sample_schema)
+    assert schema, "schema() has no field"
+    assert encoder.schema(sample_schema) == schema, "schema() differs from call to call"
+    _check_encoder_identity(encoder)
+    batch = _made_up(sample_schema, group, steps, seed)
+    before = {name: tensor.clone() for name, tensor in batch.items()}
+    first = encoder.encode(batch)
+    assert _equal(batch, before), "encode() writes to its input"
+    _check_record(first, schema, _rows(batch), steps)
+    kept = {name: tensor.clone() for name, tensor in first.items()}
+    assert _equal(encoder.encode(batch), kept), "encode() differs from call to call for equal input"
+    other = _made_up(sample_schema, group, steps, seed + 1)
+    encoder.encode(other)
+    assert _equal(first, kept), "encode() reuses the memory of an earlier result"
+    _check_neighbours(encoder, batch, other, kept, tolerance)
+    if encoder.independent_steps:
+        _check_steps(encoder, sample_schema, batch, kept, tolerance)
+    assert _equal(encoder.encode(batch), kept), "encode() keeps a state between calls"
+
+
+def _check_group(encoder: Encoder, sample_schema: Schema) -> Group:
+    group = encoder.group(sample_schema)
+    assert group == encoder.group(sample_schema), "group() differs from call to call"
+    assert group.samples >= 1, f"group() has {group.samples} samples"
+    if any(field.ragged for field in sample_schema.values()):
+        assert group.samples == 1, "samples with ragged fields are encoded one by one: group(samples=1)"
+    if group.steps is not None:
+        assert group.steps >= 1, f"group() has {group.steps} steps"
+        assert group.samples == 1, "group() cuts over time, so it must have one sample"
+        assert encoder.independent_steps, "group() cuts over time although steps are not independent"
+    return group
+
+
+def _check_encoder_identity(encoder: Encoder) -> None:
+    """Weights are there, identity is stable, says what it must, and changes with the weights."""
+    import torch
+
+    identity = encoder.identity()
+    missing = {"class", "config", "weights", "version"} - identity.keys()
+    assert not missing, f"identity() lacks {sorted(missing)}"
+    canonical_json(identity)
+    assert encoder.identity() == identity, "identity() differs from call to call"
+    assert _copied(encoder).identity() == identity, "identity() changes when copied"
+    weights = encoder.weights()
+    for name, tensor in weights.items():
+        assert isinstance(name, str), f"weight names are strings, {name!r} is not"
+        absent = tensor.is_meta or torch.nn.parameter.is_lazy(tensor)
+        assert not absent, f"weight {name!r} has no value yet; run one sample first"
+    filled = [name for name, tensor in weights.items() if tensor.numel()]
+    for name in {filled[0], filled[-1]} if filled else ():
+        tensor = weights[name]
+        changed = copy.deepcopy(encoder)
+        weight = changed.weights()[name]
+        with torch.no_grad():
+            weight.view(-1)[:1] = weight.view(-1)[:1].logical_not().to(weight.dtype)
+        again = changed.weights()[name]
+        assert not torch.equal(again, tensor), (
+            f"weights() gives copies; {name!r} of the encoder itself is unknown"
+        )
+        assert changed.identity() != identity, f"identity() stays when weight {name!r} changes"
+
+
+def _made_up(schema: Schema, group: Group, steps: int, seed: int) -> dict[str, Tensor]:
+    """One group of random samples; fields with time have `group.steps` steps when samples are cut."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    batch: dict[str, Tensor] = {}
+    for name, field in schema.items():
+        shape = list(field.shape)
+        if field.ragged:
+            shape[0] = steps
+        elif field.time and group.steps is not None:
+            shape[0] = min(group.steps, shape[0])
+        size = (group.samples, *shape)
+        dtype: torch.dtype = getattr(torch, field.dtype)
+        if field.dtype in FLOATS:
+            batch[name] = torch.randn(size, generator=generator).to(dtype)
+        else:
+            batch[name] = torch.randint(0, 2, size, generator=generator).to(dtype)
+    return batch
+
+
+def _rows(batch: Mapping[str, Tensor]) -> int:
+    return next(iter(batch.values())).shape[0]
+
+
+def _check_record(record: Mapping[str, Tensor], schema: Schema, rows: int, steps: int) -> None:
+    """Fields, shapes, dtypes and values as declared."""
+    import torch
+
+    assert record.keys() == schema.keys(), f"encode() gives {sorted(record)}, schema() has {sorted(schema)}"
+    for name, field in schema.items():
+        tensor = record[name]
+        assert tensor.shape[0] == rows, f"field {name!r} has {tensor.shape[0]} rows for {rows} samples"
+        _check_shape(name, tuple(tensor.shape[1:]), field)
+        assert tensor.dtype == getattr(torch, field.dtype), (
+            f"field {name!r} is {tensor.dtype}, not {field.dtype}"
+        )
+        assert tensor.device.type == "cpu", (
+            f"field {name!r} is on {tensor.device}, not on the encoder's device"
+        )
+        assert not tensor.requires_grad, f"field {name!r} requires a gradient; encode under torch.no_grad()"
+        assert not tensor.is_floating_point() or bool(tensor.isfinite().all()), (
+            f"field {name!r} is not finite"
+        )
+
+
+def _check_shape(name: str, shape: tuple[int, ...], field: Field) -> None:
+    free = field.ragged or field.time  # a time range is shorter than a whole sample
+    compared = (shape[1:], field.shape[1:]) if free and shape else (shape, field.shape)
+    assert compared[0] == compared[1], f"field {name!r} has shape {shape}, schema() says {field.shape}"
+
+
+def _check_neighbours(
+    encoder: Encoder,
+    batch: Mapping[str, Tensor],
+    other: Mapping[str, Tensor],
+    kept: Mapping[str, Tensor],
+    tolerance: float,
+) -> None:
+    """Each sample keeps its record when all others of the group are replaced, or are zeros (padding)."""
+    import torch
+
+    rows = _rows(batch)
+    for row in sorted({0, rows - 1}) if rows > 1 else ():
+        for fill in (other, {name: torch.zeros_like(tensor) for name, tensor in batch.items()}):
+            mixed = {name: tensor.clone() for name, tensor in fill.items()}
+            for name, tensor in batch.items():
+                mixed[name][row] = tensor[row]
+            found = encoder.encode(mixed)
+            for name, tensor in kept.items():
+                far = _distance(found[name][row], tensor[row])
+                assert far <= tolerance, (
+                    f"field {name!r} of a sample moves by {far:.1e} of its largest value when its neighbours "
+                    "change; normalise over the sample, not over the batch"
+                )
+
+
+def _check_steps(
+    encoder: Encoder,
+    sample_schema: Schema,
+    batch: Mapping[str, Tensor],
+    kept: Mapping[str, Tensor],
+    tolerance: float,
+) -> None:
+    """A range of time steps encoded alone gives that range of the whole."""
+    timed = [name for name, field in sample_schema.items() if field.time]
+    assert timed, "independent_steps is True, and no field has time"
+    schema = encoder.schema(sample_schema)
+    length = min(batch[name].shape[1] for name in timed)
+    low, high = length // 3, max(length // 3 + 1, 2 * length // 3)
+    cut = {name: tensor[:, low:high].clone() if name in timed else tensor for name, tensor in batch.items()}
+    found = encoder.encode(cut)
+    for name, field in schema.items():
+        wanted = kept[name][:, low:high] if field.time else kept[name]
+        assert found[name].shape == wanted.shape, (
+            f"field {name!r} of steps {low}:{high} has shape {tuple(found[name].shape)}, expected "
+            f"{tuple(wanted.shape)}; independent_steps is not true"
+        )
+        far = _distance(found[name], wanted)
+        assert far <= tolerance, (
+            f"field {name!r} moves by {far:.1e} of its largest value when steps {low}:{high} are encoded "
+            "alone; independent_steps is not true"
+        )
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """Largest difference relative to the largest value of `other`."""
+    if not one.numel():
+        return 0.0
+    scale = max(float(other.double().abs().max()), 1e-12)
+    value = float((one.double() - other.double()).abs().max()) / scale
+    return value if math.isfinite(value) else math.inf
+
+
+def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    import torch
+
+    return one.keys() == other.keys() and all(
+        torch.equal(tensor, other[name]) for name, tensor in one.items()
+    )

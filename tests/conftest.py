@@ -1,0 +1,42 @@
+"""Small real inputs that several packages' tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+SHARED_DATA = Path(__file__).parent.parent.parent / "shared" / "data"
+
+
+def write_burgers(
+    path: Path, *, samples: int = 12, steps: int = 9, points: int = 32, nu: float = 0.01, seed: int = 0
+) -> Path:
+    """Smooth random trajectories in PDEBench's 1D layout: `tensor` (samples, steps, points) float32."""
+    generator = np.random.default_rng(seed)
+    x = np.linspace(0, 1, points, endpoint=False)
+    t = np.linspace(0, 1, steps)
+    phase = generator.uniform(0, 6.28, (samples, 1, 1))
+    tensor = np.sin(2 * np.pi * (x + t[:, None]) + phase) * generator.uniform(0.5, 1.5, (samples, 1, 1))
+    with h5py.File(path, "w") as file:
+        file["tensor"] = tensor.astype(np.float32)
+        file["x-coordinate"] = x.astype(np.float32)
+        file["t-coordinate"] = np.append(t, 2.0).astype(np.float32)
+        file.attrs["Nu"] = nu
+    return path
+
+
+@pytest.fixture
+def burgers(tmp_path: Path) -> Path:
+    """One small PDEBench file of 12 trajectories, 9 steps, 32 points."""
+    return write_burgers(tmp_path / "1D_Burgers_Sols_Nu0.01.hdf5")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real data; tests that need it are skipped where it is absent."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"real data is not at {SHARED_DATA}")
+    return SHARED_DATA

@@ -1,0 +1,341 @@
+import logging
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import cloudpickle
+import h5py
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+
+from stoker.errors import ConfigError, SourceError
+from stoker.schema import Field
+from stoker.sources.torch_dataset import TorchSource
+from stoker.testing import check_source
+
+
+class Items(Dataset):
+    """Items from a function of the index."""
+
+    def __init__(self, make, count: int = 20) -> None:
+        self.make, self.count = make, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int):
+        return self.make(index)
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: int
+
+
+def field(*shape: int, dtype: str = "float32", **meaning: bool) -> Field:
+    return Field(shape=shape, dtype=dtype, **meaning)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        pytest.param(lambda i: torch.full((2, 3), i), {"data": field(2, 3, dtype="int64")}, id="tensor"),
+        pytest.param(lambda i: i / 2, {"data": field()}, id="number"),
+        pytest.param(lambda i: (torch.ones(3), i), {"0": field(3), "1": field(dtype="int64")}, id="tuple"),
+        pytest.param(lambda i: [i > 3, 0.5], {"0": field(dtype="bool"), "1": field()}, id="list"),
+        pytest.param(
+            lambda i: Pair(torch.ones(3), i), {"x": field(3), "y": field(dtype="int64")}, id="named"
+        ),
+        pytest.param(
+            lambda i: {"a": {"b": np.ones((2,), ">f8"), "c": [1, 2, i]}, "d": (np.float64(i),)},
+            {"a.b": field(2), "a.c": field(3, dtype="int64"), "d": field(1)},
+            id="nested",
+        ),
+        pytest.param(lambda i: torch.ones(2, dtype=torch.complex128), {"data": field(2, 2)}, id="complex"),
+        pytest.param(lambda i: np.ones(2, "u2") * i, {"data": field(2, dtype="int32")}, id="uint16"),
+        pytest.param(lambda i: torch.ones(2, requires_grad=True) * i, {"data": field(2)}, id="needs-grad"),
+        pytest.param(lambda i: torch.arange(6.0).view(2, 3).T, {"data": field(3, 2)}, id="not-contiguous"),
+    ],
+)
+def test_items(make, expected: dict) -> None:
+    source = TorchSource(Items(make))
+
+    assert source.schema() == expected
+    check_source(source)
+
+
+def test_bfloat16_travels_as_bits() -> None:
+    values = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    source = TorchSource(TensorDataset(values))
+
+    assert source.schema() == {"0": field(3, dtype="bfloat16")}
+    bits = source.read(7)["0"]
+    assert bits.dtype == np.uint16
+    assert torch.equal(torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16), values[7])
+    check_source(source)
+
+
+def test_images_are_height_width_channels() -> None:
+    image = pytest.importorskip("PIL.Image")
+    modes = {"RGB": (4, 6, 3), "L": (4, 6, 1), "P": (4, 6, 3), "1": (4, 6, 1)}
+
+    for mode, shape in modes.items():
+        source = TorchSource(Items(lambda i, mode=mode: (image.new(mode, (6, 4), i % 2), i)))
+        assert source.schema()["0"] == field(*shape, dtype="uint8")
+        check_source(source)
+
+
+def test_time_is_cut_only_where_it_is_declared() -> None:
+    dataset = Items(lambda i: {"u": torch.arange(40.0).view(10, 4) + i, "p": torch.ones(10)})
+    source = TorchSource(dataset, time=("u",))
+
+    assert source.schema() == {"u": field(10, 4, time=True), "p": field(10)}
+    assert {name: a.shape for name, a in source.read(3, 2, 5).items()} == {"u": (3, 4), "p": (10,)}
+    check_source(source)
+    assert not TorchSource(dataset).schema()["u"].time
+
+
+def test_pieces_of_one_sample_read_the_item_once() -> None:
+    calls = []
+    source = TorchSource(Items(lambda i: calls.append(i) or torch.ones(8, 2) * i), time=("data",))
+    source.schema()
+    calls.clear()
+    for start in range(0, 8, 2):
+        source.read(5, start, start + 2)
+
+    assert calls == [5]
+
+
+def test_lengths_that_vary_are_found_and_said(caplog) -> None:
+    source = TorchSource(Items(lambda i: {"boxes": torch.ones(i % 4, 4), "x": torch.ones(2)}))
+    with caplog.at_level(logging.INFO, logger="stoker"):
+        assert source.schema() == {"boxes": field(-1, 4, ragged=True), "x": field(2)}
+
+    assert "'boxes' varies along axis 0 and is kept ragged" in caplog.text
+    check_source(source)
+
+
+def test_a_length_that_varies_where_no_probe_looked() -> None:
+    dataset = Items(lambda i: torch.ones(5 if i == 123 else 3), count=1000)
+
+    with pytest.raises(
+        SourceError, match=r"sample 123, field 'data' is float32 \(5,\).*say ragged=\('data',\)"
+    ):
+        TorchSource(dataset).read(123)
+    assert TorchSource(dataset, ragged=("data",)).read(123)["data"].shape == (5,)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda i: {"x": torch.ones(2), "label": "cat"}, r"sample 0, field 'label' is text \('cat'\)"),
+        (lambda i: {"x": None}, "field 'x' is None"),
+        (lambda i: {"x": object()}, "field 'x' is a object"),
+        (lambda i: torch.ones(2).to_sparse(), "of layout torch.sparse_coo"),
+        (lambda i: np.array(["a"]), "has dtype <U1, which cannot be stored"),
+        (
+            lambda i: torch.ones(2, 2 + i % 2),
+            r"\(2, 2\) in sample 0 and float32 \(2, 3\) in sample 1.*axis 0",
+        ),
+        (lambda i: torch.ones(2).to(torch.float64 if i % 2 else torch.int32), "int32 .* and float32"),
+        (lambda i: {"x": 1} if i % 2 else {"y": 1}, r"sample 1 has fields \['x'\], sample 0 has \['y'\]"),
+    ],
+)
+def test_items_that_cannot_be_stored_are_named(make, message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        TorchSource(Items(make)).schema()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda i: {"x": torch.ones(2), "noise": torch.randn(2)},
+        lambda i: {"x": 1, "noise": np.random.random()},
+        lambda i: {"x": 1, "noise": torch.ones(2).flip(0) * (1 if random.random() < 0.5 else 2)},
+    ],
+    ids=["torch", "numpy", "random-flip"],
+)
+def test_random_output_is_refused(make) -> None:
+    with pytest.raises(SourceError, match=r"sample \d+, field 'noise' changes when it is read again"):
+        TorchSource(Items(make)).schema()
+
+
+def test_probing_leaves_the_random_state_alone() -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    expected = (torch.rand(1).item(), random.random(), np.random.random())
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+
+    def seeded(i: int) -> torch.Tensor:
+        torch.manual_seed(i)
+        np.random.seed(i)
+        random.seed(i)
+        return torch.rand(2) + np.random.random() + random.random()
+
+    TorchSource(Items(seeded)).schema()
+    assert (torch.rand(1).item(), random.random(), np.random.random()) == expected
+
+
+def test_a_sample_that_raises_does_not_stop_the_others() -> None:
+    def make(i: int) -> torch.Tensor:
+        if i == 0:
+            raise OSError("unreadable image")
+        return torch.ones(2) * i
+
+    source = TorchSource(Items(make))
+
+    assert source.schema() == {"data": field(2)}
+    with pytest.raises(OSError, match="unreadable"):
+        source.read(0)
+    with pytest.raises(OSError, match="always"):
+        TorchSource(Items(lambda i: (_ for _ in ()).throw(OSError("always")))).schema()
+
+
+def test_what_is_no_map_style_dataset() -> None:
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield torch.ones(1)
+
+    for wrong in (Stream(), object()):
+        with pytest.raises(SourceError, match="has no length and items by number"):
+            TorchSource(wrong)
+    with pytest.raises(SourceError, match="is empty"):
+        TorchSource(Items(lambda i: i, count=0))
+    with pytest.raises(ConfigError, match="3 keys for 20 samples"):
+        TorchSource(Items(lambda i: i), keys=["a"] * 3)
+    with pytest.raises(ConfigError, match=r"name \['u'\]; the fields are data"):
+        TorchSource(Items(lambda i: i), time=("u",)).schema()
+
+
+def test_subset_and_concat() -> None:
+    base = TensorDataset(torch.arange(60.0).view(20, 3))
+    for dataset in (
+        Subset(base, [3, 1, 7]),
+        ConcatDataset([base, base]),
+        Subset(ConcatDataset([base, base]), [30]),
+    ):
+        check_source(TorchSource(dataset))
+
+    unprobed = [0, 1, 17, *range(3, 20)]  # of 20 items number 2 is not among the sixteen probes
+    one, other = (TorchSource(Subset(base, indices)).identity() for indices in (list(range(20)), unprobed))
+    assert one.parts[0].digest != other.parts[0].digest
+
+
+def test_identity_sees_code_values_length_and_transforms() -> None:
+    class Scaled(Items):
+        pass
+
+    def double(x):
+        return x * 2
+
+    datasets = [
+        Items(lambda i: torch.ones(2) * i),
+        Items(lambda i: torch.ones(2) * i * 1.5),
+        Scaled(lambda i: torch.ones(2) * i),
+        Items(lambda i: torch.ones(2) * i, count=21),
+        Items(double),
+        Items(lambda i: torch.ones(2) * i * 1),  # the first one's values from other code
+    ]
+    seen = [TorchSource(dataset).identity() for dataset in datasets]
+
+    assert all(identity.sampled for identity in seen)
+    assert len({repr(identity) for identity in seen}) == len(datasets)
+    assert seen[0].kind == "torch/1"
+
+
+def test_identity_of_held_files_is_free_of_their_place(tmp_path: Path) -> None:
+    class Held(Dataset):
+        def __init__(self, root: Path) -> None:
+            self.root = root
+            self.files = [str(root / name) for name in ("a.bin", "b.bin")]
+            self.handle = None
+
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int):
+            return np.fromfile(self.files[index], dtype="u1")
+
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir()
+        for name in ("a.bin", "b.bin"):
+            (tmp_path / place / name).write_bytes(name.encode())
+    one, two = (TorchSource(Held(tmp_path / place)) for place in ("one", "two"))
+
+    assert one.identity().settings == two.identity().settings
+    assert one.identity().parts[0].digest == two.identity().parts[0].digest
+    assert [file.name for file in one.identity().parts[0].files] == ["a.bin", "b.bin"]
+    check_source(one)
+    (tmp_path / "two" / "c.bin").touch()
+    assert one.identity().settings != TorchSource(Held(tmp_path / "two")).identity().settings
+
+
+def test_a_given_identity_is_the_users_word() -> None:
+    one, two = (TorchSource(Items(lambda i, k=k: torch.ones(2) * i * k), identity="v1") for k in (1, 2))
+
+    assert one.identity() == two.identity()
+    assert not one.identity().sampled
+    assert one.identity() != TorchSource(Items(lambda i: i), identity="v2").identity()
+    with pytest.raises(SourceError, match="changes when it is read again"):
+        TorchSource(Items(lambda i: torch.rand(1)), identity="v1").schema()
+
+
+def test_handles_opened_while_probing_stay_behind(tmp_path: Path) -> None:
+    """The usual lazy pattern; an open h5py file cannot be pickled."""
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file["u"] = np.arange(40.0).reshape(20, 2)
+
+    class Lazy(Dataset):
+        file = None
+
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, index: int):
+            if self.file is None:
+                self.file = h5py.File(path)
+            return self.file["u"][index]
+
+    source = TorchSource(Lazy())
+    source.read(3)
+
+    copied = cloudpickle.loads(cloudpickle.dumps(source))
+    np.testing.assert_array_equal(copied.read(3)["data"], source.read(3)["data"])
+
+
+def test_a_dataset_defined_in_a_script_reaches_another_process(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, cloudpickle, torch\n"
+        "from torch.utils.data import Dataset\n"
+        "from stoker.sources.torch_dataset import TorchSource\n"
+        "class Mine(Dataset):\n"
+        "    def __len__(self): return 5\n"
+        "    def __getitem__(self, i): return {'x': torch.ones(3) * i}\n"
+        "source = TorchSource(Mine())\n"
+        "assert '__main__.Mine' in source.identity().settings['code']\n"
+        "sys.stdout.buffer.write(cloudpickle.dumps(source))\n"
+    )
+    packed = subprocess.run([sys.executable, script], capture_output=True, check=True, timeout=120).stdout
+
+    copied = cloudpickle.loads(packed)
+    assert copied.read(4)["x"].tolist() == [4.0, 4.0, 4.0]
+
+
+def test_a_dataset_without_torch_does_not_import_it(tmp_path: Path) -> None:
+    code = (
+        "import sys\nimport numpy as np\nfrom stoker.sources.torch_dataset import TorchSource\n"
+        "class Plain:\n    def __len__(self): return 3\n    def __getitem__(self, i): return np.ones(2) * i\n"
+        "assert TorchSource(Plain()).read(2)['data'].sum() == 4\nTorchSource(Plain()).identity()\n"
+        "assert 'torch' not in sys.modules"
+    )
+
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
