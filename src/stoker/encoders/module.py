@@ -1,0 +1,214 @@
+"""Use any frozen `nn.Module`, or any function of tensors, as an encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from stoker.encoders.describe import bound_module, describe_function, qualified_name
+from stoker.encoders.groups import fixed_group
+from stoker.encoders.protocol import Group
+from stoker.encoders.weights import digest_weights, module_weights, named_parts
+from stoker.errors import EncoderError
+from stoker.schema import DTYPE_BYTES, Field, Json, Schema
+
+Time: TypeAlias = Literal["none", "steps", "whole"]
+"""What a module does with time. `none`: its output has no time axis. `steps`: it is given single time steps
+`(n T, *shape of a step)`, and axis 0 of the output is time. `whole`: it is given `(n, T, ...)` and its output
+has time as axis 0."""
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class ModuleEncoder:
+    """Frozen encoder around a module or function; satisfies `Encoder`.
+
+    The module is called with the fields in order, each `(n, *shape)`, and returns one tensor `(n, *shape)`,
+    or a tuple of them. It is frozen in place: `eval()`, and its parameters no longer require gradients.
+    Fields that it does not take stay in the record.
+
+    Args:
+        module: What encodes: a module, a method of one (`vae.encode`), or a function. Each sample's output
+            must not depend on the other samples.
+        field: Field or fields of the sample that it takes.
+        output: Name or names of what it returns.
+        time: `"none"`, `"steps"` or `"whole"`, see `Time`.
+        version: Stands for the code in the identity. None: source text and settings of the module do.
+            Compiled functions have neither and need it.
+        group: Samples a call; None: about 8 MiB of samples and records.
+
+    Raises:
+        EncoderError: A weight has no value yet, a part uses statistics of its batch, or the code has no
+            source text and no `version` was given.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | Callable[..., Any],
+        *,
+        field: str | Sequence[str] = "data",
+        output: str | Sequence[str] = "latent",
+        time: Time = "none",
+        version: str | None = None,
+        group: int | None = None,
+    ) -> None:
+        self._module = module
+        self._fields = (field,) if isinstance(field, str) else tuple(field)
+        self._outputs = (output,) if isinstance(output, str) else tuple(output)
+        self._time: Time = time
+        self._group = group
+        self._device = torch.device("cpu")
+        self._digest: tuple[object, str] | None = None
+        if time not in ("none", "steps", "whole"):
+            raise EncoderError(f"time must be 'none', 'steps' or 'whole', got {time!r}")
+        if group is not None and group < 1:
+            raise EncoderError(f"group must be at least 1 sample, got {group}")
+        self._owner = bound_module(module)
+        if self._owner is not None:
+            _freeze(self._owner)
+        self._parts = [] if self._owner is None else list(self._owner.modules())
+        self._code: Json = describe_function(module) if version is None else version
+
+    @property
+    def independent_steps(self) -> bool:
+        """True when the module is given single time steps."""
+        return self._time == "steps"
+
+    def schema(self, sample_schema: Schema) -> Schema:
+        """The outputs, found by encoding zeros, then the fields that pass through.
+
+        Raises:
+            EncoderError: A field is missing or has no time, names clash, or the module fails on the shape.
+        """
+        for name in self._fields:
+            if name not in sample_schema:
+                raise EncoderError(
+                    f"samples have no field {name!r}, only {sorted(sample_schema)}. "
+                    f"Set ModuleEncoder(field=...) to one of them"
+                )
+            if self._time != "none" and not sample_schema[name].time:
+                raise EncoderError(f'field {name!r} has no time axis. Use ModuleEncoder(time="none")')
+        passed = {name: f for name, f in sample_schema.items() if name not in self._fields}
+        if clash := passed.keys() & set(self._outputs):
+            raise EncoderError(
+                f"outputs {sorted(clash)} are called like fields that pass through. "
+                f"Set ModuleEncoder(output=...) to another name"
+            )
+        ragged = any(sample_schema[name].ragged for name in self._fields)
+        probed = self._probe(sample_schema, length=4)
+        again = self._probe(sample_schema, length=6) if ragged else probed
+        return {**{name: self._field_of(probed[name], again[name]) for name in probed}, **passed}
+
+    def group(self, sample_schema: Schema) -> Group:
+        """The group given, else about 8 MiB of samples and records a call."""
+        if self._group is not None:
+            return Group(samples=self._group)
+        return fixed_group(sample_schema, self.schema(sample_schema), cut_time=self.independent_steps)
+
+    def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
+        """Encode one group; the module sees `(n, *shape)`, or `(n T, *shape)` with `time="steps"`.
+
+        Raises:
+            EncoderError: The module was put back into training, or returned something else than declared.
+        """
+        if any(part.training for part in self._parts):
+            raise EncoderError(
+                "the encoder's module is in training mode. Call `module.eval()` and leave it so"
+            )
+        inputs = [batch[name] for name in self._fields]
+        lead = inputs[0].shape[: 2 if self._time == "steps" else 1]
+        with torch.inference_mode(), torch.autocast(self._device.type, enabled=False):
+            result = self._module(*[x.reshape(-1, *x.shape[len(lead) :]) for x in inputs])
+        outputs = self._named(result)
+        for name, tensor in outputs.items():
+            if not tensor.ndim or tensor.shape[0] != lead.numel():
+                raise EncoderError(
+                    f"output {name!r} has shape {tuple(tensor.shape)} for {lead.numel()} inputs. "
+                    f"Axis 0 must count the inputs, also when there is one"
+                )
+        shaped = {name: tensor.reshape(*lead, *tensor.shape[1:]) for name, tensor in outputs.items()}
+        return {**shaped, **{name: value for name, value in batch.items() if name not in self._fields}}
+
+    def to(self, device: torch.device) -> None:
+        """Move the module to `device`; a plain function must follow its inputs by itself."""
+        self._device = device
+        if self._owner is not None:
+            self._owner.to(device)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Parameters and buffers by name; empty for a plain function."""
+        return {} if self._owner is None else module_weights(self._owner)
+
+    def identity(self) -> dict[str, Json]:
+        """Class, fields, code (source and settings, or the version given) and weights by content."""
+        config: dict[str, Json] = {
+            "field": list(self._fields),
+            "output": list(self._outputs),
+            "time": self._time,
+        }
+        return {
+            "class": qualified_name(self._module),
+            "config": config,
+            "weights": self._weights_digest(),
+            "version": self._code,
+        }
+
+    def _weights_digest(self) -> str:
+        """Kept until a weight is written to: large models take a second to digest."""
+        weights = self.weights()
+        state = [(name, tensor.data_ptr(), tensor._version) for name, tensor in weights.items()]
+        if self._digest is None or self._digest[0] != state:
+            self._digest = (state, digest_weights(weights))
+        return self._digest[1]
+
+    def _named(self, result: object) -> dict[str, Tensor]:
+        found = list(cast("Sequence[object]", result)) if isinstance(result, tuple | list) else [result]
+        tensors = [item for item in found if isinstance(item, Tensor)]
+        if not len(tensors) == len(found) == len(self._outputs):
+            raise EncoderError(
+                f"the module returned ({', '.join(type(item).__name__ for item in found)}) for the outputs "
+                f"{list(self._outputs)}. It must return one tensor for each name in ModuleEncoder(output=...)"
+            )
+        return dict(zip(self._outputs, tensors, strict=True))
+
+    def _probe(self, sample_schema: Schema, length: int) -> dict[str, Tensor]:
+        """Outputs for one sample of zeros; ragged fields get `length`."""
+        zeros: dict[str, Tensor] = {}
+        for name in self._fields:
+            field = sample_schema[name]
+            shape = (length, *field.shape[1:]) if field.ragged else field.shape
+            zeros[name] = torch.zeros((1, *shape), dtype=getattr(torch, field.dtype), device=self._device)
+        try:
+            return self.encode(zeros)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            shapes = {name: tuple(tensor.shape) for name, tensor in zeros.items()}
+            raise EncoderError(
+                f"the module failed on one sample of zeros {shapes}: {error}. "
+                f"Give it what it takes: another field, or other shapes in the source"
+            ) from error
+
+    def _field_of(self, tensor: Tensor, longer: Tensor) -> Field:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPE_BYTES:
+            raise EncoderError(f"the module returns {dtype}, which cannot be stored. Cast it in the module")
+        ragged = tensor.shape != longer.shape
+        shape = (-1, *tensor.shape[2:]) if ragged else tuple(tensor.shape[1:])
+        return Field(shape=shape, dtype=dtype, time=self._time != "none", ragged=ragged)
+
+
+def _freeze(module: nn.Module) -> None:
+    """Put in evaluation mode, without gradients; refuse what would still differ from call to call."""
+    module_weights(module)
+    module.eval().requires_grad_(False)
+    for name, part in named_parts(module).items():
+        where = f"{name or 'the module'} ({type(part).__qualname__})"
+        if isinstance(part, BATCH_NORMS) and part.running_mean is None:
+            raise EncoderError(
+                f"{where} normalises by its batch, so a sample would depend on its neighbours. "
+                f"Use running statistics (track_running_stats=True)"
+            )
+        if part.training:
+            raise EncoderError(f"{where} stays in training mode after eval(). Mend its `train` method")

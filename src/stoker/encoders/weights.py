@@ -1,0 +1,78 @@
+"""Weights of encoders: digest by content, save, load, and refuse what is not there yet."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from stoker.errors import EncoderError
+
+
+def digest_weights(weights: Mapping[str, Tensor]) -> str:
+    """The sha256 of names, dtypes, shapes and bytes, 64 hex digits; the device does not matter.
+
+    >>> digest_weights({}) == hashlib.sha256().hexdigest()
+    True
+    """
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        tensor = weights[name].detach().cpu().contiguous()
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def named_parts(module: nn.Module) -> dict[str, nn.Module]:
+    """The module (name `""`) and all modules below it, shared ones once."""
+    return dict(cast("Iterable[tuple[str, nn.Module]]", module.named_modules()))
+
+
+def module_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, the buffers that `state_dict` leaves out included.
+
+    Raises:
+        EncoderError: A weight has no value yet (lazy, or on the `meta` device).
+    """
+    weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, tensor in weights.items():
+        if nn.parameter.is_lazy(tensor) or tensor.is_meta:
+            raise EncoderError(
+                f"weight {name!r} of {type(module).__qualname__} has no value yet: every process would "
+                f"make its own. Run the module once on a sample (`module(sample)`) or load a checkpoint with "
+                f"`module.load_state_dict(...)`, then build the encoder"
+            )
+    return {name: tensor.detach() for name, tensor in weights.items()}
+
+
+def weights_to_bytes(weights: Mapping[str, Tensor]) -> bytes:
+    """The weights as one safetensors file, tied weights written twice."""
+    return save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()})
+
+
+def load_weights(path: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Read float32 weights from a safetensors file, in exactly these names and shapes.
+
+    Raises:
+        EncoderError: The file is missing or is no safetensors file, or its weights are others.
+    """
+    try:
+        loaded = load(Path(path).read_bytes())
+    except (OSError, SafetensorError) as error:
+        raise EncoderError(
+            f"{path}: cannot be read as encoder weights ({error}). Give a .safetensors file"
+        ) from error
+    found = {name: (str(tensor.dtype), tuple(tensor.shape)) for name, tensor in loaded.items()}
+    wanted = {name: ("torch.float32", tuple(shape)) for name, shape in shapes.items()}
+    if found != wanted:
+        raise EncoderError(
+            f"{path}: weights are {found}, this encoder needs {wanted}. "
+            f"Give the settings that the weights were saved with, or other weights"
+        )
+    return loaded
