@@ -1,0 +1,46 @@
+"""The cache on disk: format 1, described in docs/format.md.
+
+recipe.py      what determines the bytes; why.py says how two recipes differ, digests.py digests source files
+folder.py      one fingerprint's folder being filled: missing, adopt, quarantine, finish
+writer.py      records -> shards (convert.py, shard_write.py, statistics.py, sums.py)
+cache.py       shards -> records (index.py, shard_read.py, header.py); verify.py reads them all,
+               lost.py says which shards are gone
+catalog.py     what shards there are, and the index made from them; adopt.py takes over a sibling's
+layout.py      where columns lie, pure arithmetic
+local.py       files that appear whole or not at all; claims.py, failures.py, strict_json.py
+protocols.py   what the store asks of storage, and a loader of whoever can fill gaps
+"""
+
+from stoker.store.cache import Cache, open_cache
+from stoker.store.digests import Digests, FileDigest
+from stoker.store.failures import Failure
+from stoker.store.folder import Folder, open_folder
+from stoker.store.index import Index, Segments
+from stoker.store.recipe import Recipe, RecipePart, load_recipe, make_recipe
+from stoker.store.shard_read import Column, Shard
+from stoker.store.verify import BadRecord, VerifyReport
+from stoker.store.why import Difference, diff_recipes
+from stoker.store.writer import RecordWriter
+
+__all__ = [
+    "BadRecord",
+    "Cache",
+    "Column",
+    "Difference",
+    "Digests",
+    "Failure",
+    "FileDigest",
+    "Folder",
+    "Index",
+    "Recipe",
+    "RecipePart",
+    "RecordWriter",
+    "Segments",
+    "Shard",
+    "VerifyReport",
+    "diff_recipes",
+    "load_recipe",
+    "make_recipe",
+    "open_cache",
+    "open_folder",
+]

@@ -1,0 +1,343 @@
+"""A cache, opened: records by sample number, verified on every read."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import resource
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stoker.errors import (
+    CorruptError,
+    FormatError,
+    IncompleteError,
+    MissingRecordError,
+    ReadOnlyError,
+    RecordError,
+)
+from stoker.schema import Schema
+from stoker.store.catalog import Catalog, build_index, known_index, write_index
+from stoker.store.claims import claim
+from stoker.store.convert import from_array
+from stoker.store.failures import Failure
+from stoker.store.index import Index, Segments, load_index, segments_of
+from stoker.store.layout import axis_length
+from stoker.store.local import LocalStorage
+from stoker.store.lost import LostShard, without_lost
+from stoker.store.protocols import Filler
+from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
+from stoker.store.shard_read import Shard
+from stoker.units import format_count
+
+if TYPE_CHECKING:
+    from stoker.store.verify import VerifyReport
+
+log = logging.getLogger("stoker")
+INDEX_WAIT_S = 60.0
+MAX_OPEN_SHARDS = 1024
+
+
+class Cache:
+    """Handle on one fingerprint's records as one generation of the index lists them.
+
+    `len(cache)` counts stored records; `cache[number]` goes by sample number. Threads may share a handle.
+    """
+
+    def __init__(self, path: Path, recipe: Recipe, index: Index, lost: tuple[LostShard, ...] = ()) -> None:
+        self.path = path
+        self.recipe = recipe
+        self.index = index
+        self.lost = lost
+        """Shards that were gone when it was opened; `index` serves nothing from them."""
+        self.filler: Filler | None = None
+        """Whoever can encode what is missing; a loader asks it."""
+        self._storage = LocalStorage(path)
+        self._lock = threading.Lock()
+        self._open: OrderedDict[int, Shard] = OrderedDict()
+        # A quarter of the descriptors we may have: the rest belongs to readers, sockets and the user.
+        self._most_open = max(4, min(MAX_OPEN_SHARDS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+
+    @property
+    def name(self) -> str:
+        """The name it was made under."""
+        return self.index.name
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits; the folder's name."""
+        return self.index.fingerprint
+
+    @property
+    def schema(self) -> Schema:
+        """Fields of a record, as stored."""
+        return self.recipe.schema
+
+    @property
+    def complete(self) -> bool:
+        """Whether every sample is stored or quarantined."""
+        return self.index.complete
+
+    @property
+    def quarantined(self) -> Mapping[int, Failure]:
+        """Samples that could not be encoded, by number."""
+        return self.index.quarantined
+
+    @property
+    def statistics(self) -> Mapping[str, Any]:
+        """By field: count, nonfinite, mean, std, min, max, and per channel under `channels`."""
+        return self.index.statistics
+
+    @cached_property
+    def segments(self) -> Segments:
+        """Where records lie, as runs."""
+        return segments_of(self.index.shards, self.recipe)
+
+    @cached_property
+    def numbers(self) -> NDArray[np.int64]:
+        """Sample numbers of stored records, sorted, `(len(self),)`. Read-only."""
+        segments = self.segments
+        before = np.cumsum(segments.count) - segments.count
+        numbers = np.repeat(segments.first - before, segments.count) + np.arange(self.index.stored)
+        numbers.flags.writeable = False
+        return numbers
+
+    def __len__(self) -> int:
+        return self.index.stored
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, SupportsIndex) and self._find(operator.index(number)) is not None
+
+    def __getitem__(self, number: SupportsIndex) -> dict[str, Tensor]:
+        """The record of a sample: a copy, every byte checked.
+
+        Raises:
+            MissingRecordError: It is not stored; says whether it was quarantined, and why.
+            CorruptError: It is damaged; names shard and field.
+        """
+        number = operator.index(number)
+        place = self._find(number)
+        if place is None:
+            raise self._missing(number)
+        shard = self.shard(place[0])
+        return {
+            name: from_array(shard.read(name, place[1]), field.dtype) for name, field in self.schema.items()
+        }
+
+    def __repr__(self) -> str:
+        state = (
+            "complete" if self.complete else f"{format_count(len(self))} of {format_count(self.index.count)}"
+        )
+        return f"Cache({self.name!r}, {self.fingerprint}, {format_count(len(self))} records, {state})"
+
+    def shard(self, i: int) -> Shard:
+        """Shard `i` of the index, open. Least recently used ones are closed once nobody refers to them.
+
+        Raises:
+            CorruptError: The file is missing or is not the one that the index pins.
+        """
+        with self._lock:
+            shard = self._open.get(i)
+            if shard is not None:
+                self._open.move_to_end(i)
+                return shard
+            shard = self._open[i] = self.fresh_shard(i)
+            while len(self._open) > self._most_open:
+                self._open.popitem(last=False)
+            return shard
+
+    def fresh_shard(self, i: int) -> Shard:
+        """Shard `i`, opened anew and compared with the index; see `shard`."""
+        entry = self.index.shards[i]
+        part = self.recipe.parts[entry.part]
+        try:
+            shard = Shard(self._storage.open(entry.file), entry.file, self.schema, offset=part.offset)
+        except FileNotFoundError as error:
+            raise CorruptError(
+                f"{self.path / entry.file} is missing. Precompute again to encode its records"
+            ) from error
+        if shard.header_digest != entry.header or shard.part != part.key:
+            raise CorruptError(
+                f"{self.path / entry.file} is not the shard that the index pins: swapped or replaced"
+            )
+        return shard
+
+    def lengths(self, field: str) -> NDArray[np.int64]:
+        """Steps along axis 0 of each stored record's field, in the order of `numbers`: `(len(self),)`.
+
+        Raises:
+            RecordError: There is no such field, or it is a scalar.
+        """
+        spec = self.schema.get(field)
+        if spec is None or not spec.shape:
+            raise RecordError(f"field {field!r} has no axis 0. Fields: {', '.join(self.schema)}")
+        if not spec.ragged:
+            return np.full(len(self), axis_length(spec), np.int64)
+        segments = self.segments
+        pieces = [np.empty(0, np.int64)]
+        for shard, row, count in zip(segments.shard, segments.row, segments.count, strict=True):
+            pieces.append(np.diff(self.shard(int(shard)).offsets(field)[row : row + count + 1]))
+        return np.concatenate(pieces)
+
+    def verify(self, subset: float = 1.0) -> VerifyReport:
+        """Read records, or a seeded sample of them, and check every sum.
+
+        Args:
+            subset: Fraction of the records, `0 < subset <= 1`; 1 also checks columns, headers and index.
+        """
+        from stoker.store.verify import verify_cache  # which reads through this class
+
+        return verify_cache(self, subset)
+
+    def _find(self, number: int) -> tuple[int, int] | None:
+        """Shard and row of a sample."""
+        segments = self.segments
+        i = int(np.searchsorted(segments.first, number, side="right")) - 1
+        if i < 0 or number >= int(segments.first[i] + segments.count[i]):
+            return None
+        return int(segments.shard[i]), int(segments.row[i]) + number - int(segments.first[i])
+
+    def _missing(self, number: int) -> MissingRecordError:
+        failure = self.quarantined.get(number)
+        if failure is not None:
+            return MissingRecordError(
+                f"sample {number} was quarantined in stage {failure.stage} after {failure.attempts} "
+                f"attempts: {failure.error}. Precompute again with retry_quarantined to try once more"
+            )
+        if not 0 <= number < self.index.count:
+            return MissingRecordError(
+                f"there is no sample {number}: {self.name} has {self.index.count}, from 0"
+            )
+        return MissingRecordError(
+            f"sample {number} is not encoded yet: {self!r}. Run precompute to fill the gaps"
+        )
+
+
+def open_cache(path: str | Path, *, require_complete: bool = True) -> Cache:
+    """Open a cache for reading.
+
+    Args:
+        path: A fingerprint's folder, or `<cache_dir>/<name>`: then the newest complete one, by the
+            sequence in their indexes. A lost or damaged index is made again from
+            shards that are read in full.
+        require_complete: Refuse a cache with missing records.
+    Raises:
+        FormatError: There is no cache.
+        IncompleteError: Records are missing; says how many, and which shard is gone.
+        CorruptError: A shard has another size than the index says.
+    """
+    folder = Path(path)
+    cache = _open_folder(folder) if (folder / RECIPE_FILE).exists() else _newest(folder)
+    if require_complete and cache.lost:
+        raise cache.lost[0].error()
+    if require_complete and not cache.complete:
+        raise IncompleteError(
+            f"{cache.path} holds {len(cache)} of {cache.index.count} records "
+            f"({len(cache.quarantined)} quarantined). The command that made it resumes it"
+        )
+    return cache
+
+
+def open_indexed(folder: Path, recipe: Recipe) -> Cache | None:
+    """The cache of a folder whose index is sound, with what is there of its shards, by name and size."""
+    index = known_index(folder, recipe)
+    return None if index is None else _present(folder, recipe, index)
+
+
+def _present(folder: Path, recipe: Recipe, index: Index) -> Cache:
+    return Cache(folder, recipe, *without_lost(index, folder, LocalStorage(folder).sizes()))
+
+
+def _open_folder(folder: Path) -> Cache:
+    recipe = load_recipe(folder)
+    try:
+        return _present(folder, recipe, load_index(folder, recipe))
+    except (FileNotFoundError, FormatError) as error:
+        log.warning("the index of %s is made again from its shards: %s", folder, error)
+        return rebuild(folder, recipe)
+
+
+def rebuild(folder: Path, recipe: Recipe) -> Cache:
+    """Read every shard in full and make the index from what is sound.
+
+    Where the folder cannot be written, the index is kept in memory.
+    """
+    storage = LocalStorage(folder)
+    catalog = Catalog(storage, recipe)
+    catalog.verify()
+    with suppress(ReadOnlyError), claim(folder, "index", wait_s=INDEX_WAIT_S):
+        return Cache(folder, recipe, write_index(storage, folder.parent.name, recipe, catalog.refresh()))
+    return Cache(folder, recipe, build_index(storage, folder.parent.name, recipe, catalog.refresh(), None))
+
+
+def _newest(folder: Path) -> Cache:
+    try:
+        found = sorted(p for p in folder.iterdir() if (p / RECIPE_FILE).exists())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FormatError(f"there is no cache at {folder}. Check the path, or run precompute") from error
+    if not found:
+        raise FormatError(f"{folder} holds no cache: no folder in it has a {RECIPE_FILE}. Run precompute")
+    caches = _readable(found)
+    complete = [cache for cache in caches if cache.complete]
+    newest = max(complete or caches, key=lambda cache: (cache.index.sequence, cache.fingerprint))
+    if len(complete) > 1:
+        _warn_several(folder, len(complete), newest.fingerprint)
+    return newest
+
+
+def _readable(found: Sequence[Path]) -> list[Cache]:
+    """The caches that can be opened; an index is made again only where none is sound.
+
+    Raises:
+        FormatError, OSError: None can be opened; that of the first one.
+    """
+    caches, refused = _open_each(found, _open_sound)
+    if not caches:
+        caches, refused = _open_each(found, _open_folder)
+    if not caches:
+        raise refused[0]
+    # Without an index it is still being filled, which is nothing to warn of.
+    if skipped := [str(error) for error in refused if not isinstance(error, FileNotFoundError)]:
+        log.warning("skipped what cannot be read: %s", "; ".join(skipped))
+    return caches
+
+
+def _open_each(
+    found: Sequence[Path], opening: Callable[[Path], Cache]
+) -> tuple[list[Cache], list[FormatError | OSError]]:
+    caches: list[Cache] = []
+    refused: list[FormatError | OSError] = []
+    for path in found:
+        try:
+            caches.append(opening(path))
+        except (FormatError, OSError) as error:
+            refused.append(error)
+    return caches, refused
+
+
+def _open_sound(folder: Path) -> Cache:
+    recipe = load_recipe(folder)
+    return _present(folder, recipe, load_index(folder, recipe))
+
+
+_warned: set[Path] = set()
+
+
+def _warn_several(folder: Path, count: int, fingerprint: str) -> None:
+    if folder not in _warned:
+        _warned.add(folder)
+        log.warning(
+            "%s holds %d complete caches; opened the newest, %s. Name its folder to open another",
+            folder,
+            count,
+            fingerprint,
+        )

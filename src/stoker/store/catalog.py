@@ -1,0 +1,280 @@
+"""What a folder holds, read from the shards themselves, and the index made from that.
+
+Shards are trusted for what their own digests prove; nothing here relies on an index, except for rows that an
+earlier one noted as damaged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.errors import FormatError
+from stoker.store.convert import from_array
+from stoker.store.failures import Failure, read_failures
+from stoker.store.index import Index, ShardEntry, dump_index, load_index, read_index_entries
+from stoker.store.local import LocalStorage
+from stoker.store.recipe import Recipe
+from stoker.store.shard_read import Shard
+from stoker.store.statistics import Accumulator, summarise
+
+log = logging.getLogger("stoker")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardInfo:
+    """One shard of a folder whose header, numbers and sums are sound."""
+
+    file: str
+    part: int
+    rows: int
+    bytes: int
+    header: str
+    numbers: NDArray[np.int64]
+    """Part-local, one per row."""
+    statistics: Mapping[str, Any]
+    error: Mapping[str, Any]
+    bad: tuple[int, ...] = ()
+    """Rows known to be damaged."""
+
+
+def is_shard_name(name: str) -> bool:
+    """Whether a file of a cache folder is a shard, by its name."""
+    return name.startswith("shard-") and name.endswith(".safetensors")
+
+
+def read_info(storage: LocalStorage, name: str, recipe: Recipe) -> ShardInfo:
+    """Read header, numbers and sums of one shard.
+
+    Raises:
+        FormatError: It is damaged (`CorruptError`), or of no part of `recipe`.
+    """
+    shard = Shard(storage.open(name), name, recipe.schema)
+    part = next((i for i, part in enumerate(recipe.parts) if part.key == shard.part), None)
+    if part is None or int(shard.numbers().max()) >= recipe.parts[part].count:
+        raise FormatError(f"{storage.path / name} belongs to another cache. Remove it")
+    return ShardInfo(
+        file=name,
+        part=part,
+        rows=shard.rows,
+        bytes=shard.size,
+        header=shard.header_digest,
+        numbers=shard.numbers(),
+        statistics=shard.statistics,
+        error=shard.error,
+    )
+
+
+class Catalog:
+    """Shards of one folder. They are immutable, so each is read once however often `refresh` is called."""
+
+    def __init__(self, storage: LocalStorage, recipe: Recipe) -> None:
+        self._storage, self._recipe = storage, recipe
+        self._infos: dict[str, ShardInfo] = {}
+        self._refused: set[tuple[str, int]] = set()
+        self._bad: dict[str, tuple[int, ...]] | None = None
+
+    def refresh(self) -> list[ShardInfo]:
+        """Sound shards here now, by name. Others are left out with a warning, their records are missing."""
+        if self._bad is None:
+            self._bad = noted_damage(self._storage.path, self._recipe)
+        sizes = {name: size for name, size in self._storage.sizes().items() if is_shard_name(name)}
+        self._infos = {name: info for name, info in self._infos.items() if sizes.get(name) == info.bytes}
+        for name, size in sizes.items():
+            if name in self._infos or (name, size) in self._refused:
+                continue
+            try:
+                info = read_info(self._storage, name, self._recipe)
+                self._infos[name] = replace(info, bad=self._bad.get(name, ()))
+            except (FormatError, OSError) as error:
+                self._refused.add((name, size))
+                log.warning("shard left out: %s", error)
+        return [self._infos[name] for name in sizes if name in self._infos]
+
+    def exclude(self, file: str, rows: Sequence[int]) -> None:
+        """Note damaged rows of a shard; they count as missing from now on."""
+        if info := self._infos.get(file):
+            self._infos[file] = replace(info, bad=tuple(sorted({*info.bad, *rows})))
+
+    def verify(self) -> None:
+        """Read every byte of every shard and exclude the rows that are damaged."""
+        for info in self.refresh():
+            rows = damaged_rows(self._storage, info, self._recipe)
+            if rows:
+                log.warning(
+                    "shard %s: %d of %d records are damaged and left out", info.file, len(rows), info.rows
+                )
+                self.exclude(info.file, rows)
+
+
+def noted_damage(folder: Path, recipe: Recipe) -> dict[str, tuple[int, ...]]:
+    """Rows that the index of a folder notes as damaged, by file."""
+    index = known_index(folder, recipe)
+    return {} if index is None else {shard.file: shard.bad for shard in index.shards if shard.bad}
+
+
+def damaged_rows(storage: LocalStorage, info: ShardInfo, recipe: Recipe) -> list[int]:
+    """Rows of a shard that do not match their sums, over all fields; empty when every column is right."""
+    try:
+        shard = Shard(storage.open(info.file), info.file, recipe.schema)
+    except (FormatError, OSError) as error:
+        log.warning("shard %s cannot be read any more: %s", info.file, error)
+        return [*range(info.rows)]
+    rows: set[int] = set()
+    for field in shard.columns:
+        if damage := shard.damage(field):
+            rows.update(damage)
+            log.warning("shard %s: %s", info.file, next(iter(damage.values())))
+    return sorted(rows)
+
+
+def presence(infos: Sequence[ShardInfo], recipe: Recipe) -> NDArray[np.bool_]:
+    """Which samples are stored: `(recipe.count,)` bool."""
+    stored = np.zeros(recipe.count, np.bool_)
+    for info in infos:
+        stored[np.delete(info.numbers, info.bad) + recipe.parts[info.part].offset] = True
+    return stored
+
+
+def choose_rows(infos: Sequence[ShardInfo], recipe: Recipe) -> list[NDArray[np.int64]]:
+    """Which rows serve: segments `(k, 3)` of (row, first part-local number, count) for each shard.
+
+    A number stored twice is served from the first shard in the list, and its first row there.
+    """
+    if not infos:
+        return []
+    numbers = np.concatenate([info.numbers + recipe.parts[info.part].offset for info in infos])
+    shards = np.repeat(np.arange(len(infos)), [info.rows for info in infos])
+    rows = np.concatenate([np.arange(info.rows) for info in infos])
+    sound = np.ones(len(numbers), np.bool_)
+    for i, info in enumerate(infos):
+        if info.bad:
+            sound &= ~((shards == i) & np.isin(rows, info.bad))
+    numbers, shards, rows = numbers[sound], shards[sound], rows[sound]
+    _, first = np.unique(numbers, return_index=True)
+    numbers, shards, rows = numbers[first], shards[first], rows[first]
+    breaks = (np.diff(numbers) != 1) | (np.diff(shards) != 0) | (np.diff(rows) != 1)
+    starts = np.flatnonzero(np.concatenate([np.ones(min(1, len(numbers)), np.bool_), breaks]))
+    counts = np.diff(np.append(starts, len(numbers)))
+    chosen: list[NDArray[np.int64]] = []
+    for i, info in enumerate(infos):
+        mine = shards[starts] == i
+        at = starts[mine]
+        local = numbers[at] - recipe.parts[info.part].offset
+        chosen.append(np.stack([rows[at], local, counts[mine]], axis=1))
+    return chosen
+
+
+def write_index(storage: LocalStorage, name: str, recipe: Recipe, infos: Sequence[ShardInfo]) -> Index:
+    """Make the index of a folder and put it in place; an unchanged one stays as it is.
+
+    Call it under the claim `index`, with `infos` read under it too, so that a later index never knows less.
+    """
+    previous = known_index(storage.path, recipe)
+    index = build_index(storage, name, recipe, infos, previous)
+    if previous is not None:
+        same = replace(index, generation=previous.generation)
+        if dump_index(same, recipe) == dump_index(previous, recipe):
+            return previous
+    storage.put("index.json", dump_index(index, recipe))
+    return index
+
+
+def known_index(folder: Path, recipe: Recipe) -> Index | None:
+    """The index of a folder, or None where it is missing, damaged or foreign."""
+    try:
+        return load_index(folder, recipe)
+    except (FormatError, OSError):
+        return None
+
+
+def build_index(
+    storage: LocalStorage, name: str, recipe: Recipe, infos: Sequence[ShardInfo], previous: Index | None
+) -> Index:
+    """The index over `infos`, the next generation after `previous`; shards that it knew come first."""
+    order = {} if previous is None else {shard.file: i for i, shard in enumerate(previous.shards)}
+    infos = sorted(infos, key=lambda info: (order.get(info.file, len(order)), info.file))
+    chosen = choose_rows(infos, recipe)
+    stored = sum(int(segments[:, 2].sum()) for segments in chosen)
+    present = presence(infos, recipe)
+    quarantined: dict[int, Failure] = {
+        number: failure for number, failure in read_failures(storage, recipe).items() if not present[number]
+    }
+    return Index(
+        fingerprint=recipe.fingerprint,
+        name=name,
+        generation=1 if previous is None else previous.generation + 1,
+        sequence=next_sequence(storage.path) if previous is None else previous.sequence,
+        count=recipe.count,
+        stored=stored,
+        complete=stored + len(quarantined) == recipe.count,
+        shards=tuple(
+            ShardEntry(
+                file=info.file,
+                part=info.part,
+                rows=info.rows,
+                bytes=info.bytes,
+                header=info.header,
+                segments=segments,
+                bad=info.bad,
+            )
+            for info, segments in zip(infos, chosen, strict=True)
+        ),
+        quarantined=quarantined,
+        statistics=_statistics(storage, recipe, infos, chosen),
+        error=_error(recipe, infos),
+    )
+
+
+def next_sequence(folder: Path) -> int:
+    """One more than the largest sequence among the fingerprints beside `folder`."""
+    sequences = [0]
+    for sibling in folder.parent.iterdir():
+        try:
+            sequences.append(int(read_index_entries(sibling)["sequence"]))
+        except (FormatError, OSError, KeyError, TypeError, ValueError):
+            continue
+    return max(sequences) + 1
+
+
+def _statistics(
+    storage: LocalStorage, recipe: Recipe, infos: Sequence[ShardInfo], chosen: Sequence[NDArray[np.int64]]
+) -> dict[str, Any]:
+    partials: list[Mapping[str, Any]] = []
+    for info, segments in zip(infos, chosen, strict=True):
+        served = int(segments[:, 2].sum())
+        if served == info.rows:
+            partials.append(info.statistics)
+        elif served:
+            # Some of its rows are served from elsewhere: count only the rest.
+            partials.append(_recount(storage, info, segments, recipe))
+    return {name: summarise([partial[name] for partial in partials]) for name in recipe.schema}
+
+
+def _recount(
+    storage: LocalStorage, info: ShardInfo, segments: NDArray[np.int64], recipe: Recipe
+) -> dict[str, Any]:
+    shard = Shard(storage.open(info.file), info.file, recipe.schema)
+    partial: dict[str, Any] = {}
+    for name, field in recipe.schema.items():
+        accumulator = Accumulator(field)
+        for row, _, count in segments.tolist():
+            for at in range(row, row + count):
+                accumulator.update(from_array(shard.read(name, at).reshape(-1), field.dtype))
+        partial[name] = accumulator.partial()
+    return partial
+
+
+def _error(recipe: Recipe, infos: Sequence[ShardInfo]) -> dict[str, Any]:
+    return {
+        name: {
+            key: max((float(info.error[name][key]) for info in infos), default=0.0) for key in ("max", "rms")
+        }
+        for name in recipe.schema
+    }

@@ -1,0 +1,216 @@
+"""One fingerprint's folder while it is being filled, by any number of processes at once."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.errors import ConfigError, FormatError, ReadOnlyError
+from stoker.schema import canonical_json
+from stoker.store.adopt import adopt_shards
+from stoker.store.cache import INDEX_WAIT_S, Cache, open_indexed
+from stoker.store.catalog import Catalog, presence, write_index
+from stoker.store.claims import claim
+from stoker.store.digests import FileDigest
+from stoker.store.failures import Failure, append_failures, read_failures
+from stoker.store.layout import SHARD_BYTES
+from stoker.store.local import READ_ONLY_ERRNOS, LocalStorage, explained, sync_folder
+from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
+from stoker.store.strict_json import as_object
+from stoker.store.writer import RecordWriter, WriterSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SOURCES_FILE = "sources.jsonl"
+CACHE_NAME = re.compile(r"\w[\w.+=-]{0,127}")
+
+
+class Folder:
+    """What is stored, what is missing, and how to add to it.
+
+    Every handle has a token of its own and writes only files that carry it, the index excepted.
+    """
+
+    def __init__(self, path: Path, name: str, recipe: Recipe) -> None:
+        self.path = path
+        self.name = name
+        self.recipe = recipe
+        self._storage = LocalStorage(path)
+        self._catalog = Catalog(self._storage, recipe)
+        self._token = secrets.token_hex(6)
+
+    def complete(self) -> Cache | None:
+        """The cache, if its index is sound, says so, and names shards that are there; costs O(shards)."""
+        cache = open_indexed(self.path, self.recipe)
+        return cache if cache is not None and cache.complete else None
+
+    def adopt(self) -> int:
+        """Take over shards of sibling fingerprints for parts that did not change; returns records gained."""
+        gained, failures = adopt_shards(self._storage, self.recipe, self._catalog)
+        known = self.failures()
+        self.quarantine_many([failure for failure in failures if failure.number not in known])
+        return gained
+
+    def missing(self, *, retry_quarantined: bool = False, retry_transient: bool = True) -> NDArray[np.int64]:
+        """Global numbers that are neither stored nor given up, sorted.
+
+        Args:
+            retry_quarantined: Count every quarantined sample as missing.
+            retry_transient: Count those as missing that failed by a hang, a signal, EIO or lack of memory in
+                one run so far.
+        """
+        wanted = ~presence(self._catalog.refresh(), self.recipe)
+        if not retry_quarantined:
+            for number, failure in read_failures(self._storage, self.recipe).items():
+                if failure.sticky or not retry_transient:
+                    wanted[number] = False
+        return np.flatnonzero(wanted)
+
+    def stored_count(self) -> int:
+        """Records stored, each sample once."""
+        return int(presence(self._catalog.refresh(), self.recipe).sum())
+
+    def failures(self) -> dict[int, Failure]:
+        """Failures by global number, of samples that are not stored."""
+        stored = presence(self._catalog.refresh(), self.recipe)
+        return {
+            n: failure for n, failure in read_failures(self._storage, self.recipe).items() if not stored[n]
+        }
+
+    def quarantine(self, failure: Failure) -> None:
+        """Note, durably, that a sample could not be encoded."""
+        self.quarantine_many([failure])
+
+    def quarantine_many(self, failures: Sequence[Failure]) -> None:
+        """Note several at the cost of one."""
+        if failures:
+            append_failures(self._storage, self._token, failures, self.recipe)
+
+    def writer(
+        self,
+        *,
+        max_error: float | None = None,
+        device: str = "cpu",
+        shard_bytes: int = SHARD_BYTES,
+        seal_after_s: float = 30.0,
+    ) -> RecordWriter:
+        """A writer of records; see `WriterSettings` for the arguments.
+
+        Raises:
+            ConfigError: A setting is out of range.
+        """
+        if shard_bytes < 1 or seal_after_s <= 0 or (max_error is not None and max_error < 0):
+            raise ConfigError(
+                f"shard_bytes {shard_bytes}, seal_after_s {seal_after_s}, max_error {max_error}: too small"
+            )
+        settings = WriterSettings(
+            max_error=max_error, device=device, shard_bytes=shard_bytes, seal_after_s=seal_after_s
+        )
+        return RecordWriter(self._storage, self.recipe, settings)
+
+    def claim(self, purpose: str = "encode") -> AbstractContextManager[bool]:
+        """An advisory claim; yields False if somebody else holds it."""
+        return claim(self.path, purpose)
+
+    def finish(self) -> Cache:
+        """Write the index over everything sealed so far, by whomever, and open it.
+
+        Of several processes that finish at once, each sees at least what those before it saw.
+        """
+        with claim(self.path, "index", wait_s=INDEX_WAIT_S):
+            index = write_index(self._storage, self.name, self.recipe, self._catalog.refresh())
+        return Cache(self.path, self.recipe, index)
+
+
+def open_folder(
+    cache_dir: Path,
+    name: str,
+    recipe: Recipe,
+    *,
+    files: Sequence[FileDigest] = (),
+    weights: Mapping[str, Tensor] | None = None,
+) -> Folder:
+    """Make or open `<cache_dir>/<name>/<fingerprint>/`.
+
+    Args:
+        cache_dir, name, recipe: Where, under which name, and of what.
+        files: The files behind the recipe's parts; by default those the recipe was made from.
+        weights: The encoder's weights, kept once in `<cache_dir>/encoders`.
+    Raises:
+        ConfigError: `name` is not a plain name.
+        ReadOnlyError: The folder does not exist and cannot be made. One that exists may be read-only.
+    """
+    if not CACHE_NAME.fullmatch(name) or ".." in name or name == "encoders":
+        raise ConfigError(
+            f"a cache cannot be called {name!r}. Use letters, digits, '_', '-', '+', '=' and '.'"
+        )
+    cache_dir = Path(cache_dir)
+    path = cache_dir / name / recipe.fingerprint
+    storage = LocalStorage(path)
+    try:
+        _make_folders(cache_dir, path)
+        storage.sweep()
+        _put_recipe(storage, recipe)
+        _put_sources(storage, files or recipe.files)
+        if weights:
+            _put_weights(cache_dir, recipe, weights)
+    except OSError as error:
+        if not isinstance(error, ReadOnlyError) and error.errno not in READ_ONLY_ERRNOS:
+            raise
+        if not (path / RECIPE_FILE).exists():
+            raise ReadOnlyError(f"{path} cannot be made: {error}. Choose another cache folder") from error
+    return Folder(path, name, recipe)
+
+
+def _make_folders(cache_dir: Path, path: Path) -> None:
+    try:
+        if path.is_dir():
+            return
+        with explained(path):
+            cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
+            sync_folder(path.parent)
+            sync_folder(cache_dir)
+    except (PermissionError, FileExistsError, FileNotFoundError, NotADirectoryError) as error:
+        raise ReadOnlyError(
+            f"{cache_dir} cannot hold a cache: {error.strerror} ({error.filename}). "
+            "Choose another cache folder"
+        ) from error
+
+
+def _put_recipe(storage: LocalStorage, recipe: Recipe) -> None:
+    with suppress(FormatError):
+        load_recipe(storage.path)
+        return
+    storage.put(RECIPE_FILE, recipe.text.encode())
+
+
+def _put_sources(storage: LocalStorage, files: Sequence[FileDigest]) -> None:
+    if not files or (storage.path / SOURCES_FILE).exists():
+        return
+    lines = [
+        canonical_json({"name": f.name, "bytes": f.bytes, "digest": f.digest, "sampled": f.sampled})
+        for f in files
+    ]
+    storage.put(SOURCES_FILE, ("\n".join(lines) + "\n").encode())
+
+
+def _put_weights(cache_dir: Path, recipe: Recipe, weights: Mapping[str, Tensor]) -> None:
+    from stoker.encoders.weights import weights_to_bytes
+
+    digest = str((as_object(recipe.entries["encoder"]) or {}).get("weights"))
+    if not re.fullmatch(r"[0-9a-f]{16,64}", digest):
+        return
+    storage = LocalStorage(cache_dir / "encoders")
+    storage.path.mkdir(mode=0o700, exist_ok=True)
+    if not (storage.path / f"{digest}.safetensors").exists():
+        storage.put(f"{digest}.safetensors", weights_to_bytes(weights))

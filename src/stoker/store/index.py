@@ -1,0 +1,269 @@
+"""`index.json`: which shard and row holds which sample, pinned by digests, opened in O(shards).
+
+The index is derived. It names each shard's file with a digest of its header, which in turn pins everything in
+the shard; lost or damaged, it is made again from the shards.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.errors import CorruptError, FormatError
+from stoker.schema import canonical_json
+from stoker.store.failures import Failure, failure_from_json
+from stoker.store.local import LocalStorage, check_name
+from stoker.store.recipe import Recipe
+from stoker.store.strict_json import is_count, read_strict
+from stoker.units import MIB
+
+INDEX_FILE = "index.json"
+FORMAT = 1
+MAX_INDEX_BYTES = 1024 * MIB
+START = b'{"complete":'
+"""How every index begins; a huge file that is none is refused after one small read."""
+LISTED_SEGMENTS = 16
+"""Segments of a shard listed as JSON; more are packed, so that opening stays quick however numbers lie."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardEntry:
+    """One shard, as the index pins it."""
+
+    file: str
+    part: int
+    """Index of its part in the recipe."""
+    rows: int
+    bytes: int
+    """Size of the file."""
+    header: str
+    """xxh3_128 of the file up to its data."""
+    segments: NDArray[np.int64]
+    """`(k, 3)`: row, first part-local number, count. Rows that serve; another shard may hold the rest."""
+    bad: tuple[int, ...] = ()
+    """Rows found damaged; never served."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Index:
+    """What `index.json` says."""
+
+    fingerprint: str
+    name: str
+    generation: int
+    """Counts the rewrites of this index."""
+    sequence: int
+    """Orders the fingerprints of one name by when they were first indexed, without any clock."""
+    count: int
+    """Samples of the source."""
+    stored: int
+    complete: bool
+    """Whether stored and quarantined samples are all there are."""
+    shards: tuple[ShardEntry, ...]
+    quarantined: Mapping[int, Failure]
+    statistics: Mapping[str, Any]
+    error: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segments:
+    """Where records lie: int64 arrays, one entry per run of consecutive numbers in consecutive rows.
+
+    Sorted by `first`; no number is in two runs.
+    """
+
+    first: NDArray[np.int64]
+    """Global number of the run's first sample."""
+    count: NDArray[np.int64]
+    shard: NDArray[np.int64]
+    """Index of the shard, as for `Cache.shard`."""
+    row: NDArray[np.int64]
+    """Row of the run's first sample in its shard."""
+
+
+def segments_of(shards: Sequence[ShardEntry], recipe: Recipe) -> Segments:
+    """All shards' segments in global numbers.
+
+    Raises:
+        CorruptError: Two of them hold the same number.
+    """
+    row, first, count = _all_segments(shards).T
+    lengths = [len(shard.segments) for shard in shards]
+    first = first + np.repeat([recipe.parts[shard.part].offset for shard in shards], lengths).astype(np.int64)
+    order = np.argsort(first, kind="stable")
+    shard_ids = np.repeat(np.arange(len(shards)), lengths)[order]
+    first, count, row = first[order], count[order], row[order]
+    if bool((first[1:] < (first + count)[:-1]).any()):
+        raise CorruptError("the index gives one sample to two shards")
+    return Segments(first=first, count=count, shard=shard_ids, row=row)
+
+
+def _all_segments(shards: Sequence[ShardEntry]) -> NDArray[np.int64]:
+    return np.concatenate([np.empty((0, 3), np.int64), *(shard.segments for shard in shards)])
+
+
+def dump_index(index: Index, recipe: Recipe) -> bytes:
+    """The bytes of `index.json`."""
+    entries: dict[str, Any] = {
+        "format": FORMAT,
+        "fingerprint": index.fingerprint,
+        "name": index.name,
+        "generation": index.generation,
+        "sequence": index.sequence,
+        "count": index.count,
+        "stored": index.stored,
+        "complete": index.complete,
+        "schema": recipe.entries["schema"],
+        "shards": [
+            {
+                "file": shard.file,
+                "part": shard.part,
+                "rows": shard.rows,
+                "bytes": shard.bytes,
+                "header": shard.header,
+                "segments": _pack(shard.segments),
+                "bad": list(shard.bad),
+            }
+            for shard in index.shards
+        ],
+        "quarantined": [
+            {name: getattr(failure, name) for name in Failure.__slots__}
+            for _, failure in sorted(index.quarantined.items())
+        ],
+        "statistics": index.statistics,
+        "error": index.error,
+    }
+    return canonical_json({**entries, "digest": _digest(entries)}).encode()
+
+
+def load_index(folder: Path, recipe: Recipe) -> Index:
+    """Read and check `index.json` of a folder.
+
+    Raises:
+        FileNotFoundError: There is none.
+        FormatError: It is of another format, cache or recipe, or names files outside the folder.
+        CorruptError: It is damaged, or contradicts itself.
+    """
+    path = folder / INDEX_FILE
+    entries = read_index_entries(folder)
+    if entries.get("fingerprint") != recipe.fingerprint or entries.get("schema") != recipe.entries["schema"]:
+        raise FormatError(
+            f"{path} is of the cache {entries.get('fingerprint')}, expected {recipe.fingerprint}"
+        )
+    try:
+        return _parse(entries, recipe, str(path))
+    except (KeyError, TypeError, AttributeError, UnicodeError, binascii.Error) as error:
+        raise CorruptError(f"{path} is malformed: {error!r}") from error
+
+
+def read_index_entries(folder: Path) -> dict[str, Any]:
+    """The index as JSON, its digest checked and nothing else."""
+    path = folder / INDEX_FILE
+    storage = LocalStorage(folder)
+    file = storage.open(INDEX_FILE)
+    try:
+        start = bytearray(min(len(START), file.size))
+        file.read_into(0, memoryview(start))
+    finally:
+        file.close()
+    if bytes(start) != START:
+        raise CorruptError(f"{path} does not begin like an index: damaged, or not written by Stoker")
+    entries = read_strict(storage.read(INDEX_FILE, limit_bytes=MAX_INDEX_BYTES), where=str(path))
+    if entries.pop("digest", None) != _digest(entries):
+        raise CorruptError(f"{path} does not match its digest")
+    if entries.get("format") != FORMAT:
+        raise FormatError(
+            f"{path} has format {entries.get('format')!r}, this version reads {FORMAT}. Upgrade stoker"
+        )
+    return entries
+
+
+def _digest(entries: Mapping[str, Any]) -> str:
+    return hashlib.sha256(canonical_json(dict(entries)).encode()).hexdigest()
+
+
+def _parse(entries: Mapping[str, Any], recipe: Recipe, where: str) -> Index:
+    shards = tuple(_shard_entry(entry, recipe, where) for entry in entries["shards"])
+    failures = [failure_from_json(entry) for entry in entries["quarantined"]]
+    index = Index(
+        fingerprint=entries["fingerprint"],
+        name=_text(entries["name"]),
+        generation=entries["generation"],
+        sequence=entries["sequence"],
+        count=entries["count"],
+        stored=entries["stored"],
+        complete=entries["complete"],
+        shards=shards,
+        quarantined={failure.number: failure for failure in failures},
+        statistics=dict(entries["statistics"]),
+        error=dict(entries["error"]),
+    )
+    _check_bounds(shards, recipe, where)
+    stored = int(_all_segments(shards)[:, 2].sum())
+    whole = stored + len(index.quarantined) == index.count
+    numbers_fit = all(is_count(n) for n in (index.generation, index.sequence)) and index.count == recipe.count
+    files_differ = len({shard.file for shard in shards}) == len(shards)
+    known = all(failure.number < recipe.count for failure in failures)
+    if not (known and numbers_fit and files_differ and stored == index.stored and whole is index.complete):
+        raise CorruptError(f"{where} contradicts itself: its counts or files do not add up")
+    segments_of(shards, recipe)
+    return index
+
+
+def _shard_entry(entry: Mapping[str, Any], recipe: Recipe, where: str) -> ShardEntry:
+    shard = ShardEntry(
+        file=check_name(_text(entry["file"]), where=where),
+        part=entry["part"],
+        rows=entry["rows"],
+        bytes=entry["bytes"],
+        header=_text(entry["header"]),
+        segments=_unpack(entry["segments"]),
+        bad=tuple(entry["bad"]),
+    )
+    fits = is_count(shard.part, len(recipe.parts) - 1) and is_count(shard.rows) and is_count(shard.bytes)
+    if fits and all(is_count(row, shard.rows - 1) for row in shard.bad):
+        return shard
+    raise CorruptError(f"{where}: the entry of {shard.file} is out of bounds")
+
+
+def _check_bounds(shards: Sequence[ShardEntry], recipe: Recipe, where: str) -> None:
+    """Compare segments with rows and parts, all shards at once."""
+    row, first, count = _all_segments(shards).T
+    lengths = [len(shard.segments) for shard in shards]
+    rows = np.repeat([shard.rows for shard in shards], lengths)
+    samples = np.repeat([recipe.parts[shard.part].count for shard in shards], lengths)
+    # Compared without adding, so that nothing wraps around.
+    fits = (row >= 0) & (first >= 0) & (count >= 1) & (row <= rows - count) & (first <= samples - count)
+    if not fits.all():
+        raise CorruptError(f"{where}: segments are out of the bounds of their shard or part")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not text")
+    return value
+
+
+def _pack(segments: NDArray[np.int64]) -> list[list[int]] | str:
+    if len(segments) <= LISTED_SEGMENTS:
+        return segments.tolist()
+    return base64.b64encode(np.ascontiguousarray(segments, "<i8").tobytes()).decode()
+
+
+def _unpack(segments: Any) -> NDArray[np.int64]:
+    if isinstance(segments, str):
+        data = base64.b64decode(segments.encode("ascii"), validate=True)
+        if len(data) % 24:
+            raise TypeError(f"{len(data)} bytes of segments, expected a multiple of 24")
+        return np.frombuffer(data, "<i8").astype(np.int64).reshape(-1, 3)
+    if not all(len(segment) == 3 and all(map(is_count, segment)) for segment in segments):
+        raise TypeError("a segment is not three counts")
+    return np.array(segments, np.int64).reshape(-1, 3)

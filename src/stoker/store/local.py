@@ -1,0 +1,326 @@
+"""A local folder as `Storage`: files appear whole or not at all.
+
+A file is written under a temporary name that its writer holds an flock on; a temporary that nobody holds
+belongs to somebody dead and is swept. Opening never follows a link and never waits on a pipe or device.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import errno
+import fcntl
+import functools
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from stoker.errors import CorruptError, FormatError, ReadOnlyError, ResourceError
+from stoker.store.protocols import Buffer
+from stoker.units import MIB, format_bytes
+
+TEMPORARY = ".tmp-"
+FLUSH_BYTES = 8 * MIB
+"""Bytes after which the kernel is asked to begin writing them out, so that the final fsync is short."""
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+READ_ONLY_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
+FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+
+
+def check_name(name: str, *, where: str) -> str:
+    """Return `name` if it is a plain file name.
+
+    Raises:
+        FormatError: It is absolute, has a parent or hidden part, or characters that the store never uses.
+    """
+    if not PLAIN_NAME.fullmatch(name) or ".." in name:
+        raise FormatError(f"{where} names the file {name!r}, which is not a plain name in this folder")
+    return name
+
+
+@contextmanager
+def explained(path: Path) -> Generator[None]:
+    """Turn a full disk or a read-only folder into an error that says so.
+
+    Raises:
+        ResourceError: No space or quota left.
+        ReadOnlyError: The place cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, ReadOnlyError):
+            raise
+        if error.errno in FULL_ERRNOS:
+            raise ResourceError(
+                f"{path}: {error.strerror}{_free(path)}. What is sealed is kept; make room and run again"
+            ) from error
+        if error.errno in READ_ONLY_ERRNOS:
+            raise ReadOnlyError(f"{path} cannot be written: {error.strerror}") from error
+        raise
+
+
+def _free(path: Path) -> str:
+    with suppress(OSError):
+        usage = os.statvfs(path if path.is_dir() else path.parent)
+        return f" ({format_bytes(usage.f_bavail * usage.f_frsize)} and {usage.f_favail:,} inodes free)"
+    return ""
+
+
+@functools.cache
+def _sync_range() -> Callable[..., int] | None:
+    """Linux `sync_file_range`, or None elsewhere."""
+    try:
+        function = ctypes.CDLL(None).sync_file_range
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return function
+
+
+class LocalPending:
+    """A temporary file that `commit` turns into `name`."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._unflushed = 0
+        with explained(folder):
+            self._fd, self._temporary = self._begin()
+
+    def _begin(self) -> tuple[int, Path]:
+        while True:
+            path = self._folder / f"{TEMPORARY}{secrets.token_hex(6)}-{self._name}"
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            with suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(fd).st_nlink:
+                    return fd, path
+            os.close(fd)  # a sweeper came between creating and locking: the file is going, make another
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """Write all of `data` at `offset`."""
+        view = memoryview(data).cast("B")
+        with explained(self._folder):
+            at = 0
+            while at < len(view):
+                at += os.pwrite(self._fd, view[at:], offset + at)
+        self._unflushed += len(view)
+        if self._unflushed >= FLUSH_BYTES:
+            self._unflushed = 0
+            if sync := _sync_range():
+                sync(self._fd, 0, 0, 2)  # 2: start writing what is dirty, wait for nothing
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """Read back `size` bytes."""
+        data = os.pread(self._fd, size, offset)
+        if len(data) != size:
+            raise OSError(errno.EIO, f"read {len(data)} of {size} bytes back from {self._temporary}")
+        return data
+
+    def truncate(self, size: int) -> None:
+        """Cut or extend the file to `size` bytes."""
+        with explained(self._folder):
+            os.ftruncate(self._fd, size)
+
+    def commit(self) -> None:
+        """Make the bytes durable, then the name."""
+        try:
+            with explained(self._folder):
+                os.fsync(self._fd)
+                os.rename(self._temporary, self._folder / self._name)  # noqa: PTH104 (a name of ours onto a name of ours)
+                sync_folder(self._folder)
+        except BaseException:
+            self.discard()
+            raise
+        os.close(self._fd)
+        self._fd = -1
+
+    def discard(self) -> None:
+        """Remove the temporary; safe to call twice and after `commit`."""
+        if self._fd >= 0:
+            self._temporary.unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            with suppress(OSError):
+                self.discard()
+
+
+class LocalFile:
+    """A regular file opened for positional reads; closed when nobody refers to it any more."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = -1
+        self._path = path
+        try:
+            # Without O_NONBLOCK, opening a planted FIFO would wait for a writer for ever.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                raise FormatError(
+                    f"{path} is a link, pipe or device; a cache holds regular files only"
+                ) from error
+            raise
+        self._fd = fd
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError(f"{path} is a pipe, folder or device; a cache holds regular files only")
+        self._size = status.st_size
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file when it was opened."""
+        return self._size
+
+    def read_into(self, offset: int, out: memoryview[Any]) -> None:
+        """Fill `out` from `offset`.
+
+        Raises:
+            CorruptError: The file ends before `out` is full.
+            OSError: Reading failed twice.
+        """
+        at, retried = 0, False
+        while at < len(out):
+            try:
+                count = os.preadv(self._fd, [out[at:]], offset + at)
+            except OSError as error:
+                if error.errno != errno.EIO or retried:
+                    raise OSError(
+                        error.errno, f"{error.strerror} at byte {offset + at}", str(self._path)
+                    ) from error
+                retried = True
+                continue
+            if count == 0:
+                raise CorruptError(
+                    f"{self._path} ends at byte {offset + at}, expected {offset + len(out)}: truncated"
+                )
+            at += count
+
+    def fileno(self) -> int:
+        """The descriptor."""
+        return self._fd
+
+    def close(self) -> None:
+        """Release the descriptor; safe to call twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class LocalStorage:
+    """The files of one local folder. See `Storage` for what each method promises."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def create(self, name: str) -> LocalPending:
+        """Begin a new file called `name`."""
+        return LocalPending(self.path, check_name(name, where=str(self.path)))
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file atomically and durably, replacing one of that name."""
+        pending = LocalPending(self.path, name)
+        try:
+            pending.write_at(0, data)
+            pending.commit()
+        finally:
+            pending.discard()
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes by name of the regular files here, sorted by name; hidden ones left out."""
+        with os.scandir(self.path) as entries:
+            found = {
+                entry.name: entry.stat(follow_symlinks=False).st_size
+                for entry in entries
+                if not entry.name.startswith(".") and entry.is_file(follow_symlinks=False)
+            }
+        return dict(sorted(found.items()))
+
+    def list(self) -> list[str]:
+        """Names of the regular files here, sorted."""
+        return [*self.sizes()]
+
+    def open(self, name: str) -> LocalFile:
+        """Open `name` for positional reads."""
+        return LocalFile(self.path / check_name(name, where=str(self.path)))
+
+    def read(self, name: str, *, limit_bytes: int) -> bytes:
+        """All of a small file.
+
+        Raises:
+            FormatError: It is larger than `limit_bytes`.
+        """
+        file = LocalFile(self.path / name)
+        try:
+            if file.size > limit_bytes:
+                raise FormatError(
+                    f"{self.path / name} has {format_bytes(file.size)}, "
+                    f"expected {format_bytes(limit_bytes)} at most"
+                )
+            data = bytearray(file.size)
+            file.read_into(0, memoryview(data))
+            return bytes(data)
+        finally:
+            file.close()
+
+    def link(self, other: LocalStorage, name: str) -> None:
+        """Take over the file `name` of `other`: a hard link, or a copy where links are not possible."""
+        try:
+            os.link(other.path / name, self.path / name, follow_symlinks=False)
+        except FileExistsError:
+            return
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP):
+                with explained(self.path):
+                    raise
+            self._copy(other, name)
+        sync_folder(self.path)
+
+    def _copy(self, other: LocalStorage, name: str) -> None:
+        file, pending = other.open(name), self.create(name)
+        piece = memoryview(bytearray(4 * MIB))
+        try:
+            for offset in range(0, file.size, len(piece)):
+                part = piece[: min(len(piece), file.size - offset)]
+                file.read_into(offset, part)
+                pending.write_at(offset, part)
+            pending.commit()
+        finally:
+            pending.discard()
+            file.close()
+
+    def remove(self, name: str) -> None:
+        """Remove a file; one that is gone already is no error."""
+        with explained(self.path):
+            (self.path / name).unlink(missing_ok=True)
+
+    def sweep(self) -> int:
+        """Remove temporaries whose writers are dead; returns how many."""
+        swept = 0
+        names: builtins.list[str] = [n for n in os.listdir(self.path) if n.startswith(TEMPORARY)]  # noqa: PTH208 (names)
+        for name in names:
+            with suppress(OSError, FormatError):
+                file = LocalFile(self.path / name)
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                (self.path / name).unlink()
+                swept += 1
+        return swept
+
+
+def sync_folder(path: Path) -> None:
+    """Make names in a folder durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

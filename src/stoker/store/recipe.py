@@ -1,0 +1,315 @@
+"""The recipe: everything that determines the bytes of a cache, and nothing else.
+
+Its canonical JSON is the file `recipe.json`, whose sha256 names the folder. No absolute path, time stamp,
+reader count or device is in it: moving data or running elsewhere changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from stoker.encoders.protocol import Encoder, Group
+from stoker.errors import ConfigError, CorruptError, EncoderError, FormatError, RecordError, SourceError
+from stoker.schema import (
+    FLOATS,
+    Field,
+    Json,
+    Schema,
+    canonical_json,
+    digest_json,
+    schema_from_json,
+    schema_to_json,
+)
+from stoker.sources.protocol import Part, Source
+from stoker.store.digests import Digests, FileDigest
+from stoker.store.local import LocalStorage
+from stoker.store.strict_json import is_count, read_strict
+from stoker.units import MIB
+
+FORMAT = 1
+RECIPE_FILE = "recipe.json"
+MAX_RECIPE_BYTES = 256 * MIB
+STORED_FLOATS = ("float32", "float16", "bfloat16")
+GROUP_BYTES = 4 * MIB
+MAX_GROUP = 256
+RESERVED_SUFFIXES = (".offsets", ".sums", ".scale")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipePart:
+    """One part of the source, as the recipe knows it."""
+
+    name: str
+    count: int
+    """Samples of this part."""
+    offset: int
+    """Global number of its first sample."""
+    key: str
+    """32 hex digits that bind a shard to this part of this recipe, wherever the part stands among others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What a cache is made of. Equal recipes have equal fingerprints, and name the same folder."""
+
+    entries: Mapping[str, Any]
+    """The recipe as JSON; not to be changed."""
+    files: tuple[FileDigest, ...] = field(default=(), compare=False)
+    """The files behind the parts' digests, if it was made from a source; empty when it was loaded."""
+
+    @cached_property
+    def text(self) -> str:
+        """Canonical JSON: the bytes of `recipe.json`."""
+        return canonical_json(self.entries)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The first 16 hex digits of the sha256 of `text`."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+    @cached_property
+    def parts(self) -> tuple[RecipePart, ...]:
+        """Parts in numbering order."""
+        parts: list[RecipePart] = []
+        rest = {**self.entries, "source": {k: v for k, v in self.entries["source"].items() if k != "parts"}}
+        shared = digest_json(rest)
+        offset = 0
+        for entry in self.entries["source"]["parts"]:
+            key = digest_json([shared, entry])[:32]
+            parts.append(RecipePart(name=entry["name"], count=entry["count"], offset=offset, key=key))
+            offset += entry["count"]
+        return tuple(parts)
+
+    @cached_property
+    def count(self) -> int:
+        """Samples of the source."""
+        return sum(part.count for part in self.parts)
+
+    @cached_property
+    def schema(self) -> Schema:
+        """Fields of a record as stored, in the order of their names."""
+        return schema_from_json(self.entries["schema"])
+
+    @cached_property
+    def encoded(self) -> Schema:
+        """Fields of a record as the encoder gives them."""
+        return {name: _with_dtype(f, self.entries["encoded"][name]) for name, f in self.schema.items()}
+
+    @cached_property
+    def group(self) -> Group:
+        """The fixed group in which samples are encoded."""
+        return Group(samples=self.entries["group"]["samples"], steps=self.entries["group"]["steps"])
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return [part.offset for part in self.parts]
+
+    def part_of(self, number: int) -> tuple[int, int]:
+        """Part index and part-local number of a global sample number.
+
+        Raises:
+            RecordError: There is no such sample.
+        """
+        if not 0 <= number < self.count:
+            raise RecordError(f"there is no sample {number}: the source has {self.count}, numbered from 0")
+        # Empty parts share an offset with the next one; the last of them is the one that holds samples.
+        index = bisect_right(self._offsets, number) - 1
+        return index, number - self._offsets[index]
+
+
+def make_recipe(
+    source: Source,
+    encoder: Encoder | None,
+    *,
+    dtype: str | Mapping[str, str] | None = None,
+    digests: Digests | None = None,
+) -> Recipe:
+    """The recipe of `encoder` applied to `source`.
+
+    Args:
+        source: Asked for identity, schema and length; its files are digested, not its samples read.
+        encoder: None stores samples as they are.
+        dtype: Storage dtype of float fields, by name, or one for all that have an axis: scalars (parameters)
+            keep theirs, since 1e-8 is zero in float16. None keeps all as encoded; float64 is always stored as
+            float32.
+        digests: Who digests files; by default everything is read, and nothing remembered.
+    Raises:
+        ConfigError: A dtype is unknown, or named for a field that is missing or not of floats.
+        SourceError: The source contradicts itself, or a file cannot be read.
+        EncoderError: The encoder does not fit the samples, or its identity is not JSON.
+    """
+    sample_schema = source.schema()
+    encoded = sample_schema if encoder is None else encoder.schema(sample_schema)
+    _check_names(encoded)
+    stored = stored_schema(encoded, dtype)
+    group = _default_group(sample_schema) if encoder is None else encoder.group(sample_schema)
+    source_entries, files = _source_entries(source, digests or Digests())
+    entries: dict[str, Json] = {
+        "format": FORMAT,
+        "source": source_entries,
+        "encoder": None if encoder is None else encoder.identity(),
+        "group": {"samples": group.samples, "steps": group.steps},
+        "dtype": {name: f.dtype for name, f in stored.items()},
+        "encoded": {name: f.dtype for name, f in encoded.items()},
+        "schema": schema_to_json(stored),
+    }
+    try:
+        canonical_json(entries["encoder"])
+    except (TypeError, ValueError) as error:
+        raise EncoderError(f"the encoder's identity() cannot be written as JSON: {error}") from error
+    return Recipe(
+        entries=read_strict(canonical_json(entries).encode(), where="the recipe"), files=tuple(files)
+    )
+
+
+def load_recipe(folder: Path) -> Recipe:
+    """Read `recipe.json` of a fingerprint's folder.
+
+    Raises:
+        FormatError: There is none, it is of another format, or it is not a recipe.
+        CorruptError: Its digest is not the folder's name.
+    """
+    path = folder / RECIPE_FILE
+    try:
+        data = LocalStorage(folder).read(RECIPE_FILE, limit_bytes=MAX_RECIPE_BYTES)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FormatError(f"{folder} holds no {RECIPE_FILE}, so it is not a cache of Stoker") from error
+    found = hashlib.sha256(data).hexdigest()[:16]
+    if found != folder.resolve().name:
+        raise CorruptError(f"{path} has digest {found}, expected {folder.resolve().name}, its folder's name")
+    entries = read_strict(data, where=str(path))
+    if entries.get("format") != FORMAT:
+        raise FormatError(
+            f"{path} has format {entries.get('format')!r}, this version reads {FORMAT}. Upgrade stoker"
+        )
+    recipe = Recipe(entries=entries)
+    try:
+        _check_recipe(recipe)
+    except (KeyError, TypeError, AttributeError, RecordError) as error:
+        raise FormatError(f"{path} is not a recipe: {error!r}") from error
+    return recipe
+
+
+def _check_recipe(recipe: Recipe) -> None:
+    parts = recipe.entries["source"]["parts"]
+    if not all(is_count(entry["count"]) and isinstance(entry["name"], str) for entry in parts):
+        raise TypeError("a part lacks a name or a count")
+    if not is_count(recipe.group.samples) or recipe.encoded.keys() != recipe.schema.keys():
+        raise TypeError("group or schema")
+
+
+def _with_dtype(f: Field, dtype: str) -> Field:
+    return Field(shape=f.shape, dtype=dtype, time=f.time, ragged=f.ragged)
+
+
+def _check_names(schema: Schema) -> None:
+    if not schema:
+        raise EncoderError("a record has no fields, so there is nothing to store")
+    for name in schema:
+        if not name or name.startswith("__") or name.endswith(RESERVED_SUFFIXES):
+            raise EncoderError(
+                f"a field is called {name!r}; names that start with '__' or end with "
+                f"{', '.join(RESERVED_SUFFIXES)} are the store's own. Rename it"
+            )
+
+
+def stored_schema(encoded: Schema, dtype: str | Mapping[str, str] | None) -> Schema:
+    """The schema of records as stored, by the rule of `make_recipe`'s `dtype`.
+
+    Raises:
+        ConfigError: As `make_recipe`.
+    """
+    wanted = _wanted_dtypes(encoded, dtype)
+    widest = [name for name, f in encoded.items() if f.dtype == "float64"]
+    if widest and any(name not in wanted for name in widest):
+        logging.getLogger("stoker").info("float64 fields are stored as float32: %s", ", ".join(widest))
+    # By name, so that a schema means the same however its fields were listed.
+    return {
+        name: _with_dtype(f, wanted.get(name, "float32" if f.dtype == "float64" else f.dtype))
+        for name, f in sorted(encoded.items())
+    }
+
+
+def _wanted_dtypes(encoded: Schema, dtype: str | Mapping[str, str] | None) -> dict[str, str]:
+    floats = [name for name, f in encoded.items() if f.dtype in FLOATS]
+    if isinstance(dtype, str):
+        wanted = {name: dtype for name in floats if encoded[name].shape}
+    else:
+        wanted = dict(dtype or {})
+    named = [("every float field", dtype)] if isinstance(dtype, str) else wanted.items()
+    for name, wish in named:
+        if wish in ("int8", "float8_e4m3fn"):
+            raise ConfigError(
+                f"storage dtype {wish!r} for {name} is not in this version. Use {', '.join(STORED_FLOATS)}"
+            )
+        if wish not in STORED_FLOATS:
+            raise ConfigError(f"storage dtype {wish!r} for {name} is unknown. Use {', '.join(STORED_FLOATS)}")
+    for name in wanted:
+        if name not in floats:
+            raise ConfigError(
+                f"storage dtype is set for {name!r}, which is not a float field. Float fields: {floats}"
+            )
+    return wanted
+
+
+def _default_group(sample_schema: Schema) -> Group:
+    if any(f.ragged for f in sample_schema.values()):
+        return Group(samples=1)
+    size = sum(f.size_bytes() for f in sample_schema.values())
+    return Group(samples=max(1, min(MAX_GROUP, GROUP_BYTES // max(1, size))))
+
+
+def _source_entries(source: Source, digests: Digests) -> tuple[dict[str, Json], list[FileDigest]]:
+    identity = source.identity()
+    total = sum(part.count for part in identity.parts)
+    if total != len(source):
+        raise SourceError(f"the source's parts hold {total} samples, len(source) is {len(source)}")
+    names = [part.name for part in identity.parts]
+    if twice := sorted(
+        {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()
+    ):
+        raise SourceError(
+            f"parts of a source need names of their own, these come twice: {', '.join(twice[:5])}"
+        )
+    files = digests.files([ref for part in identity.parts for ref in part.files])
+    parts: list[Json] = []
+    at = 0
+    for part in identity.parts:
+        parts.append(_part_entry(part, files[at : at + len(part.files)]))
+        at += len(part.files)
+    entries: dict[str, Json] = {
+        "kind": identity.kind,
+        "settings": dict(identity.settings),
+        "sampled": identity.sampled,
+        "parts": parts,
+    }
+    try:
+        canonical_json(entries)
+    except (TypeError, ValueError) as error:
+        raise SourceError(f"the source's identity() cannot be written as JSON: {error}") from error
+    return entries, files
+
+
+def _part_entry(part: Part, files: list[FileDigest]) -> Json:
+    if part.digest is None and not files:
+        raise SourceError(
+            f"part {part.name!r} names neither files nor a digest, so nothing tells when it changes"
+        )
+    content: list[Json] = [[file.name, file.bytes, file.digest] for file in files]
+    digest = part.digest if not files else digest_json([part.digest, *content])
+    return {
+        "name": part.name,
+        "count": part.count,
+        "bytes": sum(file.bytes for file in files),
+        "digest": digest,
+        "sampled": any(file.sampled for file in files),
+        "values": dict(part.values),
+        "selection": part.selection,
+    }

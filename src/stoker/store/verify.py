@@ -1,0 +1,121 @@
+"""Read a cache and say which records are damaged, without stopping at the first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from stoker.errors import ConfigError, CorruptError, FormatError
+from stoker.store.cache import Cache
+from stoker.store.index import INDEX_FILE, ShardEntry, load_index
+from stoker.store.lost import LostShard
+from stoker.store.recipe import RECIPE_FILE, load_recipe
+from stoker.store.shard_read import Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadRecord:
+    """One damaged record, or a damaged file that holds none."""
+
+    index: int
+    """Sample number; -1 when no record is affected."""
+    shard: str
+    """File name."""
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What was read and what was wrong."""
+
+    records: int
+    """Records read."""
+    bad: list[BadRecord]
+    """Everything damaged; empty when all is well."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.bad
+
+
+def verify_cache(cache: Cache, subset: float = 1.0) -> VerifyReport:
+    """Check every byte of a cache, or every byte of a sample of its records.
+
+    Raises:
+        ConfigError: `subset` is not in (0, 1].
+    """
+    if not 0 < subset <= 1:
+        raise ConfigError(f"subset is {subset}, expected more than 0 and at most 1")
+    bad = [bad for lost in cache.lost for bad in _bad_of_lost(cache, lost)]
+    if subset < 1:
+        count = math.ceil(subset * len(cache))
+        numbers = np.sort(
+            np.random.default_rng(cache.index.generation).choice(cache.numbers, count, replace=False)
+        )
+        bad += _bad_of_sample(cache, numbers.tolist())
+    else:
+        count = len(cache)
+        bad += [bad for i in range(len(cache.index.shards)) for bad in _bad_of_shard(cache, i)]
+        bad += _bad_files(cache)
+    return VerifyReport(records=count + sum(lost.records for lost in cache.lost), bad=bad)
+
+
+def _bad_of_lost(cache: Cache, lost: LostShard) -> Iterator[BadRecord]:
+    for number in _served(cache, lost.entry).values():
+        yield BadRecord(index=number, shard=lost.entry.file, why=str(lost.error()))
+
+
+def _served(cache: Cache, entry: ShardEntry) -> dict[int, int]:
+    """Global numbers that a shard serves, by row."""
+    offset = cache.recipe.parts[entry.part].offset
+    return {row + k: first + k + offset for row, first, n in entry.segments.tolist() for k in range(n)}
+
+
+def _bad_of_sample(cache: Cache, numbers: list[int]) -> Iterator[BadRecord]:
+    for number in numbers:
+        try:
+            cache[number]
+        except (FormatError, OSError) as error:
+            place = int(np.searchsorted(cache.segments.first, number, side="right")) - 1
+            shard = cache.index.shards[int(cache.segments.shard[place])].file
+            yield BadRecord(index=number, shard=shard, why=str(error))
+
+
+def _bad_of_shard(cache: Cache, i: int) -> Iterator[BadRecord]:
+    entry = cache.index.shards[i]
+    served = _served(cache, entry)
+    if not served:
+        return
+    try:
+        # Through the cache, which compares with the index; afresh, not as an earlier read left it.
+        shard = cache.fresh_shard(i)
+    except (FormatError, OSError) as error:
+        yield from (BadRecord(index=n, shard=entry.file, why=str(error)) for n in served.values())
+        return
+    for field in shard.columns:
+        yield from _bad_of_column(shard, field, served)
+    try:
+        shard.check_padding()
+    except (CorruptError, OSError) as error:
+        yield BadRecord(index=-1, shard=entry.file, why=str(error))
+
+
+def _bad_of_column(shard: Shard, field: str, served: dict[int, int]) -> Iterator[BadRecord]:
+    for row, why in shard.damage(field).items():
+        if row in served:
+            yield BadRecord(index=served[row], shard=shard.name, why=why)
+
+
+def _bad_files(cache: Cache) -> Iterator[BadRecord]:
+    try:
+        load_recipe(cache.path)
+    except (FormatError, OSError) as error:
+        yield BadRecord(index=-1, shard=RECIPE_FILE, why=str(error))
+    try:
+        load_index(cache.path, cache.recipe)
+    except (FormatError, OSError) as error:
+        yield BadRecord(index=-1, shard=INDEX_FILE, why=str(error))

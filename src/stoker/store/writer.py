@@ -1,0 +1,261 @@
+"""Write records of a folder into shards: convert, checksum, write as it comes, seal by size or age."""
+
+from __future__ import annotations
+
+import platform
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stoker.errors import RecordError
+from stoker.schema import Field
+from stoker.store import layout
+from stoker.store.convert import FieldScratch, StoredRows, store_rows, torch_dtype
+from stoker.store.protocols import Storage
+from stoker.store.recipe import Recipe
+from stoker.store.shard_write import OpenShard, ShardSpec
+
+OPEN_PARTS = 4
+"""Parts with an open shard at a time: readers' work interleaves where one part ends and the next begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterSettings:
+    """How a writer cuts shards, and what it insists on."""
+
+    shard_bytes: int = layout.SHARD_BYTES
+    """Bytes of records in a full shard."""
+    seal_after_s: float = 30.0
+    """Seconds after its first record at which a shard is sealed even if it is not full."""
+    max_error: float | None = None
+    """Largest conversion error of a record and field, as a fraction of its largest value; None: any."""
+    device: str = "cpu"
+    """Where records are encoded; noted in the shards."""
+
+
+class RecordWriter:
+    """Appends records to shards of its own. One thread only; any number of writers may fill one folder.
+
+    `rows` and `bytes` count what was appended so far; what is in an open shard is lost by a kill.
+    """
+
+    def __init__(self, storage: Storage, recipe: Recipe, settings: WriterSettings) -> None:
+        self.rows = 0
+        self.bytes = 0
+        self._storage, self._recipe, self._settings = storage, recipe, settings
+        self._token = secrets.token_hex(6)
+        self._seq = 0
+        self._open: dict[int, OpenShard] = {}
+        self._since: dict[int, float] = {}
+        self._latest: int | None = None
+        self._scratch = {name: FieldScratch() for name in recipe.schema}
+        fixed = layout.is_fixed(recipe.schema)
+        self._capacity = (
+            layout.row_capacity(recipe.schema, settings.shard_bytes) if fixed else layout.MAX_ROWS
+        )
+        self._capacity_bytes = (
+            self._capacity * layout.record_bytes(recipe.schema)
+            if fixed
+            else min(settings.shard_bytes, layout.RAGGED_SHARD_BYTES)
+        )
+
+    def append(
+        self,
+        numbers: range | Sequence[int],
+        records: Mapping[str, Tensor | list[Tensor]],
+        *,
+        marked: Sequence[int] = (),
+    ) -> None:
+        """Store records.
+
+        Args:
+            numbers: Global sample numbers of one part, one per record.
+            records: Fixed fields `(n, *shape)`, ragged ones a list of `n` tensors; on the CPU, in the encoded
+                dtype (or already the stored one). Not kept after the call.
+            marked: Those of `numbers` that were encoded in a smaller group than the recipe's.
+        Raises:
+            RecordError: A record does not fit the schema, overflows its dtype, or loses more than
+                `max_error`; nothing of the call was stored.
+            ResourceError: No space left; the open shards are gone, sealed ones are kept.
+        """
+        numbers = [int(number) for number in numbers]
+        if not numbers:
+            return
+        part, local = self._local(numbers)
+        stored = self._convert(numbers, records)
+        marks = {self._recipe.part_of(number)[1] for number in marked}
+        begin = 0
+        while begin < len(numbers):
+            shard = self._shard(part)
+            end = begin + self._room(shard, stored, begin)
+            try:
+                shard.add(local, stored, begin, end)
+            except BaseException:
+                self.abort()
+                raise
+            shard.mark([number for number in local[begin:end].tolist() if number in marks])
+            if self._full(shard):
+                self._seal(part)
+            begin = end
+        self.rows += len(numbers)
+        self.bytes += sum(rows.values.nbytes for rows in stored.values())
+        self.tick()
+
+    def tick(self) -> None:
+        """Seal shards that are older than their time; call when idle."""
+        now = time.monotonic()
+        for part in [p for p, since in self._since.items() if now - since >= self._settings.seal_after_s]:
+            self._seal(part)
+
+    def seal(self) -> None:
+        """Seal what is open; returns when it is durable."""
+        for part in [*self._open]:
+            self._seal(part)
+
+    def close(self) -> None:
+        """Seal what is open. The writer may be used again."""
+        self.seal()
+
+    def abort(self) -> None:
+        """Drop what is not sealed."""
+        for shard in self._open.values():
+            shard.discard()
+        self._open.clear()
+        self._since.clear()
+
+    @property
+    def shard_fill(self) -> tuple[int, int]:
+        """Bytes in the shard last appended to, and bytes at which it is full."""
+        shard = None if self._latest is None else self._open.get(self._latest)
+        return (0 if shard is None else shard.size), self._capacity_bytes
+
+    def _local(self, numbers: list[int]) -> tuple[int, NDArray[np.int64]]:
+        part, _ = self._recipe.part_of(numbers[0])
+        entry = self._recipe.parts[part]
+        local = np.array(numbers, np.int64) - entry.offset
+        if local.min() < 0 or local.max() >= entry.count:
+            raise RecordError(
+                f"samples {min(numbers)} to {max(numbers)} are not of one part; {entry.name!r} has "
+                f"{entry.offset} to {entry.offset + entry.count - 1}. Append part by part"
+            )
+        return part, local
+
+    def _convert(
+        self, numbers: list[int], records: Mapping[str, Tensor | list[Tensor]]
+    ) -> dict[str, StoredRows]:
+        schema, encoded = self._recipe.schema, self._recipe.encoded
+        if records.keys() != schema.keys():
+            raise RecordError(
+                f"samples from {numbers[0]}: records have fields {sorted(records)}, "
+                f"the schema has {sorted(schema)}"
+            )
+        stored: dict[str, StoredRows] = {}
+        for name, field in schema.items():
+            _check_shape(name, records[name], encoded[name], field, numbers)
+            stored[name] = store_rows(name, field, records[name], numbers, self._scratch[name])
+            bound = self._settings.max_error
+            worst = int(stored[name].max_error.argmax())
+            error = stored[name].max_error[worst]
+            if bound is not None and error > bound:
+                raise RecordError(
+                    f"sample {numbers[worst]}: field {name!r} loses {error:.3g} of its largest value as "
+                    f"{field.dtype}, {bound:.3g} is allowed. Store it wider or raise the bound"
+                )
+        return stored
+
+    def _shard(self, part: int) -> OpenShard:
+        shard = self._open.get(part)
+        if shard is None:
+            if len(self._open) >= OPEN_PARTS:
+                self._seal(min(self._since, key=self._since.__getitem__))
+            spec = ShardSpec(
+                schema=self._recipe.schema,
+                part=self._recipe.parts[part].key,
+                writer=self._token,
+                seq=self._seq,
+                environment=environment(self._settings.device),
+            )
+            shard = OpenShard(self._storage, spec, capacity=self._capacity)
+            self._seq += 1
+            self._open[part] = shard
+            self._since[part] = time.monotonic()
+        self._latest = part
+        return shard
+
+    def _room(self, shard: OpenShard, stored: Mapping[str, StoredRows], begin: int) -> int:
+        """Records from `begin` on that still go into `shard`; one at least."""
+        count = len(next(iter(stored.values())).lengths)
+        room = min(count - begin, self._capacity - shard.rows)
+        if layout.is_fixed(self._recipe.schema):
+            return room
+        size, taken = shard.size, 0
+        while taken < room and (size < self._capacity_bytes or not taken):
+            row = begin + taken
+            size += sum((r.starts[row + 1] - r.starts[row]) * r.values.itemsize for r in stored.values())
+            taken += 1
+        return taken
+
+    def _full(self, shard: OpenShard) -> bool:
+        by_bytes = not layout.is_fixed(self._recipe.schema) and shard.size >= self._capacity_bytes
+        return shard.rows >= self._capacity or by_bytes
+
+    def _seal(self, part: int) -> None:
+        self._since.pop(part)
+        self._open.pop(part).seal()
+
+
+def _check_shape(
+    name: str, values: Tensor | list[Tensor], encoded: Field, field: Field, numbers: Sequence[int]
+) -> None:
+    count = len(numbers)
+    if isinstance(values, list) != field.ragged or (field.ragged and len(values) != count):
+        kind = f"a list of {count} tensors" if field.ragged else "one tensor"
+        raise RecordError(f"samples from {numbers[0]}: field {name!r} must be {kind}")
+    tensors = values if isinstance(values, list) else [values]
+    wanted = (-1 if field.ragged else count, *field.shape[field.ragged :])
+    dtypes = (torch_dtype(encoded.dtype), torch_dtype(field.dtype))
+    for number, tensor in zip(
+        numbers, tensors, strict=False
+    ):  # one tensor holds all numbers of a fixed field
+        shape = tuple(tensor.shape)
+        fits = len(shape) == len(wanted) and shape[field.ragged :] == wanted[field.ragged :]
+        if not fits or tensor.dtype not in dtypes or tensor.device.type != "cpu":
+            raise RecordError(
+                f"sample {number}: field {name!r} is {tensor.dtype} {shape} on {tensor.device}, "
+                f"expected {encoded.dtype} {wanted} on the CPU"
+            )
+
+
+def environment(device: str) -> dict[str, str]:
+    """What may change the last bits of a record: versions, hardware, threads."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "cpu": _cpu_name(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "device": device
+        if not device.startswith("cuda")
+        else f"{device} {torch.cuda.get_device_name(device)}",
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+@cache
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
