@@ -1,0 +1,62 @@
+"""The page docs/config.md, made from the models, so that it cannot fall behind them."""
+
+from __future__ import annotations
+
+from stoker.config.earlier import IGNORED, REFUSED, RENAMED, SWITCHES
+from stoker.config.names import Section, Setting, every_node, shown
+
+HEAD = """# Settings
+
+Made from `src/stoker/config/models.py` by `python -m stoker.config.document > docs/config.md`; edit it there.
+
+A configuration is a YAML file; `key.sub=value` on the command line wins over the file, the file over the
+defaults below. Values are YAML (`training.lr=1e-4`, `data.files=[a.h5, b.h5]`, `data.limit=null`), and
+`${data.task}` stands for another setting's value. An unknown name is an error that names the nearest; a
+setting given twice is an error too. Paths are relative to the folder the command runs in.
+"""
+
+TABLE = """
+| setting | takes | default | meaning |
+|---|---|---|---|
+"""
+
+EARLIER_HEAD = """
+## Names of earlier systems
+
+Accepted, so that existing files go on working. In one file, or on one command line, give a setting under one
+name only. What has no effect any more is said once at the start of a run.
+
+| earlier name | now |
+|---|---|
+"""
+
+
+def describe_settings() -> str:
+    """docs/config.md as text."""
+    lines = [HEAD]
+    for node in every_node():
+        if isinstance(node, Section):
+            lines.append(f"\n## {node.name}\n{node.text}\n{TABLE}")
+        elif "." in node.name:
+            lines.append(_row(node))
+    lines.append(f"\n## Top level\n{TABLE}")
+    lines += [_row(node) for node in every_node() if isinstance(node, Setting) and "." not in node.name]
+    return "".join(lines) + EARLIER_HEAD + "".join(f"| `{name}` | {now} |\n" for name, now in _earlier())
+
+
+def _row(setting: Setting) -> str:
+    return f"| `{setting.name}` | {setting.expects} | `{shown(setting.default)}` | {setting.text} |\n"
+
+
+def _earlier() -> list[tuple[str, str]]:
+    rows = [(name, f"`{now}`") for name, now in RENAMED.items()]
+    for name, positions in SWITCHES.items():
+        ((position, (target, value)),) = positions.items()
+        rows.append((name, f"`{shown(position)}` sets `{target}` to `{value}`; else nothing"))
+    rows += [(name, f"no effect: {why}") for name, why in IGNORED.items()]
+    rows += [(name, f"refused unless off: {what} are not offered") for name, what in REFUSED.items()]
+    return rows
+
+
+if __name__ == "__main__":
+    print(describe_settings(), end="")  # noqa: T201  the page is this program's output

@@ -1,0 +1,268 @@
+"""Read settings from a YAML file and the command line, and say exactly what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+from yaml import MarkedYAMLError, YAMLError
+
+from stoker.config.earlier import EARLIER, Layer, translate
+from stoker.config.models import Config
+from stoker.config.names import all_sections, all_settings, nearest, shown
+from stoker.errors import ConfigError
+
+COMMAND_LINE = "command line"
+
+
+def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
+    """The settings of a file, overridden by `key.sub=value`, over the defaults.
+
+    Args:
+        path: A YAML file; None: defaults and overrides alone.
+        overrides: Values are YAML (`1e-4`, `[a, b]`, `null`); what is not YAML is text (`*.h5`).
+
+    Raises:
+        ConfigError: No such file, not YAML (with the line), an unknown name (with the nearest), a wrong
+            value (with what was expected), or one setting given twice.
+    """
+    given = {} if path is None else _read(Path(path))
+    return _build(given, _parse(overrides), "defaults" if path is None else str(path))
+
+
+def make_config(settings: Mapping[str, object], *, where: str) -> Config:
+    """Settings from a nested mapping, as `Config.to_dict` gives; `where` begins every message.
+
+    Raises:
+        ConfigError: As for `load_config`.
+    """
+    return _build(settings, {}, where)
+
+
+def _build(settings: Mapping[str, object], overrides: Mapping[str, object], where: str) -> Config:
+    unknown: list[str] = []
+    flat = _flatten(settings, "", where, unknown)
+    _check_names(overrides, unknown)
+    if unknown:
+        raise ConfigError("\n".join(unknown))
+    file, command = translate(flat, where), translate(overrides, COMMAND_LINE)
+    for layer in (file, command):
+        _check_batch(layer)
+    merged = _merge(file, command)
+    try:
+        config = Config.model_validate(_nest(_resolve(merged, where)))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(error, merged, file, command))) from error
+    _check_together(config, where)
+    return config.noted(where, (*file.notes, *command.notes))
+
+
+def _read(path: Path) -> dict[str, object]:
+    """A file's content, interpolations still as they were written."""
+    if not path.is_file():
+        others = sorted(str(other) for other in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        beside = f" There are: {', '.join(others)}" if others else ""
+        raise ConfigError(f"{path}: no such file. Expected a YAML file with settings.{beside}")
+    try:
+        content = OmegaConf.load(path)
+    except MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f" line {error.problem_mark.line + 1}:"
+        raise ConfigError(f"{path}:{line} not YAML: {error.problem or error.context}") from error
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(content, DictConfig):
+        raise ConfigError(f"{path}: holds a list. Expected settings, as `training:` with names below it")
+    return cast("dict[str, object]", OmegaConf.to_container(content, resolve=False))
+
+
+def _parse(overrides: Sequence[str]) -> dict[str, object]:
+    """Override texts by name.
+
+    Raises:
+        ConfigError: One lacks its `=`, or a name comes twice.
+    """
+    found: dict[str, object] = {}
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        name = name.strip()
+        if not equals or not name:
+            raise ConfigError(
+                f"{COMMAND_LINE}: {text!r} is not a setting. Expected key=value, as training.lr=1e-4"
+            )
+        if name in found:
+            raise ConfigError(f"{COMMAND_LINE}: {name} is given twice. Give it once")
+        found[name] = parse_value(value)
+    return found
+
+
+def parse_value(text: str) -> object:
+    """One value as YAML reads it; text where YAML reads nothing.
+
+    >>> parse_value("1e-4"), parse_value("[1, 4]"), parse_value("null"), parse_value("*.h5")
+    (0.0001, [1, 4], None, '*.h5')
+
+    Raises:
+        ConfigError: A `${` that is not closed, or another slip in a reference.
+    """
+    try:
+        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+    except YAMLError:
+        return text
+    except OmegaConfBaseException as error:
+        fact = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{COMMAND_LINE}: {text!r} is no value: {fact}. Expected YAML, or ${{section.name}} for another "
+            "setting's value"
+        ) from error
+    return parsed["value"]
+
+
+def _flatten(
+    settings: Mapping[str, object], prefix: str, where: str, unknown: list[str]
+) -> dict[str, object]:
+    """Nested settings by dotted name; names that are none go to `unknown` as messages."""
+    flat: dict[str, object] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        if name in all_settings() or name in EARLIER:
+            _put(flat, name, value, where)
+        elif name not in all_sections():
+            unknown.append(_say_unknown(name, where))
+        elif isinstance(value, Mapping):
+            inner = _flatten(cast("Mapping[str, object]", value), f"{name}.", where, unknown)
+            for below, found in inner.items():
+                _put(flat, below, found, where)
+        elif value is not None:  # a section with nothing below it reads as null
+            unknown.append(
+                f"{where}: {name} is {shown(value)}. Expected settings below it, as {_example(name)}"
+            )
+    return flat
+
+
+def _put(flat: dict[str, object], name: str, value: object, where: str) -> None:
+    """Set `name`, which `a: {b: 1}` and `a.b: 1` both name.
+
+    Raises:
+        ConfigError: It is set already.
+    """
+    if name in flat:
+        raise ConfigError(f"{where}: {name} is given twice, nested and with a dot. Give it once")
+    flat[name] = value
+
+
+def _check_names(overrides: Mapping[str, object], unknown: list[str]) -> None:
+    for name in overrides:
+        if name in all_sections():
+            unknown.append(
+                f"{COMMAND_LINE}: {name} is a section. Give one of its settings, as {_example(name)}"
+            )
+        elif name not in all_settings() and name not in EARLIER and _mapping_of(name) is None:
+            unknown.append(_say_unknown(name, COMMAND_LINE))
+
+
+def _mapping_of(name: str) -> str | None:
+    """The setting whose entry `name` is: `data.splits` for `data.splits.train`."""
+    owner = name.rpartition(".")[0]
+    setting = all_settings().get(owner)
+    return owner if setting is not None and setting.mapping else None
+
+
+def _say_unknown(name: str, where: str) -> str:
+    near = nearest(name, [*all_settings(), *EARLIER, *all_sections()])
+    hint = f"did you mean {near}?" if near else "docs/config.md lists them all"
+    return f"{where}: {name} is not a setting ({hint})"
+
+
+def _example(section: str) -> str:
+    name = next(name for name in all_settings() if name.startswith(f"{section}."))
+    return f"{name}={shown(all_settings()[name].default)}"
+
+
+def _merge(file: Layer, command: Layer) -> dict[str, object]:
+    """The command line over the file; one entry of a mapping leaves the others as they are."""
+    merged = dict(file.values)
+    batch = ("training.batch_size", "training.batch_trajectories")
+    if any(command.values.get(name) is not None for name in batch):
+        # Two ways to say one thing: the file's way goes when the command line uses the other.
+        for name in batch:
+            merged.pop(name, None)
+    for name, value in command.values.items():
+        owner = _mapping_of(name)
+        if owner is None:
+            merged[name] = value
+        else:
+            before = merged.get(owner)
+            entries = cast("dict[str, object]", before) if isinstance(before, dict) else {}
+            merged[owner] = {**entries, name.removeprefix(f"{owner}."): value}
+    return merged
+
+
+def _resolve(merged: Mapping[str, object], where: str) -> dict[str, object]:
+    """Values with `${data.task}` and the like filled in, from the defaults where nothing was given."""
+    defaults = {name: setting.default for name, setting in all_settings().items()}
+    try:
+        whole = OmegaConf.create(_nest({**defaults, **merged}))
+        plain = cast("dict[str, object]", OmegaConf.to_container(whole, resolve=True, throw_on_missing=True))
+    except (OmegaConfBaseException, YAMLError) as error:
+        key = getattr(error, "full_key", None)
+        at = f"{where}: {key}" if key else where
+        raise ConfigError(f"{at}: {str(error).splitlines()[0]}") from error
+    return {name: _at(plain, name) for name in merged}
+
+
+def _nest(flat: Mapping[str, object]) -> dict[str, object]:
+    nested: dict[str, object] = {}
+    for name, value in flat.items():
+        *sections, leaf = name.split(".")
+        place = nested
+        for section in sections:
+            place = cast("dict[str, object]", place.setdefault(section, {}))
+        place[leaf] = value
+    return nested
+
+
+def _at(nested: Mapping[str, object], name: str) -> object:
+    place: Any = nested
+    for key in name.split("."):
+        place = place[key]
+    return place
+
+
+def _explain(error: ValidationError, merged: Mapping[str, object], file: Layer, command: Layer) -> list[str]:
+    """One line for each setting with a wrong value."""
+    lines: dict[str, str] = {}
+    for problem in error.errors():
+        path = [str(part) for part in problem["loc"]]
+        name = next(
+            (name for n in range(len(path), 0, -1) if (name := ".".join(path[:n])) in all_settings()),
+            ".".join(path),
+        )
+        from_command = any(key == name or _mapping_of(key) == name for key in command.values)
+        layer = command if from_command else file
+        lines[name] = (
+            f"{layer.where}: {layer.spelled.get(name, name)} is {shown(merged[name])}. "
+            f"Expected {all_settings()[name].expects}"
+        )
+    return list(lines.values())
+
+
+def _check_batch(layer: Layer) -> None:
+    trajectories = layer.values.get("training.batch_trajectories")
+    if trajectories is not None and layer.values.get("training.batch_size") is not None:
+        raise ConfigError(
+            f"{layer.where}: training.batch_size counts windows and training.batch_trajectories whole "
+            "trajectories. Give one of them"
+        )
+
+
+def _check_together(config: Config, where: str) -> None:
+    """What no setting can be judged for alone."""
+    if config.model.width % config.model.heads:
+        raise ConfigError(
+            f"{where}: model.width {config.model.width} is not a multiple of model.heads "
+            f"{config.model.heads}. Each head takes an equal part of the width"
+        )

@@ -1,0 +1,247 @@
+"""Every setting: its name, type, default and one sentence.
+
+docs/config.md is made from this module, and messages about wrong values quote it. Models are frozen, so
+what a run was started with is what it records. Names of earlier systems are not here but in `earlier.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from omegaconf import OmegaConf
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+
+from stoker.schema import Json
+
+PositiveInt: TypeAlias = Annotated[int, Field(ge=1, strict=True)]
+CountInt: TypeAlias = Annotated[int, Field(ge=0, strict=True)]
+PositiveFloat: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True)]
+Flag: TypeAlias = Annotated[bool, Field(strict=True)]
+Names: TypeAlias = str | Annotated[tuple[str, ...], Field(min_length=1)]
+
+_SHORT = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
+
+
+def _long_dtype(value: object) -> object:
+    return _SHORT.get(value, value) if isinstance(value, str) else value
+
+
+StorageDtype: TypeAlias = Annotated[Literal["float32", "float16", "bfloat16"], BeforeValidator(_long_dtype)]
+
+
+class _Section(BaseModel):
+    """What all sections share: no unknown names, no change after loading, numbers may stand for text."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        coerce_numbers_to_str=True,
+        protected_namespaces=(),
+    )
+
+
+def _names(value: Names) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value
+
+
+class DataConfig(_Section):
+    """Which raw samples there are."""
+
+    task: Names = "burgers1d"
+    """Name of the data set; it names the caches, and the files below `data.root` (`{task}_{split}.h5`)."""
+    root: str = "data/pdebench"
+    """Folder with the files."""
+    files: Names | None = None
+    """A path, a list or a glob of files; wins over `data.root` and the names made from `data.task`."""
+    split: Names = "train"
+    """The split, or splits, to encode; training takes the first, and `val` for validation."""
+    splits: dict[str, PositiveFloat] | None = None
+    """Shares of the splits, when no files are named by split; null: 0.8 train, 0.1 val, 0.1 test."""
+    seed: CountInt = 0
+    """Decides which samples fall into which split."""
+    preset: Literal["pdebench", "well"] | None = None
+    """Layout of the files; null: recognised from what they hold."""
+    fields: dict[str, str] | None = None
+    """Datasets and their axes, as `{latent: "n t x c"}`, in place of a preset."""
+    normalize: Flag = False
+    """Shift and scale each channel by mean and deviation of the train split, before encoding."""
+    limit: PositiveInt | None = None
+    """Take only the first so many samples."""
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """`task` as a tuple."""
+        return _names(self.task)
+
+    @property
+    def wanted_splits(self) -> tuple[str, ...]:
+        """`split` as a tuple."""
+        return _names(self.split)
+
+
+class LatentConfig(_Section):
+    """Size of what the encoder makes of one time step."""
+
+    dim: PositiveInt = 32
+    """Numbers in one token."""
+    tokens: PositiveInt = 16
+    """Tokens of one time step."""
+
+
+class EncoderConfig(_Section):
+    """The frozen encoder."""
+
+    kind: Literal["grid", "identity"] = "grid"
+    """`grid` cuts each time step into patches; `identity` stores samples as they are."""
+    patch_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 4
+    """Points of a patch along each axis, or `[height, width]`; on one-dimensional data along x."""
+    fourier: tuple[PositiveInt, ...] = (1, 2)
+    """Waves across the domain that tell the encoder where a patch lies; `[]` for none."""
+    seed: CountInt = 0
+    """Decides the weights where no checkpoint is given."""
+    checkpoint: str | None = None
+    """A safetensors file with the weights."""
+
+    def patch(self, height: int) -> tuple[int, int]:
+        """The patch as (height, width) on a grid of `height` points; one-dimensional data has 1."""
+        if isinstance(self.patch_size, tuple):
+            return self.patch_size
+        return (1 if height == 1 else self.patch_size, self.patch_size)
+
+
+class ModelConfig(_Section):
+    """The operator that is trained."""
+
+    width: PositiveInt = 128
+    """Numbers per token inside the transformer."""
+    depth: PositiveInt = 3
+    """Transformer blocks."""
+    heads: PositiveInt = 4
+    """Attention heads; divides `model.width`."""
+
+
+class TrainingConfig(_Section):
+    """Training, and where the cache lies."""
+
+    batch_size: PositiveInt = 256
+    """Windows in one batch, on each rank."""
+    batch_trajectories: PositiveInt | None = None
+    """Whole trajectories in one batch, as the earlier systems counted; in place of `batch_size`."""
+    epochs: PositiveInt = 10
+    """Passes over the train split."""
+    max_steps: PositiveInt | None = None
+    """End after so many steps, whatever `epochs` says."""
+    lr: PositiveFloat = 1e-3
+    """Peak learning rate."""
+    weight_decay: NonNegativeFloat = 1e-4
+    """AdamW's weight decay."""
+    grad_clip: PositiveFloat | None = 1.0
+    """Largest norm of the gradient; null: not clipped."""
+    early_stop_patience: CountInt = 0
+    """Epochs without a better validation error before training ends; 0: never."""
+    checkpoint_every: PositiveInt = 1
+    """Epochs between checkpoints."""
+    amp: Flag | None = None
+    """Mixed precision; null: on a GPU."""
+    time_stride: PositiveInt = 1
+    """Steps of the trajectory between z0 and z1."""
+    rollout_horizon: PositiveInt = 1
+    """Strides that a window reaches ahead; above 1 a batch carries `future`."""
+    start_every: PositiveInt = 1
+    """Steps between the starts of windows; equal to `time_stride`: the pairs of the earlier systems."""
+    device: Annotated[
+        str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", examples=["auto", "cpu", "cuda", "cuda:1"])
+    ] = "auto"
+    """Where to compute; `auto` takes a GPU where there is one."""
+    tier: Literal["auto", "device", "host", "disk", "encode"] = "auto"
+    """Where batches are served from; `auto`: the fastest that fits (docs/plan.md)."""
+    reserve_bytes: CountInt | None = None
+    """Memory of the device to leave to the model; null: by the rules of docs/plan.md."""
+    seed: CountInt = 0
+    """Decides the order of examples and the model's first weights."""
+    run_dir: str | None = None
+    """Folder for checkpoints, metrics and curves; null: `runs/{task}`."""
+    latent_cache_dir: str = "data/latent_cache"
+    """Folder of the caches."""
+    latent_cache_dtype: StorageDtype | None = "float16"
+    """How floats are stored; null: as encoded."""
+
+
+class DeadlinesConfig(_Section):
+    """Seconds without progress after which a stage counts as stalled."""
+
+    start: PositiveFloat = 60.0
+    """Starting a reader process."""
+    open: PositiveFloat = 60.0
+    """Opening a file."""
+    read: PositiveFloat = 60.0
+    """Reading one sample, or one piece of a long one."""
+    encode: PositiveFloat = 300.0
+    """One call of the encoder."""
+    write: PositiveFloat = 120.0
+    """Writing one group, or sealing one shard."""
+
+
+class PrecomputeConfig(_Section):
+    """Filling the cache."""
+
+    readers: CountInt | None = None
+    """Reader processes; 0 reads in this process, without deadlines; null: as many as pay."""
+    max_quarantined: Fraction = 0.001
+    """Largest part of the samples that may be quarantined before the run counts as failed."""
+    nan: Literal["reject", "allow"] = "reject"
+    """Whether a sample with a NaN or an infinity is quarantined or stored."""
+    max_error: PositiveFloat | None = None
+    """Largest rounding error of the storage dtype, relative to a record's largest value; null: no bound."""
+    overwrite: Flag = False
+    """Encode all records of this recipe again."""
+    retry_quarantined: Flag = False
+    """Try quarantined samples again, those with errors of their own as well."""
+    deadlines: DeadlinesConfig = DeadlinesConfig()
+
+
+class Config(_Section):
+    """All settings of a run. Made by `load_config`; `notes` says what was accepted without effect."""
+
+    data: DataConfig = DataConfig()
+    latent: LatentConfig = LatentConfig()
+    encoder: EncoderConfig = EncoderConfig()
+    model: ModelConfig = ModelConfig()
+    training: TrainingConfig = TrainingConfig()
+    precompute: PrecomputeConfig = PrecomputeConfig()
+    identity: Literal["auto", "full"] = "auto"
+    """How source files are digested: `full` reads them whole; `auto` probes them above 4 GiB in all."""
+
+    _notes: tuple[str, ...] = PrivateAttr(default=())
+    _where: str = PrivateAttr(default="defaults")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One line for each setting that was accepted and has no effect; to be shown once."""
+        return self._notes
+
+    @property
+    def where(self) -> str:
+        """The file that the settings came from, for messages."""
+        return self._where
+
+    def noted(self, where: str, notes: tuple[str, ...]) -> Config:
+        """The same settings with their origin and notes."""
+        copy = self.model_copy()
+        copy._where, copy._notes = where, notes
+        return copy
+
+    def to_dict(self) -> dict[str, Json]:
+        """Every setting in force, as plain JSON types; `make_config` reads it back."""
+        plain: dict[str, Any] = self.model_dump(mode="json")
+        if self.training.batch_trajectories is not None:
+            del plain["training"]["batch_size"]
+        return plain
+
+    def to_yaml(self) -> str:
+        """Every setting as YAML, a file that `load_config` reads."""
+        plain: dict[str, Any] = self.to_dict()
+        return OmegaConf.to_yaml(OmegaConf.create(plain))

@@ -1,0 +1,100 @@
+"""How busy a GPU is, by NVIDIA's management library; or, in words, why nothing can be said."""
+
+# The library ships no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pynvml
+
+from stoker.schema import Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSample:
+    """One look at a GPU, all processes on it taken together."""
+
+    name: str
+    utilisation: float | None
+    """Part of the last sample period in which a kernel ran, 0..1; None: not reported (as on a MIG slice)."""
+    used_bytes: int
+    total_bytes: int
+    power_w: float | None
+    """Board power in watts; None: not reported."""
+
+    def to_json(self) -> dict[str, Json]:
+        """All figures by name."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuAbsent:
+    """There is nothing to sample."""
+
+    reason: str
+
+    def to_json(self) -> dict[str, Json]:
+        """The reason, so that a report says it in place of figures."""
+        return {"absent": self.reason}
+
+
+class GpuSampler:
+    """One GPU, held open; made by `open_gpu`. Close it when done."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def sample(self) -> GpuSample | GpuAbsent:
+        """Look now; a GPU that fell off the bus is absent, not an error of the training."""
+        try:
+            memory = pynvml.nvmlDeviceGetMemoryInfo(self._handle)
+            name = pynvml.nvmlDeviceGetName(self._handle)
+        except pynvml.NVMLError as error:
+            return GpuAbsent(reason=str(error))
+        return GpuSample(
+            name=name if isinstance(name, str) else bytes(name).decode(),
+            utilisation=self._utilisation(),
+            used_bytes=int(memory.used),
+            total_bytes=int(memory.total),
+            power_w=self._power_w(),
+        )
+
+    def close(self) -> None:
+        """Let go of the library."""
+        pynvml.nvmlShutdown()
+
+    def _utilisation(self) -> float | None:
+        try:
+            return float(pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu) / 100
+        except pynvml.NVMLError:
+            return None
+
+    def _power_w(self) -> float | None:
+        try:
+            return float(pynvml.nvmlDeviceGetPowerUsage(self._handle)) / 1000
+        except pynvml.NVMLError:
+            return None
+
+
+def open_gpu(uuid: str | None = None) -> GpuSampler | GpuAbsent:
+    """Open a GPU for sampling.
+
+    Args:
+        uuid: As in `torch.cuda.get_device_properties(i).uuid`, since this library numbers GPUs without
+            regard to CUDA_VISIBLE_DEVICES; None: its first one.
+    """
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return GpuAbsent(reason=f"no NVIDIA driver ({error})")
+    try:
+        if uuid is None:
+            return GpuSampler(pynvml.nvmlDeviceGetHandleByIndex(0))
+        name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        return GpuSampler(pynvml.nvmlDeviceGetHandleByUUID(name))
+    except pynvml.NVMLError as error:
+        pynvml.nvmlShutdown()
+        return GpuAbsent(reason=f"the driver has no such GPU ({error})")

@@ -1,0 +1,126 @@
+"""Count how long training waits for data.
+
+The loader writes into the meter, so that nothing above it needs a callback: per batch `waited` and `handed`,
+at the end of a pass `ended`. What lies between handing one batch over and being asked for the next is the
+step. All times are of the host's clock: on a GPU whose queue runs ahead, a wait shorter than the queue is
+counted although the device never idled, so the stall is an upper bound there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from time import perf_counter_ns
+
+from stoker.schema import Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StallReport:
+    """Totals since the meter was reset."""
+
+    stall: float
+    """Waiting as a fraction of waiting and stepping, 0..1; the wait for a pass's first batch is left out."""
+    wait_s: float
+    """Seconds waited for batches, each pass's first one left out."""
+    step_s: float
+    """Seconds spent outside the loader, between batches."""
+    first_wait_s: float
+    """Seconds waited for the first batch of each pass: start-up (opening, filling a tier), not stall."""
+    batches: int
+    examples: int
+    bytes: int
+    """Bytes of the batches handed over."""
+    tiers: dict[str, int]
+    """Examples by the tier that served them."""
+    ceiling_step_s: float | None
+    """Seconds of a step that finds its batch ready, measured in the same run; None: not measured."""
+
+    @property
+    def mean_step_s(self) -> float:
+        """Seconds outside the loader per batch; 0 before the first."""
+        return self.step_s / self.batches if self.batches else 0.0
+
+    @property
+    def lost(self) -> float | None:
+        """How far the run is below its compute-only ceiling, 0..1; None while that was not measured.
+
+        Unlike `stall` it also counts what loading costs a step by competing for cores or the bus.
+        """
+        if self.ceiling_step_s is None or not self.batches:
+            return None
+        spent_s = self.wait_s + self.step_s
+        return max(0.0, 1.0 - self.ceiling_step_s * self.batches / spent_s) if spent_s else 0.0
+
+    def to_json(self) -> dict[str, Json]:
+        """All figures by name."""
+        return {**asdict(self), "mean_step_s": self.mean_step_s, "lost": self.lost}
+
+
+class StallMeter:
+    """Written by one loader, read by whoever reports. Costs well below a microsecond a call.
+
+    Calls come from the thread that iterates; they are not locked.
+    """
+
+    __slots__ = (
+        "_batches", "_bytes", "_ceiling_s", "_examples", "_first_s", "_handed_ns",
+        "_step_ns", "_tiers", "_wait_s", "_waited_s",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self._ceiling_s: float | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Start counting anew; the ceiling stays."""
+        self._wait_s = self._first_s = self._waited_s = 0.0
+        self._step_ns = self._batches = self._examples = self._bytes = 0
+        self._handed_ns = 0
+        self._tiers: dict[str, int] = {}
+
+    def waited(self, wait_s: float) -> None:
+        """Add seconds that the loader took for the batch about to be handed over; may be called in parts."""
+        self._waited_s += wait_s
+
+    def handed(self, size_bytes: int, examples: int, tier: str) -> None:
+        """Count a batch, at the moment it leaves the loader."""
+        now = perf_counter_ns()
+        if self._handed_ns:
+            # What passed since the last hand-over is its step and then this wait.
+            self._step_ns += now - self._handed_ns - int(self._waited_s * 1e9)
+            self._wait_s += self._waited_s
+        else:
+            self._first_s += self._waited_s
+        self._waited_s = 0.0
+        self._handed_ns = now
+        self._batches += 1
+        self._examples += examples
+        self._bytes += size_bytes
+        self._tiers[tier] = self._tiers.get(tier, 0) + examples
+
+    def ended(self) -> None:
+        """Close the last batch's step, when the loader is asked for one more and has none."""
+        if self._handed_ns:
+            self._step_ns += perf_counter_ns() - self._handed_ns
+        self._handed_ns = 0
+        self._waited_s = 0.0
+
+    def ceiling(self, step_s: float) -> None:
+        """Note how long a step takes that finds its batch ready, as measured by the training loop."""
+        self._ceiling_s = step_s
+
+    def epoch(self) -> StallReport:
+        """Totals since `reset`; does not reset. A pass broken off lacks the step of its last batch."""
+        step_s = max(0.0, self._step_ns / 1e9)
+        spent_s = self._wait_s + step_s
+        return StallReport(
+            stall=self._wait_s / spent_s if spent_s else 0.0,
+            wait_s=self._wait_s,
+            step_s=step_s,
+            first_wait_s=self._first_s,
+            batches=self._batches,
+            examples=self._examples,
+            bytes=self._bytes,
+            tiers=dict(self._tiers),
+            ceiling_step_s=self._ceiling_s,
+        )

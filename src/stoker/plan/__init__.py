@@ -1,0 +1,26 @@
+"""Where records should live, and why: limits of this machine, and the arithmetic on them.
+
+cgroups.py     limits of control groups, version 1 and 2
+resources.py   what this process may use; the only module that asks the machine
+rates.py       how fast it copies and reads, when timed
+tiers.py       records per tier, seconds per batch, stall: arithmetic
+words.py       the reason in words
+"""
+
+from stoker.plan.rates import Rates, measure_rates
+from stoker.plan.resources import Resources, probe
+from stoker.plan.tiers import TIERS, Demand, Plan, Tier, TierShare, plan_tiers, stall_of
+
+__all__ = [
+    "TIERS",
+    "Demand",
+    "Plan",
+    "Rates",
+    "Resources",
+    "Tier",
+    "TierShare",
+    "measure_rates",
+    "plan_tiers",
+    "probe",
+    "stall_of",
+]

@@ -1,0 +1,213 @@
+"""Ask the machine what this process may really use.
+
+The only module that does (`plan.rates` times it, on request). What counts is the tightest limit: on a rented
+machine or in a container `/proc/meminfo` shows the host's memory, of which the process may have a part.
+Page cache counts as free, since the kernel gives it back; memory that it cannot take back does not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from stoker.errors import ConfigError, ResourceError, StalledError
+from stoker.plan.cgroups import CpuLimit, MemoryLimit, cpu_limits, least_cpus, memory_limits, unreclaimable
+from stoker.schema import Json
+
+DISK_DEADLINE_S = 10.0
+"""How long a file system may take to say how full it is; a dead network mount never would."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What one process may use now. Bytes and counts are free ones unless named total."""
+
+    host_bytes: int
+    """Host memory that can still be taken, page cache included, before any reserve."""
+    host_total_bytes: int
+    """The limit that decided it."""
+    host_limit: str
+    """Which limit that is: `machine memory`, or a control group's."""
+    device: str = "cpu"
+    device_bytes: int = 0
+    """Free memory of the GPU as its driver reports it; 0 on a CPU, whose memory is the host's."""
+    device_total_bytes: int = 0
+    device_name: str = "cpu"
+    cpus: float = 1.0
+    """CPUs for this process: quota, affinity, divided by the processes that share them."""
+    cpu_limit: str = "not asked"
+    memlock_bytes: int | None = None
+    """Memory that may be locked; None: any amount."""
+    shm_bytes: int = 0
+    """Free bytes in `/dev/shm`; 0 where there is none."""
+    disk_bytes: int | None = None
+    """Free bytes for us where the cache lies; None: no path was given."""
+    disk_inodes: int | None = None
+    """Files that may still be made there; None: no path given, or no such limit."""
+
+    def to_json(self) -> dict[str, Json]:
+        """All fields by name."""
+        return asdict(self)
+
+
+def probe(*, device: str = "cpu", path: Path | None = None, local_world: int = 1) -> Resources:
+    """What this process may use now.
+
+    Args:
+        device: `cpu`, or `cuda[:i]`, whose memory is asked for (this makes a CUDA context).
+        path: Where the cache lies or will lie; folders that do not exist yet are no harm.
+        local_world: Processes of this node that share its CPUs. Host memory is not divided, since they
+            share one copy of the records.
+
+    Raises:
+        ConfigError: `device` is not a device.
+        ResourceError: `device` is not there.
+        StalledError: The file system of `path` does not answer.
+    """
+    proc, root = Path("/proc"), Path("/")
+    host = host_memory(proc, root)
+    cpu = cpu_share(proc, root, len(os.sched_getaffinity(0)))
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    free, total, name = device_memory(device)
+    disk_bytes, disk_inodes = (None, None) if path is None else disk_space(path)
+    shm = Path("/dev/shm")  # noqa: S108  asked how full it is; nothing is put there
+    return Resources(
+        host_bytes=host.usable_bytes,
+        host_total_bytes=host.limit_bytes,
+        host_limit=host.label,
+        device=device,
+        device_bytes=free,
+        device_total_bytes=total,
+        device_name=name,
+        cpus=cpu.cpus / max(1, local_world),
+        cpu_limit=cpu.label,
+        memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
+        shm_bytes=disk_space(shm)[0] if shm.is_dir() else 0,
+        disk_bytes=disk_bytes,
+        disk_inodes=disk_inodes,
+    )
+
+
+def host_memory(proc: Path, root: Path) -> MemoryLimit:
+    """The tightest of the machine's memory and every control group above this process.
+
+    Args:
+        proc: `/proc`, or a folder with `meminfo`, `self/cgroup` and `self/mountinfo`.
+        root: `/`, or the folder below which mount points lie.
+    """
+    machine = machine_memory((proc / "meminfo").read_text())
+    groups = memory_limits(_text(proc / "self/cgroup"), _text(proc / "self/mountinfo"), root)
+    # A group may be allowed more than the machine has; then the machine's own line decides by itself,
+    # since what the group holds is held on the machine too.
+    return min([machine, *groups], key=lambda limit: limit.usable_bytes)
+
+
+def machine_memory(meminfo: str) -> MemoryLimit:
+    """The machine's memory, from the text of `/proc/meminfo`.
+
+    The kernel's own estimate (`MemAvailable`) counts dirty pages as free, ours misses memory that no line
+    names (drivers, other file systems' caches); the lower of the two is what can be relied on.
+    """
+    found = re.findall(r"^(\S+):\s+(\d+)", meminfo, flags=re.MULTILINE)
+    kib = {name: int(size) for name, size in found}
+    names = {
+        "active_anon": "Active(anon)", "inactive_anon": "Inactive(anon)", "unevictable": "Unevictable",
+        "slab_unreclaimable": "SUnreclaim", "kernel_stack": "KernelStack", "pagetables": "PageTables",
+        "percpu": "Percpu", "file_dirty": "Dirty", "file_writeback": "Writeback",
+    }  # fmt: skip
+    held = unreclaimable({ours: kib[theirs] for ours, theirs in names.items() if theirs in kib})
+    total = kib["MemTotal"]
+    held = max(held + kib.get("Hugetlb", 0), total - kib.get("MemAvailable", total))
+    return MemoryLimit(limit_bytes=total * 1024, held_bytes=held * 1024, label="machine memory")
+
+
+def cpu_share(proc: Path, root: Path, affinity: int) -> CpuLimit:
+    """The tightest of affinity and every quota above this process; arguments as for `host_memory`."""
+    quotas = cpu_limits(_text(proc / "self/cgroup"), _text(proc / "self/mountinfo"), root)
+    return least_cpus(quotas, affinity)
+
+
+def device_memory(device: str) -> tuple[int, int, str]:
+    """Free bytes, total bytes and name of a GPU; `(0, 0, "cpu")` for the CPU.
+
+    Raises:
+        ConfigError: `device` is neither `cpu` nor `cuda[:i]`.
+        ResourceError: There is no such GPU, or torch was built without CUDA.
+    """
+    if device == "cpu":
+        return 0, 0, "cpu"
+    match = re.fullmatch(r"cuda(?::(\d+))?", device)
+    if match is None:
+        raise ConfigError(f"device {device!r} is not known. Expected cpu, cuda or cuda:0")
+    import torch
+
+    count = torch.cuda.device_count()
+    index = int(match[1]) if match[1] else (torch.cuda.current_device() if count else 0)
+    if index >= count:
+        raise ResourceError(
+            f"device {device} is not there: torch {torch.__version__} sees {count} CUDA devices. "
+            "Use device=cpu, or check the driver with nvidia-smi"
+        )
+    free, total = torch.cuda.mem_get_info(index)
+    return int(free), int(total), torch.cuda.get_device_name(index)
+
+
+def disk_space(path: Path) -> tuple[int, int | None]:
+    """Free bytes and inodes for us at `path` (or its nearest existing folder); inodes None: unlimited.
+
+    Raises:
+        StalledError: No answer within `DISK_DEADLINE_S`.
+    """
+
+    def ask() -> tuple[int, int | None]:
+        place = path.absolute()
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        stat = os.statvfs(place)
+        return stat.f_bavail * stat.f_frsize, stat.f_favail if stat.f_files else None
+
+    return within(ask, DISK_DEADLINE_S, f"the file system of {path}")
+
+
+def within(ask: Callable[[], T], deadline_s: float, what: str) -> T:
+    """The result of `ask`, run in a thread that is left behind when it does not come back.
+
+    Raises:
+        StalledError: `deadline_s` passed; errors of `ask` itself pass through.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(ask())
+        except BaseException as error:  # noqa: BLE001  carried to the caller's thread below
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="stoker-probe", daemon=True)
+    thread.start()
+    thread.join(deadline_s)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise StalledError(
+            f"{what} did not answer within {deadline_s:g} s. It should within milliseconds; "
+            "check the mount, or use another folder"
+        )
+    return results[0]
+
+
+def _text(path: Path) -> str:
+    """The file's text; empty on a system without it."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+
+from stoker.monitor import GpuAbsent, GpuSample, gpu, open_gpu
+
+
+def fail(*_: Any) -> Any:
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """A library with one GPU, of uuid GPU-abc; counts how often it was opened and closed."""
+    calls = {"init": 0, "shutdown": 0}
+
+    def by_uuid(uuid: str) -> str:
+        return uuid if uuid == "GPU-abc" else fail()
+
+    fakes: dict[str, Any] = {
+        "nvmlInit": lambda: calls.update(init=calls["init"] + 1),
+        "nvmlShutdown": lambda: calls.update(shutdown=calls["shutdown"] + 1),
+        "nvmlDeviceGetHandleByIndex": lambda index: f"handle {index}",
+        "nvmlDeviceGetHandleByUUID": by_uuid,
+        "nvmlDeviceGetName": lambda handle: "Made-up GPU",
+        "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(used=30, total=100),
+        "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=40),
+        "nvmlDeviceGetPowerUsage": lambda handle: 250_000,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(gpu.pynvml, name, fake)
+    return calls
+
+
+def test_without_a_driver_the_absence_is_explicit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.pynvml, "nvmlInit", fail)
+
+    found = open_gpu()
+
+    assert isinstance(found, GpuAbsent)
+    assert "no NVIDIA driver" in found.reason
+    assert found.to_json() == {"absent": found.reason}
+
+
+@pytest.mark.parametrize("uuid", [None, "abc", "GPU-abc"])
+def test_a_sample_has_fractions_bytes_and_watts(driver: dict[str, int], uuid: str | None) -> None:
+    sampler = open_gpu(uuid)
+    assert not isinstance(sampler, GpuAbsent)
+
+    sample = sampler.sample()
+    sampler.close()
+
+    assert sample == GpuSample(
+        name="Made-up GPU", utilisation=0.4, used_bytes=30, total_bytes=100, power_w=250.0
+    )
+    assert json.loads(json.dumps(sample.to_json()))["utilisation"] == 0.4
+    assert driver == {"init": 1, "shutdown": 1}
+
+
+def test_what_a_gpu_does_not_report_is_none(driver: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.pynvml, "nvmlDeviceGetUtilizationRates", fail)
+    monkeypatch.setattr(gpu.pynvml, "nvmlDeviceGetPowerUsage", fail)
+    sampler = open_gpu()
+    assert not isinstance(sampler, GpuAbsent)
+
+    sample = sampler.sample()
+
+    assert isinstance(sample, GpuSample)
+    assert (sample.utilisation, sample.power_w) == (None, None)
+
+
+def test_a_gpu_that_fell_off_is_absent(driver: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = open_gpu()
+    assert not isinstance(sampler, GpuAbsent)
+    monkeypatch.setattr(gpu.pynvml, "nvmlDeviceGetMemoryInfo", fail)
+
+    assert isinstance(sampler.sample(), GpuAbsent)
+
+
+def test_an_unknown_gpu_is_absent_and_the_library_let_go(driver: dict[str, int]) -> None:
+    assert isinstance(open_gpu("xyz"), GpuAbsent)
+    assert driver == {"init": 1, "shutdown": 1}
