@@ -1,0 +1,38 @@
+"""Keep freed activations in the process instead of handing their pages back to the kernel.
+
+An encoder on a CPU allocates and frees the same large activations in every call. By default glibc maps each
+afresh, and the kernel zeroes every page of it: that can take as long as the encoding itself. Raising
+malloc's mmap and trim thresholds keeps the memory; `release_memory` gives it back once the run is over.
+
+Source: figures in `docs/precompute.md`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_THRESHOLD_BYTES = 1 << 30
+
+
+@functools.cache
+def keep_freed_memory() -> bool:
+    """Raise the thresholds to 1 GiB, once per process; whether this C library has them."""
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)) and bool(
+        mallopt(_M_TRIM_THRESHOLD, _THRESHOLD_BYTES)
+    )
+
+
+def release_memory() -> None:
+    """Hand freed memory back to the kernel."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,86 @@
+"""The heartbeat page: what a reader is doing, readable without its help.
+
+One memfd of a page per reader. The reader writes (stage, sample, monotonic time, bytes) at every step; the
+caller looks whenever a deadline is near. A reader that hangs, spins, is stopped or holds the interpreter's
+lock simply stops writing, and that is all the caller needs to know.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+
+STAGES: tuple[str, ...] = ("start", "open", "read", "wait")
+"""start: imports, unpickling; open: first sample of a part; read: the others; wait: for work or room."""
+
+_PAGE = 4096
+_LAYOUT = struct.Struct("<qqqqqq")  # sequence, stage, number, monotonic ns, bytes, sequence again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """One look at a page."""
+
+    stage: str
+    """One of `STAGES`."""
+    number: int
+    """Sample in hand, or -1."""
+    time_ns: int
+    """`time.monotonic_ns()` when it was written; 0 before the first beat."""
+    read_bytes: int
+    """Bytes of samples read so far."""
+
+
+class BeatPage:
+    """A page in shared memory; written by one reader, read by the caller."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._map = mmap.mmap(fd, _PAGE)
+        self._sequence = 0
+        self._bytes = 0
+        self._last = (0, -1)
+
+    @classmethod
+    def create(cls) -> BeatPage:
+        """A fresh page in stage `start`."""
+        fd = os.memfd_create("stoker-beat", os.MFD_CLOEXEC)
+        os.ftruncate(fd, _PAGE)
+        return cls(fd)
+
+    def write(self, stage: str, number: int = -1, *, read_bytes: int = 0) -> None:
+        """Say what is being done now; `read_bytes` adds to the count."""
+        self._sequence += 1
+        self._bytes += read_bytes
+        self._last = (STAGES.index(stage), number)
+        _LAYOUT.pack_into(
+            self._map, 0, self._sequence, *self._last, time.monotonic_ns(), self._bytes, self._sequence
+        )
+
+    def progress(self, read_bytes: int) -> None:
+        """Still at the same stage and sample, and `read_bytes` further."""
+        self._bytes += read_bytes
+        self._sequence += 1
+        _LAYOUT.pack_into(
+            self._map, 0, self._sequence, *self._last, time.monotonic_ns(), self._bytes, self._sequence
+        )
+
+    def look(self) -> Beat:
+        """The latest beat. A torn page (the reader is writing) is looked at again, a few times."""
+        values: tuple[int, ...] = _LAYOUT.unpack_from(self._map, 0)
+        for _ in range(8):
+            if values[0] == values[5]:
+                break
+            values = _LAYOUT.unpack_from(self._map, 0)
+        _, stage, number, time_ns, read_bytes, _ = values
+        known = STAGES[stage] if 0 <= stage < len(STAGES) else "wait"
+        return Beat(stage=known, number=number, time_ns=time_ns, read_bytes=read_bytes)
+
+    def close(self) -> None:
+        """Let the memory go; safe to call twice."""
+        if not self._map.closed:
+            self._map.close()
+            os.close(self.fd)

@@ -1,0 +1,357 @@
+"""Encode parcels in fixed groups, so that a record's bits depend on its sample and nothing else.
+
+Kernels may round otherwise for another batch size. So every call of the encoder has the shape that the recipe
+names: short groups are padded with zeros, missing members are zeros, long samples are cut into chunks of
+equal length whose last is padded. What an encoder promises in return is that a sample does not depend on its
+neighbours; so a member that is zeros today, because its sample is set aside, and real after a retry, leaves
+the other records of the group as they were.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stoker.encoders.protocol import Encoder
+from stoker.errors import EncoderError, ResourceError
+from stoker.precompute.fill import SampleFault
+from stoker.precompute.parcel import Parcel
+from stoker.schema import FLOATS, Schema
+from stoker.store.recipe import Recipe
+
+Batch: TypeAlias = "dict[str, Tensor]"
+
+_BITS = {"bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """Records of one group, ready for the writer."""
+
+    numbers: list[int]
+    """Sample numbers, ascending."""
+    records: dict[str, Tensor | list[Tensor]]
+    """`(len(numbers), *shape)` on the CPU in the encoded dtype; a list of tensors for a ragged field."""
+    marked: list[int]
+    """Those encoded in a smaller group than the recipe names, for lack of memory."""
+    size_bytes: int
+    """Bytes of the tensors."""
+
+
+@dataclass(slots=True)
+class EncodeClock:
+    """Time inside the encoder; read by the watchdog and the progress display."""
+
+    seconds: float = 0.0
+    calls: int = 0
+    begun: float | None = None
+    """`time.monotonic()` when the present call began, or None."""
+    numbers: range = field(default_factory=lambda: range(0))
+    """The group in hand."""
+
+
+class GroupEncoder:
+    """Applies an encoder (or none: samples are stored as they are) to parcels."""
+
+    def __init__(
+        self, encoder: Encoder | None, recipe: Recipe, schema: Schema, *, device: str, nan: str
+    ) -> None:
+        self._encoder = encoder
+        self._sample_schema = schema
+        self._record_schema = recipe.encoded
+        self._samples = recipe.group.samples
+        self._steps = recipe.group.steps
+        self._device = torch.device(device)
+        self._reject_nan = nan == "reject"
+        self._partials: dict[int, Batch] = {}
+        self._succeeded = False
+        self.clock = EncodeClock()
+
+    def encode(
+        self, parcel: Parcel, wanted: list[int], fault: Callable[[SampleFault], bool]
+    ) -> Encoded | None:
+        """Encode a parcel.
+
+        Args:
+            parcel: Arrays of one group, or a stretch of one.
+            wanted: Members to keep.
+            fault: Told of each wanted member that the encoder cannot take.
+
+        Returns:
+            The records of the wanted members that were encoded; None while a long sample is not yet whole.
+
+        Raises:
+            EncoderError: The encoder fails on any input, or returns what it did not declare.
+            ResourceError: There is no memory for a single sample.
+        """
+        refused: set[int] = set()
+
+        def refuse(reason: SampleFault) -> bool:
+            refused.add(reason.number)
+            return fault(reason)
+
+        self.clock.numbers = parcel.work.numbers
+        if not wanted:
+            self._partials.pop(parcel.work.key, None)
+            return None
+        batch = {
+            name: _tensor(array, self._sample_schema[name].dtype) for name, array in parcel.arrays.items()
+        }
+        marked = False
+        if self._encoder is None:
+            output = batch
+        elif self._steps is not None:
+            output = self._encode_steps(batch, parcel, refuse)
+        else:
+            output, marked = self._encode_group(batch, parcel, refuse)
+        if output is None:
+            return None
+        kept = [number for number in wanted if number not in refused]
+        return self._select(output, parcel, kept, fault, marked=marked)
+
+    def _encode_group(
+        self, batch: Batch, parcel: Parcel, fault: Callable[[SampleFault], bool]
+    ) -> tuple[Batch | None, bool]:
+        try:
+            return self._call_with_halving(batch)
+        except (EncoderError, ResourceError):
+            raise
+        except Exception as error:  # noqa: BLE001  users' code, and one sample must not end a run
+            return self._without_culprits(batch, parcel, error, fault)
+
+    def _without_culprits(
+        self, batch: Batch, parcel: Parcel, error: Exception, fault: Callable[[SampleFault], bool]
+    ) -> tuple[Batch | None, bool]:
+        """Report the members on which the encoder fails, and encode the others with zeros in their place."""
+        nothing = {name: torch.zeros_like(value) for name, value in batch.items()}
+        if self._fails(nothing) and not self._succeeded:
+            raise EncoderError(
+                f"the encoder failed on samples {_span(parcel.work.numbers)} and fails on zeros of the same "
+                f"shapes as well, so it is not the data: {type(error).__name__}: {error}"
+            ) from error
+        rest = {name: value.clone() for name, value in batch.items()}
+        culprits: list[int] = []
+        for member, number in enumerate(parcel.work.numbers):
+            alone = {name: value.clone() for name, value in nothing.items()}
+            for name, value in alone.items():
+                value[member] = batch[name][member]
+            if self._fails(alone):
+                culprits.append(number)
+                for value in rest.values():
+                    value[member] = 0
+        if not culprits or len(culprits) == len(parcel.work.numbers) or self._fails(rest):
+            culprits = list(parcel.work.numbers)
+        for number in culprits:
+            fault(_encoder_fault(number, f"{type(error).__name__}: {error}"))
+        if len(culprits) == len(parcel.work.numbers):
+            return None, False
+        return self._call_with_halving(rest)
+
+    def _fails(self, batch: Batch) -> bool:
+        try:
+            self._call_with_halving(batch)
+        except (EncoderError, ResourceError):
+            raise
+        except Exception:  # noqa: BLE001  the question is whether it raises
+            return True
+        return False
+
+    def _call_with_halving(self, batch: Batch) -> tuple[Batch, bool]:
+        """Encode; out of memory: with an empty cache, then in halves. True if it took halves."""
+        last: Exception | None = None
+        for _ in range(2):
+            try:
+                return self._call(batch), False
+            except (RuntimeError, MemoryError) as error:
+                if not _out_of_memory(error):
+                    raise
+                last = error
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+        rows = next(iter(batch.values())).shape[0]
+        if rows < 2:
+            raise ResourceError(
+                f"the encoder has no memory on {self._device} for a single sample: {last}. "
+                f"Free memory there, choose another device, or give the encoder a group with fewer steps"
+            )
+        halves = [
+            {n: v[: rows // 2] for n, v in batch.items()},
+            {n: v[rows // 2 :] for n, v in batch.items()},
+        ]
+        parts = [self._call_with_halving(half)[0] for half in halves]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, True
+
+    def _call(self, batch: Batch) -> Batch:
+        """One call of the encoder: to its device, encode, back to the CPU, checked."""
+        assert self._encoder is not None
+        self.clock.begun = time.monotonic()
+        try:
+            with torch.inference_mode():
+                moved = {name: value.to(self._device) for name, value in batch.items()}
+                output = {name: value.cpu() for name, value in self._encoder.encode(moved).items()}
+        finally:
+            self.clock.seconds += time.monotonic() - self.clock.begun
+            self.clock.calls += 1
+            self.clock.begun = None
+        self._check(output, next(iter(batch.values())).shape[0])
+        self._succeeded = True
+        return output
+
+    def _check(self, output: Batch, rows: int) -> None:
+        if output.keys() != self._record_schema.keys():
+            raise EncoderError(
+                f"the encoder returned fields {sorted(output)}, its schema says {sorted(self._record_schema)}"
+            )
+        for name, spec in self._record_schema.items():
+            shape = tuple(output[name].shape)
+            length = shape[1:2] if spec.ragged else spec.shape[:1]
+            if self._steps is not None and spec.time:
+                length = (self._steps,)
+            expected = (rows, *length, *spec.shape[1:])
+            dtype = str(output[name].dtype).removeprefix("torch.")
+            if shape != expected or dtype != spec.dtype:
+                raise EncoderError(
+                    f"the encoder returned {name!r} as {dtype} {shape}, its schema says {spec.dtype} "
+                    f"{spec.shape} for each of {rows} samples"
+                )
+
+    def _encode_steps(
+        self, batch: Batch, parcel: Parcel, fault: Callable[[SampleFault], bool]
+    ) -> Batch | None:
+        """Encode the chunks of a stretch of one sample; the whole record once its last stretch is in."""
+        key = parcel.work.key
+        if parcel.start == 0:  # also when its reader was lost half-way and another one begins anew
+            self._partials[key] = {}
+        try:
+            self._chunks(batch, parcel.start, self._partials[key])
+        except (EncoderError, ResourceError):
+            raise
+        except Exception as error:
+            if not self._succeeded and self._fails(
+                {n: torch.zeros_like(v) for n, v in self._chunk(batch, 0).items()}
+            ):
+                raise EncoderError(
+                    f"the encoder fails on any input: {type(error).__name__}: {error}"
+                ) from error
+            fault(_encoder_fault(parcel.work.numbers[0], f"{type(error).__name__}: {error}"))
+            self._partials.pop(key)
+            return None
+        return self._partials.pop(key) if parcel.last else None
+
+    def _chunks(self, batch: Batch, start: int, record: Batch) -> None:
+        assert self._steps is not None
+        rows = max(value.shape[1] for name, value in batch.items() if self._sample_schema[name].time)
+        for begin in range(0, rows, self._steps):
+            if self._total(rows) <= start + begin:
+                break  # the padded end of a slot holds no further chunk
+            output, _ = self._call_with_halving(self._chunk(batch, begin))
+            self._keep(record, output, start + begin, self._total(rows))
+
+    def _total(self, rows: int) -> int:
+        """Time steps of the whole sample; for a ragged one those that are here."""
+        spec = next(spec for spec in self._sample_schema.values() if spec.time)
+        return rows if spec.ragged else spec.shape[0]
+
+    def _chunk(self, batch: Batch, begin: int) -> Batch:
+        """`steps` rows from `begin` on, zeros past the end; in fresh memory, so all are aligned alike."""
+        assert self._steps is not None
+        chunk: Batch = {}
+        for name, value in batch.items():
+            if not self._sample_schema[name].time:
+                chunk[name] = value
+                continue
+            part = value[:, begin : begin + self._steps]
+            fresh = part.new_zeros((1, self._steps, *part.shape[2:]))
+            fresh[:, : part.shape[1]] = part
+            chunk[name] = fresh
+        return chunk
+
+    def _keep(self, record: Batch, output: Batch, begin: int, total: int) -> None:
+        for name, value in output.items():
+            if not self._record_schema[name].time:
+                record.setdefault(name, value.clone())
+                continue
+            if name not in record:
+                record[name] = value.new_empty((1, total, *value.shape[2:]))
+            stop = min(begin + value.shape[1], total)
+            record[name][:, begin:stop] = value[:, : stop - begin]
+
+    def _select(
+        self,
+        output: Batch,
+        parcel: Parcel,
+        wanted: list[int],
+        fault: Callable[[SampleFault], bool],
+        *,
+        marked: bool,
+    ) -> Encoded | None:
+        """Rows of the wanted members, in memory that outlives the parcel."""
+        first = parcel.work.numbers.start
+        rows = [number - first for number in wanted]
+        if self._reject_nan and self._encoder is not None:
+            for row, name in self._nan_rows(output).items():
+                if row in rows:
+                    error = f"field {name!r} of the record holds NaN or infinity"
+                    fault(_encoder_fault(first + row, error))
+                    rows.remove(row)
+        if not rows:
+            return None
+        whole = rows == list(range(len(rows)))
+        index = torch.tensor(rows)
+        records: dict[str, Tensor | list[Tensor]] = {}
+        for name, value in output.items():
+            kept = value[: len(rows)] if whole else value.index_select(0, index)
+            if whole and not parcel.owned and _within(kept, parcel):
+                kept = kept.clone()
+            records[name] = list(kept) if self._record_schema[name].ragged else kept.contiguous()
+        numbers = [first + row for row in rows]
+        size = sum(value.nbytes for value in output.values())
+        return Encoded(numbers=numbers, records=records, marked=numbers if marked else [], size_bytes=size)
+
+    def _nan_rows(self, output: Batch) -> dict[int, str]:
+        """Rows that hold NaN or infinity, with a field that does: a sum meets all, then we look closer."""
+        found: dict[int, str] = {}
+        for name, spec in self._record_schema.items():
+            if spec.dtype not in FLOATS or not output[name].numel():
+                continue
+            rows = output[name].reshape(output[name].shape[0], -1)
+            sums = rows.sum(1, dtype=torch.float32).numpy()
+            for row in map(int, np.flatnonzero(~np.isfinite(sums))):
+                if not bool(torch.isfinite(rows[row]).all()):
+                    found.setdefault(row, name)
+        return found
+
+
+def _encoder_fault(number: int, error: str) -> SampleFault:
+    return SampleFault(number=number, stage="encode", error=error[:600], kind="sample", retry=False)
+
+
+def _tensor(array: NDArray[Any], dtype: str) -> Tensor:
+    tensor = torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
+    return tensor.view(_BITS[dtype]) if dtype in _BITS else tensor
+
+
+def _within(value: Tensor, parcel: Parcel) -> bool:
+    """Whether a tensor lies in the parcel's memory, which will be written over."""
+    at = value.untyped_storage().data_ptr()
+    for array in parcel.arrays.values():
+        begin = array.__array_interface__["data"][0]
+        if begin <= at < begin + max(array.nbytes, 1):
+            return True
+    return False
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Torch's own class on a device; on a CPU a RuntimeError of the allocator, or Python's MemoryError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _span(numbers: range) -> str:
+    return f"{numbers.start}-{numbers.stop - 1}"

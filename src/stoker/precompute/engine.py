@@ -1,0 +1,257 @@
+"""Fill a cache from a source and an encoder: resume what is missing, or return at once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from stoker.encoders.protocol import Encoder
+from stoker.errors import Interrupted
+from stoker.plan.resources import probe
+from stoker.precompute.allocator import keep_freed_memory, release_memory
+from stoker.precompute.filler import EncodeFiller
+from stoker.precompute.interrupts import Interrupts
+from stoker.precompute.pace import Pace
+from stoker.precompute.progress import ProgressSink, automatic
+from stoker.precompute.run import Run, Standing
+from stoker.precompute.settings import Deadlines, PrecomputeReport, PrecomputeSettings
+from stoker.precompute.space import check_space
+from stoker.precompute.stages import Bench
+from stoker.precompute.supervisor import Supervisor
+from stoker.precompute.turn import take_turn
+from stoker.precompute.verdict import check_quarantined, check_values, describe_failures
+from stoker.precompute.watchdog import EncodeWatchdog
+from stoker.sources.protocol import Source
+from stoker.store import Cache, Digests, Folder, make_recipe, open_folder
+from stoker.units import format_count
+
+log = logging.getLogger("stoker")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Tally:
+    """What is learnt along the way, for the report."""
+
+    begun: float = field(default_factory=time.monotonic)
+    encoded: int = 0
+    adopted: int = 0
+    encode_seconds: float = 0.0
+    readers: int = 0
+    lost_readers: int = 0
+
+
+def precompute(  # noqa: PLR0913  the public face: every setting by name, as in the documentation
+    source: Source,
+    encoder: Encoder | None,
+    cache_dir: str | Path,
+    *,
+    name: str,
+    dtype: str | Mapping[str, str] | None = None,
+    readers: int | None = None,
+    device: str = "cpu",
+    deadlines: Deadlines | None = None,
+    max_quarantined: float = 0.001,
+    retry_quarantined: bool = False,
+    nan: Literal["reject", "allow"] = "reject",
+    overwrite: bool = False,
+    max_error: float | None = None,
+    progress: ProgressSink | Literal["auto"] | None = "auto",
+) -> Cache:
+    """Encode what the cache lacks, and return it; a complete cache comes back at once.
+
+    Args:
+        source, encoder: What to read, and what to apply; None stores samples as they are.
+        cache_dir, name: The cache goes to `<cache_dir>/<name>/<fingerprint>/`.
+        dtype: Storage dtype of float fields, for all or by field name.
+        readers: Reader processes; None: automatic; 0: read in this process, without deadlines.
+        device: Where the encoder runs.
+        deadlines, max_quarantined, retry_quarantined, nan, overwrite, max_error, progress: See
+            `PrecomputeSettings`.
+
+    Returns:
+        The cache, with a filler attached that can encode single samples.
+
+    Raises:
+        IncompleteError: More samples than `max_quarantined` failed; everything else is stored.
+        Interrupted: SIGINT or SIGTERM; what was encoded is stored, the same call resumes.
+        StokerError: See `stoker.errors`.
+    """
+    settings = PrecomputeSettings(
+        dtype=dtype,
+        readers=readers,
+        device=device,
+        deadlines=deadlines or Deadlines(),
+        max_quarantined=max_quarantined,
+        retry_quarantined=retry_quarantined,
+        nan=nan,
+        overwrite=overwrite,
+        max_error=max_error,
+        progress=progress,
+    )
+    cache = run_precompute(source, encoder, cache_dir, name=name, settings=settings).cache
+    cache.filler = EncodeFiller(source, encoder, cache.path.parent.parent, name=name, settings=settings)
+    return cache
+
+
+def run_precompute(
+    source: Source, encoder: Encoder | None, cache_dir: str | Path, *, name: str, settings: PrecomputeSettings
+) -> PrecomputeReport:
+    """Do the work of `precompute` and report on it; errors as there."""
+    tally = _Tally()
+    cache_dir = Path(cache_dir)
+    recipe = make_recipe(source, encoder, dtype=settings.dtype, digests=Digests(cache_dir, settings.identity))
+    weights = None if encoder is None else encoder.weights()
+    folder = open_folder(cache_dir, name, recipe, weights=weights)
+    cache = None if settings.overwrite else _ready(folder, settings)
+    if cache is None:
+        with Interrupts() as interrupts, ExitStack() as turn:
+            quiet_s = sum(getattr(settings.deadlines, stage) for stage in Deadlines.__slots__)
+            waited = take_turn(folder, turn, interrupts, quiet_s=quiet_s)
+            if interrupts.signal is not None:
+                raise Interrupted("stopped while waiting for another process; nothing was begun")
+            if settings.overwrite and not waited:
+                clear(folder)
+                folder = open_folder(cache_dir, name, recipe, weights=weights)
+            cache = _ready(folder, settings) if waited else None
+            cache = cache or _fill(source, encoder, folder, settings, (interrupts, tally))
+    check_quarantined(folder, settings.max_quarantined)
+    check_values(cache, settings)
+    return _report(cache, folder, tally)
+
+
+def _ready(folder: Folder, settings: PrecomputeSettings) -> Cache | None:
+    """The cache if nothing is left to do: no reader is started, nothing is encoded."""
+    cache = folder.complete()
+    if cache is None or (
+        cache.quarantined and len(folder.missing(retry_quarantined=settings.retry_quarantined))
+    ):
+        return None
+    return cache
+
+
+def _fill(
+    source: Source,
+    encoder: Encoder | None,
+    folder: Folder,
+    settings: PrecomputeSettings,
+    context: tuple[Interrupts, _Tally],
+) -> Cache:
+    _, tally = context
+    if not settings.overwrite:
+        tally.adopted = folder.adopt()
+    missing = folder.missing(retry_quarantined=settings.retry_quarantined)
+    if len(missing):
+        resources = probe(path=folder.path)
+        check_space(folder.path, folder.recipe.schema, len(missing), resources)
+        bench = Bench(source, encoder, folder, settings, missing=missing, cpus=max(1, int(resources.cpus)))
+        sink = automatic() if settings.progress == "auto" else settings.progress
+        try:
+            _encode(bench, sink, *context)
+        finally:
+            if sink is not None:
+                sink.close()
+            with suppress(OSError):  # not empty: a reader was lost, and its log is to be read
+                bench.logs.rmdir()
+            release_memory()
+    return folder.finish()
+
+
+def _encode(bench: Bench, sink: ProgressSink | None, interrupts: Interrupts, tally: _Tally) -> None:
+    """Start the stages, run them, and end them in an order that keeps what was encoded."""
+    keep_freed_memory()
+    settings = bench.settings
+    feed = bench.feed()
+    writer = None
+    try:
+        if isinstance(feed, Supervisor):
+            feed.wake_fd = interrupts.fd
+        elif sink is not None:
+            sink.note(f"{bench.name}: readers=0, reading in this process: in order and without deadlines")
+        group_encoder = bench.encoder()  # the readers are starting meanwhile
+        writer = bench.writer()
+        run = Run(
+            bench.stages(feed, group_encoder, writer),
+            Standing(
+                name=bench.name,
+                total=bench.folder.recipe.count,
+                missing=len(bench.missing),
+                quarantined=len(bench.quarantined),
+                device=settings.device,
+            ),
+            interrupts=interrupts,
+            sink=sink,
+            pace=Pace(most=bench.most_readers) if settings.readers is None else None,
+        )
+        watchdog = EncodeWatchdog(
+            group_encoder.clock,
+            deadline_s=settings.deadlines.encode,
+            logs=bench.logs,
+            exit_on_hang=settings.on_hang == "exit",
+        )
+        try:
+            with watchdog:
+                finished = run.go()
+        finally:
+            tally.encoded, tally.encode_seconds = run.encoded, group_encoder.clock.seconds
+            if isinstance(feed, Supervisor):
+                tally.readers, tally.lost_readers = feed.readers, feed.losses
+            feed.close()
+            bench.seal(writer)
+        writer.check()
+    except BaseException:
+        feed.close()
+        if writer is not None:
+            writer.abandon()
+        raise
+    if not finished:
+        _raise_interrupted(bench.folder, interrupts)
+    _note_failures(bench, sink)
+
+
+def _raise_interrupted(folder: Folder, interrupts: Interrupts) -> None:
+    folder.finish()  # so that `inspect` and `plan` need not read every shard to know what is there
+    stored, count = folder.stored_count(), folder.recipe.count
+    what = interrupts.signal.name if interrupts.signal is not None else "a signal"
+    raise Interrupted(
+        f"stopped by {what}: {format_count(stored)} of {format_count(count)} records are stored. "
+        f"The same command resumes with the missing {format_count(count - stored)}"
+    )
+
+
+def _note_failures(bench: Bench, sink: ProgressSink | None) -> None:
+    if sink is None or not bench.ledger.failures:
+        return
+    for text in describe_failures({failure.number: failure for failure in bench.ledger.failures}):
+        sink.note(text)
+
+
+def clear(folder: Folder) -> None:
+    """Remove the records of a folder: the index first, so that none ever names a shard that is gone."""
+    (folder.path / "index.json").unlink(missing_ok=True)
+    for pattern in ("shard-*", "failures-*"):
+        for path in folder.path.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
+def _report(cache: Cache, folder: Folder, tally: _Tally) -> PrecomputeReport:
+    return PrecomputeReport(
+        cache=cache,
+        name=cache.name,
+        path=str(cache.path),
+        fingerprint=cache.fingerprint,
+        records=len(cache),
+        encoded=tally.encoded,
+        reused=max(0, len(cache) - tally.encoded - tally.adopted),
+        adopted=tally.adopted,
+        quarantined=len(cache.quarantined),
+        bytes=sum(shard.bytes for shard in cache.index.shards),
+        seconds=time.monotonic() - tally.begun,
+        encode_seconds=tally.encode_seconds,
+        readers=tally.readers,
+        lost_readers=tally.lost_readers,
+    )

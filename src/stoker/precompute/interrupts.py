@@ -1,0 +1,48 @@
+"""SIGINT and SIGTERM during a run: the first asks for an orderly end, the second ends at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+_EXIT_INTERRUPTED = 130
+
+
+class Interrupts:
+    """Catches both signals while entered, in the main thread only; elsewhere it never fires.
+
+    `fd` becomes readable at the first signal, so that a poll ends at once.
+    """
+
+    def __init__(self) -> None:
+        self.fd = -1
+        self.signal: signal.Signals | None = None
+        """The first signal that arrived, or None."""
+        self._previous: dict[signal.Signals, Any] = {}
+        self._write_fd = -1
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self.fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._arrived)
+        return self
+
+    def _arrived(self, number: int, _frame: FrameType | None) -> None:
+        if self.signal is not None:
+            os._exit(_EXIT_INTERRUPTED)  # sealed shards are whole whatever happens; readers die with us
+        self.signal = signal.Signals(number)
+        os.write(self._write_fd, b"x")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        if self.fd >= 0:
+            os.close(self.fd)
+            os.close(self._write_fd)
+            self.fd = self._write_fd = -1

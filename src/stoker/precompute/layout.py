@@ -1,0 +1,153 @@
+"""How samples lie in the arena: arithmetic on shapes and a budget, no memory is touched here.
+
+Three ways for a sample to cross from a reader:
+
+- `group`: a slot is one encoder call, members stacked, so the encoder reads the slot itself and nothing is
+  copied in between;
+- `steps`: the encoder takes long samples a chunk of time steps at a time; a slot is a few whole chunks;
+- `pieces`: the length is not known beforehand (ragged), or a group is larger than the budget allows twice;
+  a slot carries bytes, and the caller puts the group together in memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from stoker.errors import EncoderError
+from stoker.schema import Json, Schema, schema_from_json, schema_to_json
+
+Mode: TypeAlias = Literal["group", "steps", "pieces"]
+
+ALIGNMENT = 4096
+"""Every field starts on a page, in each mode: vector kernels may round otherwise by alignment."""
+
+PIECE_BYTES = 64 * 1024**2
+"""Largest single read along time, so that a long sample makes visible progress."""
+
+_MIN_PIECE_SLOT = 1024**2
+_SMALL_ARENA = 16 * 1024**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One reader's arena."""
+
+    schema: Schema
+    """Fields of a sample."""
+    mode: Mode
+    """See the module."""
+    samples: int
+    """Members of a group."""
+    steps: int
+    """Rows of a slot along time in mode `steps`, a multiple of the encoder's chunk; 0 in the other modes."""
+    slots: int
+    """Slots of the arena."""
+    slot_bytes: int
+    """Bytes of one slot, a multiple of `ALIGNMENT`."""
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the arena."""
+        return self.slots * self.slot_bytes
+
+    @property
+    def flight_bytes(self) -> int:
+        """Bytes that one reader may hold in flight, with the group that the caller puts together."""
+        if self.mode != "pieces" or any(field.ragged for field in self.schema.values()):
+            return self.arena_bytes
+        return self.arena_bytes + slot_size(self.schema, self.samples)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each field's array in a slot: `(samples, *shape)`, time cut to `steps` rows."""
+        return {
+            name: (self.samples, *_cut(field.shape, self.steps if field.time else 0))
+            for name, field in self.schema.items()
+        }
+
+    def to_json(self) -> dict[str, Json]:
+        """For the reader; the inverse of `from_json`."""
+        return {
+            "schema": schema_to_json(self.schema),
+            "mode": self.mode,
+            "numbers": [self.samples, self.steps, self.slots, self.slot_bytes],
+        }
+
+
+def layout_from_json(data: Mapping[str, Any]) -> Layout:
+    """Read what `Layout.to_json` wrote."""
+    samples, steps, slots, slot_bytes = data["numbers"]
+    return Layout(
+        schema=schema_from_json(data["schema"]),
+        mode=data["mode"],
+        samples=samples,
+        steps=steps,
+        slots=slots,
+        slot_bytes=slot_bytes,
+    )
+
+
+def _cut(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
+    return (rows, *shape[1:]) if rows else shape
+
+
+def align(size: int) -> int:
+    """`size` rounded up to `ALIGNMENT`.
+
+    >>> align(1), align(4096), align(0)
+    (4096, 4096, 0)
+    """
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def slot_size(schema: Schema, samples: int, steps: int = 0) -> int:
+    """Bytes of `samples` samples, each field aligned; time fields cut to `steps` rows if given."""
+    return sum(
+        align(samples * (field.size_bytes(steps) if steps and field.time else field.size_bytes()))
+        for field in schema.values()
+    )
+
+
+def time_length(schema: Schema) -> int:
+    """Rows along time that all time fields share; 0 where they differ, are ragged, or there is none."""
+    lengths = {field.shape[0] if not field.ragged else 0 for field in schema.values() if field.time}
+    return lengths.pop() if len(lengths) == 1 else 0
+
+
+def plan_layout(schema: Schema, samples: int, steps: int | None, memory_bytes: int) -> Layout:
+    """Choose mode, slots and slot size for one reader.
+
+    Args:
+        schema: Fields of a sample.
+        samples, steps: The encoder's group.
+        memory_bytes: What one arena may take. A single group (or chunk) is allowed to be larger.
+
+    Raises:
+        EncoderError: `steps` is given, but the time fields differ in length.
+    """
+    ragged = any(field.ragged for field in schema.values())
+    if steps is not None and not ragged:
+        return _steps_layout(schema, steps, memory_bytes)
+    whole = 0 if ragged else slot_size(schema, samples)
+    if ragged or 2 * whole > memory_bytes:
+        slot_bytes = align(max(_MIN_PIECE_SLOT, min(PIECE_BYTES, memory_bytes // 4)))
+        return Layout(schema=schema, mode="pieces", samples=samples, steps=0, slots=2, slot_bytes=slot_bytes)
+    most = max(2, min(8, memory_bytes // max(whole, 1)))
+    slots = min(most, max(3, _SMALL_ARENA // max(whole, 1)))
+    slot_bytes = max(whole, ALIGNMENT)
+    return Layout(schema=schema, mode="group", samples=samples, steps=0, slots=slots, slot_bytes=slot_bytes)
+
+
+def _steps_layout(schema: Schema, steps: int, memory_bytes: int) -> Layout:
+    length = time_length(schema)
+    if not length:
+        raise EncoderError(
+            f"the encoder takes {steps} time steps at a time, but the time fields have no common length: "
+            f"{ {name: f.shape for name, f in schema.items() if f.time} }. Give it samples with one time axis"
+        )
+    chunks = -(-length // steps)
+    per_chunk = max(1, slot_size(schema, 1, steps))
+    held = max(1, min(chunks, min(memory_bytes // 3, PIECE_BYTES) // per_chunk))
+    slot_bytes = max(ALIGNMENT, slot_size(schema, 1, held * steps))
+    return Layout(schema=schema, mode="steps", samples=1, steps=held * steps, slots=3, slot_bytes=slot_bytes)

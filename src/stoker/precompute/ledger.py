@@ -1,0 +1,98 @@
+"""Who failed, how often, and what follows: the one place that decides between retry and quarantine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from stoker.precompute.fill import SampleFault
+from stoker.store import Failure
+
+_ATTEMPTS = 2
+
+
+@dataclass(slots=True, kw_only=True)
+class _PartRecord:
+    """What is known of one part in this run."""
+
+    answered: bool = False
+    """A sample of it has been read."""
+    hung: set[int] = field(default_factory=set[int])
+    """Samples on which readers hung or died, before any was read."""
+
+
+class Ledger:
+    """Counts attempts by sample and hangs by part.
+
+    Args:
+        bad: Numbers quarantined before this run that are not tried again.
+        quarantine: Records one failure durably.
+        wanted: Whether a number is to be stored by this run; others that fail are only replaced by zeros.
+    """
+
+    def __init__(
+        self, bad: Iterable[int], *, quarantine: Callable[[Failure], None], wanted: Callable[[int], bool]
+    ) -> None:
+        self._bad = set(bad)
+        self._quarantine = quarantine
+        self._wanted = wanted
+        self._attempts: dict[int, int] = {}
+        self._parts: dict[int, _PartRecord] = {}
+        self.failures: list[Failure] = []
+        """Quarantined by this run, in order."""
+
+    def is_bad(self, number: int) -> bool:
+        """Whether a sample is set aside, and zeros stand for it in its group."""
+        return number in self._bad
+
+    def fault(self, fault: SampleFault) -> bool:
+        """Take note of a failed attempt; True when the sample is to be tried again.
+
+        A fault that another try cannot mend, or the second one, sets the sample aside.
+        """
+        attempts = self._attempts.get(fault.number, 0) + 1
+        self._attempts[fault.number] = attempts
+        if fault.retry and attempts < _ATTEMPTS:
+            return True
+        self._set_aside(fault, attempts)
+        return False
+
+    def attempts(self, number: int) -> int:
+        """Failed attempts at a sample in this run."""
+        return self._attempts.get(number, 0)
+
+    def answered(self, part: int) -> None:
+        """A sample of `part` has been read, so its storage answers."""
+        self._parts.setdefault(part, _PartRecord()).answered = True
+
+    def part_is_dead(self, part: int, number: int) -> bool:
+        """Take note that a reader hung or died on `number`; True when the whole part should be given up.
+
+        That is so once readers were lost on two different samples of a part of which none was ever read: the
+        file does not answer, and trying each of its samples would cost two deadlines each.
+        """
+        record = self._parts.setdefault(part, _PartRecord())
+        record.hung.add(number)
+        return not record.answered and len(record.hung) > 1
+
+    def give_up(self, numbers: Iterable[int], fault: SampleFault) -> int:
+        """Set aside every one of `numbers` that is not yet, for the reason in `fault`; how many."""
+        rest = [number for number in numbers if number not in self._bad]
+        for number in rest:
+            one = SampleFault(
+                number=number, stage=fault.stage, error=fault.error, kind=fault.kind, retry=False
+            )
+            self._set_aside(one, max(1, self._attempts.get(number, 0)))
+        return len(rest)
+
+    def _set_aside(self, fault: SampleFault, attempts: int) -> None:
+        if fault.number in self._bad:
+            return
+        self._bad.add(fault.number)
+        if not self._wanted(fault.number):
+            return  # it is stored already; a failed second reading takes nothing away
+        failure = Failure(
+            number=fault.number, stage=fault.stage, error=fault.error, attempts=attempts, kind=fault.kind
+        )
+        self._quarantine(failure)
+        self.failures.append(failure)

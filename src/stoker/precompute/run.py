@@ -1,0 +1,157 @@
+"""The loop of one run: take parcels, encode, hand to the writer, look after readers, show progress."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from stoker.precompute.encode import GroupEncoder
+from stoker.precompute.interrupts import Interrupts
+from stoker.precompute.ledger import Ledger
+from stoker.precompute.pace import Pace
+from stoker.precompute.parcel import Feed, Parcel
+from stoker.precompute.progress import ProgressSink, Snapshot
+from stoker.precompute.queue import WorkQueue
+from stoker.precompute.supervisor import Supervisor
+from stoker.precompute.write_thread import WriteThread
+
+_LOOK_S = 0.25
+_OFFER_S = 0.02
+_RATE_WINDOW_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What was so before the run, for its progress display."""
+
+    name: str
+    """The cache's name."""
+    total: int
+    """Samples of the source."""
+    missing: int
+    """Samples that this run is to encode."""
+    quarantined: int
+    """Samples set aside before and not tried again."""
+    device: str
+    """Where the encoder runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """The parts a run is made of."""
+
+    feed: Feed
+    queue: WorkQueue
+    ledger: Ledger
+    encoder: GroupEncoder
+    writer: WriteThread
+
+
+class Run:
+    """Drives the stages until everything is encoded or a signal asks for an end."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        standing: Standing,
+        *,
+        interrupts: Interrupts,
+        sink: ProgressSink | None,
+        pace: Pace | None,
+    ) -> None:
+        self._stages = stages
+        self._standing = standing
+        self._interrupts = interrupts
+        self._sink = sink
+        self._pace = pace
+        self._parcels: deque[Parcel] = deque()
+        self._begun = time.monotonic()
+        self._first: float | None = None
+        self._shown = 0.0
+        self._history: deque[tuple[float, int]] = deque([(self._begun, 0)])
+        self.encoded = 0
+        """Records handed to the writer."""
+
+    def go(self, until: float = float("inf")) -> bool:
+        """Work; False when a signal, or the time `until` (`time.monotonic()`), came first.
+
+        Raises:
+            StokerError: A stage failed for good.
+        """
+        feed = self._stages.feed
+        while not (feed.finished and not self._parcels):
+            if self._interrupts.signal is not None or time.monotonic() >= until:
+                return False
+            waited = 0.0
+            begun = time.monotonic()
+            if not self._parcels:
+                self._parcels.extend(feed.poll(min(_LOOK_S, max(0.0, until - begun))))
+                waited = time.monotonic() - begun
+            groups = 0
+            if self._parcels:
+                groups = self._encode(self._parcels.popleft())
+            self._stages.writer.check()
+            self._grow(waited, time.monotonic() - begun, groups)
+            self._show()
+        return True
+
+    def _encode(self, parcel: Parcel) -> int:
+        stages = self._stages
+        self._first = self._first or time.monotonic()
+        wanted = stages.queue.wanted(parcel.work)
+        encoded = stages.encoder.encode(parcel, wanted, stages.ledger.fault)
+        stages.feed.release(parcel)
+        if encoded is not None:
+            while not stages.writer.offer(encoded, _OFFER_S):
+                # A slow disk must not keep us from noticing readers that hang.
+                self._parcels.extend(stages.feed.poll(0.0))
+                self._show()
+            self.encoded += len(encoded.numbers)
+        return 1
+
+    def _grow(self, waited_s: float, elapsed_s: float, groups: int) -> None:
+        feed, pace = self._stages.feed, self._pace
+        if pace is None or not isinstance(feed, Supervisor):
+            return
+        if not feed.all_delivering:
+            pace.restart()
+            return
+        pace.step(waited_s, elapsed_s, groups)
+        if pace.another(feed.readers):
+            feed.start(1)
+
+    def _show(self) -> None:
+        now = time.monotonic()
+        if self._sink is None or now - self._shown < self._sink.interval_s:
+            return
+        self._shown = now
+        self._sink.update(self._snapshot(now))
+
+    def _snapshot(self, now: float) -> Snapshot:
+        standing, clock, failures = self._standing, self._stages.encoder.clock, self._stages.ledger.failures
+        self._history.append((now, self.encoded))
+        while len(self._history) > 2 and now - self._history[0][0] > _RATE_WINDOW_S:
+            self._history.popleft()
+        then, count = self._history[0]
+        done = standing.total - standing.missing + self.encoded + len(failures)
+        last = (
+            f"sample {failures[-1].number:,} ({failures[-1].stage}: {failures[-1].error})" if failures else ""
+        )
+        return Snapshot(
+            name=standing.name,
+            total=standing.total,
+            done=done,
+            encoded=self.encoded,
+            seconds=now - self._begun,
+            rate=(self.encoded - count) / (now - then) if now > then else 0.0,
+            written_bytes=self._stages.writer.bytes,
+            readers=tuple(self._stages.feed.views()),
+            device=standing.device,
+            group=clock.numbers,
+            call_s=clock.seconds / max(1, clock.calls),
+            busy=min(1.0, clock.seconds / (now - self._first)) if self._first and now > self._first else 0.0,
+            shard_fill=self._stages.writer.shard_fill,
+            quarantined=standing.quarantined + len(failures),
+            last_failure=last,
+        )

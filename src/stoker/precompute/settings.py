@@ -1,0 +1,113 @@
+"""What a precompute run may be told, and what it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Literal
+
+from stoker.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stoker.precompute.progress import ProgressSink
+    from stoker.store.cache import Cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """How long each stage may go without progress, in seconds. Progress resets the clock."""
+
+    start: float = 60.0
+    """A reader's interpreter, its imports, and unpickling the source."""
+    open: float = 60.0
+    """Opening a part and reading the first sample of it in that reader."""
+    read: float = 60.0
+    """One sample, or one piece of a long sample."""
+    encode: float = 300.0
+    """One call of the encoder; in the caller's own process, so it is reported, not killed (see `on_hang`)."""
+    write: float = 120.0
+    """One group converted, checksummed and written, or one shard sealed."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is not a time."""
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if not value > 0:
+                raise ConfigError(f"precompute.deadlines.{entry.name} must be above 0 seconds, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecomputeSettings:
+    """How to fill a cache. Nothing here but `dtype` changes what is stored."""
+
+    dtype: str | Mapping[str, str] | None = None
+    """Storage dtype of float fields, for all or by field; None: as encoded."""
+    readers: int | None = None
+    """Reader processes; None: one, and more while the encoder waits for data; 0: read in this process."""
+    device: str = "cpu"
+    """Where the encoder runs: `cpu`, `cuda` or `cuda:1`."""
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    """How long each stage may go without progress."""
+    max_quarantined: float = 0.001
+    """Largest fraction of samples that may be quarantined before the run counts as failed."""
+    retry_quarantined: bool = False
+    """Try every quarantined sample again, also those whose error was the sample's own."""
+    nan: Literal["reject", "allow"] = "reject"
+    """Whether a sample or record holding NaN or infinity is quarantined or stored as it is."""
+    identity: Literal["auto", "full"] = "auto"
+    """How source files are digested for the recipe."""
+    overwrite: bool = False
+    """Remove the records of this recipe first and encode all of them again."""
+    max_error: float | None = None
+    """Largest rounding error that the storage dtype may cause, as a fraction of a record's largest value."""
+    memory_bytes: int = 1024**3
+    """Bytes in flight between source and store. A group that is larger by itself goes alone."""
+    on_hang: Literal["report", "exit"] = "report"
+    """When the encoder passes its deadline: say where it stands, or also end this process (exit 5)."""
+    progress: ProgressSink | Literal["auto"] | None = "auto"
+    """Where progress goes; `auto`: live on a terminal, else a line every ten seconds on standard error."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that mean nothing."""
+        if self.readers is not None and self.readers < 0:
+            raise ConfigError(f"readers must be 0 or more, got {self.readers}. Leave it out for automatic")
+        if not 0 <= self.max_quarantined <= 1:
+            raise ConfigError(
+                f"precompute.max_quarantined is a fraction in [0, 1], got {self.max_quarantined}"
+            )
+        if self.memory_bytes < 1:
+            raise ConfigError(f"memory_bytes must be above 0, got {self.memory_bytes}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecomputeReport:
+    """What a run did."""
+
+    cache: Cache
+    """The finished cache."""
+    name: str
+    """The cache's name below the cache folder."""
+    path: str
+    """The fingerprint's folder."""
+    fingerprint: str
+    """16 hex digits of the recipe's digest."""
+    records: int
+    """Records in the cache now."""
+    encoded: int
+    """Records that this run encoded."""
+    reused: int
+    """Records that were there before."""
+    adopted: int
+    """Records taken over from a sibling cache whose parts are the same."""
+    quarantined: int
+    """Samples set aside, each listed with its stage and error."""
+    bytes: int
+    """Bytes of the cache's shards."""
+    seconds: float
+    """Wall time of the call."""
+    encode_seconds: float
+    """Time inside the encoder."""
+    readers: int = 0
+    """Reader processes at the end of the run."""
+    lost_readers: int = 0
+    """Readers that died or were killed past a deadline, and were replaced."""

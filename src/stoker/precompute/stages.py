@@ -1,0 +1,183 @@
+"""Build the stages of a run from a source, an encoder, a folder and settings."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stoker.encoders.protocol import Encoder
+from stoker.errors import ConfigError, EncoderError, SourceError, StokerError
+from stoker.precompute.encode import GroupEncoder
+from stoker.precompute.fill import PartNames, SampleReader
+from stoker.precompute.in_process import InProcess, Silent
+from stoker.precompute.layout import Layout, plan_layout, slot_size
+from stoker.precompute.ledger import Ledger
+from stoker.precompute.parcel import Feed
+from stoker.precompute.queue import PartSpan, WorkQueue
+from stoker.precompute.run import Stages
+from stoker.precompute.settings import PrecomputeSettings
+from stoker.precompute.supervisor import Supervisor
+from stoker.precompute.worker import Launch
+from stoker.precompute.write_thread import WriteThread
+from stoker.sources.protocol import Source
+from stoker.store import Folder
+
+_LOG_FOLDER = ".readers"
+_LOGS_KEPT_S = 24 * 3600
+_RAGGED_GROUP_BYTES = 1024**2
+_READER_SHARE = 0.75
+
+
+class Bench:
+    """Everything a run needs, made once; the stages are made from it in the order that suits the caller."""
+
+    def __init__(
+        self,
+        source: Source,
+        encoder: Encoder | None,
+        folder: Folder,
+        settings: PrecomputeSettings,
+        *,
+        missing: NDArray[np.int64],
+        cpus: int,
+    ) -> None:
+        self.folder = folder
+        self.settings = settings
+        self.missing = missing
+        self.name = folder.name
+        self.logs = folder.path.parent.parent / _LOG_FOLDER
+        self._source = source
+        self._encoder = encoder
+        self._schema = source.schema()
+        recipe = folder.recipe
+        self._ragged = any(spec.ragged for spec in self._schema.values())
+        group = recipe.group
+        if (self._ragged or group.steps is not None) and group.samples != 1:
+            raise EncoderError(
+                f"groups of {group.samples} samples were asked for, but samples that are ragged or cut over "
+                f"time are encoded one by one. Give the encoder a group of 1"
+            )
+        self.quarantined = set(folder.failures()).difference(missing.tolist())
+        wanted = set(missing.tolist()) if len(missing) < recipe.count else range(recipe.count)
+        self.ledger = Ledger(self.quarantined, quarantine=folder.quarantine, wanted=wanted.__contains__)
+        spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
+        self.queue = WorkQueue(spans, group.samples, missing, bad=self.ledger.is_bad)
+        self._parts = self._part_names()
+        self._layout, self._first_readers, self.most_readers = self._plan(cpus)
+
+    def _plan(self, cpus: int) -> tuple[Layout, int, int]:
+        """The layout of each arena, readers to start with, and the most there may be."""
+        settings, group = self.settings, self.folder.recipe.group
+        memory = int(settings.memory_bytes * _READER_SHARE)
+        asked = settings.readers
+        if asked is None and not sys.platform.startswith("linux"):
+            asked = 0
+        if asked and not sys.platform.startswith("linux"):
+            raise ConfigError(
+                "reader processes need Linux (memfd, pidfd). Read in this process with readers=0"
+            )
+        share = memory // (asked or 2)
+        layout = plan_layout(self._schema, group.samples, group.steps, share)
+        most = max(1, memory // layout.flight_bytes)
+        if asked is None:
+            return layout, min(1, self.queue.groups), min(most, cpus, self.queue.groups)
+        return layout, min(asked, most, self.queue.groups), asked
+
+    def _part_names(self) -> PartNames:
+        parts = self._source.identity().parts
+        offsets = [part.offset for part in self.folder.recipe.parts]
+        return PartNames(
+            offsets=offsets, names=[str(part.files[0].path) if part.files else part.name for part in parts]
+        )
+
+    def feed(self) -> Feed:
+        """Readers, started; or this process itself.
+
+        Raises:
+            SourceError: The source cannot be sent to a reader.
+        """
+        group_bytes = (
+            _RAGGED_GROUP_BYTES if self._ragged else slot_size(self._schema, self.folder.recipe.group.samples)
+        )
+        self.queue.follow_runs(self._source.runs(), group_bytes)
+        if self._first_readers == 0:
+            pulse = Silent()
+            samples = SampleReader(
+                self._source, self._schema, self._parts, pulse=pulse, nan=self.settings.nan
+            )
+            return InProcess(samples, self._layout, self.queue, self.ledger, pulse=pulse)
+        self._make_logs()
+        feed = Supervisor(
+            self._launch(), self.queue, self.ledger, deadlines=self.settings.deadlines, parts=self._parts
+        )
+        try:
+            feed.start(self._first_readers)
+        except BaseException:
+            feed.close()
+            raise
+        return feed
+
+    def _launch(self) -> Launch:
+        try:
+            payload = cloudpickle.dumps(self._source)  # pyright: ignore[reportUnknownMemberType]
+        except Exception as error:
+            raise SourceError(
+                f"the source cannot be sent to reader processes: {type(error).__name__}: {error}. "
+                f"Open files on first use instead of in __init__, or read in this process with readers=0"
+            ) from error
+        frame = {
+            "kind": "start",
+            "sys_path": [entry or str(Path.cwd()) for entry in sys.path],
+            "layout": self._layout.to_json(),
+            "offsets": list(self._parts.offsets),
+            "names": list(self._parts.names),
+            "nan": self.settings.nan,
+        }
+        return Launch(payload=payload, frame=frame, layout=self._layout, logs=self.logs)
+
+    def _make_logs(self) -> None:
+        """The folder for readers' output; what is left there from more than a day ago goes."""
+        self.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in self.logs.glob("*.txt"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > _LOGS_KEPT_S:
+                    path.unlink()
+
+    def encoder(self) -> GroupEncoder:
+        """The encoder on its device."""
+        if self._encoder is not None:
+            self._encoder.to(torch.device(self.settings.device))
+        return GroupEncoder(
+            self._encoder,
+            self.folder.recipe,
+            self._schema,
+            device=self.settings.device,
+            nan=self.settings.nan,
+        )
+
+    def writer(self) -> WriteThread:
+        """The writer thread, started."""
+        settings = self.settings
+        return WriteThread(
+            self.folder.writer(max_error=settings.max_error, device=settings.device),
+            self.folder.path,
+            limit_bytes=int(settings.memory_bytes * (1 - _READER_SHARE)),
+            deadline_s=settings.deadlines.write,
+        )
+
+    def stages(self, feed: Feed, encoder: GroupEncoder, writer: WriteThread) -> Stages:
+        """All of them together."""
+        return Stages(feed=feed, queue=self.queue, ledger=self.ledger, encoder=encoder, writer=writer)
+
+    @staticmethod
+    def seal(writer: WriteThread) -> None:
+        """Seal what was handed over, also when the run fails: the error under way is the one that counts."""
+        with suppress(StokerError):
+            writer.close()

@@ -1,0 +1,70 @@
+"""Whether a finished cache is good enough, and how to say which samples it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stoker.errors import IncompleteError, RecordError
+from stoker.precompute.settings import PrecomputeSettings
+from stoker.store import Cache, Failure, Folder
+from stoker.units import format_count, format_percent
+
+_LISTED = 20
+
+
+def check_quarantined(folder: Folder, max_quarantined: float) -> None:
+    """Compare the samples set aside with what is allowed.
+
+    Raises:
+        IncompleteError: Too many; lists them with stage and error.
+    """
+    failures = folder.failures()
+    count = folder.recipe.count
+    if not failures or len(failures) <= max_quarantined * count:
+        return
+    raise IncompleteError(
+        f"{format_count(count - len(failures))} of {format_count(count)} samples stored, "
+        f"{format_count(len(failures))} quarantined ({format_percent(len(failures) / count)}; "
+        f"at most {format_percent(max_quarantined)} are allowed by precompute.max_quarantined)\n"
+        + "\n".join(describe_failures(failures))
+        + f"\nAll of them, with stage and error: failures-*.jsonl in {folder.path}. {_advice(failures)}"
+    )
+
+
+def check_values(cache: Cache, settings: PrecomputeSettings) -> None:
+    """Compare what is stored with what these settings allow; an earlier run may have allowed more.
+
+    Raises:
+        RecordError: Values that are NaN or infinite, or rounding above `max_error`.
+    """
+    again = "Encode it anew with precompute.overwrite=true"
+    for name, statistics in cache.statistics.items():
+        if settings.nan == "reject" and statistics["nonfinite"]:
+            raise RecordError(
+                f"{cache.path}: field {name!r} holds {format_count(statistics['nonfinite'])} values that are "
+                f"NaN or infinite, stored with precompute.nan=allow. {again}, or allow them again"
+            )
+    for name, error in cache.index.error.items():
+        if settings.max_error is not None and error["max"] > settings.max_error:
+            raise RecordError(
+                f"{cache.path}: field {name!r} was rounded by up to {error['max']:.2g} of a record's "
+                f"largest value, precompute.max_error is {settings.max_error:.2g}. "
+                "Use a wider storage dtype, or raise it"
+            )
+
+
+def describe_failures(failures: Mapping[int, Failure]) -> list[str]:
+    """A line for each of the first twenty."""
+    lines = [
+        f"  sample {format_count(number)} ({failure.stage}, attempts {failure.attempts}): {failure.error}"
+        for number, failure in sorted(failures.items())[:_LISTED]
+    ]
+    if len(failures) > _LISTED:
+        lines.append(f"  and {format_count(len(failures) - _LISTED)} more")
+    return lines
+
+
+def _advice(failures: Mapping[int, Failure]) -> str:
+    if all(failure.kind == "transient" for failure in failures.values()):
+        return "These may pass: when the storage answers, the same command tries them again"
+    return "Mend or exclude these samples, or run again with --retry-quarantined"

@@ -1,0 +1,37 @@
+"""A precompute run as a program: `run_once.py FOLDER SAMPLES READERS DELAY [STEPS]`.
+
+Shards are sealed after a fifth of a second instead of half a minute, so that a kill finds some.
+"""
+
+from __future__ import annotations
+
+import functools
+import resource
+import sys
+from pathlib import Path
+
+from stoker.errors import StokerError
+from stoker.precompute import PrecomputeSettings, run_precompute
+from stoker.store import Folder
+from tests.precompute.fake_encoders import FakeEncoder
+from tests.precompute.fake_sources import FakeSource
+
+Folder.writer = functools.partialmethod(Folder.writer, seal_after_s=0.2)
+
+
+def main(folder, samples, readers, delay_s, steps=6):
+    source = FakeSource((int(samples),), delay_s=float(delay_s), run=3, steps=int(steps))
+    settings = PrecomputeSettings(readers=int(readers), progress=None)
+    try:
+        report = run_precompute(source, FakeEncoder(by_shape=True), folder, name="c", settings=settings)
+    except StokerError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    sys.stdout.write(f"{report.records} {report.encoded} {peak_kib}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,401 @@
+"""What a run stores: the same records whoever reads them, nothing left out, and nothing done twice."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stoker.errors import (
+    ConfigError,
+    EncoderError,
+    IncompleteError,
+    MissingRecordError,
+    RecordError,
+    ResourceError,
+    SourceError,
+)
+from stoker.precompute import PrecomputeSettings, precompute, run_precompute
+from stoker.precompute.worker import Worker
+from stoker.store import open_cache
+from tests.precompute.fake_encoders import FakeEncoder
+from tests.precompute.fake_sources import FakeSource, RaggedSource, sample_values
+
+
+def run(source, encoder, folder, name="c", **settings):
+    settings = {"readers": 1, "progress": None, "max_quarantined": 0.9, **settings}
+    return run_precompute(source, encoder, folder, name=name, settings=PrecomputeSettings(**settings))
+
+
+def records(cache):
+    return {number: {k: v.clone() for k, v in cache[number].items()} for number in cache.numbers.tolist()}
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for number, record in a.items():
+        for name, value in record.items():
+            assert torch.equal(value, b[number][name]), (number, name)
+
+
+@pytest.fixture
+def no_readers(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a reader was started")
+
+    monkeypatch.setattr(Worker, "__init__", refuse)
+
+
+def test_records_are_the_same_for_any_number_of_readers(tmp_path):
+    """Parts of 10 and 7 with groups of 4: short groups at both ends, and an encoder that shows the shape."""
+    results = []
+    for readers in (0, 1, 4, None):
+        source = FakeSource((10, 7), run=3)
+        encoder = FakeEncoder(by_shape=True)
+        report = run(source, encoder, tmp_path / str(readers), readers=readers)
+        assert set(encoder.calls) == {(4, 6, 5)}
+        assert (report.records, report.encoded, report.reused) == (17, 17, 0)
+        results.append(records(report.cache))
+
+    for other in results[1:]:
+        assert_same(results[0], other)
+    expected = torch.from_numpy(sample_values(3, 6, 5)) @ FakeEncoder().weight * (1 + 0.5 + 1.5)
+    assert torch.allclose(results[0][3]["latent"], expected, atol=1e-5)
+
+
+def test_resume_encodes_only_the_missing_and_changes_no_bit(tmp_path):
+    encoder = FakeEncoder(by_shape=True)
+    whole = run(FakeSource((23,)), encoder, tmp_path / "whole")
+    first = run(FakeSource((23,), faults={5: "raise", 6: "raise", 17: "raise"}), encoder, tmp_path / "c")
+    assert (first.records, first.quarantined) == (20, 3)
+
+    second = run(FakeSource((23,)), encoder, tmp_path / "c", retry_quarantined=True)
+
+    assert (second.encoded, second.reused, second.quarantined) == (3, 20, 0)
+    assert_same(records(whole.cache), records(second.cache))
+
+
+def test_a_complete_cache_returns_at_once(tmp_path, no_readers):
+    run(FakeSource((9,)), FakeEncoder(), tmp_path, readers=0)
+    encoder = FakeEncoder()
+
+    report = run(FakeSource((9,)), encoder, tmp_path)
+
+    assert (report.encoded, report.reused, encoder.calls) == (0, 9, [])
+
+
+def test_overwrite_encodes_again(tmp_path):
+    run(FakeSource((9,)), FakeEncoder(), tmp_path, readers=0)
+
+    report = run(FakeSource((9,)), FakeEncoder(), tmp_path, readers=0, overwrite=True)
+
+    assert (report.encoded, report.records) == (9, 9)
+
+
+def test_added_parts_are_encoded_and_the_rest_adopted(tmp_path):
+    run(FakeSource((9,)), FakeEncoder(), tmp_path, readers=0)
+
+    report = run(FakeSource((9, 6)), FakeEncoder(), tmp_path, readers=0)
+
+    assert (report.adopted, report.encoded, report.records) == (9, 6, 15)
+
+
+def test_samples_are_stored_as_they_are_without_an_encoder(tmp_path):
+    caches = [run(FakeSource((9,)), None, tmp_path, name=f"r{r}", readers=r).cache for r in (0, 2)]
+
+    for cache in caches:
+        for number in range(9):
+            assert np.array_equal(cache[number]["data"].numpy(), sample_values(number, 6, 5))
+
+
+@pytest.mark.parametrize("readers", [0, 2])
+def test_bad_samples_are_quarantined_and_everything_else_is_stored(tmp_path, readers):
+    source = FakeSource((12,), faults={1: "nan", 5: "shape", 9: "raise"})
+
+    report = run(source, FakeEncoder(), tmp_path, readers=readers)
+
+    failures = dict(report.cache.quarantined)
+    assert {n: (f.stage, f.attempts, f.kind) for n, f in failures.items()} == {
+        1: ("check", 1, "sample"),
+        5: ("check", 1, "sample"),
+        9: ("read", 2, "sample"),
+    }
+    assert "part0.h5: OSError: truncated at sample 9" in failures[9].error
+    assert report.records == 9
+    with pytest.raises(MissingRecordError, match="truncated"):
+        report.cache[9]
+
+
+def test_a_passing_error_is_retried_within_the_run(tmp_path):
+    source = FakeSource((8,), faults={2: "raise-once"}, marker=str(tmp_path))
+
+    report = run(source, FakeEncoder(), tmp_path / "c")
+
+    assert (report.records, report.quarantined) == (8, 0)
+
+
+def test_a_passing_failure_is_tried_again_by_the_next_run_and_the_samples_own_is_not(tmp_path):
+    faults = {1: "eio", 6: "raise"}
+    first = run(FakeSource((8,), faults=faults), FakeEncoder(), tmp_path)
+    assert {n: f.kind for n, f in first.cache.quarantined.items()} == {1: "transient", 6: "sample"}
+
+    second = run(FakeSource((8,)), FakeEncoder(), tmp_path)
+
+    assert (second.encoded, second.records, second.quarantined) == (1, 7, 1)
+
+
+def test_nan_is_stored_when_allowed(tmp_path):
+    report = run(FakeSource((8,), faults={1: "nan"}), FakeEncoder(), tmp_path, nan="allow")
+
+    assert (report.records, report.quarantined) == (8, 0)
+    assert bool(report.cache[1]["latent"].isnan().any())
+
+
+def test_a_record_that_comes_out_nan_is_quarantined(tmp_path):
+    report = run(FakeSource((8,)), FakeEncoder(nan_at=6), tmp_path, readers=0)
+
+    assert {n: f.stage for n, f in report.cache.quarantined.items()} == {6: "encode"}
+
+
+def test_too_many_quarantined_fails_after_everything_else_is_stored(tmp_path):
+    source = FakeSource((50,), faults={7: "raise", 8: "nan"})
+
+    with pytest.raises(IncompleteError) as caught:
+        run(source, FakeEncoder(), tmp_path, max_quarantined=0.01)
+
+    assert caught.value.exit_code == 4
+    for text in (
+        "48 of 50",
+        "sample 7 (read",
+        "truncated at sample 7",
+        "sample 8 (check",
+        "--retry-quarantined",
+    ):
+        assert text in str(caught.value)
+    cache = open_cache(tmp_path / "c")
+    assert len(cache) == 48
+    assert cache.complete
+    with pytest.raises(IncompleteError):
+        run(source, FakeEncoder(), tmp_path, max_quarantined=0.01)
+
+
+def test_the_encoders_error_on_one_sample_costs_that_sample_alone(tmp_path):
+    whole = run(FakeSource((12,)), FakeEncoder(), tmp_path / "a", readers=0)
+
+    report = run(FakeSource((12,)), FakeEncoder(raises=6), tmp_path / "b", readers=0)
+
+    assert {n: f.stage for n, f in report.cache.quarantined.items()} == {6: "encode"}
+    kept = records(whole.cache)
+    del kept[6]
+    assert_same(kept, records(report.cache))
+
+
+def test_an_encoder_that_fails_on_anything_ends_the_run(tmp_path):
+    encoder = FakeEncoder()
+    encoder.weight = torch.zeros(4, 3)
+
+    with pytest.raises(EncoderError, match="not the data"):
+        run(FakeSource((12,)), encoder, tmp_path, readers=0)
+
+
+def test_an_encoder_that_returns_what_it_did_not_declare_ends_the_run(tmp_path):
+    encoder = FakeEncoder()
+    encoder.weight = torch.zeros(5, 4)
+
+    with pytest.raises(EncoderError, match=r"\(4, 6, 4\), its schema says float32 \(6, 3\)"):
+        run(FakeSource((12,)), encoder, tmp_path, readers=0)
+
+
+def test_out_of_memory_halves_inside_the_group_and_marks_its_records(tmp_path):
+    whole = run(FakeSource((6,)), FakeEncoder(), tmp_path / "a", readers=0)
+    encoder = FakeEncoder(oom_above=2)
+
+    report = run(FakeSource((6,)), encoder, tmp_path / "b", readers=0)
+
+    assert_same(records(whole.cache), records(report.cache))
+    assert (2, 6, 5) in encoder.calls
+    assert report.cache.shard(0).marked.tolist() == list(range(6))
+    assert whole.cache.shard(0).marked.tolist() == []
+
+
+def test_no_memory_for_one_sample_is_an_error_with_advice(tmp_path):
+    with pytest.raises(ResourceError, match="single sample"):
+        run(FakeSource((6,)), FakeEncoder(oom_above=0), tmp_path, readers=0)
+
+
+@pytest.mark.parametrize("readers", [0, 2])
+def test_ragged_samples_go_one_by_one(tmp_path, readers):
+    encoder = FakeEncoder(samples=1)
+
+    cache = run(RaggedSource((9,)), encoder, tmp_path, readers=readers).cache
+
+    for number in range(9):
+        expected = torch.from_numpy(sample_values(number, 3 + number % 4, 5)) @ encoder.weight
+        assert torch.allclose(cache[number]["latent"], expected, atol=1e-6)
+    assert {shape[0] for shape in encoder.calls} == {1}
+
+
+@pytest.mark.parametrize("memory_bytes", [1024**3, 4096 * 4])
+def test_long_samples_are_cut_over_time_in_chunks_of_one_length(tmp_path, memory_bytes):
+    """With little memory a slot holds one chunk, so a sample crosses in three; the bits are the same."""
+    encoders = [FakeEncoder(samples=1, steps=400, by_shape=True) for _ in range(2)]
+    settings = {"memory_bytes": memory_bytes}
+    caches = [
+        run(FakeSource((5,), steps=1000), encoder, tmp_path, name=f"r{r}", readers=r, **settings).cache
+        for r, encoder in zip((0, 2), encoders, strict=True)
+    ]
+
+    assert_same(records(caches[0]), records(caches[1]))
+    for encoder in encoders:
+        assert set(encoder.calls) == {(1, 400, 5)}
+        assert len(encoder.calls) == 15
+    expected = torch.from_numpy(sample_values(4, 1000, 5)) @ encoders[0].weight * (1 + 0.125 + 100)
+    assert torch.allclose(caches[0][4]["latent"], expected, rtol=1e-4, atol=1e-3)
+
+
+def test_an_encoder_that_loses_time_steps_is_refused(tmp_path):
+    """The rows that it did not give would be whatever was in memory."""
+    encoder = FakeEncoder(samples=1, steps=400)
+    encode = encoder.encode
+    encoder.encode = lambda batch: {**encode(batch), "latent": encode(batch)["latent"][:, :-1]}
+
+    with pytest.raises(EncoderError, match="latent"):
+        run(FakeSource((5,), steps=1000), encoder, tmp_path, readers=0)
+
+
+def test_what_an_earlier_run_allowed_is_refused_by_stricter_settings(tmp_path):
+    def again(**changes):
+        return run(FakeSource((6,)), FakeEncoder(nan_at=2), tmp_path, readers=0, **changes)
+
+    again(nan="allow")
+
+    with pytest.raises(RecordError, match="NaN"):
+        again(nan="reject")
+    run(FakeSource((7,)), FakeEncoder(), tmp_path, readers=0, dtype="float16")
+    with pytest.raises(RecordError, match="max_error"):
+        run(FakeSource((7,)), FakeEncoder(), tmp_path, readers=0, dtype="float16", max_error=1e-9)
+
+
+class WrappingSource(FakeSource):
+    """Says what failed as sources do: an error of its own, the system's behind it."""
+
+    def read(self, number, start=None, stop=None):
+        if number == 3:
+            raise SourceError("x.h5: unreadable") from OSError(5, "Input/output error")
+        return super().read(number, start, stop)
+
+
+def test_a_failure_of_the_storage_is_passing_although_the_source_wraps_it(tmp_path):
+    cache = run(WrappingSource((6,)), FakeEncoder(), tmp_path, readers=0, max_quarantined=0.5).cache
+
+    assert cache.quarantined[3].kind == "transient"
+
+
+def test_overwrite_does_not_take_records_from_a_sibling(tmp_path):
+    run(FakeSource((6,)), FakeEncoder(), tmp_path, readers=0)
+    run(FakeSource((6, 4)), FakeEncoder(), tmp_path, readers=0)
+
+    report = run(FakeSource((6, 4)), FakeEncoder(), tmp_path, readers=0, overwrite=True)
+
+    assert (report.encoded, report.adopted) == (10, 0)
+
+
+def test_a_group_larger_than_the_memory_allowed_crosses_in_pieces(tmp_path):
+    """Slots are 1 MiB, a group is 4 x 1.9 MiB."""
+    source = FakeSource((6,), steps=100_000, faults={2: "raise"})
+
+    a = run(source, None, tmp_path, name="a", readers=1, memory_bytes=2 * 1024**2).cache
+    b = run(source, None, tmp_path, name="b", readers=0).cache
+
+    assert_same(records(a), records(b))
+    assert a.numbers.tolist() == [0, 1, 3, 4, 5]
+
+
+def test_a_source_that_cannot_be_pickled_says_what_to_do(tmp_path):
+    source = FakeSource((6,))
+    source.lock = threading.Lock()
+
+    with pytest.raises(SourceError, match="readers=0"):
+        run(source, FakeEncoder(), tmp_path)
+
+
+def test_a_value_too_large_for_the_storage_dtype_names_the_sample(tmp_path):
+    encoder = FakeEncoder()
+    encoder.weight = encoder.weight * 1e6
+
+    with pytest.raises(RecordError, match="sample"):
+        run(FakeSource((6,)), encoder, tmp_path, readers=0, dtype="float16")
+
+
+def test_a_full_disk_is_seen_before_the_first_sample(tmp_path, monkeypatch, no_readers):
+    space = namedtuple("space", "cpus disk_bytes disk_inodes")
+    monkeypatch.setattr(
+        sys.modules["stoker.precompute.engine"], "probe", lambda **_: space(2.0, 1000, 100_000)
+    )
+
+    with pytest.raises(ResourceError, match=r"1000 B free, 6 records need"):
+        run(FakeSource((6,)), FakeEncoder(), tmp_path)
+
+
+def test_too_few_inodes_are_seen_before_the_first_sample(tmp_path, monkeypatch, no_readers):
+    space = namedtuple("space", "cpus disk_bytes disk_inodes")
+    monkeypatch.setattr(sys.modules["stoker.precompute.engine"], "probe", lambda **_: space(2.0, 10**12, 3))
+
+    with pytest.raises(ResourceError, match="3 more files"):
+        run(FakeSource((6,)), FakeEncoder(), tmp_path)
+
+
+def test_an_empty_source_gives_an_empty_complete_cache(tmp_path):
+    report = run(FakeSource((0,)), FakeEncoder(), tmp_path)
+
+    assert (report.records, report.cache.complete) == (0, True)
+
+
+def test_the_threads_of_torch_are_as_before(tmp_path):
+    before = torch.get_num_threads()
+
+    run(FakeSource((6,)), FakeEncoder(), tmp_path, readers=0)
+
+    assert torch.get_num_threads() == before
+
+
+def test_the_face_returns_a_cache_that_can_fill_gaps(tmp_path):
+    source = FakeSource((9,), faults={4: "eio"})
+    cache = precompute(
+        source, FakeEncoder(by_shape=True), tmp_path, name="c", readers=0, max_quarantined=0.5, progress=None
+    )
+    assert 4 not in cache
+
+    with pytest.raises(MissingRecordError, match="sample 4"):
+        cache.filler.fill([4], 10)
+
+
+@pytest.mark.parametrize("wrong", [{"readers": -1}, {"max_quarantined": 2}, {"memory_bytes": 0}])
+def test_settings_that_mean_nothing_are_refused(wrong):
+    with pytest.raises(ConfigError):
+        PrecomputeSettings(**wrong)
+
+
+def test_two_threads_fill_one_cache_once(tmp_path):
+    """The second waits for the claim and finds the cache complete."""
+    reports = []
+    source = FakeSource((24,), delay_s=0.02)
+    threads = [
+        threading.Thread(target=lambda: reports.append(run(source, FakeEncoder(), tmp_path, readers=1)))
+        for _ in range(2)
+    ]
+
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join(60)
+
+    assert sorted(report.encoded for report in reports) == [0, 24]
+    assert not list(Path(tmp_path).rglob("*.txt"))

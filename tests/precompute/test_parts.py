@@ -1,0 +1,212 @@
+"""The small pure pieces: layouts, retry decisions, pace, space, beats, displays."""
+
+from __future__ import annotations
+
+import io
+import time
+
+import pytest
+
+from stoker.errors import ConfigError, EncoderError
+from stoker.precompute import Deadlines
+from stoker.precompute.arena import Arena
+from stoker.precompute.beat import BeatPage
+from stoker.precompute.fill import SampleFault
+from stoker.precompute.layout import ALIGNMENT, layout_from_json, plan_layout, slot_size
+from stoker.precompute.ledger import Ledger
+from stoker.precompute.live import LiveProgress
+from stoker.precompute.oom import oom_kills
+from stoker.precompute.pace import Pace
+from stoker.precompute.parcel import ReaderView
+from stoker.precompute.progress import LineProgress, Snapshot, automatic
+from stoker.precompute.space import needed_bytes
+from stoker.schema import Field
+
+MIB = 1024**2
+DATA = {"data": Field(shape=(1000, 256), dtype="float32", time=True), "nu": Field(shape=(), dtype="float32")}
+
+
+@pytest.mark.parametrize(
+    ("samples", "steps", "memory", "mode", "rows"),
+    [
+        pytest.param(4, None, 100 * MIB, "group", 0, id="a-group-fits"),
+        pytest.param(4, None, 4 * MIB, "pieces", 0, id="a-group-does-not-fit-twice"),
+        pytest.param(1, 300, 100 * MIB, "steps", 1200, id="all-chunks-in-a-slot"),
+        pytest.param(1, 300, MIB, "steps", 300, id="one-chunk-in-a-slot"),
+    ],
+)
+def test_the_layout_follows_from_sizes(samples, steps, memory, mode, rows):
+    layout = plan_layout(DATA, samples, steps, memory)
+
+    assert (layout.mode, layout.steps) == (mode, rows)
+    assert layout.slot_bytes % ALIGNMENT == 0
+    assert layout_from_json(layout.to_json()) == layout
+
+
+def test_chunks_need_one_time_axis():
+    two = {**DATA, "other": Field(shape=(7, 2), dtype="float32", time=True)}
+    with pytest.raises(EncoderError, match="no common length"):
+        plan_layout(two, 1, 300, MIB)
+
+
+def test_every_field_of_a_slot_begins_on_a_page_and_is_shared():
+    layout = plan_layout(DATA, 3, None, 100 * MIB)
+    assert layout.slot_bytes == slot_size(DATA, 3)
+    arena = Arena.create(layout)
+    arrays = arena.arrays(1)
+
+    arrays["nu"][2] = 7
+
+    assert arrays["data"].shape == (3, 1000, 256)
+    assert all(array.__array_interface__["data"][0] % ALIGNMENT == 0 for array in arrays.values())
+    assert Arena(arena.fd, layout).arrays(1)["nu"].tolist() == [0, 0, 7]
+    assert arena.arrays(0)["nu"].tolist() == [0, 0, 0]
+    arena.close()
+
+
+def test_a_beat_says_stage_sample_and_progress():
+    page = BeatPage.create()
+    assert (page.look().stage, page.look().time_ns) == ("start", 0)
+    page.write("read", 12)
+    first = page.look()
+    time.sleep(0.002)
+    page.progress(100)
+    second = page.look()
+    assert (second.stage, second.number, second.read_bytes) == ("read", 12, 100)
+    assert second.time_ns > first.time_ns
+    page.close()
+
+
+def ledger(bad=()):
+    kept = []
+    return Ledger(bad, quarantine=kept.append, wanted=lambda number: number < 100), kept
+
+
+def fault(number, *, retry=True):
+    return SampleFault(number=number, stage="read", error="x", kind="sample", retry=retry)
+
+
+def test_one_retry_then_quarantine():
+    book, kept = ledger()
+    assert book.fault(fault(3))
+    assert not kept
+    assert not book.fault(fault(3))
+    assert not book.fault(fault(4, retry=False))
+    assert [(f.number, f.attempts) for f in kept] == [(3, 2), (4, 1)]
+    assert book.is_bad(3)
+
+
+def test_a_stored_sample_that_cannot_be_read_again_is_no_failure():
+    book, kept = ledger()
+    book.fault(fault(100, retry=False))
+    assert book.is_bad(100)
+    assert not kept
+
+
+def test_a_part_is_given_up_after_two_of_its_samples_unless_it_ever_answered():
+    book, kept = ledger()
+    assert not book.part_is_dead(0, 5)
+    assert not book.part_is_dead(0, 5)
+    assert book.part_is_dead(0, 6)
+    assert book.give_up(range(5, 8), fault(6)) == 3
+    assert [f.number for f in kept] == [5, 6, 7]
+    book.answered(1)
+    assert not book.part_is_dead(1, 15)
+    assert not book.part_is_dead(1, 16)
+
+
+def test_readers_are_added_while_the_encoder_waits_and_it_helps():
+    pace = Pace(most=4)
+    pace.step(0.9, 1.0, 10)
+    assert pace.another(1)
+    pace.step(0.5, 1.0, 20)
+    assert pace.another(2)
+    pace.step(0.5, 1.0, 20)  # the third brought nothing
+    assert not pace.another(3)
+    pace.step(0.9, 1.0, 100)
+    assert not pace.another(3)
+
+
+def test_no_reader_is_added_when_the_encoder_is_busy_or_there_are_enough():
+    pace = Pace(most=2)
+    pace.step(0.05, 1.0, 10)
+    assert not pace.another(1)
+    pace.step(0.9, 1.0, 10)
+    assert not pace.another(2)
+
+
+def test_the_space_needed_follows_from_the_schema():
+    assert 1000 * 1_024_004 < needed_bytes(DATA, 1000) < 1.02 * 1000 * 1_024_100
+
+
+def test_deadlines_are_above_zero():
+    with pytest.raises(ConfigError, match=r"deadlines\.read must be above 0"):
+        Deadlines(read=0)
+
+
+def test_out_of_memory_kills_are_counted_in_both_versions_of_cgroups(tmp_path):
+    proc = tmp_path / "cgroup"
+    proc.write_text("0::/a\n")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
+    assert oom_kills(proc, tmp_path) == 2
+    proc.write_text("5:cpu:/b\n4:memory:/b\n0::/nothing\n")
+    (tmp_path / "memory" / "b").mkdir(parents=True)
+    (tmp_path / "memory" / "b" / "memory.oom_control").write_text("under_oom 0\noom_kill 5\n")
+    assert oom_kills(proc, tmp_path) == 5
+    assert oom_kills(tmp_path / "none", tmp_path) == 0
+
+
+SNAPSHOT = Snapshot(
+    name="burgers1d_train",
+    total=10_000,
+    done=7_412,
+    encoded=7_000,
+    seconds=60,
+    rate=1830,
+    written_bytes=1_500_000_000,
+    readers=(ReaderView(number=1, stage="read", sample=7430, seconds=0.2),),
+    device="cpu",
+    group=range(7408, 7424),
+    call_s=0.0081,
+    busy=0.93,
+    shard_fill=(212 * MIB, 256 * MIB),
+    quarantined=1,
+    last_failure="sample 5,119 (read: nu0.02.hdf5: truncated file)",
+)
+
+
+def test_lines_say_where_the_run_stands():
+    out = io.StringIO()
+    sink = LineProgress(out, first_s=0, every_s=1000)
+    sink.update(SNAPSHOT)
+    sink.update(SNAPSHOT)
+
+    assert out.getvalue() == (
+        "burgers1d_train  7,412/10,000 · 1,830/s · 1.4 GiB · 0:00:01 left · encoder busy 93 % · "
+        "1 quarantined · reader 1 read sample 7,430 0.2 s\n"
+    )
+
+
+def test_the_live_view_shows_readers_encoder_writer_and_failures():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    out = Terminal()
+    sink = automatic(out)
+    assert isinstance(sink, LiveProgress)
+    sink.update(SNAPSHOT)
+    sink.note("a [note]")
+    sink.close()
+
+    for text in (
+        "7,412/10,000",
+        "reader 1",
+        "sample 7,430",
+        "busy 93 %",
+        "212 of 256 MiB",
+        "truncated",
+        "[note]",
+    ):
+        assert text in out.getvalue()

@@ -1,0 +1,163 @@
+"""Readers that die, hang, spin or never start: bounded, named, retried once, and nothing else is lost."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from stoker.errors import ReaderError, SourceError
+from stoker.precompute import Deadlines, PrecomputeSettings, pace, run_precompute
+from stoker.precompute import supervisor as supervisor_module
+from tests.precompute.broken_sources import BreaksAtUnpickling
+from tests.precompute.fake_encoders import FakeEncoder
+from tests.precompute.fake_sources import ChattySource, FakeSource, TorchWatcher
+
+SHORT = Deadlines(start=20, open=0.7, read=0.7)
+
+
+def run(source, folder, *, readers=2, deadlines=SHORT, encoder=None, **settings):
+    settings = {"progress": None, "max_quarantined": 0.9, **settings}
+    settings = PrecomputeSettings(readers=readers, deadlines=deadlines, **settings)
+    return run_precompute(source, encoder or FakeEncoder(), folder, name="c", settings=settings)
+
+
+@pytest.fixture
+def spawned(monkeypatch):
+    """Every reader that is started, in order."""
+    workers = []
+
+    class Recorded(supervisor_module.Worker):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            workers.append(self)
+
+    monkeypatch.setattr(supervisor_module, "Worker", Recorded)
+    return workers
+
+
+def assert_no_reader_left(workers):
+    for worker in workers:
+        assert worker.reap(), f"reader {worker.number} is still there"
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("readers", [1, 2])
+@pytest.mark.parametrize("fault", ["kill", "exit0"])
+def test_a_reader_that_dies_is_replaced_and_its_sample_tried_once_more(tmp_path, spawned, fault, readers):
+    source = FakeSource((20,), faults={9: fault, 14: f"{fault}-once"}, marker=str(tmp_path), run=4)
+
+    report = run(source, tmp_path / "c", readers=readers)
+
+    assert report.cache.numbers.tolist() == [n for n in range(20) if n != 9]
+    failure = report.cache.quarantined[9]
+    assert (failure.stage, failure.attempts, failure.kind) == ("read", 2, "transient")
+    assert ("signal 9 (SIGKILL)" if fault == "kill" else "exited with code 0") in failure.error
+    assert "part0.h5" in failure.error
+    assert report.lost_readers == 3
+    assert_no_reader_left(spawned)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("fault", ["hang", "spin", "fifo", "stop"])
+def test_a_reader_past_its_deadline_is_killed_named_and_its_sample_quarantined(tmp_path, spawned, fault):
+    os.mkfifo(tmp_path / "fifo")
+    source = FakeSource((20,), faults={9: fault}, marker=str(tmp_path), run=4)
+    began = time.monotonic()
+
+    report = run(source, tmp_path / "c")
+
+    assert time.monotonic() - began < 20
+    assert report.cache.numbers.tolist() == [n for n in range(20) if n != 9]
+    failure = report.cache.quarantined[9]
+    assert (failure.stage, failure.attempts, failure.kind) == ("read", 2, "transient")
+    assert 'made no progress for 0.7 s in stage "read"' in failure.error
+    assert_no_reader_left(spawned)
+    logs = [path.read_text() for path in (tmp_path / "c" / ".readers").glob("*.txt")]
+    assert len(logs) == 2
+    if fault != "stop":  # a stopped process cannot write its stack
+        assert all("fake_sources.py" in text and "_misbehave" in text for text in logs)
+
+
+@pytest.mark.chaos
+def test_a_file_that_never_answers_is_given_up_after_two_of_its_samples(tmp_path):
+    faults = dict.fromkeys(range(4, 16), "hang")
+    source = FakeSource((4, 12, 4), faults=faults, run=4)
+
+    report = run(source, tmp_path)
+
+    assert report.cache.numbers.tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
+    assert report.quarantined == 12
+    assert report.lost_readers <= 4
+    assert all("part1.h5" in failure.error for failure in report.cache.quarantined.values())
+
+
+@pytest.mark.chaos
+def test_slow_but_alive_is_not_killed(tmp_path):
+    report = run(FakeSource((6,), delay_s=0.4), tmp_path, readers=1)
+
+    assert (report.lost_readers, report.records) == (0, 6)
+
+
+@pytest.mark.chaos
+def test_waiting_for_a_slow_encoder_is_not_a_hang(tmp_path):
+    deadlines = Deadlines(start=20, open=0.3, read=0.3)
+
+    report = run(FakeSource((24,)), tmp_path, deadlines=deadlines, encoder=FakeEncoder(sleep_s=0.5))
+
+    assert (report.lost_readers, report.records) == (0, 24)
+
+
+@pytest.mark.chaos
+def test_an_error_while_loading_the_source_fails_at_once_with_its_traceback(tmp_path, spawned):
+    with pytest.raises(SourceError, match="broken on purpose") as caught:
+        run(BreaksAtUnpickling((20,), "raise"), tmp_path)
+
+    assert "Traceback" in str(caught.value)
+    assert "misbehave" in str(caught.value)
+    assert len(spawned) <= 3
+    assert_no_reader_left(spawned)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(("mode", "says"), [("exit", "exited with code 7"), ("hang", 'in stage "start"')])
+def test_readers_that_never_start_do_not_storm(tmp_path, spawned, mode, says):
+    with pytest.raises(ReaderError, match=says) as caught:
+        run(BreaksAtUnpickling((20,), mode), tmp_path, readers=1, deadlines=Deadlines(start=0.8))
+
+    assert len(spawned) <= 3
+    assert caught.value.exit_code == 5
+    assert_no_reader_left(spawned)
+
+
+@pytest.mark.chaos
+def test_readers_lost_in_a_row_end_the_run(tmp_path, monkeypatch):
+    """Every sample of every file kills: it is the machine or the code, not the data."""
+    monkeypatch.setattr(supervisor_module, "_MAX_LOSSES_IN_A_ROW", 5)
+    source = FakeSource((1,) * 60, faults=dict.fromkeys(range(60), "kill"))
+
+    with pytest.raises(ReaderError, match="in a row without a sample read"):
+        run(source, tmp_path)
+
+
+@pytest.mark.chaos
+def test_a_flood_on_standard_output_does_not_block(tmp_path):
+    report = run(ChattySource((6,)), tmp_path)
+
+    assert report.records == 6
+
+
+def test_readers_do_not_import_torch(tmp_path):
+    report = run(TorchWatcher((6,)), tmp_path, readers=1)
+
+    assert report.records == 6
+
+
+def test_automatic_readers_grow_while_the_encoder_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(pace, "_WINDOW_S", 0.2)
+
+    report = run(FakeSource((120,), delay_s=0.02), tmp_path, readers=None)
+
+    assert report.readers == 2
+    assert report.records == 120

@@ -1,0 +1,95 @@
+"""The writer's limits, deadline and errors."""
+
+from __future__ import annotations
+
+import errno
+import threading
+
+import pytest
+
+from stoker.errors import RecordError, ResourceError, StalledError
+from stoker.precompute.encode import Encoded
+from stoker.precompute.write_thread import WriteThread
+
+
+class FakeWriter:
+    """Counts; fails or blocks when told to."""
+
+    def __init__(self, *, error=None, gate=None):
+        self.error, self.gate = error, gate
+        self.rows = self.bytes = 0
+        self.shard_fill = (5, 100)
+        self.numbers = []
+        self.ended = []
+
+    def append(self, numbers, records, *, marked=()):
+        if self.gate is not None:
+            self.gate.wait(10)
+        if self.error is not None and len(self.numbers) >= 1:
+            raise self.error
+        self.numbers.append(numbers)
+
+    def tick(self):
+        pass
+
+    def close(self):
+        self.ended.append("close")
+
+    def abort(self):
+        self.ended.append("abort")
+
+
+def encoded(number, size=10):
+    return Encoded(numbers=[number], records={}, marked=[], size_bytes=size)
+
+
+def test_bytes_in_flight_are_bounded(tmp_path):
+    gate = threading.Event()
+    thread = WriteThread(FakeWriter(gate=gate), tmp_path, limit_bytes=25, deadline_s=60)
+    assert thread.offer(encoded(0, 1000), 1)
+    while thread._queue:
+        pass
+    assert thread.offer(encoded(1, 1000), 1), "one group above the limit may wait"
+    assert not thread.offer(encoded(2), 0.01)
+    gate.set()
+    assert thread.offer(encoded(2), 5)
+    thread.close()
+
+
+def test_a_writer_past_its_deadline_is_reported(tmp_path):
+    gate = threading.Event()
+    thread = WriteThread(FakeWriter(gate=gate), tmp_path, limit_bytes=100, deadline_s=0.2)
+    thread.offer(encoded(0), 1)
+    with pytest.raises(StalledError, match=r"no progress for 0\.2 s"):
+        thread.close()
+    gate.set()
+    thread.abandon()
+
+
+def test_a_full_disk_is_explained_with_figures_and_drops_the_open_shard(tmp_path):
+    writer = FakeWriter(error=OSError(errno.ENOSPC, "No space left on device"))
+    thread = WriteThread(writer, tmp_path, limit_bytes=100, deadline_s=60)
+    thread.offer(encoded(0), 1)
+    thread.offer(encoded(1), 1)
+    with pytest.raises(ResourceError, match=r"is full.*are free, a shard needs 100 B"):
+        thread.close()
+    assert writer.ended == ["abort"]
+
+
+def test_a_refused_record_does_not_spoil_those_before_it(tmp_path):
+    writer = FakeWriter(error=RecordError("sample 1: field overflows"))
+    thread = WriteThread(writer, tmp_path, limit_bytes=100, deadline_s=60)
+    thread.offer(encoded(0), 1)
+    thread.offer(encoded(1), 1)
+    with pytest.raises(RecordError, match="sample 1"):
+        thread.close()
+    assert (writer.numbers, writer.ended) == ([[0]], ["close"])
+
+
+def test_closing_writes_what_is_queued_and_seals(tmp_path):
+    writer = FakeWriter()
+    thread = WriteThread(writer, tmp_path, limit_bytes=1000, deadline_s=60)
+    for number in range(20):
+        assert thread.offer(encoded(number), 1)
+    thread.close()
+    assert (len(writer.numbers), writer.ended, thread.written) == (20, ["close"], 20)
