@@ -1,0 +1,37 @@
+"""What a loader hands out: whole records, or windows cut from trajectories."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class RecordBatch(dict[str, Any]):
+    """One batch of whole records: `{field: (B, *shape)}` and `index`, the sample numbers, `(B,)` int64.
+
+    A field of varying length is a list of B tensors. The memory is the batch's own: nothing that was handed
+    out is ever written to again, except in a loader made with `static=True`.
+    """
+
+    __slots__ = ("position",)
+
+    position: tuple[int, int]
+    """Epoch and example at which a loader goes on after this batch: `loader.state_dict(batch.position)`."""
+
+
+class WindowBatch(NamedTuple):
+    """One batch of windows; B counts windows. The memory is the batch's own, as in `RecordBatch`."""
+
+    z0: Tensor
+    """States at `start`, `(B, *step)`."""
+    z1: Tensor
+    """States one stride later, `(B, *step)`."""
+    future: Tensor | None
+    """The `horizon - 1` states after `z1`, `(B, horizon - 1, *step)`; None at horizon 1."""
+    cond: dict[str, Tensor]
+    """Every other field as `(B, C)`: a parameter as it is, a field with time at `start`."""
+    index: Tensor  # pyright: ignore[reportIncompatibleMethodOverride] - the name scripts rely on
+    """Sample number and start, `(B, 2)` int64."""
+    position: tuple[int, int]
+    """Epoch and example at which a loader goes on after this batch: `loader.state_dict(batch.position)`."""

@@ -1,0 +1,57 @@
+"""Memory for large batches: reused when nobody refers to it any more, else fresh.
+
+A fresh large tensor is bound by page faults (1.95 against 5.97 GB/s reused, measured on 38 MiB batches), so
+reuse pays; but a batch that somebody still holds must never be written to. The storage's own use count tells:
+every tensor, view and numpy array over it counts, and so does an open `untyped_storage()`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from stoker.units import MIB
+
+REUSE_FROM_BYTES = MIB
+"""Smaller tensors are made fresh: the allocator recycles them as quickly."""
+
+KEPT = 8
+"""Buffers remembered per output; with more batches held than this, further ones are fresh."""
+
+_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)  # pyright: ignore[reportPrivateUsage]
+
+
+class Buffers:
+    """Equal tensors for one output of a loader. Not for several threads at once."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._shape = shape
+        self._dtype = dtype
+        self._kept: list[tuple[Tensor, tuple[int, int]]] = []
+
+    def take(self) -> Tensor:
+        """A tensor nobody else refers to, `shape`, content undefined."""
+        # Always from the front, so that as few buffers rotate as are in flight and they stay in the cache.
+        for tensor, alone in self._kept:
+            # Memory that was moved to another process has no count that tells.
+            if _references(tensor) == alone and not tensor.is_shared():
+                return tensor.view(self._shape)
+        tensor = torch.empty(self._shape, dtype=self._dtype)
+        if _use_count is not None:
+            if len(self._kept) == KEPT:
+                del self._kept[0]  # somebody keeps batches for good; their memory is theirs
+            self._kept.append((tensor, _references(tensor)))
+        return tensor.view(self._shape)
+
+
+def _references(tensor: Tensor) -> tuple[int, int]:
+    """Tensors over the storage, and references to the one Python object that stands for it.
+
+    Both are compared with what they were when nobody else had the tensor, since versions of torch differ in
+    whether that object counts as a tensor does.
+    """
+    storage: Any = tensor.untyped_storage()
+    return cast(int, _use_count(storage._cdata)), sys.getrefcount(storage)

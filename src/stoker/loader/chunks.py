@@ -1,0 +1,263 @@
+"""From positions to rows, many batches at a time and ahead of need.
+
+A chunk holds, for up to `CHUNK_EXAMPLES` consecutive examples of one rank, which record and which start each
+one is. The next chunks are made by a thread while this one is served, those of several short epochs in one
+piece of work; so the order costs next to nothing on the way to a batch, and memory for it does not grow with
+the epoch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stoker.loader.memory import Memory
+from stoker.loader.order import Ids, Order
+from stoker.loader.outputs import RECORD
+from stoker.loader.pool import Pool, Ticket
+from stoker.loader.ranks import Share
+from stoker.loader.windows import Examples
+
+CHUNK_EXAMPLES = 1 << 18
+"""Examples in a chunk at most, and in the chunks that are made in one piece of work: some ten megabytes."""
+CHUNKS_AT_ONCE = 64
+"""Chunks made in one piece of work at most. With short epochs the calls of numpy, each a turn of the
+interpreter's lock that the serving thread waits for, cost more than what they compute.
+
+Source: `benchmarks/serve_memory.py`, W1 and W2t, 2 cores.
+"""
+ORDER_DEADLINE_S = 600.0
+"""Seconds to wait for an order that is being made; 2^27 examples take 4 s on one core."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Consecutive batches of one rank and epoch."""
+
+    epoch: int
+    position: int
+    """Position of the epoch at which the first batch begins."""
+    batches: int
+    batch: int
+    """Examples in each of them."""
+    step: int
+    """Positions from one batch to the next."""
+    short: bool
+    """This is the short batch that ends an epoch."""
+    last: bool
+    """The epoch ends with this span."""
+
+    def positions(self, first: int, count: int) -> list[tuple[int, int]]:
+        """Where a loader goes on after each of `count` batches from the `first` on."""
+        begin = self.position + (first + 1) * self.step
+        after = [(self.epoch, begin + i * self.step) for i in range(count)]
+        if self.last and first + count == self.batches:
+            after[-1] = (self.epoch + 1, 0)
+        return after
+
+
+@dataclass(slots=True, kw_only=True)
+class Chunk:
+    """The examples of a span, located. Arrays are numpy, or torch on the device that the order is made on."""
+
+    span: Span
+    examples: Any
+    """Example numbers, `(n,)` int64."""
+    records: Any
+    """Places in `Places`, `(n,)` int64."""
+    starts: Any
+    """First step of each window, `(n,)` int64; 0 for whole records."""
+    index: Tensor
+    """What batches hand out as `index`: `(n,)` sample numbers, or `(n, 2)` with starts."""
+    rows: Mapping[str, Any] | None
+    """`Locator.rows` of the memory that serves; None if it was being filled when this was made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Locator:
+    """Everything that turns examples into rows, on one device."""
+
+    examples: Examples
+    first: Any
+    """`examples.first` on the device."""
+    numbers: Any
+    """Sample number of each record, on the device."""
+    windowed: bool
+    step_lengths: Mapping[str, int]
+    """Steps per record behind each index of a fixed field with time."""
+    ragged: tuple[str, ...]
+    """Fields of varying length that are handed out as whole records."""
+    lengths: Mapping[str, NDArray[np.int64]]
+    """Per ragged field its steps in each record."""
+
+    def locate(self, examples: Any) -> tuple[Any, Any, Tensor]:
+        """Records, starts and `index` of examples, as in `Chunk`."""
+        records, starts = self.examples.locate(examples, self.first)
+        numbers = self.numbers[records]
+        index = torch.as_tensor(numbers)
+        if self.windowed:
+            both = torch.empty((len(index), 2), dtype=torch.int64, device=index.device)
+            both[:, 0], both[:, 1] = index, torch.as_tensor(starts)
+            index = both
+        return records, starts, index
+
+    def rows(self, memory: Memory, records: Any, starts: Any) -> dict[str, Any]:
+        """Rows of examples in `memory`, per kind of index; ragged whole records stay numpy."""
+        own = memory.rows[records]
+        rows: dict[str, Any] = {RECORD: torch.as_tensor(own)}
+        for name, length in self.step_lengths.items():
+            rows[name] = torch.as_tensor(own * length + starts)
+        for name, table in memory.steps.items():
+            if name in self.ragged:
+                rows[f"starts:{name}"] = host(table[records])
+                rows[f"lengths:{name}"] = self.lengths[name][host(records)]
+            else:
+                rows[f"steps:{name}"] = torch.as_tensor(table[records] + starts)
+        return rows
+
+
+class Chunks:
+    """The chunks of one loader, epoch after epoch."""
+
+    def __init__(
+        self,
+        order: Order,
+        share: Share,
+        locator: Locator,
+        device: torch.device,
+        serving: Callable[[], Memory | None],
+    ) -> None:
+        """`serving` gives the memory that batches come from, None while they come from elsewhere."""
+        self._order = order
+        self._share = share
+        self._locator = locator
+        self._device = device
+        self._serving = serving
+        self._orders: dict[int, Ids] = {}
+        self._lock = threading.Lock()
+        # A GPU makes an order in no time, and must make it in the stream that the caller works in.
+        self._pool = Pool(2, "stoker-order") if device.type == "cpu" else None
+        self._made: deque[Chunk] = deque()
+        self._ahead: tuple[Span, Ticket[list[Chunk]]] | None = None
+        self._at_once = 1
+
+    def spans(self, epoch: int, position: int) -> Iterator[Span]:
+        """How the rest of an epoch is cut into chunks; the short last batch is one by itself."""
+        share = self._share
+        per_chunk = max(1, CHUNK_EXAMPLES // share.batch_size)
+        whole, tail = share.whole_and_tail(position)
+        for first in range(0, whole, per_chunk):
+            count = min(per_chunk, whole - first)
+            yield Span(
+                epoch=epoch,
+                position=position + first * share.step,
+                batches=count,
+                batch=share.batch_size,
+                step=share.step,
+                short=False,
+                last=not tail and first + count == whole,
+            )
+        if tail:
+            at = position + whole * share.step
+            yield Span(
+                epoch=epoch, position=at, batches=1, batch=tail, step=share.step, short=True, last=True
+            )
+
+    def of(self, epoch: int, position: int) -> Iterator[Chunk]:
+        """The chunks of the rest of an epoch."""
+        for span in self.spans(epoch, position):
+            chunk = self._take(span)
+            if self._ahead is None and self._pool is not None:
+                following = self._following(self._made[-1].span if self._made else span)
+                if following:
+                    self._ahead = (following[0], self._pool.submit(partial(self._make, following)))
+            middle = self._order.positions // 2
+            if self._pool is not None and 0 <= middle - span.position < span.batches * span.step:
+                self._begin_order(span)
+            yield chunk
+
+    def _begin_order(self, span: Span) -> None:
+        """Begin the next order early where it takes longer than a chunk is served."""
+        if self._pool is not None and self._order.positions > CHUNK_EXAMPLES:
+            self._pool.submit(partial(self._ids, [span.epoch + 1]))
+
+    def _following(self, span: Span) -> list[Span]:
+        """The spans after `span` that are made in one piece of work, also those of later epochs."""
+        epoch, found, room = span.epoch, list[Span](), CHUNK_EXAMPLES
+        rest = iter(()) if span.last else self.spans(epoch, span.position + span.batches * span.step)
+        while True:
+            for one in rest:
+                room -= one.batches * one.batch
+                if found and (room < 0 or len(found) == self._at_once):
+                    return found
+                found.append(one)
+            epoch += 1
+            if not self._share.steps():
+                return found
+            rest = self.spans(epoch, 0)
+
+    def _take(self, span: Span) -> Chunk:
+        if not self._made and self._ahead is not None and self._ahead[0] == span:
+            self._made.extend(self._ahead[1].result(ORDER_DEADLINE_S, "making the order of examples"))
+            self._ahead = None
+            # Only who goes on from one chunk to the next gets ever more of them at once.
+            self._at_once = min(CHUNKS_AT_ONCE, 2 * self._at_once)
+        if self._made and self._made[0].span == span:
+            return self._made.popleft()
+        self._made.clear()
+        self._ahead, self._at_once = None, 1
+        return self._make([span])[0]
+
+    def _make(self, spans: Sequence[Span]) -> list[Chunk]:
+        """Chunks of consecutive spans, all arrays in one go."""
+        orders = self._ids(list(dict.fromkeys(span.epoch for span in spans)))
+        parts = [
+            self._share.take_tail(orders[span.epoch], span.position)
+            if span.short
+            else self._share.take(orders[span.epoch], span.position, span.batches)
+            for span in spans
+        ]
+        examples = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        records, starts, index = self._locator.locate(examples)
+        memory = self._serving()
+        rows = None if memory is None else self._locator.rows(memory, records, starts)
+        chunks: list[Chunk] = []
+        end = 0
+        for span in spans:
+            own = slice(end, end := end + span.batches * span.batch)
+            chunks.append(
+                Chunk(
+                    span=span,
+                    examples=examples[own],
+                    records=records[own],
+                    starts=starts[own],
+                    index=index[own],
+                    rows=None if rows is None else {name: values[own] for name, values in rows.items()},
+                )
+            )
+        return chunks
+
+    def _ids(self, epochs: Sequence[int]) -> dict[int, Ids]:
+        with self._lock:
+            missing = [epoch for epoch in epochs if epoch not in self._orders]
+            if missing:
+                made = self._order.epochs(missing, self._device)
+                # What is asked for and what is being served; more would only hold memory.
+                keep = {*list(self._orders)[-1:], *epochs}
+                self._orders = {e: ids for e, ids in self._orders.items() if e in keep}
+                self._orders.update(zip(missing, made, strict=True))
+            return self._orders
+
+
+def host(values: Any) -> NDArray[np.int64]:
+    """The same numbers as a numpy array, wherever they are."""
+    return values.cpu().numpy() if isinstance(values, Tensor) else values

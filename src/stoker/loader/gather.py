@@ -1,0 +1,239 @@
+"""Batches from memory, at the speed of `index_select`.
+
+The loop over batches runs in C as far as possible: each output is a `map` of its gather over the slices of
+an index that was prepared for many batches, and a `zip` over the outputs makes a batch. Small outputs are
+gathered for a whole strip of batches at once, which saves a call per batch; large ones reuse buffers and are
+cut over threads by rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import pairwise, repeat
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stoker.loader.batch import RecordBatch, WindowBatch
+from stoker.loader.buffers import REUSE_FROM_BYTES, Buffers
+from stoker.loader.memory import Memory
+from stoker.loader.outputs import Output, view_for
+from stoker.loader.pool import Pool
+from stoker.schema import Schema
+from stoker.units import KIB, MIB
+
+STRIP_BATCHES = 64
+"""Batches whose slices are made in one go."""
+STRIP_OUTPUT_BYTES = 16 * KIB
+"""Outputs up to this size per batch are gathered for a whole strip at once."""
+THREADS_FROM_BYTES = 4 * MIB
+"""Outputs from this size on, about a millisecond, are gathered by several threads; below that they lose.
+
+Source: designs measured for the host tier, 2 cores.
+"""
+PIECES_PER_THREAD = 4
+"""Pieces into which a large gather is cut, for each thread."""
+GATHER_DEADLINE_S = 300.0
+"""Seconds that one thread may take for its part of a batch in memory."""
+
+
+class Gather:
+    """Copies rows of one view into batches; `gather(index)` gives `(len(index), *shape)`."""
+
+    def __init__(self, view: Tensor, output: Output, batch: int, pool: Pool | None) -> None:
+        """`pool` gathers beside the caller's thread, None without; `batch` is the size of a full batch."""
+        self._view = view
+        self._batch = batch
+        self._cast = output.cast
+        shape, size = (batch, *output.shape), batch * output.example_bytes
+        large = size >= REUSE_FROM_BYTES and view.device.type == "cpu"
+        self._buffers = Buffers(shape, output.dtype) if large else None
+        self._cast_buffers = Buffers(shape, output.cast) if large and output.cast is not None else None
+        parts = 1
+        if pool is not None and size >= THREADS_FROM_BYTES:
+            parts = min(batch, PIECES_PER_THREAD * (1 + pool.size))
+        self._pieces = [*pairwise(batch * part // parts for part in range(parts + 1))]
+        self._pool = pool
+
+    def direct(self) -> Callable[[Tensor], Tensor]:
+        """The quickest equivalent of this gather."""
+        if self._buffers is None and self._cast is None:
+            return partial(torch.index_select, self._view, 0)
+        return self
+
+    def __call__(self, index: Tensor) -> Tensor:
+        """Gather one batch; a short one is always fresh."""
+        if self._buffers is None or len(index) != self._batch:
+            rows = torch.index_select(self._view, 0, index)
+            return rows if self._cast is None else rows.to(self._cast)
+        rows = self._buffers.take()
+        self._fill(index, rows)
+        if self._cast_buffers is None:
+            return rows
+        return self._cast_buffers.take().copy_(rows)
+
+    def _fill(self, index: Tensor, out: Tensor) -> None:
+        if self._pool is None or len(self._pieces) == 1:
+            torch.index_select(self._view, 0, index, out=out)
+            return
+        pieces = iter(self._pieces)
+        work = partial(_select, self._view, index, out, pieces)
+        tickets = [self._pool.submit(work) for _ in range(self._pool.size)]
+        work()
+        for ticket in tickets:
+            ticket.result(GATHER_DEADLINE_S, "a gather from memory")
+
+
+def _select(view: Tensor, index: Tensor, out: Tensor, pieces: Iterator[tuple[int, int]]) -> None:
+    """Gather pieces until none is left; threads share the iterator, so a slow one does less."""
+    for begin, end in pieces:
+        torch.index_select(view, 0, index[begin:end], out=out[begin:end])
+
+
+class FixedGather:
+    """Gathers into one and the same tensor, for `static=True`."""
+
+    def __init__(self, view: Tensor, output: Output, batch: int) -> None:
+        self._view = view
+        self._out = torch.empty((batch, *output.shape), dtype=output.dtype, device=view.device)
+        self._cast = None if output.cast is None else torch.empty_like(self._out, dtype=output.cast)
+
+    def __call__(self, index: Tensor) -> Tensor:
+        """Gather one batch over the previous one."""
+        torch.index_select(self._view, 0, index, out=self._out)
+        return self._out if self._cast is None else self._cast.copy_(self._out)
+
+
+class RaggedGather:
+    """Gathers whole records of varying length: a list of tensors that share one fresh allocation."""
+
+    def __init__(self, view: Tensor, output: Output) -> None:
+        self._view = view
+        self._cast = output.cast
+
+    def __call__(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[Tensor]:
+        """Steps `starts .. starts + lengths` of each record."""
+        ends = np.cumsum(lengths)
+        steps = np.arange(ends[-1], dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
+        rows = torch.index_select(self._view, 0, torch.as_tensor(steps).to(self._view.device))
+        return list(_cut(rows if self._cast is None else rows.to(self._cast), lengths.tolist()))
+
+
+class MemoryBatches:
+    """Makes batches out of one memory that holds everything."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        schema: Schema,
+        outputs: tuple[Output, ...],
+        batch: int,
+        *,
+        static: bool,
+        threads: int,
+    ) -> None:
+        pool = Pool(threads - 1, "stoker-gather") if threads > 1 else None
+        self._outputs = outputs
+        self._batch = batch
+        self._static = static
+        self._index_out: Tensor | None = None
+        small = {output.name for output in outputs if output.example_bytes * batch <= STRIP_OUTPUT_BYTES}
+        self._per_strip = frozenset[str]() if static else small - {o.name for o in outputs if o.ragged}
+        self._gathers: list[Any] = []
+        for output in outputs:
+            view = view_for(output, schema[output.field], memory.sources[output.field])
+            if output.ragged:
+                self._gathers.append(RaggedGather(view, output))
+            elif static:
+                self._gathers.append(FixedGather(view, output, batch))
+            else:
+                self._gathers.append(Gather(view, output, batch, pool).direct())
+
+    def strips(self, rows: Mapping[str, Any], index: Tensor, batch: int) -> Iterator[list[Iterable[Any]]]:
+        """Consecutive batches, `STRIP_BATCHES` at a time, that only need to be asked for.
+
+        Yields columns: per output and then for `index` the tensors of the strip's batches, large ones made as
+        they are asked for.
+
+        Args:
+            rows: Per index kind the rows of consecutive batches, one after another; for ragged outputs
+                `starts:<field>` and `lengths:<field>`, numpy.
+            index: What the batches hand out as `index`, as long.
+            batch: Examples per batch.
+        """
+        for begin in range(0, len(index), STRIP_BATCHES * batch):
+            own = slice(begin, begin + STRIP_BATCHES * batch)
+            columns: list[Iterable[Any]] = []
+            for output, gather in zip(self._outputs, self._gathers, strict=True):
+                if output.ragged:
+                    starts, lengths = (rows[f"{kind}:{output.field}"][own] for kind in ("starts", "lengths"))
+                    bounds = range(batch, len(starts), batch)
+                    columns.append(map(gather, np.split(starts, bounds), np.split(lengths, bounds)))
+                elif output.name in self._per_strip:
+                    columns.append(_cut(gather(rows[output.index][own]), batch))
+                else:
+                    columns.append(map(gather, _each(rows[output.index][own], batch)))
+            columns.append(self._index(_each(index[own], batch)))
+            yield columns
+
+    def _index(self, cut: Iterator[Tensor]) -> Iterable[Tensor]:
+        return map(self._to_fixed_index, cut) if self._static else cut
+
+    def _to_fixed_index(self, index: Tensor) -> Tensor:
+        if self._index_out is None:
+            self._index_out = torch.empty_like(index)
+        return self._index_out.copy_(index)
+
+
+def _each(rows: Tensor, batch: int) -> Iterator[Tensor]:
+    """The batches of `rows`, `(n * batch, *rest)` int64.
+
+    On the host one is made when it is asked for: many at once are made in memory that the gathers have put
+    out of the cache, which costs four times as much. Numpy's rows are the quickest way.
+    """
+    if rows.device.type != "cpu":
+        return iter(_cut(rows, batch))
+    return map(torch.from_numpy, cast(Any, rows.numpy()).reshape(-1, batch, *rows.shape[1:]))
+
+
+def _cut(rows: Tensor, sizes: int | list[int]) -> tuple[Tensor, ...]:
+    """Consecutive pieces of `rows`; a list of sizes takes a third less time than one size does."""
+    if isinstance(sizes, int):
+        whole, rest = divmod(len(rows), sizes)
+        sizes = [sizes] * whole + [rest] * bool(rest)
+    return torch.split_with_sizes(rows, sizes)
+
+
+def record_batches(
+    names: tuple[str, ...], columns: list[Iterable[Any]], positions: Iterable[tuple[int, int]]
+) -> Iterator[RecordBatch]:
+    """Put whole records into dicts; `names` are those of `columns`."""
+    for values, position in zip(zip(*columns, strict=False), positions, strict=False):
+        batch = RecordBatch(zip(names, values, strict=False))
+        batch.position = position
+        yield batch
+
+
+_window_batch: Callable[[Any], WindowBatch] = partial(cast(Any, tuple).__new__, WindowBatch)
+"""Makes a batch of a tuple of its values, in half the time of `WindowBatch(...)`."""
+
+
+def window_batches(
+    outputs: tuple[Output, ...], columns: list[Iterable[Any]], positions: Iterable[tuple[int, int]]
+) -> Iterator[WindowBatch]:
+    """Put windows into named tuples; `columns` are those of `outputs`, then `index`."""
+    with_future = len(outputs) > 2 and outputs[2].name == "future"
+    first = 3 if with_future else 2
+    names = tuple(output.name for output in outputs[first:])
+    conditions: Iterable[Any] = map(dict[str, Tensor], repeat(()))  # an empty one for every batch
+    if names:
+        conditions = map(dict, map(partial(zip, names), zip(*columns[first:-1], strict=False)))
+    futures: Iterable[Any] = columns[2] if with_future else repeat(None)
+    rows: Iterable[Any] = zip(
+        columns[0], columns[1], futures, conditions, columns[-1], positions, strict=False
+    )
+    return map(_window_batch, rows)

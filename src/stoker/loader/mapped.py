@@ -1,0 +1,206 @@
+"""The host tier: every shard mapped read-only into one range of addresses, one copy per node.
+
+The columns of a field lie page-aligned in their shards, so shards can be mapped side by side (`MAP_FIXED`
+over a reserved range) such that rows have the same pitch throughout: any number of shards of any size is
+served like one array. A shard begins at a virtual row whose address is a multiple of the page in every
+mapped field; the rows in between are never asked for. Bytes reach the page cache through positional reads
+that verify them; mapping comes after, so no unverified byte is served.
+
+A field that would need too much alignment, small beside the others, is copied; so is everything where
+mapping cannot work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import sys
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stoker.loader.memory import (
+    Layout,
+    Memory,
+    bytes_of,
+    make_layout,
+    read_column,
+    record_rows,
+    record_steps,
+    torch_dtype,
+    unit_bytes,
+    unit_shape,
+)
+from stoker.loader.places import Places
+from stoker.schema import Field, Schema
+
+if TYPE_CHECKING:
+    from stoker.store import Cache, Shard
+
+PAGE = 4096
+"""The alignment of columns in a shard. Pages of the machine must not be larger."""
+
+MAX_MAPS = 30_000
+"""Linux allows a process 65,530 maps by default; others need some too."""
+MAX_RANGE_BYTES = 1 << 45
+"""Addresses reserved per field at most, a quarter of what a process has."""
+MAX_STRETCH = 2.0
+"""A field beyond the largest is mapped only while unused virtual rows stay below this multiple."""
+
+PROT_NONE, MAP_FIXED, MAP_NORESERVE, MADV_POPULATE_READ = 0, 0x10, 0x4000, 22
+"""Linux's numbers, which the `mmap` module does not have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Which fields are mapped, and the alignment in rows that this takes."""
+
+    fields: frozenset[str]
+    row_align: int
+    step_align: Mapping[str, int]
+
+
+def map_host(cache: Cache, places: Places, shards: frozenset[int], *, mapping: bool = True) -> Memory:
+    """Lay out `shards` in memory; nothing is read yet except, for ragged fields, offsets.
+
+    Args:
+        mapping: False copies every field into memory of this process.
+    """
+    schema = cache.schema
+    chosen = _choose_mapped(cache, schema, shards) if mapping else None
+    if chosen is None:
+        chosen = Choice(fields=frozenset(), row_align=1, step_align={})
+    layout = make_layout(cache, shards, schema, chosen.row_align, chosen.step_align)
+    ranges: dict[str, AddressRange] = {}
+    try:
+        for name in chosen.fields:
+            ranges[name] = AddressRange(layout.span(name) * unit_bytes(schema[name]))
+    except OSError:  # the process may not have that many addresses (ulimit -v)
+        return map_host(cache, places, shards, mapping=False)
+    sources = {
+        name: ranges[name].tensor(f) if name in ranges else _empty(f, layout.span(name))
+        for name, f in schema.items()
+    }
+    return Memory(
+        tier="host",
+        device=torch.device("cpu"),
+        sources=sources,
+        rows=record_rows(layout, places),
+        steps={name: record_steps(cache, layout, places, name) for name in layout.steps},
+        load=partial(_load, cache, layout, ranges, sources),
+        shards=shards,
+        ready=bytearray(len(cache.index.shards)),
+    )
+
+
+def _empty(field: Field, span: int) -> Tensor:
+    return torch.empty((span, *unit_shape(field)), dtype=torch_dtype(field))
+
+
+def _load(
+    cache: Cache,
+    layout: Layout,
+    ranges: Mapping[str, AddressRange],
+    sources: Mapping[str, Tensor],
+    shard: int,
+) -> None:
+    for name, source in sources.items():
+        begin, count = layout.part(name, shard)
+        if name in ranges:
+            read_column(cache, shard, name)
+            ranges[name].map_at(begin * unit_bytes(cache.schema[name]), cache.shard(shard), name)
+        else:
+            read_column(cache, shard, name, bytes_of(source[begin : begin + count]))
+
+
+def _choose_mapped(cache: Cache, schema: Schema, shards: frozenset[int]) -> Choice | None:
+    """Map fields from the largest down while the alignment they need is affordable; None: map nothing."""
+    if sys.platform != "linux" or mmap.ALLOCATIONGRANULARITY > PAGE or cache.shard(min(shards)).fileno() < 0:
+        return None
+    rows = np.array([cache.index.shards[shard].rows for shard in shards], dtype=np.int64)
+    by_size = sorted(
+        (name for name, f in schema.items() if unit_bytes(f)), key=lambda n: -unit_bytes(schema[n])
+    )
+    if len(by_size) * len(shards) > MAX_MAPS:
+        return None
+    fixed: list[str] = []
+    align = 1
+    for name in (name for name in by_size if not schema[name].ragged):
+        wanted = math.lcm(align, _alignment(unit_bytes(schema[name])))
+        span = int((-(-rows // wanted) * wanted).sum())
+        largest = unit_bytes(schema[(fixed or [name])[0]])
+        if (not fixed or span <= MAX_STRETCH * rows.sum()) and span * largest < MAX_RANGE_BYTES:
+            fixed.append(name)
+            align = wanted
+    ragged = [name for name in by_size if schema[name].ragged]
+    return Choice(
+        fields=frozenset(fixed + ragged),
+        row_align=align,
+        step_align={name: _alignment(unit_bytes(schema[name])) for name in ragged},
+    )
+
+
+def _alignment(size_bytes: int) -> int:
+    """Rows of `size_bytes` after which an address is a multiple of the page again.
+
+    >>> _alignment(1024), _alignment(101 * 1024), _alignment(8192), _alignment(12)
+    (4, 4, 1, 1024)
+    """
+    return PAGE // math.gcd(size_bytes, PAGE)
+
+
+class AddressRange:
+    """Reserved addresses over which shards are mapped; given back when no tensor refers to them."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._libc = _libc()
+        address = self._libc.mmap(
+            None, size_bytes, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE, -1, 0
+        )
+        if address == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), f"cannot reserve {size_bytes} bytes of addresses")
+        self._address = int(address)
+        # Tensors refer to this array, and the addresses live as long as it does.
+        self._array = (ctypes.c_char * size_bytes).from_address(self._address)
+        weakref.finalize(self._array, self._libc.munmap, self._address, size_bytes).atexit = False
+
+    def tensor(self, field: Field) -> Tensor:
+        """The range as `(virtual rows, *shape)`. Reading where no shard is mapped yet is fatal."""
+        flat = torch.frombuffer(self._array, dtype=torch_dtype(field))
+        return flat.view(-1, *unit_shape(field))
+
+    def map_at(self, offset: int, shard: Shard, name: str) -> None:
+        """Map one column of `shard` at `offset` bytes into the range and touch its pages.
+
+        Raises:
+            OSError: The system refused the map.
+        """
+        column = shard.columns[name]
+        if not column.nbytes:
+            return
+        where = self._address + offset
+        mapped = self._libc.mmap(
+            where, column.nbytes, mmap.PROT_READ, mmap.MAP_SHARED | MAP_FIXED, shard.fileno(), column.offset
+        )
+        if mapped != where:
+            raise OSError(ctypes.get_errno(), f"cannot map {shard.name}")
+        # Kernels before 5.14 do not know the advice; their pages come in one by one at first use.
+        self._libc.madvise(where, column.nbytes, MADV_POPULATE_READ)
+
+
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
+    ]  # fmt: skip
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc

@@ -1,0 +1,169 @@
+"""Records in memory: one tensor per field over all shards, and which shards are in it already.
+
+`mapped.py` and `device.py` make these; gathering never asks which of the two it has. Rows are *virtual*:
+shard `s` begins at row `base[s]` of every fixed field, and there may be unused rows between shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stoker.loader.places import Places
+from stoker.schema import Field, Schema
+
+if TYPE_CHECKING:
+    from stoker.store import Cache
+
+
+@dataclass(slots=True, kw_only=True)
+class Memory:
+    """What a tier in memory holds."""
+
+    tier: Literal["device", "host"]
+    device: torch.device
+    sources: Mapping[str, Tensor]
+    """Per fixed field `(virtual rows, *shape)`; per ragged field its steps, `(virtual steps, *shape[1:])`."""
+    rows: Any
+    """Virtual row of each record that the loader serves, `(records,)` int64, numpy or on the device."""
+    steps: Mapping[str, Any]
+    """Per ragged field the first virtual step of each record, like `rows`."""
+    load: Callable[[int], None]
+    """`load(shard)` reads, verifies and places one shard. Called by one thread, once per shard.
+
+    Raises:
+        CorruptError: The bytes do not match their checksums.
+    """
+    shards: frozenset[int]
+    """The shards that this memory is meant to hold."""
+    ready: bytearray = field(default_factory=bytearray)
+    """One byte per shard of the cache: 1 once it may be served from here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where the shards of a memory begin, in rows and, per ragged field, in steps."""
+
+    rows: NDArray[np.int64]
+    """Rows of each shard of the cache, `(shards,)`; 0 for those that are not to be held."""
+    base: NDArray[np.int64]
+    """First virtual row of each shard, and the total, `(shards + 1,)`."""
+    steps: Mapping[str, NDArray[np.int64]]
+    """Per ragged field: steps of each shard."""
+    step_base: Mapping[str, NDArray[np.int64]]
+    """Per ragged field: first virtual step of each shard, and the total."""
+
+    def span(self, name: str) -> int:
+        """Virtual rows (steps, for a ragged field) of a field over all shards."""
+        return int(self.step_base.get(name, self.base)[-1])
+
+    def part(self, name: str, shard: int) -> tuple[int, int]:
+        """First virtual row and number of rows of one shard, in steps for a ragged field."""
+        if name in self.steps:
+            return int(self.step_base[name][shard]), int(self.steps[name][shard])
+        return int(self.base[shard]), int(self.rows[shard])
+
+
+def make_layout(
+    cache: Cache, shards: frozenset[int], schema: Schema, row_align: int, step_align: Mapping[str, int]
+) -> Layout:
+    """Put the shards one after another, each beginning at a multiple of the alignment.
+
+    Opens every shard only where a field is ragged, since its steps are in the shard alone.
+    """
+    count = len(cache.index.shards)
+    rows = np.array([s.rows if i in shards else 0 for i, s in enumerate(cache.index.shards)], dtype=np.int64)
+    steps: dict[str, NDArray[np.int64]] = {}
+    for name in (name for name, f in schema.items() if f.ragged):
+        steps[name] = np.zeros(count, dtype=np.int64)
+        for shard in shards:
+            steps[name][shard] = cache.shard(shard).offsets(name)[-1]
+    return Layout(
+        rows=rows,
+        base=aligned_starts(rows, row_align),
+        steps=steps,
+        step_base={name: aligned_starts(sizes, step_align.get(name, 1)) for name, sizes in steps.items()},
+    )
+
+
+def aligned_starts(sizes: NDArray[np.int64], align: int) -> NDArray[np.int64]:
+    """Starts of consecutive pieces, each a multiple of `align`; the last entry is the total.
+
+    >>> aligned_starts(np.array([5, 8, 1]), 4).tolist()
+    [0, 8, 16, 20]
+    """
+    starts = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(-(-sizes // align) * align, out=starts[1:])
+    return starts
+
+
+def read_column(cache: Cache, shard: int, name: str, out: memoryview[Any] | None = None) -> None:
+    """Read and verify one field of a shard, into `out` if given, else only into the page cache.
+
+    Rows that the index left out as damaged are neither checked nor served; their bytes in `out` are
+    undefined.
+
+    Raises:
+        CorruptError: The bytes do not match their checksums.
+    """
+    handle, bad = cache.shard(shard), set(cache.index.shards[shard].bad)
+    if not bad:
+        handle.verify_column(name, out)
+        return
+    size, begin = handle.columns[name].field.row_bytes, 0
+    for row in range(handle.rows):
+        length = handle.length(name, row)
+        if row not in bad:
+            data = handle.read(name, row)
+            if out is not None:
+                out[begin : begin + length * size] = (
+                    np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+                )
+        begin += length * size
+
+
+def record_rows(layout: Layout, places: Places) -> NDArray[np.int64]:
+    """The virtual row of each served record."""
+    return layout.base[places.shard] + places.row
+
+
+def record_steps(cache: Cache, layout: Layout, places: Places, name: str) -> NDArray[np.int64]:
+    """The first virtual step of each served record's ragged field; 0 for records held elsewhere."""
+    found = np.zeros(len(places.numbers), dtype=np.int64)
+    for shard in np.unique(places.shard):
+        if layout.rows[shard]:
+            own = np.flatnonzero(places.shard == shard)
+            offsets = cache.shard(int(shard)).offsets(name)
+            found[own] = layout.step_base[name][shard] + offsets[places.row[own]]
+    return found
+
+
+def torch_dtype(field: Field) -> torch.dtype:
+    """The torch dtype of a stored field."""
+    dtype = getattr(torch, field.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def unit_shape(field: Field) -> tuple[int, ...]:
+    """Shape of one virtual row: a record, or one step of a ragged field."""
+    return field.shape[1:] if field.ragged else field.shape
+
+
+def unit_bytes(field: Field) -> int:
+    """Bytes of one virtual row."""
+    return field.row_bytes if field.ragged else field.size_bytes()
+
+
+def bytes_of(tensor: Tensor) -> memoryview[Any]:
+    """The memory of a contiguous CPU tensor, writable."""
+    if not tensor.numel():
+        return memoryview(bytearray())
+    flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)

@@ -1,0 +1,156 @@
+"""What a batch is made of: one output per tensor handed out, and how to gather it from memory.
+
+An output takes rows of one field: whole records, or steps of a trajectory at a lag from the window's start.
+A gather is one `index_select` on a *view* of the field: shifted by the lag, or overlapping for several steps
+at once, so that `z0`, `z1` and `future` share one index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stoker.errors import ConfigError
+from stoker.loader.windows import Windows, check_conditions, condition_width, time_field
+from stoker.schema import FLOATS, Field, Schema
+
+RECORD = "record"
+"""The index that counts virtual rows of records; others are `steps:<length or field>`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """One tensor of every batch."""
+
+    name: str
+    field: str
+    index: str
+    """Which index the gather takes: `RECORD`, or one that counts steps."""
+    shape: tuple[int, ...]
+    """Shape of one example; `()` gives `(B,)`."""
+    dtype: torch.dtype
+    """Stored dtype."""
+    cast: torch.dtype | None = None
+    """Dtype handed out, when it is another one."""
+    lag: int = 0
+    """Steps from the window's start to the first step taken."""
+    count: int | None = None
+    """Steps taken, as an axis of their own; None: one step or record, without such an axis."""
+    every: int = 1
+    """Steps from one taken to the next."""
+    ragged: bool = False
+    """Whole records of varying length: a list of tensors."""
+
+    @property
+    def example_bytes(self) -> int:
+        """Bytes gathered for one example; 0 for a ragged output."""
+        return 0 if self.ragged else int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    @property
+    def served_bytes(self) -> int:
+        """Bytes handed out for one example; 0 for a ragged output."""
+        wider = 1 if self.cast is None else self.cast.itemsize / self.dtype.itemsize
+        return int(self.example_bytes * wider)
+
+    @property
+    def lags(self) -> range:
+        """Steps taken, counted from the window's start."""
+        count = 1 if self.count is None else self.count
+        return range(self.lag, self.lag + count * self.every, self.every)
+
+
+def make_outputs(schema: Schema, windows: Windows | None, dtype: str | None) -> tuple[Output, ...]:
+    """The outputs of a loader: fields as they are, or `z0`, `z1`, `future` and conditions.
+
+    Args:
+        dtype: Handed out instead of the stored one, for fields that hold floats.
+
+    Raises:
+        ConfigError: No field has time, or one cannot be a condition; `dtype` is no float.
+    """
+    if dtype is not None and dtype not in FLOATS:
+        raise ConfigError(f"dtype {dtype!r} cannot be served. Known: {', '.join(sorted(FLOATS))}")
+    if windows is None and "index" in schema:
+        raise ConfigError(
+            "records have a field 'index', which is what batches call the sample number. "
+            "Give the field another name in its source"
+        )
+    if windows is None:
+        return tuple(_output(name, name, field, dtype) for name, field in schema.items())
+    main = time_field(schema, windows.field)
+    check_conditions(schema, main)
+    field, stride = schema[main], windows.stride
+    outputs = [_output("z0", main, field, dtype, lag=0), _output("z1", main, field, dtype, lag=stride)]
+    if windows.horizon > 1:
+        count = windows.horizon - 1
+        outputs.append(_output("future", main, field, dtype, lag=2 * stride, count=count, every=stride))
+    outputs += [
+        _output(name, name, f, dtype, lag=0 if f.time else None, width=condition_width(f))
+        for name, f in schema.items()
+        if name != main
+    ]
+    return tuple(outputs)
+
+
+def _output(  # noqa: PLR0913 - the ways in which outputs differ, private to this module
+    name: str,
+    field_name: str,
+    field: Field,
+    dtype: str | None,
+    *,
+    lag: int | None = None,
+    count: int | None = None,
+    every: int = 1,
+    width: int | None = None,
+) -> Output:
+    """`lag=None` takes whole records; `width` flattens an example to `(C,)`."""
+    stored = getattr(torch, field.dtype)
+    wanted = stored if dtype is None or field.dtype not in FLOATS else getattr(torch, dtype)
+    if lag is None:
+        index, shape = RECORD, field.shape
+    else:
+        index = f"steps:{field_name}" if field.ragged else f"steps:{field.shape[0]}"
+        shape = field.shape[1:] if count is None else (count, *field.shape[1:])
+    return Output(
+        name=name,
+        field=field_name,
+        index=index,
+        shape=shape if width is None else (width,),
+        dtype=stored,
+        cast=None if wanted is stored else wanted,
+        lag=lag or 0,
+        count=count,
+        every=every,
+        ragged=field.ragged and lag is None,
+    )
+
+
+def view_for(output: Output, field: Field, source: Tensor) -> Tensor:
+    """The tensor whose axis 0 the output's index counts, `(n, *output.shape)`, without copying.
+
+    Args:
+        source: `Memory.sources` of the field.
+    """
+    if output.index == RECORD:
+        return source if output.ragged else source.reshape(len(source), *output.shape)
+    steps = source if field.ragged else source.reshape(-1, *field.shape[1:])
+    if output.count is None:
+        return steps[output.lag :].reshape(-1, *output.shape)
+    length = len(steps) - output.lags[-1]
+    stride = steps.stride()
+    return steps.as_strided(
+        (length, *output.shape),
+        (stride[0], output.every * stride[0], *stride[1:]),
+        steps.storage_offset() + output.lag * stride[0],
+    )
+
+
+def step_lengths(outputs: tuple[Output, ...], schema: Schema) -> Mapping[str, int]:
+    """Steps per record behind each index that counts steps of fields of fixed length."""
+    return {
+        o.index: schema[o.field].shape[0] for o in outputs if o.index != RECORD and not schema[o.field].ragged
+    }

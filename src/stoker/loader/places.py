@@ -1,0 +1,106 @@
+"""Where each record lies: sample number, shard, row in the shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.errors import ConfigError, IncompleteError, MissingRecordError
+from stoker.loader.order import Draws
+from stoker.loader.windows import Examples
+
+if TYPE_CHECKING:
+    from stoker.store import Cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """The records that a loader serves, in the order in which they are numbered for it."""
+
+    numbers: NDArray[np.int64]
+    """Sample number of each record, `(records,)`."""
+    shard: NDArray[np.int32]
+    """Shard that holds it."""
+    row: NDArray[np.int32]
+    """Row inside that shard."""
+    chosen: NDArray[np.int64] | None
+    """Place of each record among all stored ones; None: all of them, in number order."""
+
+    def of_all(self, per_record: NDArray[Any]) -> NDArray[Any]:
+        """Pick the served records' entries from an array over all stored records."""
+        return per_record if self.chosen is None else per_record[self.chosen]
+
+
+def find_places(cache: Cache, indices: Sequence[int] | NDArray[Any] | None) -> Places:
+    """Look up every record to be served.
+
+    Args:
+        indices: Sample numbers in the order wanted, repeats allowed; None: all stored ones. Quarantined
+            samples are left out, as they are without `indices`.
+
+    Raises:
+        MissingRecordError: A number is neither stored nor quarantined.
+        IncompleteError: Nothing is left to serve.
+    """
+    runs = cache.segments
+    starts = np.cumsum(runs.count) - runs.count
+    row = np.repeat(runs.row - starts, runs.count) + np.arange(len(cache), dtype=np.int64)
+    row = row.astype(np.int32)
+    shard = np.repeat(runs.shard, runs.count).astype(np.int32)
+    numbers = cache.numbers
+    chosen = None if indices is None else _choose(cache, numbers, np.asarray(indices))
+    if chosen is not None:
+        numbers, row, shard = numbers[chosen], row[chosen], shard[chosen]
+    if not len(numbers):
+        raise IncompleteError(
+            f"{cache.path} has nothing to serve: {len(cache)} records stored, {len(cache.quarantined)} "
+            "samples quarantined. Run `stoker precompute` again, or choose other indices"
+        )
+    return Places(numbers=numbers, shard=shard, row=row, chosen=chosen)
+
+
+def _choose(cache: Cache, numbers: NDArray[np.int64], wanted: NDArray[Any]) -> NDArray[np.int64]:
+    if wanted.ndim != 1 or not (len(wanted) == 0 or np.issubdtype(wanted.dtype, np.integer)):
+        raise ConfigError(f"indices must be a list of sample numbers, got {wanted.dtype} {wanted.shape}")
+    wanted = wanted.astype(np.int64)
+    place = np.searchsorted(numbers, wanted)
+    found = place < len(numbers)
+    found[found] = numbers[place[found]] == wanted[found]
+    if not found.all():
+        lost = [int(number) for number in wanted[~found] if int(number) not in cache.quarantined]
+        if lost:
+            raise MissingRecordError(
+                f"{len(lost)} of {len(wanted)} indices are not in {cache.path}, first sample {lost[0]}. "
+                f"It holds {len(numbers)} records of samples 0 to {cache.recipe.count - 1}"
+            )
+    return place[found]
+
+
+def weighted(weights: Sequence[float] | NDArray[Any], places: Places, examples: Examples) -> Draws:
+    """Make the table that examples are drawn from, in proportion to their record's weight.
+
+    Args:
+        weights: One number per entry of `indices`, or per stored record in number order.
+
+    Raises:
+        ConfigError: Another number of weights, a negative one or a NaN, or none above 0.
+    """
+    values = np.asarray(weights, dtype=np.float64)
+    if values.shape != places.numbers.shape:
+        raise ConfigError(
+            f"weights have shape {values.shape}, but {len(places.numbers)} records are served. Give one "
+            "weight per stored record in number order, or per entry of indices="
+        )
+    if not np.isfinite(values).all() or (values < 0).any() or not values.any():
+        raise ConfigError("weights must be finite, at least 0, and not all 0")
+    first = examples.first
+    if examples.per_record:
+        first = np.arange(len(values) + 1, dtype=np.int64) * examples.per_record
+    cumulative = np.cumsum(values * np.diff(first))
+    if not cumulative[-1] > 0:
+        raise ConfigError("every record with a weight above 0 is too short for one window")
+    return Draws(cumulative=cumulative, first=first)

@@ -1,0 +1,101 @@
+"""A few daemon threads that never keep a process alive, for reads, order and large gathers.
+
+`concurrent.futures` joins its threads when the interpreter exits, so that one read that hangs would hang the
+exit; here a thread that is stuck is simply left behind. Idle threads end by themselves, so nothing needs to
+be closed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+from stoker.errors import StalledError
+
+T = TypeVar("T")
+
+IDLE_S = 20.0
+"""An idle thread ends after this long; the next piece of work starts another."""
+
+
+class Ticket(Generic[T]):
+    """Work that was handed to a pool."""
+
+    __slots__ = ("_done", "_error", "_value", "_work")
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._done = threading.Event()
+        self._value: T | None = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do the work; its outcome waits in the ticket. Called once, by a thread of the pool."""
+        try:
+            self._value = self._work()
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever asks for the result
+            self._error = error
+        self._done.set()
+
+    def done(self) -> bool:
+        """Whether the outcome is there."""
+        return self._done.is_set()
+
+    def result(self, deadline_s: float, what: str) -> T:
+        """The outcome, or the error that the work raised.
+
+        Args:
+            deadline_s: Seconds to wait for it.
+            what: Names the work in the error.
+
+        Raises:
+            StalledError: It is not there after `deadline_s`. The thread is left behind.
+        """
+        if not self._done.wait(deadline_s):
+            raise StalledError(
+                f"{what} made no progress for {deadline_s:g} s. The storage behind it does not answer; "
+                "when it does, the same call goes on from the saved state"
+            )
+        if self._error is not None:
+            raise self._error
+        return cast(T, self._value)
+
+
+class Pool:
+    """At most `size` threads that run tickets in the order in which they came."""
+
+    def __init__(self, size: int, name: str) -> None:
+        self.size = size
+        self._name = name
+        self._line: deque[Ticket[Any]] = deque()
+        self._change = threading.Condition()
+        self._threads = 0
+        self._idle = 0
+
+    def submit(self, work: Callable[[], T]) -> Ticket[T]:
+        """Have `work` done by one of the threads."""
+        ticket = Ticket(work)
+        with self._change:
+            self._line.append(ticket)
+            if self._idle >= len(self._line):
+                self._change.notify()
+            elif self._threads < self.size:
+                self._threads += 1
+                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+        return ticket
+
+    def _serve(self) -> None:
+        while True:
+            with self._change:
+                while not self._line:
+                    self._idle += 1
+                    called = self._change.wait(IDLE_S)
+                    self._idle -= 1
+                    if not called and not self._line:
+                        self._threads -= 1
+                        return
+                ticket = self._line.popleft()
+            ticket.run()
+            del ticket  # its outcome may be a large batch, which must not live until the next piece of work

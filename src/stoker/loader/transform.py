@@ -1,0 +1,76 @@
+"""The stage between a batch and whoever trains on it: functions with a random key per example.
+
+A transform draws what it needs from the keys alone, so that its output is part of the pure function
+`(seed, epoch, position)` like everything else: stopping, resuming and another world size change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from stoker.loader.batch import RecordBatch, WindowBatch
+from stoker.loader.order import example_keys
+
+Transform: TypeAlias = "Callable[[Any, Tensor], Any]"
+"""`transform(batch, keys)` returns the batch to hand on. `keys` is `(B,)` int64 on the batch's device, one
+per example, equal for the same seed, epoch and example."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """What happens to a batch after it was gathered; nothing, unless asked for."""
+
+    device: torch.device | None
+    """Where batches go when they were not made there; None: they stay."""
+    pin: bool
+    """Copy batches into page-locked memory."""
+    transforms: Sequence[Transform]
+    seed: int
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do."""
+        return self.device is not None or self.pin or bool(self.transforms)
+
+    def apply(self, batches: Iterable[Any], examples: Any, size: int, epoch: int) -> Iterator[Any]:
+        """Finish consecutive batches of `size` examples; `examples` are those of all of them."""
+        for number, made in enumerate(batches):
+            batch = made
+            if self.pin:
+                batch = _each(batch, Tensor.pin_memory)
+            if self.device is not None:
+                batch = _each(batch, partial(Tensor.to, device=self.device, non_blocking=True))
+            if self.transforms:
+                own = examples[number * size : (number + 1) * size]
+                own = own.cpu().numpy() if isinstance(own, Tensor) else own
+                keys = torch.as_tensor(example_keys(self.seed, epoch, own), device=_device_of(batch))
+                for transform in self.transforms:
+                    batch = transform(batch, keys)
+            yield batch
+
+
+def _each(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same batch with every tensor changed."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, RecordBatch):
+        changed = RecordBatch((name, _each(value, change)) for name, value in batch.items())
+        changed.position = batch.position
+        return changed
+    if isinstance(batch, WindowBatch):
+        return WindowBatch(*(_each(value, change) for value in batch[:-1]), position=batch.position)
+    if isinstance(batch, dict):
+        conditions = cast("dict[str, Any]", batch)
+        return {name: _each(value, change) for name, value in conditions.items()}
+    if isinstance(batch, list):
+        return [_each(value, change) for value in cast("list[Any]", batch)]
+    return batch
+
+
+def _device_of(batch: Any) -> torch.device:
+    return (batch.index if isinstance(batch, WindowBatch) else batch["index"]).device

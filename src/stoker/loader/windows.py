@@ -1,0 +1,172 @@
+"""Cut trajectories into training examples: a start, a stride, a horizon.
+
+Trajectories are stored once, unstrided; stride and horizon are settings of the loader alone. An example is
+`(record, start)`, and takes rows `start + k * stride` for `k` in `0 .. horizon`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stoker.errors import ConfigError
+from stoker.schema import Field, Schema
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """How a trajectory becomes examples `(z0, z1, future)`."""
+
+    stride: int = 1
+    """Stored steps between one state and the next."""
+    horizon: int = 1
+    """States after `z0`: `z1` is the first, `future` the `horizon - 1` others."""
+    start_every: int = 1
+    """Stored steps between the starts of consecutive windows of one trajectory."""
+    field: str | None = None
+    """The field that has time; None: the only one, or `latent`, or `data`."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers below one."""
+        for name in ("stride", "horizon", "start_every"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"windows.{name} is {value}. Expected a whole number of at least 1")
+
+    @property
+    def span(self) -> int:
+        """Steps from the first row of a window to its last."""
+        return self.horizon * self.stride
+
+    def count(self, length: int) -> int:
+        """Windows in a trajectory of `length` steps; one that is too short has none.
+
+        >>> Windows(stride=2, horizon=3).count(101), Windows(start_every=10).count(101), Windows().count(1)
+        (95, 10, 0)
+        """
+        return max(0, -(-(length - self.span) // self.start_every))
+
+    def counts(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`count` of many trajectories at once."""
+        return np.maximum(0, -(-(lengths - self.span) // self.start_every))
+
+    def text(self) -> str:
+        """What the loader's state keeps of it."""
+        return f"stride={self.stride} horizon={self.horizon} start_every={self.start_every}"
+
+
+def time_field(schema: Schema, wanted: str | None) -> str:
+    """The field that windows are cut from.
+
+    Raises:
+        ConfigError: There is none, `wanted` is not one, or there are several and none is called
+            `latent` or `data`.
+    """
+    timed = [name for name, field in schema.items() if field.time]
+    if wanted is not None:
+        if wanted not in timed:
+            raise ConfigError(
+                f"windows.field {wanted!r} is not a field with time. "
+                f"Fields with time: {', '.join(timed) or 'none'}"
+            )
+        return wanted
+    if len(timed) == 1:
+        return timed[0]
+    for name in ("latent", "data"):
+        if name in timed:
+            return name
+    raise ConfigError(
+        f"windows need one field with time; this cache has {', '.join(timed) or 'none'}. "
+        + ("Name one with Windows(field=...)" if timed else "Leave windows= out to serve whole records")
+    )
+
+
+def check_conditions(schema: Schema, main: str) -> None:
+    """Refuse what cannot be a condition of the windows of field `main`.
+
+    Raises:
+        ConfigError: A field has neither time nor a fixed shape, or another number of steps than `main`.
+    """
+    steps = (schema[main].ragged, schema[main].shape[0])
+    for name, field in schema.items():
+        if field.time and (field.ragged, field.shape[0]) != steps:
+            raise ConfigError(
+                f"fields {main!r} {schema[main].shape} and {name!r} {field.shape} have time axes of "
+                "different lengths, so no window of one matches the other. Store them in caches of their own"
+            )
+        if field.ragged and not field.time:
+            raise ConfigError(
+                f"field {name!r} has another length in every record and no time, so it cannot be given "
+                "with windows. Serve whole records (no windows=), or store the cache without that field"
+            )
+
+
+def condition_width(field: Field) -> int:
+    """Numbers per example that a condition has: a scalar gives one."""
+    sizes = field.shape[1:] if field.time else field.shape
+    return int(np.prod(sizes, dtype=np.int64)) if sizes else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examples:
+    """Numbering of examples: record after record, inside a record by start."""
+
+    count: int
+    """Examples in all."""
+    per_record: int
+    """Examples of every record, or 0 where records differ."""
+    first: NDArray[np.int64]
+    """First example of each record and the total, `(records + 1,)`; empty when all records have the same
+    number."""
+    start_every: int = 1
+
+    def locate(self, ids: Any, first: Any) -> tuple[Any, Any]:
+        """Record and start of each example.
+
+        Args:
+            ids: Example numbers, `(n,)`, int64, numpy or torch.
+            first: `self.first` in the same library, on the same device.
+
+        Returns:
+            Places of records in number order, and starts in steps; both `(n,)`.
+        """
+        if self.per_record == 1:
+            return ids, ids * 0
+        if self.per_record:
+            record = ids // self.per_record
+            return record, (ids - record * self.per_record) * self.start_every
+        if isinstance(ids, torch.Tensor):
+            record = cast(Any, torch.searchsorted(first, ids, right=True) - 1)
+        else:
+            record = cast(Any, np.searchsorted(first, ids, side="right") - 1)
+        return record, (ids - first[record]) * self.start_every
+
+
+def number_examples(lengths: NDArray[np.int64] | None, records: int, windows: Windows | None) -> Examples:
+    """Count the examples of every record.
+
+    Args:
+        lengths: Steps of each record, `(records,)`; None without windows.
+
+    Raises:
+        ConfigError: Every trajectory is too short for one window.
+    """
+    none = np.empty(0, dtype=np.int64)
+    if windows is None or lengths is None:
+        return Examples(count=records, per_record=1, first=none)
+    counts = windows.counts(lengths)
+    total = int(counts.sum())
+    if records and not total:
+        raise ConfigError(
+            f"the longest trajectory has {int(lengths.max())} steps, but a window of stride {windows.stride} "
+            f"and horizon {windows.horizon} spans {windows.span + 1}. Choose a smaller stride or horizon"
+        )
+    if records and int(counts.min()) == int(counts.max()):
+        return Examples(count=total, per_record=int(counts[0]), first=none, start_every=windows.start_every)
+    first = np.zeros(records + 1, dtype=np.int64)
+    np.cumsum(counts, out=first[1:])
+    return Examples(count=total, per_record=0, first=first, start_every=windows.start_every)

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from stoker.errors import StalledError
+from stoker.loader import pool as pools
+from stoker.loader.pool import Pool
+
+
+def test_work_runs_beside_and_gives_its_result_or_error() -> None:
+    pool = Pool(2, "test")
+    gate = threading.Event()
+    slow = pool.submit(lambda: gate.wait(10))
+    quick = pool.submit(lambda: 42)
+
+    assert quick.result(10, "quick") == 42
+    assert not slow.done()
+    gate.set()
+    assert slow.result(10, "slow") is True
+    with pytest.raises(ZeroDivisionError):
+        pool.submit(lambda: 1 // 0).result(10, "division")
+
+
+def test_no_wait_without_a_deadline() -> None:
+    gate = threading.Event()
+
+    with pytest.raises(StalledError, match=r"reading x made no progress for 0\.05 s"):
+        Pool(1, "test").submit(lambda: gate.wait(30)).result(0.05, "reading x")
+    gate.set()
+
+
+def test_idle_threads_end_and_new_work_starts_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "IDLE_S", 0.01)
+    pool = Pool(3, "idle-test")
+    for _ in range(3):
+        assert [t.result(10, "x") for t in [pool.submit(lambda i=i: i) for i in range(20)]] == [*range(20)]
+        deadline = time.monotonic() + 10
+        while any(t.name == "idle-test" for t in threading.enumerate()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    assert not any(t.name == "idle-test" for t in threading.enumerate())
+
+
+def test_a_thread_that_hangs_does_not_keep_the_process_alive() -> None:
+    code = "import time; from stoker.loader.pool import Pool; Pool(1, 'x').submit(lambda: time.sleep(600))"
+
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.errors import ConfigError
+from stoker.loader.ranks import Share
+
+
+def share(rank: int = 0, **changes: object) -> Share:
+    given: dict = {
+        "positions": 50,
+        "batch_size": 4,
+        "world": 2,
+        "drop_last": False,
+        "contiguous": False,
+        "rank": rank,
+    }
+    return Share(**{**given, **changes})
+
+
+def served(of: Share) -> list[np.ndarray]:
+    """Every batch of a rank, through the same two calls that chunks use."""
+
+    def ids(start: int, stop: int) -> np.ndarray:
+        assert 0 <= start <= stop <= of.positions
+        return np.arange(start, stop)
+
+    whole, tail = of.whole_and_tail(0)
+    batches = np.split(of.take(ids, 0, whole), whole) if whole else []
+    if tail:
+        batches.append(of.take_tail(ids, whole * of.step))
+    assert len(batches) == of.steps()
+    return batches
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    positions=st.integers(1, 200),
+    batch_size=st.integers(1, 9),
+    world=st.sampled_from([1, 2, 3, 4]),
+    drop_last=st.booleans(),
+    contiguous=st.booleans(),
+)
+def test_no_example_is_lost_or_doubled(
+    positions: int, batch_size: int, world: int, drop_last: bool, contiguous: bool
+) -> None:
+    shares = [
+        share(
+            rank,
+            positions=positions,
+            batch_size=batch_size,
+            world=world,
+            drop_last=drop_last,
+            contiguous=contiguous,
+        )
+        for rank in range(world)
+    ]
+    per_rank = [served(one) for one in shares]
+    everything = [int(i) for batches in per_rank for batch in batches for i in batch]
+
+    assert len(set(everything)) == len(everything)
+    if drop_last:
+        assert len({len(batches) for batches in per_rank}) == 1, "a rank would wait for ever for the others"
+        assert positions - len(everything) < batch_size * world + (world if contiguous else 0)
+    else:
+        assert sorted(everything) == list(range(positions))
+    if contiguous:
+        for batches in per_rank:
+            joined = np.concatenate([*batches, np.empty(0, np.int64)])
+            assert np.array_equal(joined, np.arange(len(joined)) + (joined[0] if len(joined) else 0))
+
+
+def test_global_batches_are_cut_by_rank() -> None:
+    assert served(share(0))[0].tolist() == [0, 1, 2, 3]
+    assert served(share(1))[0].tolist() == [4, 5, 6, 7]
+    assert served(share(1))[1].tolist() == [12, 13, 14, 15]
+
+
+@pytest.mark.parametrize("changes", [{"rank": 2}, {"rank": -1}, {"batch_size": 0}, {"world": 0}])
+def test_ranks_and_sizes_that_are_none_are_refused(changes: dict) -> None:
+    with pytest.raises(ConfigError, match="Expected batch_size"):
+        share(**changes)
