@@ -1,0 +1,14 @@
+"""Reference training on latents: a small operator, its loop, its checkpoints and its curves.
+
+config.py      settings of a run
+batches.py     what the loop asks of a loader, and a batch as the operator takes it
+operator.py    z1 = z0 + f(z0, cond), a small transformer
+evaluate.py    validation error next to persistence, and roll-out
+guard.py       stops at the first NaN and names the sample
+stop.py        SIGTERM and SIGINT as a flag
+checkpoint.py  atomic, verified, safetensors and JSON
+metrics.py     one JSON line per report
+curves.py      the picture; report.py, the page around it
+run.py         what a run is made of: begin, save, take up again
+loop.py        `train`, which puts them together
+"""

@@ -1,0 +1,119 @@
+"""Settings of a training run, and what it comes to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from stoker.errors import ConfigError
+from stoker.schema import Json
+
+EventSink: TypeAlias = Callable[[str, Mapping[str, Json]], None]
+"""Told what happens: a kind (`start resume skip step epoch checkpoint best stop done`) and its facts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How to train.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+
+    epochs: int = 10
+    """Passes over the training loader."""
+    max_steps: int | None = None
+    """Steps after which training ends whatever `epochs` says; None: no limit."""
+    lr: float = 1e-3
+    """Peak learning rate of AdamW."""
+    warmup: float = 0.05
+    """Part of all steps over which the rate rises, 0..1; after it the rate falls as a cosine."""
+    weight_decay: float = 1e-4
+    """Of AdamW, on matrices only."""
+    grad_clip: float | None = 1.0
+    """Largest norm of the gradient; None: as it comes."""
+    seed: int = 0
+    """Decides the first weights. The order of examples is the loader's."""
+    device: str = "cpu"
+    """`cpu`, `cuda` or `cuda:<i>`."""
+    amp: bool | None = None
+    """Compute in bfloat16 where that is safe; None: on CUDA only."""
+    width: int = 128
+    """Width of the operator; a multiple of `heads`."""
+    depth: int = 3
+    """Layers of the operator."""
+    heads: int = 4
+    """Attention heads."""
+    scale_batches: int = 16
+    """Batches read beforehand to learn the scales of states and steps."""
+    log_every: int = 50
+    """Steps between two `step` lines."""
+    checkpoint_every: int = 500
+    """Steps between two checkpoints; there is one at each epoch's end anyway."""
+    patience: int | None = None
+    """Epochs without a better validation error after which training ends; None: all epochs."""
+    stride: int = 1
+    """Stored steps between z0 and z1, as in the loader's windows; whole trajectories are chained by it."""
+    rollout_samples: int = 8
+    """Trajectories rolled out in validation when windows carry no `future`; 0 for none."""
+    resume: bool = False
+    """Go on from the newest valid checkpoint of the run's folder, if there is one."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        whole = (
+            "epochs",
+            "width",
+            "depth",
+            "heads",
+            "scale_batches",
+            "log_every",
+            "checkpoint_every",
+            "stride",
+        )
+        for name in whole:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"training.{name} is {getattr(self, name)}. Expected at least 1")
+        for name, value in (("lr", self.lr), ("grad_clip", self.grad_clip)):
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"training.{name} is {value}. Expected a number above 0")
+        if not 0 <= self.warmup <= 1:
+            raise ConfigError(f"training.warmup is {self.warmup}. Expected a part of all steps, 0..1")
+        if self.width % self.heads:
+            raise ConfigError(
+                f"training.width {self.width} is not a multiple of training.heads {self.heads}. "
+                f"Use width={-(-self.width // self.heads) * self.heads}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainReport:
+    """What a finished run came to."""
+
+    tier: str
+    """Tier that served most examples; empty where nothing measured it."""
+    stall: float | None
+    """Waiting for data as a part of waiting and stepping, 0..1; None without a meter."""
+    step_s: float | None
+    """Seconds of one step, loading left out; None without a meter."""
+    epochs: int
+    """Passes finished, those before a resume included."""
+    steps: int
+    """Optimizer steps, those before a resume included."""
+    val_nrmse: float | None
+    """One-step error on the validation set: root of summed squared error over that of z1."""
+    best_val_nrmse: float | None
+    """The lowest of all epochs; its weights are in the checkpoint `best`."""
+    persistence_nrmse: float | None
+    """The same error of the guess z1 = z0."""
+    rollout_nrmse: float | None
+    """Error over whole roll-outs, each step fed with the last prediction."""
+    rollout_persistence_nrmse: float | None
+    """The same error of the guess that nothing changes after z0."""
+    run_dir: Path
+    """Folder with `metrics.jsonl`, `curves.png`, `report.html` and `checkpoints`."""
+    startup: dict[str, float]
+    """Seconds from the call: `first_batch_s` until the first batch was there."""

@@ -1,0 +1,157 @@
+"""Validation: the error of one step beside that of doing nothing, and of whole roll-outs.
+
+An error is always `sqrt(sum |prediction - truth|^2 / sum |truth|^2)` over the whole set, in latent space,
+summed in float64. Doing nothing (persistence, z1 = z0) is the guess that a model must beat to have learnt
+anything: with short time steps its error is small, so an error alone says little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from stoker.train.batches import PairBatch, Pairs, to_pairs
+from stoker.train.operator import LatentOperator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Errors on a validation set."""
+
+    nrmse: float
+    """Of one step."""
+    persistence: float
+    """Of the guess z1 = z0."""
+    rollout: float | None
+    """Of all steps of roll-outs that are fed with their own predictions; None: nothing to roll out."""
+    rollout_persistence: float | None
+    """Of the guess that the first state of a roll-out stays."""
+    rollout_steps: int
+    """Steps of the longest roll-out."""
+    windows: int
+    """Windows evaluated."""
+
+
+def evaluate(
+    model: LatentOperator,
+    batches: Iterable[PairBatch],
+    widths: Mapping[str, int],
+    *,
+    stride: int,
+    samples: int,
+    amp: bool = False,
+) -> Evaluation:
+    """Go once over the batches.
+
+    Windows with `future` are rolled out over it. Without, the windows of `samples` trajectories are chained
+    (start 0, `stride`, 2 `stride`, ...) and those are rolled out whole; one that lacks a window is left out.
+
+    Args:
+        model, amp: The operator, on its device, and whether to compute in bfloat16.
+        batches, widths: The validation set, and its conditions as in training.
+        stride, samples: Stored steps between z0 and z1; trajectories kept in memory for roll-outs.
+    """
+    device = next(model.parameters()).device
+    one, still, far, far_still = _Error(), _Error(), _Error(), _Error()
+    chains = _Chains(stride, samples)
+    windows = steps = 0
+    with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=amp):
+        for batch in batches:
+            pairs = to_pairs(batch, widths, device)
+            windows += len(pairs.z0)
+            z1 = pairs.states[:, 0]
+            predicted = model(pairs.z0, pairs.cond)
+            one.add(predicted, z1)
+            still.add(pairs.z0, z1)
+            if pairs.states.shape[1] == 1:
+                chains.add(pairs)
+                continue
+            steps = max(steps, pairs.states.shape[1])
+            for k in range(pairs.states.shape[1]):
+                predicted = model(predicted, pairs.cond) if k else predicted
+                far.add(predicted, pairs.states[:, k])
+                far_still.add(pairs.z0, pairs.states[:, k])
+        for start, truth, conds in chains.whole():
+            steps = max(steps, len(truth))
+            state = start
+            for target, cond in zip(truth, conds, strict=True):
+                state = model(state, cond)
+                far.add(state, target)
+                far_still.add(start, target)
+    return Evaluation(
+        nrmse=one.value(),
+        persistence=still.value(),
+        rollout=far.value() if steps else None,
+        rollout_persistence=far_still.value() if steps else None,
+        rollout_steps=steps,
+        windows=windows,
+    )
+
+
+class _Error:
+    """Sums of squares that stay on the device until the end: no wait for a GPU per batch."""
+
+    def __init__(self) -> None:
+        self._wrong: Tensor | float = 0.0
+        self._size: Tensor | float = 0.0
+
+    def add(self, guess: Tensor, truth: Tensor) -> None:
+        self._wrong = self._wrong + (guess - truth).double().square().sum()
+        self._size = self._size + truth.double().square().sum()
+
+    def value(self) -> float:
+        """The error; 0 of 0 is 0."""
+        wrong, size = float(self._wrong), float(self._size)
+        return (wrong / size) ** 0.5 if size else float(wrong > 0)
+
+
+@dataclass(slots=True)
+class _Chain:
+    """Windows of one trajectory by their place in the chain."""
+
+    first: Tensor | None = None
+    states: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    conds: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+
+
+class _Chains:
+    """Trajectories put together from their windows, in whatever order these come."""
+
+    def __init__(self, stride: int, samples: int) -> None:
+        self._stride = stride
+        self._samples = samples
+        self._chains: dict[int, _Chain] = {}
+
+    def add(self, pairs: Pairs) -> None:
+        """Keep those of a batch that belong to a chain."""
+        for row, place in enumerate(pairs.index.cpu()):
+            number, start = int(place[0]), int(place[1])
+            if start % self._stride or (number not in self._chains and len(self._chains) >= self._samples):
+                continue
+            chain = self._chains.setdefault(number, _Chain())
+            chain.states[start // self._stride] = pairs.states[row, 0]
+            chain.conds[start // self._stride] = pairs.cond[row]
+            if start == 0:
+                chain.first = pairs.z0[row]
+
+    def whole(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """First states `(n, L, D)`, truth `(steps, n, L, D)` and conditions `(steps, n, C)`, by length.
+
+        A chain with a gap is none: its first steps alone would pass for a whole roll-out.
+        """
+        by_length: dict[int, list[_Chain]] = {}
+        for chain in self._chains.values():
+            length = next(k for k in range(len(chain.states) + 1) if k not in chain.states)
+            if chain.first is not None and length == len(chain.states):
+                by_length.setdefault(length, []).append(chain)
+        return [
+            (
+                torch.stack([chain.first for chain in chains if chain.first is not None]),
+                torch.stack([torch.stack([chain.states[k] for k in range(length)]) for chain in chains], 1),
+                torch.stack([torch.stack([chain.conds[k] for k in range(length)]) for chain in chains], 1),
+            )
+            for length, chains in by_length.items()
+        ]

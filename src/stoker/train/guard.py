@@ -1,0 +1,82 @@
+"""Stop at the first loss or gradient that is not finite, and name the sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stoker.errors import DivergedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """What is known of a step before the weights move."""
+
+    epoch: int
+    step: int
+    errors: Tensor
+    """Error per example, `(B,)`."""
+    norm: Tensor
+    """Norm of all gradients, a scalar."""
+    index: Tensor
+    """Sample number and start per example, `(B, 2)`."""
+
+
+class FiniteGuard:
+    """Looks at every step. On a CPU at once; on a GPU one step later, so that the queue never drains.
+
+    `check` must be called before weights are saved: a poisoned step must not become a checkpoint.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._flag = torch.ones((), dtype=torch.bool, pin_memory=self._cuda)
+        self._event = torch.cuda.Event() if self._cuda else None
+        self._pending: StepFacts | None = None
+
+    def submit(self, facts: StepFacts) -> None:
+        """Take a step in, before its optimizer step.
+
+        Raises:
+            DivergedError: It (on a GPU: the one before) is not finite.
+        """
+        self.check()
+        finite = torch.isfinite(facts.errors).all() & torch.isfinite(facts.norm)
+        self._flag.copy_(finite.detach(), non_blocking=self._cuda)
+        self._pending = facts
+        if self._event is not None:
+            self._event.record()
+        else:
+            self.check()
+
+    def check(self) -> None:
+        """Judge the step submitted last.
+
+        Raises:
+            DivergedError: It is not finite.
+        """
+        facts, self._pending = self._pending, None
+        if facts is None:
+            return
+        if self._event is not None:
+            self._event.synchronize()
+        if not bool(self._flag):
+            raise DivergedError(_describe(facts))
+
+
+def _describe(facts: StepFacts) -> str:
+    errors = facts.errors.detach().float().cpu()
+    bad = ~torch.isfinite(errors)
+    count = int(bad.sum())
+    row = int(bad.int().argmax() if count else errors.argmax())  # the first bad one
+    number, start = int(facts.index[row, 0]), int(facts.index[row, 1])
+    what = "loss" if count else "gradient"
+    blame = f"first at sample {number}, time step {start}" if count else f"largest loss at sample {number}"
+    more = f" ({count} of {len(errors)} examples)" if count else ""
+    return (
+        f"the {what} is not finite in epoch {facts.epoch}, step {facts.step}, {blame}{more}. "
+        f"Expected a finite number. Look at cache[{number}] for NaN or extreme values, else lower "
+        f"training.lr; the last checkpoint is from before this step"
+    )

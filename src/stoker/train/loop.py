@@ -1,0 +1,341 @@
+"""Train the latent operator: passes, steps, evaluations, and when to write what.
+
+A step depends on weights, optimizer state, batch and step number alone; the learning rate is arithmetic on
+the step number. So a checkpoint of these, with the loader's place, continues a run bit for bit (on one CPU,
+one number of threads) from any step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stoker.errors import Interrupted
+from stoker.monitor.meter import StallMeter
+from stoker.schema import Json
+from stoker.train.batches import PairBatch, PairLoader, to_pairs
+from stoker.train.checkpoint import Kind, newest_checkpoint
+from stoker.train.config import EventSink, TrainConfig, TrainReport
+from stoker.train.curves import draw_curves
+from stoker.train.evaluate import evaluate
+from stoker.train.guard import FiniteGuard, StepFacts
+from stoker.train.report import write_report
+from stoker.train.run import Run, begin, changed_settings, take_up
+from stoker.train.stop import StopFlag
+
+FINAL_RATE = 0.01
+"""Part of the peak learning rate at which the cosine ends."""
+
+
+def train(
+    train_loader: PairLoader,
+    val_loader: PairLoader | None,
+    config: TrainConfig,
+    run_dir: str | Path,
+    *,
+    meter: StallMeter | None = None,
+    on_event: EventSink | None = None,
+) -> TrainReport:
+    """Train an operator; leave metrics, curves, a report and checkpoints in `run_dir`.
+
+    Args:
+        train_loader, val_loader: Latent pairs; None: no validation.
+        config: Settings; with `resume`, the run in `run_dir` goes on where it was.
+        run_dir: Without `resume`, a run that is there is moved aside (`*.previous`).
+        meter: The one that `train_loader` writes into.
+        on_event: Told of what happens, see `EventSink`.
+
+    Raises:
+        ConfigError: The training loader has no batch.
+        DivergedError: The loss or a gradient is not finite; names epoch, step and sample.
+        Interrupted: SIGTERM or SIGINT; a checkpoint was written first.
+        StaleStateError: The run to resume has another operator, or the loader refuses its place.
+    """
+    with StopFlag() as stop:
+        session = Session(
+            train_loader=train_loader,
+            val_loader=val_loader,
+            config=config,
+            folder=Path(run_dir),
+            stop=stop,
+            meter=meter,
+            sink=on_event,
+        )
+        session.train()
+        return session.finish()
+
+
+def learning_rate(config: TrainConfig, step: int, total: int) -> float:
+    """Rate of a step, counted from 0: a linear rise, then a cosine down to a hundredth of the peak.
+
+    >>> [round(learning_rate(TrainConfig(lr=1.0, warmup=0.5), step, 4), 3) for step in range(4)]
+    [0.5, 1.0, 1.0, 0.505]
+    """
+    rise = round(config.warmup * total)
+    if step < rise:
+        return config.lr * (step + 1) / rise
+    part = (step - rise) / max(1, total - rise)
+    return config.lr * (FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * part)))
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """One call of `train`."""
+
+    train_loader: PairLoader
+    val_loader: PairLoader | None
+    config: TrainConfig
+    folder: Path
+    stop: StopFlag
+    meter: StallMeter | None
+    sink: EventSink | None
+    begun_s: float = field(default_factory=time.perf_counter)
+    """Clock at the call."""
+    startup: dict[str, float] = field(default_factory=dict[str, float])
+    """As in `TrainReport`."""
+    run: Run = field(init=False)
+    guard: FiniteGuard = field(init=False)
+    total: int = field(init=False)
+    """Steps that the learning rate is laid out for."""
+    logged: int = 0
+    """Step of the last `step` line, or at which this pass began."""
+    place: Mapping[str, Any] = field(init=False)
+    """The loader's place after `run.progress.step` steps, as far as it was asked for."""
+
+    def train(self) -> None:
+        """Begin or resume, then pass after pass until epochs, steps or patience are used up."""
+        config = self.config
+        self.run = self._resumed() or begin(self.folder, config, self.train_loader, self._first_batch)
+        self.guard = FiniteGuard(self.run.device)
+        self.place = self.train_loader.state_dict()
+        steps = config.epochs * len(self.train_loader)
+        self.total = steps if config.max_steps is None else min(steps, config.max_steps)
+        progress = self.run.progress
+        facts = {"step": progress.step, "total": self.total, "parameters": _count(self.run.model)}
+        self._tell("start", {**facts, "device": str(self.run.device), "batches": len(self.train_loader)})
+        while self._goes_on():
+            begun_s = time.perf_counter()
+            self._pass()
+            self._evaluate(time.perf_counter() - begun_s)
+
+    def finish(self) -> TrainReport:
+        """Draw the curves, write the page, and report."""
+        progress, config = self.run.progress, self.config
+        spent_s = progress.wait_s + progress.step_s
+        errors = progress.errors
+        report = TrainReport(
+            tier=max(progress.tiers, key=lambda name: progress.tiers[name], default=""),
+            stall=progress.wait_s / spent_s if spent_s else None,
+            step_s=progress.step_s / progress.timed if progress.timed else None,
+            epochs=progress.epoch,
+            steps=progress.step,
+            val_nrmse=errors.get("val_nrmse"),
+            best_val_nrmse=progress.best,
+            persistence_nrmse=errors.get("persistence_nrmse"),
+            rollout_nrmse=errors.get("rollout_nrmse"),
+            rollout_persistence_nrmse=errors.get("rollout_persistence_nrmse"),
+            run_dir=self.folder,
+            startup=self.startup,
+        )
+        rows = self.run.log.rows()
+        draw_curves(rows, self.folder / "curves.png")
+        shown = {name: value for name, value in asdict(report).items() if name not in ("run_dir", "startup")}
+        write_report(self.folder / "report.html", rows, shown, asdict(config))
+        self._tell("done", {name: value for name, value in shown.items() if name != "run_dir"})
+        return report
+
+    def _resumed(self) -> Run | None:
+        """The run that the newest valid checkpoint holds, if there is one and it is asked for."""
+        if not self.config.resume:
+            return None
+        root = self.folder / "checkpoints"
+        checkpoint = newest_checkpoint(root, lambda why: self._tell("skip", {"why": why}))
+        if checkpoint is None:
+            return None
+        run = take_up(self.folder, self.config, self.train_loader, checkpoint)
+        changed = changed_settings(self.config, checkpoint.state)
+        self._tell("resume", {"step": checkpoint.step, "epoch": run.progress.epoch + 1, "changed": changed})
+        return run
+
+    def _pass(self) -> None:
+        """The rest of a pass; returns early when `total` steps are done."""
+        run, progress = self.run, self.run.progress
+        if progress.batch == 0:
+            self.train_loader.set_epoch(progress.epoch)
+            run.loss_sum.zero_()
+        if self.meter is not None:
+            self.meter.reset()
+        if progress.batch < len(self.train_loader) and progress.step < self.total:
+            self.logged = progress.step
+            recent = torch.zeros_like(run.loss_sum)
+            for batch in self.train_loader:
+                self._first_batch()
+                norm = self._step(batch, recent)
+                if progress.step % self.config.log_every == 0:
+                    self._log_step(recent, norm)
+                self._after_step()
+                if progress.step >= self.total:
+                    break
+        self.guard.check()
+        if progress.batch >= len(self.train_loader):
+            self.place = self.train_loader.state_dict()
+        self._read_meter()
+
+    def _step(self, batch: PairBatch, recent: Tensor) -> Tensor:
+        """Move the weights once; returns the norm of the gradient."""
+        run, progress = self.run, self.run.progress
+        pairs = to_pairs(batch, run.widths, run.device)
+        rate = learning_rate(self.config, progress.step, self.total)
+        for group in run.optimizer.param_groups:
+            group["lr"] = rate
+        with torch.autocast(run.device.type, torch.bfloat16, enabled=run.amp):
+            errors = run.model.errors(pairs.z0, pairs.states, pairs.cond)
+        loss: Any = errors.mean()
+        run.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(run.model.parameters(), self.config.grad_clip or math.inf)
+        facts = StepFacts(
+            epoch=progress.epoch + 1, step=progress.step + 1, errors=errors, norm=norm, index=pairs.index
+        )
+        self.guard.submit(facts)
+        run.optimizer.step()
+        progress.step += 1
+        progress.batch += 1
+        progress.unjudged = True
+        for total in (run.loss_sum, recent):
+            total.add_(loss.detach())
+        return norm
+
+    def _after_step(self) -> None:
+        """Save when it is time to, or asked for from outside."""
+        progress = self.run.progress
+        due = progress.step % self.config.checkpoint_every == 0
+        last = progress.step >= self.total
+        if due or last or self.stop.signal_name is not None:
+            self.place = self.train_loader.state_dict()  # only while iterating does it name the next batch
+        if due and not last:
+            self._save()
+        self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
+        """Raise Interrupted after a signal, with a checkpoint written."""
+        if self.stop.signal_name is None:
+            return
+        path = self._save()
+        progress = self.run.progress
+        self._tell("stop", {"signal": self.stop.signal_name, "step": progress.step})
+        raise Interrupted(
+            f"{self.stop.signal_name} after step {progress.step} in epoch {progress.epoch + 1}; "
+            f"saved {path}. The same command goes on from there; from Python, TrainConfig(resume=True)"
+        )
+
+    def _evaluate(self, train_s: float) -> None:
+        """Judge the weights, write the epoch's line and its checkpoints, and move on to the next pass."""
+        run, progress = self.run, self.run.progress
+        begun_s = time.perf_counter()
+        if self.val_loader is not None:
+            self.val_loader.set_epoch(0)
+            found = evaluate(
+                run.model,
+                self._until_stopped(self.val_loader),
+                run.widths,
+                stride=self.config.stride,
+                samples=self.config.rollout_samples,
+                amp=run.amp,
+            )
+            progress.errors = {
+                "val_nrmse": _finite(found.nrmse),
+                "persistence_nrmse": _finite(found.persistence),
+                "rollout_nrmse": _finite(found.rollout),
+                "rollout_persistence_nrmse": _finite(found.rollout_persistence),
+            }
+        row: dict[str, Json] = {
+            "kind": "epoch",
+            "epoch": progress.epoch + 1,
+            "step": progress.step,
+            "loss": float(run.loss_sum) / max(1, progress.batch),
+            **progress.errors,
+            "stall": self.meter.epoch().stall if self.meter is not None else None,
+            "seconds": round(train_s, 3),
+            "eval_seconds": round(time.perf_counter() - begun_s, 3),
+        }
+        run.log.append(row)
+        self._tell("epoch", row)
+        if progress.batch >= len(self.train_loader):
+            progress.epoch += 1
+            progress.batch = 0
+        progress.unjudged = False
+        error = progress.errors.get("val_nrmse")
+        if error is not None and (progress.best is None or error < progress.best):
+            progress.best, progress.best_epoch = error, progress.epoch
+            self._save("best")
+        self._save()
+
+    def _until_stopped(self, loader: PairLoader) -> Iterator[PairBatch]:
+        for batch in loader:
+            self._stop_if_asked()
+            yield batch
+
+    def _save(self, kind: Kind = "last") -> Path:
+        self.guard.check()
+        path = self.run.save(kind, self.place)
+        self._tell(
+            "checkpoint" if kind == "last" else "best", {"path": str(path), "step": self.run.progress.step}
+        )
+        return path
+
+    def _log_step(self, recent: Tensor, norm: Tensor) -> None:
+        progress = self.run.progress
+        row: dict[str, Json] = {
+            "kind": "step",
+            "step": progress.step,
+            "epoch": progress.epoch + 1,
+            "loss": float(recent) / (progress.step - self.logged),
+            "lr": learning_rate(self.config, progress.step - 1, self.total),
+            "grad_norm": float(norm),
+        }
+        recent.zero_()
+        self.logged = progress.step
+        self.run.log.append(row)
+        self._tell("step", row)
+
+    def _read_meter(self) -> None:
+        if self.meter is None:
+            return
+        report, progress = self.meter.epoch(), self.run.progress
+        progress.wait_s += report.wait_s
+        progress.step_s += report.step_s
+        progress.timed += report.batches
+        for tier, examples in report.tiers.items():
+            progress.tiers[tier] = progress.tiers.get(tier, 0) + examples
+
+    def _first_batch(self) -> None:
+        self.startup.setdefault("first_batch_s", time.perf_counter() - self.begun_s)
+
+    def _goes_on(self) -> bool:
+        """Steps are left, or those done are not evaluated yet (a signal came in between)."""
+        progress, config = self.run.progress, self.config
+        patient = config.patience is None or progress.epoch - progress.best_epoch < config.patience
+        return progress.unjudged or (
+            progress.epoch < config.epochs and progress.step < self.total and patient
+        )
+
+    def _tell(self, kind: str, facts: Mapping[str, Json]) -> None:
+        if self.sink is not None:
+            self.sink(kind, facts)
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON holds no infinity: an error too large to tell is reported as absent."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())

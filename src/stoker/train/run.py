@@ -1,0 +1,249 @@
+"""What a run is made of, how it begins, and how it is saved and taken up again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.errors import ConfigError, ResourceError, StaleStateError
+from stoker.schema import Json
+from stoker.train.batches import PairBatch, PairLoader, cond_widths, measure_scales, to_pairs
+from stoker.train.checkpoint import Checkpoint, Kind, save_checkpoint
+from stoker.train.config import TrainConfig
+from stoker.train.metrics import MetricsLog
+from stoker.train.operator import LatentOperator, OperatorShape
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """How far a run is; all of it goes into a checkpoint as JSON."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    epoch: int = 0
+    """Passes finished and evaluated."""
+    batch: int = 0
+    """Batches done of the pass after those; all of them while it waits to be evaluated."""
+    loss_sum: float = 0.0
+    """Sum of the losses of those batches."""
+    best: float | None = None
+    """Lowest validation error."""
+    best_epoch: int = 0
+    """Passes finished when it was measured."""
+    unjudged: bool = False
+    """Steps were done since the last evaluation."""
+    wait_s: float = 0.0
+    """Seconds waited for data."""
+    step_s: float = 0.0
+    """Seconds spent in steps."""
+    timed: int = 0
+    """Steps that those seconds are of: a pass that was broken off is not among them."""
+    tiers: dict[str, int] = field(default_factory=dict[str, int])
+    """Examples by the tier that served them."""
+    errors: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
+    """The last evaluation, by the names of `TrainReport`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """Everything that a checkpoint holds, alive."""
+
+    folder: Path
+    """The run's folder."""
+    config: TrainConfig
+    model: LatentOperator
+    shape: OperatorShape
+    widths: dict[str, int]
+    """Numbers per example of each condition, in the order in which the operator takes them."""
+    optimizer: Any
+    """`torch.optim.AdamW`, whose methods carry no types."""
+    progress: Progress
+    loss_sum: Tensor
+    """`progress.loss_sum` on the device, float64."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the operator is."""
+        return self.loss_sum.device
+
+    @property
+    def amp(self) -> bool:
+        """Whether to compute in bfloat16."""
+        return self.device.type == "cuda" if self.config.amp is None else self.config.amp
+
+    @property
+    def log(self) -> MetricsLog:
+        """The run's metrics."""
+        return MetricsLog(self.folder / "metrics.jsonl")
+
+    def save(self, kind: Kind, place: Mapping[str, Any]) -> Path:
+        """Write a checkpoint; `place` is the loader's, taken at this step."""
+        self.progress.loss_sum = float(self.loss_sum)
+        optimizer = {
+            f"adamw.{number}.{name}": value
+            for number, state in self.optimizer.state_dict()["state"].items()
+            for name, value in state.items()
+        }
+        optimizer["rng.cpu"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            optimizer["rng.cuda"] = torch.cuda.get_rng_state(self.device)
+        state: dict[str, Any] = {
+            "progress": asdict(self.progress),
+            "loader": dict(place),
+            "config": asdict(self.config),
+            "shape": asdict(self.shape),
+            "widths": self.widths,
+        }
+        return save_checkpoint(
+            self.folder / "checkpoints",
+            kind,
+            Checkpoint(
+                step=self.progress.step, model=self.model.state_dict(), optimizer=optimizer, state=state
+            ),
+        )
+
+
+def begin(folder: Path, config: TrainConfig, loader: PairLoader, on_batch: Callable[[], None]) -> Run:
+    """A run at step 0, its scales learnt from the first batches; an earlier run there is moved aside.
+
+    Raises:
+        ConfigError: The loader has no batch.
+        ResourceError: The device is not there.
+    """
+    device = _device(config)
+    loader.set_epoch(0)
+    batches: list[PairBatch] = []
+    for batch in islice(loader, config.scale_batches):
+        if not batches:
+            on_batch()
+        batches.append(batch)
+    if not batches:
+        raise ConfigError(
+            "the training loader has no batch. It drops a last short batch when drop_last is set: "
+            "use a smaller training.batch_size, or more samples"
+        )
+    widths = cond_widths(batches[0])
+    scales = measure_scales(to_pairs(batch, widths, device) for batch in batches)
+    shape = OperatorShape(
+        tokens=to_pairs(batches[0], widths, device).z0.shape[1],
+        dim=len(scales.z_mean),
+        cond=len(scales.cond_mean),
+        width=config.width,
+        depth=config.depth,
+        heads=config.heads,
+    )
+    run = _make(folder, config, shape, widths)
+    run.model.set_scales(scales)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("checkpoints", "metrics.jsonl"):
+        _move_aside(folder / name)
+    return run
+
+
+def take_up(folder: Path, config: TrainConfig, loader: PairLoader, checkpoint: Checkpoint) -> Run:
+    """The run of a checkpoint, with the loader, the metrics and the random state where they were.
+
+    Raises:
+        StaleStateError: The operator has another shape, or the loader refuses the place.
+        ResourceError: The device is not there.
+    """
+    saved = checkpoint.state
+    shape = OperatorShape(**saved["shape"])
+    wanted = {name: getattr(config, name) for name in ("width", "depth", "heads")}
+    found = {name: getattr(shape, name) for name in wanted}
+    if found != wanted:
+        raise StaleStateError(
+            f"the checkpoint of step {checkpoint.step} in {folder} has an operator of {found}, the settings "
+            f"say {wanted}. Resume with the settings it was begun with, or train in another training.run_dir"
+        )
+    run = _make(folder, config, shape, dict(saved["widths"]))
+    run.model.load_state_dict(dict(checkpoint.model))
+    states: dict[int, dict[str, Tensor]] = {}
+    for name, value in checkpoint.optimizer.items():
+        kind, _, rest = name.partition(".")
+        if kind == "adamw":
+            number, _, key = rest.partition(".")
+            states.setdefault(int(number), {})[key] = value
+    groups = run.optimizer.state_dict()["param_groups"]
+    run.optimizer.load_state_dict({"state": states, "param_groups": groups})
+    torch.set_rng_state(checkpoint.optimizer["rng.cpu"])
+    if run.device.type == "cuda" and "rng.cuda" in checkpoint.optimizer:
+        torch.cuda.set_rng_state(checkpoint.optimizer["rng.cuda"], run.device)
+    run.progress = Progress(**saved["progress"])
+    run.loss_sum.fill_(run.progress.loss_sum)
+    loader.load_state_dict(saved["loader"])
+    done = run.progress
+    run.log.keep(
+        lambda row: (
+            row.get("step", 0) <= done.step and (row.get("kind") != "epoch" or row["epoch"] <= done.epoch)
+        )
+    )
+    return run
+
+
+def changed_settings(config: TrainConfig, saved: Mapping[str, Any]) -> dict[str, Json]:
+    """Settings that differ from those of a checkpoint, as `{name: [before, now]}`."""
+    now = asdict(config)
+    return {
+        name: [saved["config"].get(name), value]
+        for name, value in now.items()
+        if name != "resume" and saved["config"].get(name) != value
+    }
+
+
+def _make(folder: Path, config: TrainConfig, shape: OperatorShape, widths: dict[str, int]) -> Run:
+    device = _device(config)
+    model = LatentOperator(shape, seed=config.seed).to(device)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ],
+        lr=config.lr,
+        fused=True,
+    )
+    return Run(
+        folder=folder,
+        config=config,
+        model=model,
+        shape=shape,
+        widths=widths,
+        optimizer=optimizer,
+        progress=Progress(),
+        loss_sum=torch.zeros((), dtype=torch.float64, device=device),
+    )
+
+
+def _device(config: TrainConfig) -> torch.device:
+    try:
+        device = torch.device(config.device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"training.device {config.device!r} is no device. Use cpu, cuda or cuda:0"
+        ) from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ResourceError(
+            f"training.device is {config.device}, but torch {torch.__version__} sees no CUDA device. "
+            f"Use training.device=cpu, or install a driver and a CUDA build of torch"
+        )
+    return device
+
+
+def _move_aside(path: Path) -> None:
+    """Keep one earlier run: starting anew by mistake must not cost days of training."""
+    aside = path.with_name(f"{path.stem}.previous{path.suffix}")
+    if not path.exists():
+        return
+    if aside.is_dir():
+        for entry in sorted(aside.rglob("*"), reverse=True):
+            entry.rmdir() if entry.is_dir() else entry.unlink()
+        aside.rmdir()
+    path.replace(aside)

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stoker.errors import DivergedError
+from stoker.train.guard import FiniteGuard, StepFacts
+
+
+def facts(errors: list[float], norm: float = 1.0) -> StepFacts:
+    index = torch.tensor([[10, 0], [11, 4], [12, 7]])
+    return StepFacts(epoch=3, step=412, errors=torch.tensor(errors), norm=torch.tensor(norm), index=index)
+
+
+def test_finite_steps_pass() -> None:
+    guard = FiniteGuard(torch.device("cpu"))
+
+    guard.submit(facts([1.0, 2.0, 3.0]))
+    guard.check()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_loss_names_epoch_step_and_sample(bad: float) -> None:
+    guard = FiniteGuard(torch.device("cpu"))
+
+    with pytest.raises(
+        DivergedError, match=r"loss .*epoch 3, step 412, first at sample 11, time step 4 \(2 of 3"
+    ):
+        guard.submit(facts([1.0, bad, bad]))
+
+
+def test_a_bad_gradient_names_the_largest_loss() -> None:
+    guard = FiniteGuard(torch.device("cpu"))
+
+    with pytest.raises(DivergedError, match=r"gradient .*largest loss at sample 12"):
+        guard.submit(facts([1.0, 2.0, 3.0], norm=float("inf")))
