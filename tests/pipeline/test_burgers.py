@@ -51,6 +51,15 @@ def test_time_error_falls_with_the_fourth_power(monkeypatch: pytest.MonkeyPatch)
     assert errors[1] / errors[2] > 10
 
 
+def test_products_of_waves_do_not_alias() -> None:
+    """Wave 20 squared is wave 40, which 64 points cannot tell from wave 24."""
+    x = np.arange(64) / 64
+
+    last = solve_burgers(np.sin(2 * np.pi * 20 * x)[None], viscosity=1e-4, interval=0.01, steps=4)[0, -1]
+
+    assert np.abs(np.fft.rfft(last))[22:].max() < 1e-10
+
+
 def test_mass_is_kept_and_energy_never_grows() -> None:
     states = solve_burgers(initial_states(4, 128, 3), viscosity=NU, interval=0.02, steps=30)
 

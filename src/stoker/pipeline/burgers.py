@@ -13,8 +13,9 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import h5py
+import h5py  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 from numpy.typing import NDArray
 
@@ -45,7 +46,7 @@ class BurgersSpec:
         """Refuse sizes that cannot be simulated."""
         if min(self.trajectories, self.steps) < 1 or self.points < 8 or self.points % 2:
             raise ConfigError(
-                f"{self.trajectories} trajectories of {self.steps} steps on {self.points} points are refused. "
+                f"{self.trajectories} trajectories, {self.steps} steps on {self.points} points are refused. "
                 "Give at least one trajectory, one step, and an even number of points from 8"
             )
         if self.interval <= 0 or self.viscosity <= 0:
@@ -133,8 +134,9 @@ def write_burgers(path: Path, spec: BurgersSpec) -> Path:
         raise SourceError(f"{path} cannot be written: {error.strerror}. Choose a folder you own") from error
     os.close(handle)
     try:
-        with h5py.File(temporary, "w") as file:
-            file.create_dataset("tensor", data=states.astype(np.float32), track_times=False)
+        with h5py.File(temporary, "w") as opened:
+            file: Any = opened
+            file.create_dataset("tensor", data=states.astype(np.float32))
             file["x-coordinate"] = ((np.arange(spec.points) + 0.5) / spec.points).astype(np.float32)
             file["t-coordinate"] = (np.arange(spec.steps + 1) * spec.interval).astype(np.float32)
             file.attrs["Nu"] = spec.viscosity

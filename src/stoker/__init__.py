@@ -1,0 +1,90 @@
+"""Stoker keeps the GPU fed: encode once, keep it verified, serve from the fastest place that fits.
+
+sources/      raw samples by number: HDF5 simulations, any torch `Dataset`
+encoders/     frozen encoders: grid, any `nn.Module`, normalisation
+precompute/   source + encoder -> cache, resumable, hang-proof
+store/        the cache: recipe and fingerprint, shards with checksums, index
+plan/         which records are served from where, and why
+loader/       cache + plan -> batches, the same bytes from every tier
+train/        a reference operator and its training loop
+config/       settings files;  pipeline/, cli/   whole runs, and the `stoker` command
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from stoker.errors import StokerError
+
+if TYPE_CHECKING:
+    from stoker.cached import cached
+    from stoker.encoders.grid import GridEncoder
+    from stoker.encoders.module import ModuleEncoder
+    from stoker.loader import Loader, Windows
+    from stoker.precompute import precompute
+    from stoker.sources.hdf5 import HDF5Source
+    from stoker.sources.torch_dataset import TorchSource
+    from stoker.store import Cache, open_cache
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Cache",
+    "GridEncoder",
+    "HDF5Source",
+    "Loader",
+    "ModuleEncoder",
+    "StokerError",
+    "TorchSource",
+    "Windows",
+    "__version__",
+    "cached",
+    "open_cache",
+    "precompute",
+]
+
+_HOMES = {
+    "Cache": "stoker.store",
+    "GridEncoder": "stoker.encoders.grid",
+    "HDF5Source": "stoker.sources.hdf5",
+    "Loader": "stoker.loader",
+    "ModuleEncoder": "stoker.encoders.module",
+    "TorchSource": "stoker.sources.torch_dataset",
+    "Windows": "stoker.loader",
+    "cached": "stoker.cached",
+    "open_cache": "stoker.store",
+    "precompute": "stoker.precompute",
+}
+"""Where each public name is defined; imported on first use, so that `import stoker` costs nothing."""
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first asked for (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'stoker' has no attribute {name!r}. Public names: {', '.join(__all__)}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion."""
+    return sorted(__all__)
+
+
+class _Face(ModuleType):
+    """This module, in which `precompute` and `cached` stay the functions.
+
+    Each shares its name with the module that defines it, and importing a submodule sets it as an attribute
+    of its package: after `import stoker.precompute.reader`, `stoker.precompute(...)` would not be callable.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Face

@@ -1,0 +1,128 @@
+"""Parameters that commands share, and the flags of the earlier precompute script as settings.
+
+`precompute` of the earlier system took `--splits train val`, `--latent-dim 64` and more. Each still works
+and becomes a `key=value` setting. The same setting given both ways is then given twice, which
+`load_config` refuses, since nobody could say which one was meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from stoker.errors import ConfigError
+
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on standard output, the rest on standard error.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error, and log more.")]
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file with the settings.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE ...]", help="Settings that win over the file, as training.epochs=3."),
+]
+CachePath = Annotated[
+    Path, typer.Argument(metavar="PATH", help="A cache (its newest complete recipe), or one recipe's folder.")
+]
+
+SEVERAL = ("--tasks", "--splits")
+"""Flags that take more than one value, each as its own word."""
+
+
+class EarlierFlags(TyperCommand):
+    """A command that reads `--splits train val` as the earlier script did: one flag, several words."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat the flag before each of its words, then parse as usual."""
+        return super().parse_args(ctx, repeat_flags(args))
+
+
+def repeat_flags(args: Sequence[str]) -> list[str]:
+    """Put the flag before each of its words; a setting, a YAML file or another flag ends them.
+
+    >>> repeat_flags(["--splits", "train", "val", "c.yaml", "latent.dim=8"])
+    ['--splits', 'train', '--splits', 'val', 'c.yaml', 'latent.dim=8']
+    """
+    out: list[str] = []
+    flag = ""
+    for place, arg in enumerate(args):
+        ends = arg.startswith("-") or "=" in arg or arg.endswith((".yaml", ".yml"))
+        if flag and not ends and args[place - 1] != flag:
+            out.append(flag)
+        if ends:
+            flag = arg if arg in SEVERAL else ""
+        out.append(arg)
+    return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecomputeFlags:
+    """The earlier flags as given; None where a flag is absent."""
+
+    tasks: list[str] | None = None
+    root: Path | None = None
+    cache_dir: Path | None = None
+    cache_dtype: str | None = None
+    latent_dim: int | None = None
+    latent_len: int | None = None
+    device: str | None = None
+    num_workers: int | None = None
+    parallel: bool | None = None
+    pin_memory: bool | None = None
+    overwrite: bool | None = None
+    retry_quarantined: bool = False
+    limit: int | None = None
+
+    def settings(self, overrides: Sequence[str]) -> list[str]:
+        """`overrides` with every given flag added as `key=value`.
+
+        Raises:
+            ConfigError: Two flags contradict each other.
+        """
+        workers = self.num_workers
+        if self.parallel is not None and workers is not None and self.parallel == (workers == 0):
+            raise ConfigError(
+                f"--{'' if self.parallel else 'no-'}parallel and --num-workers {workers} contradict. "
+                "Give one of them"
+            )
+        if self.parallel is False:
+            workers = 0
+        given = {
+            "data.task": None if self.tasks is None else _list(self.tasks),
+            "data.root": self.root,
+            "data.limit": self.limit,
+            "latent.dim": self.latent_dim,
+            "latent.tokens": self.latent_len,
+            "training.latent_cache_dir": self.cache_dir,
+            "training.latent_cache_dtype": self.cache_dtype,
+            "training.device": self.device,
+            "training.num_workers": workers,
+            "training.pin_memory": self.pin_memory,
+            "precompute.overwrite": self.overwrite,
+            "precompute.retry_quarantined": self.retry_quarantined or None,
+        }
+        return [*overrides, *(f"{key}={_text(value)}" for key, value in given.items() if value is not None)]
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _list(values: Sequence[str]) -> str:
+    """Task names as one value: alone, or as a list; `a,b` counts as two."""
+    names = split_words(values)
+    return names[0] if len(names) == 1 else f"[{','.join(names)}]"
+
+
+def split_words(values: Sequence[str]) -> list[str]:
+    """Words of repeated or comma-separated values.
+
+    >>> split_words(["train,val", "test"])
+    ['train', 'val', 'test']
+    """
+    return [word for value in values for word in value.split(",") if word]

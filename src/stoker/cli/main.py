@@ -1,0 +1,320 @@
+"""The commands of `stoker`: each parses, makes one library call and prints what came back.
+
+Exit codes: 0 done, 1 failed, 2 usage, 3 bad configuration, 4 cache corrupt or incomplete, 5 stalled,
+6 not enough resources, 130 interrupted. docs/cli.md shows every command with its output.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import psutil
+import typer
+
+from stoker.cli.edge import Edge, edge, stop_on_sigterm
+from stoker.cli.flags import (
+    CachePath,
+    Config,
+    Debug,
+    EarlierFlags,
+    Json,
+    Overrides,
+    PrecomputeFlags,
+    split_words,
+)
+from stoker.errors import ConfigError, FormatError
+
+if TYPE_CHECKING:
+    from stoker.config.models import Config as Settings
+
+app = typer.Typer(
+    name="stoker",
+    help="Encode once, keep it verified, and feed the GPU from the fastest place that fits.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """The `stoker` command."""
+    stop_on_sigterm()
+    app()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from stoker import __version__
+
+        typer.echo(f"stoker {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Encode once, keep it verified, and feed the GPU from the fastest place that fits."""
+
+
+def _load(out: Edge, config: Path, overrides: list[str] | None) -> Settings:
+    from stoker.config import load_config
+
+    settings = load_config(config, overrides or [])
+    for note in settings.notes:
+        out.note(note)
+    return settings
+
+
+def _process_start() -> float:
+    """When this process began, on the clock of `time.monotonic`."""
+    return time.monotonic() - max(0.0, time.time() - psutil.Process().create_time())
+
+
+@app.command()
+def demo(overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
+    """Do the whole job on generated data.
+
+    Simulates Burgers' equation, encodes, plans and trains; needs no download. A second run finds its cache.
+
+    \b
+    Example:
+      stoker demo
+      stoker demo training.epochs=5
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        from stoker.cli import render
+        from stoker.pipeline.demo import run_demo
+
+        result = run_demo(overrides or [], started=_process_start(), on_event=render.events(out.note))
+        out.show(result, render.demo)
+
+
+@app.command(cls=EarlierFlags)
+def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier script; they become settings at once)
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="CONFIG [KEY=VALUE ...]", help="Settings file, then settings."),
+    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="The settings file, as a flag.")] = None,
+    tasks: Annotated[list[str] | None, typer.Option(help="data.task: one or more names.")] = None,
+    splits: Annotated[
+        list[str] | None, typer.Option(help="Splits to encode; default: what `train` needs.")
+    ] = None,
+    root: Annotated[Path | None, typer.Option(help="data.root: folder of the raw files.")] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="training.latent_cache_dir.")] = None,
+    cache_dtype: Annotated[str | None, typer.Option(help="training.latent_cache_dtype.")] = None,
+    latent_dim: Annotated[int | None, typer.Option(help="latent.dim.")] = None,
+    latent_len: Annotated[int | None, typer.Option(help="latent.tokens.")] = None,
+    device: Annotated[str | None, typer.Option(help="training.device: cpu or cuda[:i].")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Accepted and ignored: groups are fixed, so that records never vary.")
+    ] = None,
+    num_workers: Annotated[int | None, typer.Option(help="training.num_workers; 0 reads in process.")] = None,
+    parallel: Annotated[
+        bool | None, typer.Option("--parallel/--no-parallel", help="--no-parallel reads in this process.")
+    ] = None,
+    pin_memory: Annotated[bool | None, typer.Option("--pin-memory", help="training.pin_memory.")] = None,
+    overwrite: Annotated[
+        bool | None, typer.Option("--overwrite", help="Encode everything again into a clean folder.")
+    ] = None,
+    retry_quarantined: Annotated[
+        bool, typer.Option("--retry-quarantined", help="Try samples again that failed before.")
+    ] = False,
+    limit: Annotated[
+        int | None, typer.Option(help="data.limit: only the first samples of each split.")
+    ] = None,
+    manifest: Annotated[Path | None, typer.Option(help="Write a JSON report of the run here.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Encode what is missing from the caches.
+
+    Returns at once when nothing is; stopped at any moment, the same command resumes.
+
+    \b
+    Example:
+      stoker precompute configs/train_burgers_32dim.yaml
+      stoker precompute configs/train_burgers_32dim.yaml latent.dim=64 --splits train val
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        path, overrides = config_and_overrides(words or [], config)
+        flags = PrecomputeFlags(
+            tasks=tasks, root=root, cache_dir=cache_dir, cache_dtype=cache_dtype, latent_dim=latent_dim,
+            latent_len=latent_len, device=device, num_workers=num_workers, parallel=parallel,
+            pin_memory=pin_memory, overwrite=overwrite, retry_quarantined=retry_quarantined, limit=limit,
+        )  # fmt: skip
+        if batch_size is not None:
+            out.note("--batch-size has no effect: samples are encoded in fixed groups, whatever the machine")
+        settings = _load(out, path, flags.settings(overrides))
+        from stoker.cli import render
+        from stoker.pipeline.precompute import precompute_config
+
+        result = precompute_config(settings, splits=split_words(splits or []), manifest=manifest)
+        out.show(result, render.precompute)
+
+
+def config_and_overrides(words: list[str], config: Path | None) -> tuple[Path, list[str]]:
+    """Tell the settings file from the settings in what was typed.
+
+    Raises:
+        ConfigError: No file, or more than one.
+    """
+    overrides = [word for word in words if "=" in word]
+    files = [Path(word) for word in words if "=" not in word] + ([config] if config else [])
+    if len(files) != 1:
+        found = ", ".join(map(str, files)) or "none"
+        raise ConfigError(f"expected one CONFIG file, found {found}. Settings are written key=value")
+    return files[0], overrides
+
+
+@app.command()
+def plan(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
+    """Show where records would be served from.
+
+    With what that costs a batch, and why; nothing is moved or encoded.
+
+    \b
+    Example:
+      stoker plan configs/train_burgers_512dim.yaml training.tier=host
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        settings = _load(out, config, overrides)
+        from stoker.cli import render
+        from stoker.pipeline.plan import plan_config
+
+        out.show(plan_config(settings), render.plan)
+
+
+@app.command()
+def train(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
+    """Encode what is missing, then train.
+
+    Trains the latent operator; a run that was interrupted goes on when the command is given again.
+
+    \b
+    Example:
+      stoker train configs/train_burgers_32dim.yaml training.epochs=10
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        settings = _load(out, config, overrides)
+        from stoker.cli import render
+        from stoker.pipeline.train import train_config
+
+        result = train_config(settings, started=_process_start(), on_event=render.events(out.note))
+        out.show(result, render.train)
+
+
+@app.command()
+def inspect(path: CachePath, as_json: Json = False, debug: Debug = False) -> None:
+    """Show what a cache holds.
+
+    Records, fields, sizes, statistics and quarantined samples, from the index alone.
+
+    \b
+    Example:
+      stoker inspect data/latent_cache/burgers1d_train
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        from stoker.cli import render
+        from stoker.pipeline.inspect import inspect_cache
+
+        out.show(inspect_cache(path), render.inspect)
+
+
+@app.command()
+def verify(
+    path: CachePath,
+    subset: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Part of the records to read, seeded; 1 reads every byte.")
+    ] = 1.0,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Read a cache back and compare checksums.
+
+    Exit code 4 when a record is damaged.
+
+    \b
+    Example:
+      stoker verify data/latent_cache/burgers1d_train --subset 0.1
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        from stoker.cli import render
+        from stoker.pipeline.inspect import verify_cache
+
+        result = verify_cache(path, subset=subset)
+        out.show(result, render.verify)
+        if result.bad:
+            raise typer.Exit(FormatError.exit_code)
+
+
+@app.command()
+def validate(
+    config: Config,
+    overrides: Overrides = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the settings in force as YAML, and check nothing.")
+    ] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Check everything before a long run.
+
+    Configuration, data files, encoder, cache, memory, disk and GPU, a row each: pass, warn or
+    fail. Exit code 3 when a setting or file is wrong, 6 when memory, disk or device do not suffice.
+
+    \b
+    Example:
+      stoker validate configs/train_burgers_32dim.yaml
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        if print_config:
+            settings = _load(out, config, overrides)
+            if as_json:
+                out.write_json(settings.to_dict())
+            else:
+                typer.echo(settings.to_yaml(), nl=False)
+            return
+        from stoker.cli import render
+        from stoker.pipeline.validate import validate_config
+
+        result = validate_config(config, overrides or [])
+        out.show(result, render.validate)
+        if result.exit_code:
+            raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def why(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A cache, a recipe's folder, or a CONFIG file.")],
+    b: Annotated[
+        Path | None,
+        typer.Argument(metavar="[B]", help="The other one; without it: the nearest cache of A's name."),
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Name what differs between two recipes.
+
+    So that a cache that was not used explains itself.
+
+    \b
+    Example:
+      stoker why configs/train_burgers_32dim.yaml
+      stoker why data/latent_cache/burgers1d_train/3fa9c1d2e4b7a810 configs/train_burgers_32dim.yaml
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        from stoker.cli import render
+        from stoker.pipeline.why import explain
+
+        out.show(explain(a, b), render.why)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Turn settings into sources, an encoder and cache names.
+
+One configuration describes one cache per task and split. All splits share the encoder, and a
+normalisation's statistics come from the train split alone, so that nothing leaks from val or test.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stoker.config import Config
+from stoker.encoders.grid import GridEncoder
+from stoker.encoders.normalize import Normalized
+from stoker.encoders.protocol import Encoder
+from stoker.errors import ConfigError
+from stoker.pipeline.statistics import train_statistics
+from stoker.schema import Schema
+from stoker.sources.files import resolve_files
+from stoker.sources.hdf5 import HDF5Source
+from stoker.sources.protocol import Source
+from stoker.sources.subset import Subset
+from stoker.store import Digests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One cache of a configuration: what to encode, with what, under which name."""
+
+    name: str
+    """Folder below the cache directory, `{task}_{split}`."""
+    split: str
+    source: Source
+    encoder: Encoder | None
+
+
+def build_jobs(config: Config, task: str, splits: Sequence[str]) -> list[Job]:
+    """One job per split of `task`, in that order.
+
+    Raises:
+        ConfigError, EncoderError: The encoder's settings do not fit the data.
+        SplitError, SourceError: A split or its files are not there.
+    """
+    sources = {split: build_source(config, task, split) for split in splits}
+    fitted_on = None
+    if config.data.normalize:
+        fitted_on = sources.get("train") or build_source(config, task, "train")
+    encoder = build_encoder(config, next(iter(sources.values())).schema(), fitted_on=fitted_on)
+    return [
+        Job(name=f"{task}_{split}", split=split, source=source, encoder=encoder)
+        for split, source in sources.items()
+    ]
+
+
+def tasks_of(config: Config) -> list[str]:
+    """Names of the tasks; made from `data.files` where those are given and no task is named."""
+    if config.data.files is not None and "task" not in config.data.model_fields_set:
+        return [stem_of(config.data.files)]
+    return list(config.data.tasks)
+
+
+def stem_of(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> str:
+    """A cache's name from the first path of `data.files`: its stem, or its folder's name for a pattern.
+
+    Later entries do not count, so that a file added to the list keeps the name and its records are reused.
+
+    >>> stem_of("raw/1D_Burgers_Sols_Nu0.01.hdf5"), stem_of(["raw/sols_*.h5"]), stem_of("raw/*.h5")
+    ('1D_Burgers_Sols_Nu0.01', 'sols', 'raw')
+    """
+    first = Path(files if isinstance(files, str | os.PathLike) else next(iter(files), "data"))
+    known = first.suffix.lower() in {".h5", ".hdf5", ".hdf", ".he5"}
+    name = first.stem if known else first.name
+    for text in (name, first.parent.name, "data"):
+        plain = re.sub(r"[^A-Za-z0-9._-]+", "_", re.sub(r"\[[^]]*\]|[*?]+", "", text)).strip("._-")
+        if plain:
+            return plain
+    return "data"
+
+
+def build_source(config: Config, task: str, split: str) -> Source:
+    """The samples of one split of one task."""
+    data = config.data
+    paths = data.files if data.files is not None else resolve_files(data.root, task)
+    source = HDF5Source(
+        paths, preset=data.preset, fields=data.fields, split=split, splits=data.splits, seed=data.seed
+    )
+    return source if data.limit is None else Subset(source, data.limit)
+
+
+def build_encoder(config: Config, schema: Schema, *, fitted_on: Source | None) -> Encoder | None:
+    """The encoder that the settings describe; None stores samples as they are.
+
+    Args:
+        config: `latent` and `encoder` decide; grid and channels come from the samples.
+        schema: Fields of the samples.
+        fitted_on: The train split, where samples are normalised.
+    Raises:
+        ConfigError: The samples have no grid.
+        EncoderError: The patch does not divide the grid.
+    """
+    encoder = grid_encoder(config, schema) if config.encoder.kind == "grid" else None
+    if fitted_on is None:
+        return encoder
+    cache_dir = Path(config.training.latent_cache_dir)
+    digests = Digests(cache_dir, config.identity)
+    return Normalized(encoder, train_statistics(fitted_on, "data", digests=digests, cache_dir=cache_dir))
+
+
+def grid_encoder(config: Config, schema: Schema) -> GridEncoder:
+    """`GridEncoder` for the field `data` of `schema`; see `build_encoder`."""
+    data = schema.get("data")
+    if data is None or len(data.shape) not in (3, 4):
+        shown = {name: field.shape for name, field in schema.items()}
+        raise ConfigError(
+            f"the grid encoder takes a field 'data' of shape (T, H, W, C), samples have {shown}. "
+            "Set encoder.kind=identity to store samples as they are, or name the dataset with data.fields"
+        )
+    height, width, channels = data.shape[-3:]
+    return GridEncoder(
+        channels=channels,
+        grid=(height, width),
+        patch=config.encoder.patch(height),
+        tokens=config.latent.tokens,
+        dim=config.latent.dim,
+        fourier=config.encoder.fourier,
+        seed=config.encoder.seed,
+        checkpoint=config.encoder.checkpoint,
+    )
+
+
+def device_of(config: Config) -> str:
+    """`training.device`, with `auto` resolved: a GPU where there is one."""
+    wanted = config.training.device
+    if wanted != "auto":
+        return wanted
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,131 @@
+"""What a cache holds, and whether its bytes are what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stoker.schema import Json, Schema, schema_to_json
+from stoker.store import Cache, open_cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSummary:
+    """One cache, as `stoker inspect` shows it."""
+
+    name: str
+    path: str
+    fingerprint: str
+    records: int
+    """Records stored."""
+    count: int
+    """Samples of the source; stored and quarantined together, when complete."""
+    fields: Schema
+    """Fields as stored."""
+    shards: int
+    bytes: int
+    """Bytes of all shards on disk."""
+    complete: bool
+    quarantined: tuple[dict[str, Json], ...]
+    """Number, stage and error of each sample set aside."""
+    statistics: Mapping[str, Any]
+    """Per field, as kept in the index."""
+    error: Mapping[str, Any]
+    """Per field: largest and root-mean-square rounding error of the storage dtype, relative."""
+
+    def to_json(self) -> dict[str, Json]:
+        """The keys that scripts rely on."""
+        return {
+            "name": self.name,
+            "path": self.path,
+            "fingerprint": self.fingerprint,
+            "records": self.records,
+            "count": self.count,
+            "fields": schema_to_json(self.fields),
+            "shards": self.shards,
+            "bytes": self.bytes,
+            "complete": self.complete,
+            "quarantined": [*self.quarantined],
+            "statistics": dict(self.statistics),
+            "error": dict(self.error),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """One record that is not what was written."""
+
+    index: int
+    """Sample number."""
+    shard: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyResult:
+    """What reading a cache back found."""
+
+    records: int
+    """Records that were read."""
+    bad: tuple[Damage, ...]
+    """Everything damaged; empty when all is well."""
+
+    def to_json(self) -> dict[str, Json]:
+        """The keys that scripts rely on."""
+        bad: list[Json] = [{"index": b.index, "shard": b.shard, "why": b.why} for b in self.bad]
+        return {"records": self.records, "ok": not bad, "bad": bad}
+
+
+def inspect_cache(path: Path) -> CacheSummary:
+    """Read a cache's index; costs O(shards), no record is read.
+
+    Raises:
+        FormatError: There is no cache, or not one that this version reads.
+    """
+    cache = open_cache(path, require_complete=False)
+    return CacheSummary(
+        name=cache.name,
+        path=str(cache.path),
+        fingerprint=cache.fingerprint,
+        records=len(cache),
+        count=cache.recipe.count,
+        fields=cache.schema,
+        shards=len(cache.index.shards),
+        bytes=shard_bytes(cache),
+        complete=cache.complete,
+        quarantined=tuple(list_quarantined(cache)),
+        statistics=cache.statistics,
+        error=cache.index.error,
+    )
+
+
+def verify_cache(path: Path, *, subset: float = 1.0) -> VerifyResult:
+    """Read a seeded `subset` (0..1) of a cache's records back and compare every checksum.
+
+    Raises:
+        FormatError: There is no cache, or not one that this version reads.
+    """
+    report = open_cache(path, require_complete=False).verify(subset)
+    bad = tuple(Damage(index=b.index, shard=b.shard, why=b.why) for b in report.bad)
+    return VerifyResult(records=report.records, bad=bad)
+
+
+def list_quarantined(cache: Cache) -> list[dict[str, Json]]:
+    """Number, stage, error and attempts of each sample set aside, by number."""
+    return [
+        {"number": number, "stage": f.stage, "error": f.error, "attempts": f.attempts, "kind": f.kind}
+        for number, f in sorted(cache.index.quarantined.items())
+    ]
+
+
+def shard_bytes(cache: Cache) -> int:
+    """Bytes of all shards on disk."""
+    return sum(shard.bytes for shard in cache.index.shards)
+
+
+def worst_error(cache: Cache) -> float | None:
+    """Largest relative rounding error over all fields; None where nothing was rounded."""
+    errors = [entry.get("max") for entry in cache.index.error.values()]
+    return max((error for error in errors if error is not None), default=None)

@@ -1,0 +1,88 @@
+"""What a configuration asks for and what is there, without encoding anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from stoker.config import Config
+from stoker.errors import SourceError, StokerError
+from stoker.loader import Windows
+from stoker.pipeline.build import build_jobs
+from stoker.pipeline.gone import find_without_source
+from stoker.schema import Schema
+from stoker.store import Cache, Digests, Recipe, make_recipe, open_cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """One cache of a configuration."""
+
+    recipe: Recipe
+    folder: Path
+    """The recipe's folder, which need not exist."""
+    cache: Cache | None
+    """What is stored so far, complete or not."""
+    source_gone: bool = False
+
+    @property
+    def missing(self) -> int:
+        """Samples neither stored nor quarantined."""
+        done = 0 if self.cache is None else len(self.cache) + len(self.cache.index.quarantined)
+        return self.recipe.count - done
+
+
+def locate(config: Config, task: str, split: str) -> Located:
+    """The recipe of one cache, and the cache if it has been begun.
+
+    Raises:
+        StokerError: As `build_jobs`; a source that is gone is an error only where no cache matches the rest.
+    """
+    try:
+        recipe = recipe_of(config, task, split)
+    except SourceError:
+        found = find_without_source(config, task, [split])
+        if found is None:
+            raise
+        cache = found[split]
+        return Located(recipe=cache.recipe, folder=cache.path, cache=cache, source_gone=True)
+    folder = Path(config.training.latent_cache_dir) / f"{task}_{split}" / recipe.fingerprint
+    try:
+        cache = open_cache(folder, require_complete=False)
+    except (StokerError, OSError):
+        cache = None  # nothing there yet, or nothing that can be served
+    return Located(recipe=recipe, folder=folder, cache=cache)
+
+
+def recipe_of(config: Config, task: str, split: str) -> Recipe:
+    """The recipe that `config` gives for one cache, its files digested.
+
+    Raises:
+        StokerError: As `build_jobs` and `make_recipe`.
+    """
+    job = build_jobs(config, task, [split])[0]
+    digests = Digests(Path(config.training.latent_cache_dir), config.identity)
+    dtype = config.training.latent_cache_dtype
+    return make_recipe(job.source, job.encoder, dtype=dtype, digests=digests)
+
+
+def windows_of(config: Config) -> Windows:
+    """How trajectories are cut; pairs of the earlier systems began `time_stride` steps apart."""
+    training = config.training
+    start_every = training.start_every
+    if training.batch_trajectories is not None and "start_every" not in training.model_fields_set:
+        start_every = training.time_stride
+    return Windows(stride=training.time_stride, horizon=training.rollout_horizon, start_every=start_every)
+
+
+def batch_size_of(config: Config, steps: int) -> int:
+    """Windows in a batch; `training.batch_trajectories` counts whole trajectories of `steps` steps."""
+    training = config.training
+    if training.batch_trajectories is None:
+        return training.batch_size
+    return max(1, training.batch_trajectories * windows_of(config).count(steps))
+
+
+def trajectory_steps(schema: Schema) -> int:
+    """Steps of the longest field with time; 1 without one."""
+    return max((field.shape[0] for field in schema.values() if field.time and not field.ragged), default=1)

@@ -1,0 +1,259 @@
+"""Fill the caches of a configuration, or find the cache whose source is gone."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stoker.config import Config
+from stoker.errors import FormatError, IncompleteError, SourceError, SplitError
+from stoker.pipeline.build import Job, build_jobs, build_source, device_of, tasks_of
+from stoker.pipeline.gone import find_without_source
+from stoker.pipeline.inspect import list_quarantined, shard_bytes, worst_error
+from stoker.precompute import Deadlines, PrecomputeSettings, run_precompute
+from stoker.schema import Json, Schema, canonical_json, schema_to_json
+from stoker.sources.files import canonical_split
+from stoker.store import Cache, Digests, make_recipe, open_cache
+from stoker.store.local import LocalStorage
+
+_log = logging.getLogger("stoker")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheResult:
+    """One cache, and what it took to fill it."""
+
+    cache: Cache
+    split: str
+    encoded: int = 0
+    """Records that this run encoded."""
+    reused: int = 0
+    """Records that were there before."""
+    adopted: int = 0
+    """Records taken over from a cache whose source lacked some files."""
+    seconds: float = 0.0
+    """Wall time, the check of the source included."""
+    encode_seconds: float = 0.0
+    """Time inside the encoder."""
+    source_gone: bool = False
+    """The raw data is not there any more; the cache was found by everything else."""
+
+    @property
+    def name(self) -> str:
+        """`{task}_{split}`."""
+        return self.cache.name
+
+    @property
+    def count(self) -> int:
+        """Samples of the source."""
+        return self.cache.recipe.count
+
+    @property
+    def fields(self) -> Schema:
+        """Fields as stored."""
+        return self.cache.schema
+
+    @property
+    def failures(self) -> list[dict[str, Json]]:
+        """Quarantined samples."""
+        return list_quarantined(self.cache)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all shards."""
+        return shard_bytes(self.cache)
+
+    @property
+    def error(self) -> float | None:
+        """Largest rounding error of the storage dtype, relative to a record's largest value."""
+        return worst_error(self.cache)
+
+    def to_json(self) -> dict[str, Json]:
+        """The keys that scripts rely on."""
+        return {
+            "name": self.name,
+            "split": self.split,
+            "path": str(self.cache.path),
+            "fingerprint": self.cache.fingerprint,
+            "records": len(self.cache),
+            "count": self.count,
+            "encoded": self.encoded,
+            "reused": self.reused,
+            "adopted": self.adopted,
+            "quarantined": len(self.failures),
+            "bytes": self.bytes,
+            "seconds": self.seconds,
+            "encode_seconds": self.encode_seconds,
+            "source_gone": self.source_gone,
+            "complete": self.cache.complete,
+            "fields": schema_to_json(self.fields),
+            "error": self.error,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecomputeResult:
+    """All caches of a configuration, in the order of tasks and splits."""
+
+    caches: tuple[CacheResult, ...]
+
+    def to_json(self) -> dict[str, Json]:
+        """The keys that scripts rely on."""
+        return {"caches": [cache.to_json() for cache in self.caches]}
+
+
+def precompute_config(
+    config: Config, *, splits: Sequence[str] = (), manifest: Path | None = None
+) -> PrecomputeResult:
+    """Encode what is missing from the caches of `config`.
+
+    Args:
+        config: The settings.
+        splits: Which splits; none: what training needs, `data.split` and, beside `train`, `val`.
+        manifest: Where to write a JSON report of this run.
+    Raises:
+        StokerError: As `build_jobs` and `run_precompute`.
+    """
+    wanted = list(splits) or wanted_splits(config)
+    result = PrecomputeResult(caches=tuple(fill_caches(config, wanted)))
+    if manifest is not None:
+        write_manifest(manifest, config, result.caches)
+    return result
+
+
+def wanted_splits(config: Config) -> list[str]:
+    """The splits of `data.split`; training needs `val` beside `train`, so it is added where it exists."""
+    splits = [canonical_split(split) for split in config.data.wanted_splits]
+    if splits != ["train"]:
+        return splits
+    try:
+        for task in tasks_of(config):
+            len(build_source(config, task, "val"))
+    except SplitError as error:
+        _log.info("only train is encoded: %s", error)
+        return splits
+    except SourceError:
+        pass  # `fill_caches` meets it again, and says it or does without the source
+    return ["train", "val"]
+
+
+def fill_caches(config: Config, splits: Sequence[str], *, retry: bool = True) -> list[CacheResult]:
+    """One complete cache per task and split; where the raw data is gone, the cache that matches the rest.
+
+    Args:
+        config: The settings.
+        splits: Names of splits.
+        retry: Try samples again once that failed for a passing reason (a hang, an input/output error).
+            Training does not: what it reads must not change from run to run by luck.
+    Raises:
+        SourceError: The data is gone and no cache matches, or it cannot be read.
+        IncompleteError: More samples were quarantined than allowed.
+    """
+    results: list[CacheResult] = []
+    for task in tasks_of(config):
+        began = time.monotonic()
+        try:
+            jobs = build_jobs(config, task, splits)
+        except SourceError as error:
+            found = find_without_source(config, task, splits)
+            if found is None:
+                raise
+            _log.info("%s: the raw data is gone, its cache is used (%s)", task, error)
+            results += [
+                CacheResult(
+                    cache=cache,
+                    split=split,
+                    reused=len(cache),
+                    seconds=time.monotonic() - began,
+                    source_gone=True,
+                )
+                for split, cache in found.items()
+            ]
+            continue
+        for job in jobs:
+            settings = settings_of(config, job)
+            ready = None if retry else _ready(config, job, settings)
+            results.append(ready or _fill(config, job, settings))
+    return results
+
+
+def settings_of(config: Config, job: Job) -> PrecomputeSettings:
+    """How the records of `job` are made."""
+    wanted = config.precompute
+    return PrecomputeSettings(
+        dtype=config.training.latent_cache_dtype,
+        readers=wanted.readers,
+        device=device_of(config),
+        deadlines=Deadlines(**wanted.deadlines.model_dump()),
+        max_quarantined=wanted.max_quarantined,
+        retry_quarantined=wanted.retry_quarantined,
+        nan=wanted.nan,
+        identity=config.identity,
+        overwrite=wanted.overwrite,
+        max_error=wanted.max_error,
+    )
+
+
+def _ready(config: Config, job: Job, settings: PrecomputeSettings) -> CacheResult | None:
+    """The cache as it is, if every sample is stored or set aside."""
+    began = time.monotonic()
+    if settings.overwrite or settings.retry_quarantined:
+        return None
+    cache_dir = Path(config.training.latent_cache_dir)
+    digests = Digests(cache_dir, settings.identity)
+    recipe = make_recipe(job.source, job.encoder, dtype=settings.dtype, digests=digests)
+    try:
+        cache = open_cache(cache_dir / job.name / recipe.fingerprint)
+    except (FormatError, IncompleteError, OSError):
+        return None  # precompute mends it, or says what is wrong
+    if len(cache.quarantined) > settings.max_quarantined * recipe.count:
+        return None
+    spent_s = time.monotonic() - began
+    return CacheResult(cache=cache, split=job.split, reused=len(cache), seconds=spent_s)
+
+
+def _fill(config: Config, job: Job, settings: PrecomputeSettings) -> CacheResult:
+    began = time.monotonic()
+    cache_dir = Path(config.training.latent_cache_dir)
+    report = run_precompute(job.source, job.encoder, cache_dir, name=job.name, settings=settings)
+    return CacheResult(
+        cache=report.cache,
+        split=job.split,
+        encoded=report.encoded,
+        reused=report.reused,
+        adopted=report.adopted,
+        seconds=time.monotonic() - began,
+        encode_seconds=report.encode_seconds,
+    )
+
+
+def write_manifest(path: Path, config: Config, caches: Sequence[CacheResult]) -> None:
+    """Write the report of the earlier precompute script, with every cache's own figures beside it.
+
+    Raises:
+        ReadOnlyError: The file cannot be written.
+    """
+    summary: Mapping[str, Any] = {
+        cache.name: {
+            "num_samples": len(cache.cache),
+            "total_mb": cache.bytes / 1e6,
+            "elapsed_min": cache.seconds / 60,
+            "skipped": None if cache.encoded else "nothing to encode",
+        }
+        for cache in caches
+    }
+    text = canonical_json(
+        {
+            "generated_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "cache_dir": config.training.latent_cache_dir,
+            "summary": summary,
+            "caches": [cache.to_json() for cache in caches],
+        }
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    LocalStorage(path.parent).put(path.name, text.encode())

@@ -1,0 +1,220 @@
+"""Caches, loaders, training loop: the whole main job of one configuration."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from stoker.config import Config
+from stoker.errors import ConfigError
+from stoker.loader import Loader, Windows
+from stoker.monitor import StallMeter
+from stoker.pipeline.build import device_of, tasks_of
+from stoker.pipeline.diary import run_dir_of, settings_digest, unfinished, write_diary
+from stoker.pipeline.locate import batch_size_of, trajectory_steps, windows_of
+from stoker.pipeline.precompute import CacheResult, fill_caches
+from stoker.schema import Json
+from stoker.sources.files import canonical_split
+from stoker.store import Cache
+from stoker.train.config import EventSink, TrainConfig, TrainReport
+from stoker.train.loop import train
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What a run came to."""
+
+    report: TrainReport
+    caches: tuple[CacheResult, ...]
+    """The training cache, then the validation cache."""
+    cache_s: float
+    """Seconds until both caches were ready."""
+    total_s: float
+    """Seconds from the start of the process to the first batch."""
+    train_s: float
+    """Seconds of the training loop."""
+    reason: str
+    """Why the records are served from where they are."""
+
+    @property
+    def cache_reused(self) -> bool:
+        """Whether nothing had to be encoded."""
+        return not any(cache.encoded for cache in self.caches)
+
+    @property
+    def first_batch_s(self) -> float:
+        """Seconds from ready caches to the first batch."""
+        return self.report.startup["first_batch_s"]
+
+    @property
+    def pictures(self) -> list[str]:
+        """Curves and report, as paths."""
+        run_dir = self.report.run_dir
+        return [str(run_dir / name) for name in ("curves.png", "report.html") if (run_dir / name).is_file()]
+
+    def to_json(self) -> dict[str, Json]:
+        """The keys that scripts rely on."""
+        report = self.report
+        return {
+            "tier": report.tier,
+            "stall": report.stall,
+            "epochs": report.epochs,
+            "steps": report.steps,
+            "val_nrmse": report.val_nrmse,
+            "best_val_nrmse": report.best_val_nrmse,
+            "persistence_nrmse": report.persistence_nrmse,
+            "rollout_nrmse": report.rollout_nrmse,
+            "rollout_persistence_nrmse": report.rollout_persistence_nrmse,
+            "run_dir": str(report.run_dir),
+            "startup": {
+                **report.startup,
+                "cache_s": self.cache_s,
+                "first_batch_s": self.first_batch_s,
+                "total_s": self.total_s,
+            },
+            "cache_reused": self.cache_reused,
+            "train_s": self.train_s,
+            "reason": self.reason,
+            "caches": [cache.to_json() for cache in self.caches],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Ready caches of a run."""
+
+    caches: tuple[CacheResult, ...]
+    """The training cache, then the validation cache."""
+    seconds: float
+    """What it took to have them ready."""
+
+
+def train_config(
+    config: Config, *, started: float | None = None, on_event: EventSink | None = None
+) -> TrainResult:
+    """Encode what is missing, then train; an interrupted run with the same settings goes on.
+
+    Args:
+        config: The settings.
+        started: When the process began, on the clock of `time.monotonic`; None: now.
+        on_event: Told of what happens in the training loop.
+    Raises:
+        ConfigError: More than one task is named, or the split to train on is `val`.
+        StokerError: As `fill_caches` and `train`.
+    """
+    started = time.monotonic() if started is None else started
+    return train_prepared(config, prepare(config), started=started, on_event=on_event)
+
+
+def prepare(config: Config) -> Prepared:
+    """The caches that training reads: the first of `data.split`, and `val`."""
+    tasks = tasks_of(config)
+    if len(tasks) > 1:
+        raise ConfigError(
+            f"training takes one task, data.task names {len(tasks)}: {', '.join(tasks)}. "
+            "Choose one with data.task=NAME; precompute takes them all"
+        )
+    began = time.monotonic()
+    splits = [canonical_split(config.data.wanted_splits[0]), "val"]
+    if splits[0] == "val":
+        raise ConfigError(
+            f"data.split is {config.data.wanted_splits[0]!r}, which training validates on. Expected the "
+            "split to train on, as data.split=train; precompute takes any"
+        )
+    caches = fill_caches(config, splits, retry=False)
+    return Prepared(caches=tuple(caches), seconds=time.monotonic() - began)
+
+
+def train_prepared(
+    config: Config, prepared: Prepared, *, started: float, on_event: EventSink | None = None
+) -> TrainResult:
+    """Train on ready caches; see `train_config`."""
+    train_cache, val_cache = (result.cache for result in prepared.caches)
+    run_dir, meter = run_dir_of(config), StallMeter()
+    digest = settings_digest(config, {result.split: result.cache.fingerprint for result in prepared.caches})
+    resume = unfinished(config, digest)
+
+    def note(kind: str, facts: Mapping[str, Json]) -> None:
+        if kind == "start":
+            write_diary(run_dir, digest=digest, finished=False, step_s=None)
+        if on_event is not None:
+            on_event(kind, facts)
+
+    loader = make_loader(config, train_cache, meter=meter)
+    val_loader = make_val_loader(config, val_cache)
+    began = time.monotonic()
+    report = train(
+        loader,
+        val_loader,
+        loop_settings(config, len(loader), resume=resume),
+        run_dir,
+        meter=meter,
+        on_event=note,
+    )
+    train_s = time.monotonic() - began
+    write_diary(run_dir, digest=digest, finished=True, step_s=report.step_s)
+    return TrainResult(
+        report=report,
+        caches=prepared.caches,
+        cache_s=prepared.seconds,
+        total_s=began - started + report.startup["first_batch_s"],
+        train_s=train_s,
+        reason=loader.plan.reason,
+    )
+
+
+def make_loader(config: Config, cache: Cache, *, meter: StallMeter | None = None) -> Loader:
+    """The loader of the training cache that the settings describe."""
+    return _loader(config, cache, windows_of(config), order="full", meter=meter)
+
+
+def make_val_loader(config: Config, cache: Cache) -> Loader:
+    """The loader of the validation cache, in order.
+
+    At horizon 1 windows begin `time_stride` apart whatever `start_every` says: one begins where the last
+    ended, so that they chain to the whole trajectories that are rolled out.
+    """
+    windows = windows_of(config)
+    if windows.horizon == 1:
+        windows = replace(windows, start_every=windows.stride)
+    return _loader(config, cache, windows, order="sequential", meter=None)
+
+
+def _loader(
+    config: Config, cache: Cache, windows: Windows, *, order: str, meter: StallMeter | None
+) -> Loader:
+    training = config.training
+    return Loader(
+        cache,
+        batch_size=batch_size_of(config, trajectory_steps(cache.schema)),
+        windows=windows,
+        order=order,
+        tier=training.tier,
+        device=device_of(config),
+        seed=training.seed,
+        reserve_bytes=training.reserve_bytes,
+        meter=meter,
+    )
+
+
+def loop_settings(config: Config, batches: int, *, resume: bool) -> TrainConfig:
+    """`training` and `model` in the loop's terms; `batches` is the length of an epoch."""
+    training, model = config.training, config.model
+    return TrainConfig(
+        epochs=training.epochs,
+        max_steps=training.max_steps,
+        lr=training.lr,
+        weight_decay=training.weight_decay,
+        grad_clip=training.grad_clip,
+        seed=training.seed,
+        device=device_of(config),
+        amp=training.amp,
+        width=model.width,
+        depth=model.depth,
+        heads=model.heads,
+        checkpoint_every=max(1, training.checkpoint_every * batches),
+        patience=training.early_stop_patience or None,
+        stride=training.time_stride,
+        resume=resume,
+    )

@@ -1,0 +1,191 @@
+"""Check everything a long run needs, before it starts: rows of pass, warn and fail.
+
+Every row is made, also after one failed, so that one run of `stoker validate` shows all there is to mend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from stoker.config import Config, load_config
+from stoker.errors import ConfigError, EncoderError, ResourceError, StalledError, StokerError
+from stoker.monitor import GpuAbsent, open_gpu
+from stoker.pipeline.build import device_of, tasks_of
+from stoker.pipeline.locate import Located, locate
+from stoker.pipeline.plan import demand_of
+from stoker.plan import Resources, plan_tiers, probe
+from stoker.schema import Json
+from stoker.sources.files import canonical_split
+from stoker.units import format_bytes, format_count
+
+DISK_MARGIN = 0.05
+"""Part of the records' bytes that headers, sums and the index may add."""
+
+Status: TypeAlias = Literal["pass", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One thing that was checked."""
+
+    check: str
+    """What: `config`, `data train`, `encoder`, `cache train`, `memory`, `disk`, `gpu`."""
+    status: Status
+    detail: str
+    """What was found, with figures; for warn and fail also what to do."""
+    exit_code: int = 0
+    """What a `fail` of this row makes the command return."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """All rows."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0 without a failed row; 3 when a setting or file is wrong, else 6 when resources do not suffice."""
+        codes = {row.exit_code for row in self.rows if row.status == "fail"}
+        return next((code for code in (ConfigError.exit_code, ResourceError.exit_code) if code in codes), 0)
+
+    def to_json(self) -> dict[str, Json]:
+        """The keys that scripts rely on."""
+        return {
+            "rows": [{"check": row.check, "status": row.status, "detail": row.detail} for row in self.rows],
+            "exit_code": self.exit_code,
+        }
+
+
+def validate_config(path: Path | str, overrides: Sequence[str] = ()) -> Validation:
+    """Check a settings file and all that it names; nothing is encoded and no record is read."""
+    try:
+        config = load_config(path, overrides)
+    except ConfigError as error:
+        return Validation(rows=(_failed("config", error),))
+    rows = [Row(check="config", status="pass", detail=f"{path}, {len(config.notes)} notes")]
+    rows += [Row(check="config", status="warn", detail=note) for note in config.notes]
+    split = canonical_split(config.data.wanted_splits[0])
+    located: list[Located] = []
+    for task in tasks_of(config):
+        for name in dict.fromkeys([split, "val"]):
+            rows += _check_cache(config, task, name, located)
+    device = _check_device(config, rows)
+    rows += _check_room(config, located, device)
+    return Validation(rows=tuple(rows))
+
+
+def _check_cache(config: Config, task: str, split: str, located: list[Located]) -> list[Row]:
+    """Data, encoder and cache of one task and split; what was found is added to `located`."""
+    name = f"{task}_{split}"
+    try:
+        found = locate(config, task, split)
+    except EncoderError as error:
+        return [_failed(f"encoder {name}", error)]
+    except StokerError as error:
+        return [_failed(f"data {name}", error)]
+    located.append(found)
+    count = format_count(found.recipe.count)
+    if found.source_gone:
+        data = Row(check=f"data {name}", status="warn", detail="raw data is gone; the cache is used")
+    else:
+        data = Row(check=f"data {name}", status="pass", detail=f"{count} samples in {_parts(found)}")
+    shapes = ", ".join(f"{key} {field.shape} {field.dtype}" for key, field in found.recipe.schema.items())
+    encoder = Row(check=f"encoder {name}", status="pass", detail=f"records of {shapes}")
+    return [data, encoder, _cache_row(name, found)]
+
+
+def _parts(found: Located) -> str:
+    parts = found.recipe.parts
+    return parts[0].name if len(parts) == 1 else f"{len(parts)} files, {parts[0].name} to {parts[-1].name}"
+
+
+def _cache_row(name: str, found: Located) -> Row:
+    check, cache = f"cache {name}", found.cache
+    if cache is None:
+        detail = f"none yet for {found.recipe.fingerprint}; `stoker precompute` or `train` makes it"
+        return Row(check=check, status="warn", detail=detail)
+    if found.missing:
+        detail = (
+            f"{format_count(found.missing)} of {format_count(found.recipe.count)} records are missing in "
+            f"{cache.path}; `stoker precompute` resumes"
+        )
+        return Row(check=check, status="warn", detail=detail)
+    aside = len(cache.index.quarantined)
+    detail = f"{format_count(len(cache))} records ready in {cache.path}"
+    if aside:
+        return Row(check=check, status="warn", detail=f"{detail}, {format_count(aside)} quarantined")
+    return Row(check=check, status="pass", detail=detail)
+
+
+def _check_device(config: Config, rows: list[Row]) -> str:
+    """Add the GPU's row; returns the device to plan for."""
+    gpu = open_gpu()
+    described = "" if isinstance(gpu, GpuAbsent) else "NVIDIA driver found"
+    if not isinstance(gpu, GpuAbsent):
+        sample = gpu.sample()
+        gpu.close()
+        if not isinstance(sample, GpuAbsent):
+            described = f"{sample.name}, {format_bytes(sample.total_bytes - sample.used_bytes)} free"
+    device = device_of(config)
+    try:
+        resources = probe(device=device)
+    except ResourceError as error:
+        rows.append(_failed("gpu", error))
+        return "cpu"
+    if device == "cpu":
+        detail = f"{described or 'none'}; device is cpu"
+        unused = bool(described) and config.training.device == "auto"
+        rows.append(Row(check="gpu", status="warn" if unused else "pass", detail=detail))
+    else:
+        free = format_bytes(resources.device_bytes)
+        rows.append(Row(check="gpu", status="pass", detail=f"{resources.device_name}, {free} free"))
+    return device
+
+
+def _check_room(config: Config, located: list[Located], device: str) -> list[Row]:
+    """The rows of memory and disk, neither of which waits for the other."""
+    cache_dir = Path(config.training.latent_cache_dir)
+    try:
+        resources = probe(device=device, path=cache_dir)
+        disk = _disk_row(config, located, resources, device)
+    except StalledError as error:
+        resources = probe(device=device)
+        disk = _failed("disk", error, ResourceError.exit_code)
+    return [_memory_row(config, located, resources, device), disk]
+
+
+def _memory_row(config: Config, located: list[Located], resources: Resources, device: str) -> Row:
+    if not located:
+        detail = "not checked, since no data was found. Mend the rows above and validate again"
+        return Row(check="memory", status="warn", detail=detail)
+    training = config.training
+    demand = demand_of(config, located[0], device)
+    try:
+        plan = plan_tiers(demand, resources, tier=training.tier, reserve_bytes=training.reserve_bytes)
+    except ResourceError as error:
+        return _failed("memory", error)
+    served = plan.tier in ("host", "device") or training.tier in ("disk", "encode")
+    detail = "; ".join(plan.reason.split("; ")[:2])
+    return Row(check="memory", status="pass" if served else "warn", detail=detail)
+
+
+def _disk_row(config: Config, located: list[Located], resources: Resources, device: str) -> Row:
+    needed = sum(found.missing * demand_of(config, found, device).record_bytes for found in located)
+    free = resources.disk_bytes
+    detail = f"{format_bytes(needed)} to write below {config.training.latent_cache_dir}"
+    if free is None:
+        return Row(check="disk", status="warn", detail=f"{detail}; free space is not known")
+    detail = f"{detail}, {format_bytes(free)} free"
+    if needed * (1 + DISK_MARGIN) > free:
+        detail = f"{detail}. Free space, or move training.latent_cache_dir"
+        return Row(check="disk", status="fail", detail=detail, exit_code=ResourceError.exit_code)
+    return Row(check="disk", status="pass", detail=detail)
+
+
+def _failed(check: str, error: StokerError, exit_code: int | None = None) -> Row:
+    code = error.exit_code if exit_code is None else exit_code
+    return Row(check=check, status="fail", detail=str(error), exit_code=code)

@@ -1,0 +1,113 @@
+"""Name the entries in which two recipes differ, so that a cache that was not used explains itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from stoker.config import load_config
+from stoker.errors import ConfigError, FormatError, StokerError
+from stoker.pipeline.build import tasks_of
+from stoker.pipeline.locate import recipe_of
+from stoker.schema import Json
+from stoker.sources.files import canonical_split
+from stoker.store import Difference, Recipe, diff_recipes, load_recipe, open_cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """How two recipes differ."""
+
+    a: str
+    """Where the first recipe is from: a folder, or a configuration and cache name."""
+    b: str
+    differences: tuple[Difference, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether both have one fingerprint."""
+        return not self.differences
+
+    def to_json(self) -> dict[str, Json]:
+        """The keys that scripts rely on."""
+        return {
+            "same": self.same,
+            "differences": [{"entry": d.entry, "a": d.a, "b": d.b, "note": d.note} for d in self.differences],
+            "a": self.a,
+            "b": self.b,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Side:
+    """One of the two recipes."""
+
+    label: str
+    recipe: Recipe
+    folder: Path
+    """The recipe's own folder, which need not exist."""
+
+
+def explain(a: Path, b: Path | None = None) -> Explanation:
+    """Compare the recipes of two caches or configurations.
+
+    Args:
+        a: A cache, a recipe's folder or a settings file.
+        b: The other one. None: the folder beside `a` whose recipe differs least.
+    Raises:
+        FormatError: There is no cache to compare with.
+        ConfigError, SourceError: A settings file, or what it names, cannot be read.
+    """
+    first = _side(a, name=None)
+    if b is None:
+        second = _nearest(first)
+    else:
+        second = _side(b, name=first.folder.parent.name if _is_config(b) else None)
+    differences = diff_recipes(first.recipe, second.recipe)
+    return Explanation(a=first.label, b=second.label, differences=tuple(differences))
+
+
+def _is_config(path: Path) -> bool:
+    return path.suffix.lower() in {".yaml", ".yml"}
+
+
+def _side(path: Path, name: str | None) -> _Side:
+    """`name` picks one of a configuration's caches; None: the first."""
+    if not _is_config(path):
+        folder = path if (path / "recipe.json").is_file() else open_cache(path, require_complete=False).path
+        return _Side(label=str(folder), recipe=load_recipe(folder), folder=folder)
+    config = load_config(path)
+    known = {
+        f"{task}_{split}": (task, split)
+        for task in tasks_of(config)
+        for split in dict.fromkeys([*map(canonical_split, config.data.wanted_splits), "train", "val", "test"])
+    }
+    if name is not None and name not in known:
+        raise ConfigError(f"{path} describes {', '.join(known)}, not {name}. Compare caches of one name")
+    chosen = name or next(iter(known))
+    recipe = recipe_of(config, *known[chosen])
+    folder = Path(config.training.latent_cache_dir) / chosen / recipe.fingerprint
+    return _Side(label=f"{path} ({chosen}, {recipe.fingerprint})", recipe=recipe, folder=folder)
+
+
+def _nearest(side: _Side) -> _Side:
+    """The recipe beside `side` that differs in the fewest entries; its own one if that has a cache."""
+    found: list[tuple[int, str, _Side]] = []
+    parent = side.folder.parent
+    for folder in sorted(parent.iterdir()) if parent.is_dir() else []:
+        own = folder.resolve() == side.folder.resolve()
+        if own and not _is_from_config(side):
+            continue
+        try:
+            recipe = load_recipe(folder)
+        except (StokerError, OSError):
+            continue
+        other = _Side(label=str(folder), recipe=recipe, folder=folder)
+        found.append((len(diff_recipes(side.recipe, recipe)), folder.name, other))
+    if not found:
+        raise FormatError(f"{parent} holds no other cache to compare with. Give B, or run precompute first")
+    return min(found, key=lambda item: item[:2])[2]
+
+
+def _is_from_config(side: _Side) -> bool:
+    return side.label != str(side.folder)

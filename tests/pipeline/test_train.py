@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from stoker.errors import ConfigError, Interrupted
+from stoker.pipeline.diary import last_step_s, run_dir_of
+from stoker.pipeline.train import loop_settings, make_loader, make_val_loader, prepare, train_config
+from stoker.schema import Json
+from tests.conftest import write_burgers
+from tests.pipeline.conftest import Configure
+
+
+class Events:
+    """What the loop told, and a SIGTERM after the first epoch if wanted."""
+
+    def __init__(self, *, stop: bool = False) -> None:
+        self.kinds: list[str] = []
+        self.stop = stop
+
+    def __call__(self, kind: str, facts: Mapping[str, Json]) -> None:
+        self.kinds.append(kind)
+        if kind == "epoch" and self.stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_training_beats_persistence_and_reports_both(configure: Configure) -> None:
+    result = train_config(configure("training.epochs=8", "model.width=32", "training.lr=1e-2"))
+
+    report = result.report
+    assert report.val_nrmse is not None
+    assert report.persistence_nrmse is not None
+    assert report.val_nrmse < report.persistence_nrmse
+    assert result.pictures == ["runs/burgers1d/curves.png", "runs/burgers1d/report.html"]
+    assert result.to_json()["caches"][0]["split"] == "train"  # type: ignore[index,call-overload]
+
+
+def test_an_interrupted_run_goes_on_and_ends_as_if_it_had_not_been(
+    configure: Configure, tmp_path: Path
+) -> None:
+    whole = train_config(configure("training.run_dir=whole"))
+    with pytest.raises(Interrupted):
+        train_config(configure(), on_event=Events(stop=True))
+    events = Events()
+
+    resumed = train_config(configure(), on_event=events)
+
+    assert "resume" in events.kinds
+    assert resumed.report.steps == whole.report.steps
+    assert resumed.report.val_nrmse == whole.report.val_nrmse
+
+
+def test_a_finished_run_begins_anew(configure: Configure) -> None:
+    train_config(configure())
+    events = Events()
+
+    again = train_config(configure(), on_event=events)
+
+    assert "resume" not in events.kinds
+    assert again.report.steps == 12
+
+
+@pytest.mark.parametrize("change", ["training.lr=1e-4", "latent.dim=6", "model.width=32", "training.seed=5"])
+def test_other_settings_never_resume_an_interrupted_run(configure: Configure, change: str) -> None:
+    with pytest.raises(Interrupted):
+        train_config(configure(), on_event=Events(stop=True))
+    events = Events()
+
+    train_config(configure(change), on_event=events)
+
+    assert "resume" not in events.kinds
+
+
+def test_another_tier_or_batch_free_setting_still_resumes(configure: Configure) -> None:
+    with pytest.raises(Interrupted):
+        train_config(configure(), on_event=Events(stop=True))
+    events = Events()
+
+    train_config(configure("training.tier=disk"), on_event=events)
+
+    assert "resume" in events.kinds
+
+
+def test_the_time_of_a_step_is_not_thinned_by_the_steps_of_earlier_sessions(configure: Configure) -> None:
+    """The diary says what the steps that were timed took, however many sessions there were."""
+    with pytest.raises(Interrupted):
+        train_config(configure(), on_event=Events(stop=True))
+    epochs: list[Mapping[str, Json]] = []
+
+    resumed = train_config(
+        configure(), on_event=lambda kind, facts: epochs.append(facts) if kind == "epoch" else None
+    )
+
+    assert len(epochs) == 1
+    assert last_step_s(configure()) == resumed.report.step_s
+    state = json.loads((newest(run_dir_of(configure()) / "checkpoints") / "state.json").read_text())
+    progress = state["state"]["progress"]
+    assert (resumed.report.steps, progress["timed"]) == (12, 11)  # the pass of one step was broken off
+    assert resumed.report.step_s == pytest.approx(progress["step_s"] / 11)
+
+
+def newest(checkpoints: Path) -> Path:
+    return max(checkpoints.glob("last-*"))
+
+
+def test_a_run_leaves_the_time_of_its_step(configure: Configure) -> None:
+    assert last_step_s(configure()) is None
+
+    train_config(configure())
+
+    assert 0 < (last_step_s(configure()) or 0) < 60
+
+
+def test_a_damaged_diary_is_no_diary(configure: Configure) -> None:
+    train_config(configure("training.max_steps=2"))
+    (run_dir_of(configure()) / "run.json").write_text("{")
+
+    assert last_step_s(configure()) is None
+    train_config(configure("training.max_steps=2"))
+
+
+def test_startup_times_add_up(configure: Configure) -> None:
+    startup = train_config(configure("training.max_steps=2"), started=None).to_json()["startup"]
+
+    assert isinstance(startup, dict)
+    assert 0 < startup["cache_s"] <= startup["total_s"]  # type: ignore[operator]
+    assert 0 < startup["first_batch_s"] <= startup["total_s"]  # type: ignore[operator]
+
+
+def test_several_tasks_are_refused_before_anything_is_encoded(configure: Configure, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="one task"):
+        train_config(configure("data.task=[burgers1d,advection]"))
+    assert not (tmp_path / "data").exists()
+
+
+def test_the_validation_split_is_refused_for_training(configure: Configure, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.split is 'valid'.*data\.split=train"):
+        train_config(configure("data.split=valid"))
+    assert not (tmp_path / "data").exists()
+
+
+def test_validation_rolls_out_whole_trajectories_whatever_training_takes(configure: Configure) -> None:
+    config = configure("training.start_every=4", "training.time_stride=2", "training.max_steps=2")
+    loader = make_val_loader(config, prepare(config).caches[1].cache)
+
+    starts = sorted({int(start) for batch in loader for start in batch.index[:, 1]})
+    report = train_config(config).report
+
+    assert starts == [0, 2, 4, 6]
+    assert report.rollout_persistence_nrmse is not None
+    assert report.persistence_nrmse is not None
+    assert report.rollout_persistence_nrmse > report.persistence_nrmse
+
+
+def test_settings_reach_the_loader_and_the_loop(configure: Configure) -> None:
+    config = configure(
+        "training.time_stride=2", "training.rollout_horizon=3", "training.grad_clip=null",
+        "training.early_stop_patience=4", "training.checkpoint_every=2",
+    )  # fmt: skip
+
+    batch = next(iter(make_loader(config, prepare(config).caches[0].cache)))
+    settings = loop_settings(config, 7, resume=False)
+
+    assert tuple(batch.z0.shape) == (16, 4, 8)
+    assert batch.future is not None
+    assert tuple(batch.future.shape) == (16, 2, 4, 8)
+    assert (settings.stride, settings.patience, settings.checkpoint_every) == (2, 4, 14)
+    assert settings.grad_clip is None
+
+
+def test_parameters_arrive_as_conditions(configure: Configure, tmp_path: Path) -> None:
+    for nu in (0.01, 0.1):
+        write_burgers(tmp_path / f"sols_Nu{nu}.h5", nu=nu, samples=10)
+
+    result = train_config(configure("data.files=sols_*.h5", "training.max_steps=2"))
+
+    loader = make_loader(configure(), result.caches[0].cache)
+    values = {round(float(v), 3) for batch in loader for v in batch.cond["Nu"][:, 0]}
+    assert values == {0.01, 0.1}
+
+
+def test_without_a_free_gpu_the_device_is_the_cpu(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stoker.pipeline.build import device_of
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert device_of(configure("training.device=auto")) == "cpu"
+    assert device_of(configure("training.device=cuda:1")) == "cuda:1"

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stoker.errors import ConfigError, FormatError
+from stoker.pipeline.precompute import fill_caches
+from stoker.pipeline.why import explain
+from tests.pipeline.conftest import Configure
+
+
+def write_settings(configure: Configure, path: Path, *overrides: str) -> Path:
+    path.write_text(configure(*overrides).to_yaml())
+    return path
+
+
+def test_the_nearest_cache_is_the_one_that_differs_least(configure: Configure, tmp_path: Path) -> None:
+    fill_caches(configure("latent.dim=6", "encoder.seed=3"), ["train"])
+    near = fill_caches(configure("encoder.seed=3"), ["train"])[0]
+
+    found = explain(write_settings(configure, tmp_path / "c.yaml"))
+
+    assert found.b == str(near.cache.path)
+    assert [d.entry for d in found.differences] == ["encoder.weights"]
+
+
+def test_a_folder_is_compared_with_its_neighbours_not_with_itself(configure: Configure) -> None:
+    one = fill_caches(configure(), ["train"])[0]
+    two = fill_caches(configure("encoder.seed=3"), ["train"])[0]
+
+    assert explain(one.cache.path).b == str(two.cache.path)
+
+
+def test_a_lone_cache_has_nothing_to_be_compared_with(configure: Configure) -> None:
+    only = fill_caches(configure(), ["train"])[0]
+
+    with pytest.raises(FormatError, match="no other cache"):
+        explain(only.cache.path)
+
+
+def test_settings_are_compared_by_the_cache_of_the_same_name(configure: Configure, tmp_path: Path) -> None:
+    val = fill_caches(configure(), ["train", "val"])[1]
+
+    found = explain(val.cache.path, write_settings(configure, tmp_path / "c.yaml"))
+
+    assert found.same
+    assert "burgers1d_val" in found.b
+
+
+def test_settings_of_other_data_are_refused(configure: Configure, tmp_path: Path) -> None:
+    cache = fill_caches(configure(), ["train"])[0].cache
+
+    with pytest.raises(ConfigError, match="Compare caches of one name"):
+        explain(cache.path, write_settings(configure, tmp_path / "c.yaml", "data.task=other"))

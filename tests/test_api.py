@@ -1,0 +1,99 @@
+"""The public names, and what importing costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import stoker
+
+
+def test_these_are_the_public_names() -> None:
+    assert stoker.__all__ == [
+        "Cache",
+        "GridEncoder",
+        "HDF5Source",
+        "Loader",
+        "ModuleEncoder",
+        "StokerError",
+        "TorchSource",
+        "Windows",
+        "__version__",
+        "cached",
+        "open_cache",
+        "precompute",
+    ]
+    assert len(stoker.__all__) <= 15
+
+
+@pytest.mark.parametrize("name", stoker.__all__)
+def test_every_public_name_is_there_and_explained(name: str) -> None:
+    value = getattr(stoker, name)
+
+    assert name in dir(stoker)
+    assert name == "__version__" or value.__doc__
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'precomputed'"):
+        stoker.precomputed  # noqa: B018
+
+
+def test_functions_stay_functions_after_their_modules_were_imported() -> None:
+    """`import stoker.precompute.reader` sets the subpackage as an attribute of `stoker`."""
+    import stoker.cached
+    import stoker.precompute.settings
+
+    assert callable(stoker.precompute)
+    assert callable(stoker.cached)
+    assert sys.modules["stoker.precompute"].__name__ == "stoker.precompute"
+
+
+def test_importing_stoker_imports_nothing_heavy() -> None:
+    code = "import sys, stoker; assert not {'torch', 'numpy', 'h5py'} & sys.modules.keys()"
+
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+class Squares(Dataset[Tensor]):
+    """Item i is three times i squared."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((3,), float(index) ** 2)
+
+
+def test_cached_serves_a_dataset_in_one_line(tmp_path: Path) -> None:
+    loader = stoker.cached(Squares(), cache_dir=tmp_path, batch_size=8, device="cpu", order="sequential")
+
+    batches = list(loader)
+
+    assert torch.cat([batch["data"] for batch in batches])[:, 0].tolist() == [i**2 for i in range(20)]
+    assert (tmp_path / "squares").is_dir()
+
+
+def test_cached_encodes_once(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    class Doubling(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(len(x))
+            return 2 * x
+
+    encoder = stoker.ModuleEncoder(Doubling(), version="1")
+    stoker.cached(Squares(), encoder, cache_dir=tmp_path, device="cpu")
+    loader = stoker.cached(Squares(), encoder, cache_dir=tmp_path, device="cpu", order="sequential")
+
+    latent = next(iter(loader))["latent"]
+
+    assert np.allclose(latent[:, 0], [2 * i**2 for i in range(20)])
+    assert [count for count in calls if count > 1] == [256], "single samples are probes for the schema"
