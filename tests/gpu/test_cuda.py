@@ -1,0 +1,131 @@
+"""The paths that need a CUDA device: encoding on it, serving from it, training on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stoker
+from stoker.precompute import PrecomputeSettings, run_precompute
+from stoker.train.config import TrainConfig
+from stoker.train.loop import train
+from tests.conftest import write_burgers
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def encoder() -> stoker.GridEncoder:
+    return stoker.GridEncoder(channels=1, grid=(1, 32), patch=(1, 4), tokens=8, dim=4, seed=0)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> stoker.Cache:
+    path = write_burgers(tmp_path / "b_Nu0.01.hdf5", samples=50)
+    source = stoker.HDF5Source(path, preset="pdebench")
+    return stoker.precompute(source, encoder(), tmp_path / "cache", name="b", dtype="float16", readers=0)
+
+
+def flat(batches: Any) -> list[torch.Tensor]:
+    return [
+        part.cpu()
+        for b in batches
+        for part in (b.index, b.z0, b.z1, b.future, *b.cond.values())
+        if part is not None
+    ]
+
+
+def test_encoding_on_the_device_gives_the_records_of_the_cpu_within_rounding(
+    cache: stoker.Cache, tmp_path: Path
+) -> None:
+    source = stoker.HDF5Source(tmp_path / "b_Nu0.01.hdf5", preset="pdebench")
+
+    settings = PrecomputeSettings(readers=2, device="cuda", dtype="float16")
+    report = run_precompute(source, encoder(), tmp_path / "gpu", name="b", settings=settings)
+
+    assert report.encoded == 50
+    assert report.fingerprint == cache.fingerprint
+    for number in range(50):
+        torch.testing.assert_close(
+            report.cache[number]["latent"].float(), cache[number]["latent"].float(), rtol=2e-3, atol=2e-3
+        )
+
+
+@pytest.mark.parametrize("order", ["full", "sequential", "block(8,64)"])
+def test_the_device_tier_serves_the_same_bytes_as_the_host_tier(cache: stoker.Cache, order: str) -> None:
+    windows = stoker.Windows(stride=1, horizon=2)
+    expected = flat(stoker.Loader(cache, 16, windows=windows, tier="host", order=order, seed=5))
+
+    for tier in ("device", "host", "disk", "auto"):
+        loader = stoker.Loader(cache, 16, windows=windows, tier=tier, device="cuda", order=order, seed=5)
+        batches = list(loader)
+        assert all(batch.z0.device.type == "cuda" for batch in batches), tier
+        got = flat(batches)
+        assert len(got) == len(expected), tier
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), tier
+
+
+def test_resume_moves_between_device_and_host(cache: stoker.Cache) -> None:
+    windows = stoker.Windows()
+    expected = flat(stoker.Loader(cache, 16, windows=windows, tier="host", seed=1))
+    begun = stoker.Loader(cache, 16, windows=windows, tier="device", device="cuda", seed=1)
+    passing = iter(begun)
+    head = [next(passing) for _ in range(7)]
+
+    resumed = stoker.Loader(cache, 16, windows=windows, tier="host", seed=1)
+    resumed.load_state_dict(begun.state_dict())
+
+    got = flat(head) + flat(resumed)
+    assert len(got) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_static_batches_keep_their_addresses(cache: stoker.Cache) -> None:
+    loader = stoker.Loader(
+        cache, 16, windows=stoker.Windows(), tier="device", device="cuda", static=True, drop_last=True
+    )
+
+    addresses = {(batch.z0.data_ptr(), batch.z1.data_ptr()) for batch in loader}
+
+    assert len(addresses) == 1
+
+
+def test_batches_own_their_memory_on_the_device(cache: stoker.Cache) -> None:
+    loader = stoker.Loader(cache, 16, windows=stoker.Windows(), tier="device", device="cuda", seed=2)
+    copies = [batch.z0.clone() for batch in loader]
+    loader.set_epoch(0)
+
+    held = list(loader)
+
+    assert all(torch.equal(batch.z0, copy) for batch, copy in zip(held, copies, strict=True))
+
+
+def test_the_plan_counts_the_device(cache: stoker.Cache) -> None:
+    plan = stoker.Loader(cache, 16, windows=stoker.Windows(), device="cuda").plan
+
+    assert plan.tier == "device"
+    assert plan.records_by_tier()["device"] == 50
+
+
+def test_training_on_the_device_resumes_and_beats_persistence(cache: stoker.Cache, tmp_path: Path) -> None:
+    def loaders() -> tuple[stoker.Loader, stoker.Loader]:
+        windows = stoker.Windows()
+        train_loader = stoker.Loader(cache, 32, windows=windows, device="cuda", indices=range(40), seed=0)
+        val = stoker.Loader(
+            cache, 32, windows=windows, device="cuda", indices=range(40, 50), order="sequential"
+        )
+        return train_loader, val
+
+    config: dict[str, Any] = {"lr": 2e-3, "width": 32, "depth": 2, "heads": 4, "device": "cuda", "seed": 0}
+    train(*loaders(), TrainConfig(epochs=20, **config), tmp_path / "run")
+    report = train(*loaders(), TrainConfig(epochs=40, resume=True, **config), tmp_path / "run")
+
+    assert report.epochs == 40
+    assert report.val_nrmse is not None
+    assert report.persistence_nrmse is not None
+    assert report.val_nrmse < report.persistence_nrmse
