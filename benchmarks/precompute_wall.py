@@ -1,10 +1,20 @@
 """Question: does precompute run at the encoder's own speed, and how much faster is it than the one-by-one loop?
 
-Data: Burgers-like trajectories (201, 1024) float32 in PDEBench's layout, once contiguous and once with gzip and h5py's
-default chunks. `encoder` is the encoder's own time on resident data in the same groups and threads; `loop` is what the earlier system
-did: read one sample, encode it alone, save one `.pt` file. `floor` for gzip is (encoder + reading) / cores.
+Data: smooth trajectories (201, 1024) float32 in PDEBench's layout, once contiguous and once with gzip and h5py's
+default chunks. Everything that is timed runs in a process of its own with the same number of torch threads:
 
-    python benchmarks/precompute_wall.py [--save] [--samples 2000] [--gzip-samples 500]
+- `encoder_s`: the encoder alone, groups of the recipe's size taken in turn from four in memory, memory kept
+  between calls as precompute keeps it. Measured before and after, the smaller counts.
+- `wall_s`: the whole call of precompute, imports left out, page cache warm. `digest_s` of it is the sha256 of
+  the source file, which only the first run on a file pays; `start_s` is the time to the first encoder call without it.
+- `loop_s`: what the earlier system did: read one sample, encode it alone, save one `.pt` file; from 200
+  samples, and without waiting for the disk, which precompute does.
+- `floor_s`: for gzip (encoder + reading) / cores, in core seconds, or the encoder if that is longer.
+- `others_s`: CPU seconds that other processes used during the timed run (kernel threads included): where this is
+  not small beside `wall_s`, the row says little.
+- `bytes_read_over_stored`: bytes that all readers together read from the file, over the data's size in it.
+
+    python benchmarks/precompute_wall.py [--save] [--samples 3000] [--gzip-samples 1000]
 """
 
 from __future__ import annotations
@@ -12,7 +22,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,24 +35,14 @@ from typing import Any
 import h5py
 import numpy as np
 import torch
+from torch import nn
 
 import stoker
+from counted_source import CountedSource, total_read
 from measure import publish
 
 TIME, SPACE = 201, 1024
-
-PRECOMPUTE = """
-import json, sys, time
-begin = time.perf_counter()
-import stoker
-from stoker.precompute import PrecomputeSettings, run_precompute
-source = stoker.HDF5Source(sys.argv[1], preset="pdebench")
-encoder = stoker.GridEncoder(channels=1, grid=(1, 1024), patch=(1, 4), tokens=int(sys.argv[4]), dim=int(sys.argv[5]), seed=0)
-imported = time.perf_counter()
-readers = None if sys.argv[3] == "auto" else int(sys.argv[3])
-report = run_precompute(source, encoder, sys.argv[2], name="bench", settings=PrecomputeSettings(dtype="float16", readers=readers))
-print(json.dumps({"wall_s": time.perf_counter() - imported, "import_s": imported - begin, "encode_s": report.encode_seconds, "records": report.records}))
-"""
+LOOP_SAMPLES = 200
 
 
 def write(path: Path, count: int, compression: str | None) -> None:
@@ -52,112 +54,232 @@ def write(path: Path, count: int, compression: str | None) -> None:
         tensor = file.create_dataset("tensor", (count, TIME, SPACE), "f4", compression=compression)
         file["x-coordinate"], file["t-coordinate"] = x, np.append(t, 2.0).astype(np.float32)
         file.attrs["Nu"] = 0.01
-        for first in range(0, count, 50):
-            phase = generator.uniform(0, 6.28, (min(50, count - first), 1, 1)).astype(np.float32)
-            tensor[first : first + len(phase)] = np.sin(3 * x + phase + 5 * t[:, None]) + 0.3 * np.cos(
-                7 * x - t[:, None] * phase
-            )
+        slab = tensor.chunks[0] if tensor.chunks else 50  # whole rows of chunks, or each is packed many times
+        base = np.sin(3 * x + 5 * t[:, None])
+        for first in range(0, count, slab):
+            phase = generator.uniform(0.5, 2, (min(slab, count - first), 1, 1)).astype(np.float32)
+            tensor[first : first + len(phase)] = base * phase + phase
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
-def encoder(tokens: int, dim: int) -> stoker.GridEncoder:
-    return stoker.GridEncoder(channels=1, grid=(1, SPACE), patch=(1, 4), tokens=tokens, dim=dim, seed=0)
+class PatchMlp(nn.Module):
+    """A nonlinear patch encoder: 16 tokens of 64 points through a small MLP, about 10 ms a sample on one core."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 32))
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return self.net(data.view(*data.shape[:2], 16, 64))
 
 
-def own_time(path: Path, count: int, tokens: int, dim: int) -> float:
-    """The encoder alone: the same groups, data in memory."""
-    encode = encoder(tokens, dim)
+def make_encoder(kind: str) -> Any:
+    """`mlp` is bound by arithmetic; `grid` (one linear map, 0.3 ms a sample) is cheaper than reading its input."""
+    if kind == "grid":
+        return stoker.GridEncoder(channels=1, grid=(1, SPACE), patch=(1, 4), tokens=16, dim=32, seed=0)
+    torch.manual_seed(0)
+    return stoker.ModuleEncoder(PatchMlp(), field="data", output="latent", time="whole", version="1")
+
+
+def run_encoder(path: str, kind: str, count: str) -> dict[str, float]:
+    """Seconds a sample of the encoder alone."""
+    from stoker.precompute.allocator import keep_freed_memory
+
+    encoder = make_encoder(kind)
     source = stoker.HDF5Source(path, preset="pdebench")
-    size = encode.group(source.schema()).samples
-    samples = torch.stack([torch.from_numpy(source.read(number)["data"]) for number in range(size)])
+    size = encoder.group(source.schema()).samples
     extra = {name: torch.zeros(size) for name in source.schema() if name != "data"}
-    from stoker.precompute.encode import tune_allocator
-
-    tune_allocator()
+    batches = [
+        {
+            "data": torch.stack([torch.from_numpy(source.read(n)["data"]) for n in range(at, at + size)]),
+            **extra,
+        }
+        for at in range(0, 4 * size, size)
+    ]
+    keep_freed_memory()
+    calls = -(-int(count) // size)
     with torch.inference_mode():
-        encode.encode({"data": samples, **extra})
+        for batch in batches:
+            encoder.encode(batch)
         begin = time.perf_counter()
-        for _ in range(-(-count // size)):
-            encode.encode({"data": samples, **extra})
-        return time.perf_counter() - begin
+        for call in range(calls):
+            encoder.encode(batches[call % 4])
+    return {"sample_s": (time.perf_counter() - begin) / (calls * size)}
 
 
-def earlier_loop(path: Path, folder: Path, count: int, tokens: int, dim: int) -> float:
-    """One sample at a time: read, encode alone, one pickle each."""
-    encode = encoder(tokens, dim)
-    folder.mkdir()
+class FirstCall:
+    """Passes everything on to an encoder, and notes when it was first given a whole group."""
+
+    def __init__(self, inner: Any, marks: dict[str, float]) -> None:
+        self._inner, self._marks = inner, marks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def encode(self, batch: dict[str, torch.Tensor], /) -> dict[str, torch.Tensor]:
+        if len(batch["data"]) > 1:  # not the probe with one sample of zeros
+            self._marks.setdefault("first", time.perf_counter())
+        return self._inner.encode(batch)
+
+
+def run_precompute(path: str, kind: str, target: str, readers: str) -> dict[str, float]:
+    """One whole call, with what it spent before the first call of the encoder."""
+    from stoker.precompute import PrecomputeSettings, engine
+    from stoker.store import digests
+
+    marks: dict[str, float] = {}
+    digest, encoder = digests._digest, FirstCall(make_encoder(kind), marks)
+
+    def timed_digest(*args: Any, **kwargs: Any) -> str:
+        begin = time.perf_counter()
+        found = digest(*args, **kwargs)
+        marks["digest_s"] = time.perf_counter() - begin
+        return found
+
+    digests._digest = timed_digest
+    source = CountedSource(path, preset="pdebench")
+    source.log = target + ".log"
+    encoder.group(source.schema())
+    settings = PrecomputeSettings(
+        dtype="float16", readers=None if readers == "auto" else int(readers), progress=None
+    )
+    begin = time.perf_counter()
+    report = engine.run_precompute(source, encoder, target, name="bench", settings=settings)
+    wall = time.perf_counter() - begin
+    digest_s = marks.get("digest_s", 0.0)
+    return {
+        "wall_s": wall, "digest_s": digest_s, "start_s": marks["first"] - begin - digest_s,
+        "in_encoder_s": report.encode_seconds, "readers_at_end": report.readers, "records": report.records,
+    }  # fmt: skip
+
+
+def run_loop(path: str, kind: str, folder: str) -> dict[str, float]:
+    """The earlier system: one sample at a time, encoded alone, one pickle each."""
+    encoder = make_encoder(kind)
+    Path(folder).mkdir()
+    count = LOOP_SAMPLES
     begin = time.perf_counter()
     with h5py.File(path) as file, torch.inference_mode():
         for number in range(count):
-            data = torch.from_numpy(file["tensor"][number]).view(1, TIME, 1, SPACE, 1)
-            latent = encode.encode({"data": data})["latent"][0].half()
-            torch.save({"latent": latent}, folder / f"sample_{number:05d}.pt")
-    os.sync()
-    return time.perf_counter() - begin
+            data = torch.from_numpy(file["tensor"][number % len(file["tensor"])]).view(1, TIME, 1, SPACE, 1)
+            latent = encoder.encode({"data": data})["latent"][0].half()
+            torch.save({"latent": latent}, Path(folder) / f"sample_{number:05d}.pt")
+    return {"sample_s": (time.perf_counter() - begin) / count}
 
 
-def read_time(path: Path) -> float:
+def run_read(path: str) -> dict[str, float]:
     """Reading and decompressing everything once, in the order in which it is stored."""
     source = stoker.HDF5Source(path, preset="pdebench")
+    source.schema()
     begin = time.perf_counter()
-    for run in source.runs():
-        for number in run:
-            source.read(number)
-    return time.perf_counter() - begin
+    for number in range(len(source)):
+        source.read(number)
+    return {"reading_s": time.perf_counter() - begin}
 
 
-def measure(kind: str, path: Path, count: int, folder: Path, tokens: int, dim: int) -> list[dict[str, Any]]:
-    reading = read_time(path)  # also warms the page cache, for all alike
-    own, walls, loops = [], {}, []
-    for turn in range(3):
-        own.append(own_time(path, count, tokens, dim))
-        for readers in ("auto", "1", "2"):
-            target = folder / f"cache-{kind}-{readers}-{turn}"
-            out = subprocess.run(
-                [sys.executable, "-c", PRECOMPUTE, str(path), str(target), readers, str(tokens), str(dim)],
-                capture_output=True, text=True, timeout=1800,
-            )  # fmt: skip
-            if out.returncode:
-                raise SystemExit(out.stderr)
-            result = json.loads(out.stdout.splitlines()[-1])
-            walls.setdefault(readers, []).append(result["wall_s"])
+MODES = {"encoder": run_encoder, "precompute": run_precompute, "loop": run_loop, "read": run_read}
+
+
+def alone(mode: str, threads: int, *arguments: object) -> dict[str, float]:
+    """Run one of `MODES` in a fresh process with so many torch threads; adds what other processes used meanwhile."""
+    busy, used = busy_s(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    out = subprocess.run(
+        [sys.executable, __file__, "--mode", mode, *map(str, arguments)],
+        capture_output=True, text=True, timeout=1800, env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+    )  # fmt: skip
+    if out.returncode:
+        raise SystemExit(out.stderr)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    own = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
+    return {**json.loads(out.stdout.splitlines()[-1]), "others_s": max(0.0, busy_s() - busy - own)}
+
+
+def busy_s() -> float:
+    """CPU time of the whole machine so far, without idling and waiting for disks."""
+    user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9])
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(
+    layout: str, path: Path, count: int, folder: Path, kind: str, threads: int, turns: int
+) -> list[dict[str, Any]]:
+    """Rows for one file and encoder."""
+    with h5py.File(path) as file:
+        stored = file["tensor"].id.get_storage_size()
+    reading = alone("read", 1, path)["reading_s"]  # also warms the page cache, for all alike
+    probe = max(40, count // 3)
+    own = [alone("encoder", threads, path, kind, probe)["sample_s"]]
+    taken: dict[str, list[dict[str, float]]] = {}
+    for _ in range(turns):
+        for readers in ("auto",) if layout == "contiguous" else ("auto", "1", "2"):
+            target = folder / "cache"
+            result = alone("precompute", threads, path, kind, target, readers)
+            assert result["records"] == count
+            log = Path(f"{target}.log")
+            result["bytes_read_over_stored"] = total_read(log) / stored
+            log.unlink(missing_ok=True)
+            taken.setdefault(readers, []).append(result)
             shutil.rmtree(target)
-        if turn == 0:
-            loops.append(earlier_loop(path, folder / f"loop-{kind}", count, tokens, dim))
-            shutil.rmtree(folder / f"loop-{kind}")
+        own.append(alone("encoder", threads, path, kind, probe)["sample_s"])
+    loop = alone("loop", threads, path, kind, folder / "loop")["sample_s"] * count
+    shutil.rmtree(folder / "loop")
     cores = len(os.sched_getaffinity(0))
-    best = min(own)
-    floor = best if kind == "contiguous" else max(best, (best + reading) / cores)
-    return [
-        {
-            "layout": kind, "samples": count, "latent": [tokens, dim], "readers": readers,
-            "encoder_s": round(best, 2), "reading_s": round(reading, 2), "wall_s": round(min(taken), 2), "loop_s": round(min(loops), 2),
-            "wall_over_encoder": round(min(taken) / best, 3), "floor_over_wall": round(floor / min(taken), 3),
-            "times_faster_than_loop": round(min(loops) / min(taken), 2),
-        }
-        for readers, taken in walls.items()
-    ]  # fmt: skip
+    encoder = min(own) * count
+    floor = (
+        encoder if layout == "contiguous" else max(encoder, (encoder * min(threads, cores) + reading) / cores)
+    )
+    rows: list[dict[str, Any]] = []
+    for readers, results in taken.items():
+        best = min(results, key=lambda result: result["wall_s"])
+        wall = best["wall_s"]
+        rows.append(
+            {
+                "layout": layout, "encoder": kind, "threads": threads, "samples": count, "readers": readers,
+                "encoder_s": round(encoder, 2), "reading_s": round(reading, 2), "floor_s": round(floor, 2),
+                "wall_s": round(wall, 2), "loop_s": round(loop, 2),
+                "wall_over_encoder": round(wall / encoder, 3),
+                "without_digest": round((wall - best["digest_s"]) / encoder, 3),
+                "floor_over_wall": round(floor / wall, 3), "times_faster_than_loop": round(loop / wall, 2),
+                **{name: round(best[name], 3) for name in ("digest_s", "start_s", "in_encoder_s", "bytes_read_over_stored", "others_s")},
+                "readers_at_end": best["readers_at_end"],
+            }
+        )  # fmt: skip
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--save", action="store_true")
-    parser.add_argument("--samples", type=int, default=2000)
-    parser.add_argument("--gzip-samples", type=int, default=500)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--samples", type=int, default=3000)
+    parser.add_argument("--gzip-samples", type=int, default=1000)
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--layouts", nargs="*", default=["contiguous", "gzip"])
+    parser.add_argument("--encoders", nargs="*", default=["mlp", "grid"])
+    parser.add_argument("--threads", nargs="*", type=int, default=[1, 2])
+    parser.add_argument(
+        "--folder", type=Path, help="where files are made, on the disk in question; default: TMPDIR"
+    )
+    parser.add_argument("--data", type=Path, help="keep the files here and use those that are there")
+    parser.add_argument("--mode", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-
+    if arguments.mode:
+        mode, *rest = arguments.mode
+        print(json.dumps(MODES[mode](*rest)))
+        return
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
-        folder = Path(name)
-        for kind, count, compression in (
-            ("contiguous", arguments.samples, None),
-            ("gzip", arguments.gzip_samples, "gzip"),
-        ):
-            path = folder / f"{kind}.h5"
-            write(path, count, compression)
-            rows += measure(kind, path, count, folder, arguments.tokens, arguments.dim)
-            path.unlink()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that gigabytes do not stay behind
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        folder = arguments.data or Path(name)
+        for layout in arguments.layouts:
+            count = arguments.samples if layout == "contiguous" else arguments.gzip_samples
+            path = folder / f"{layout}-{count}.h5"
+            if not path.exists():
+                write(path, count, None if layout == "contiguous" else "gzip")
+            for encoder in arguments.encoders:
+                for threads in arguments.threads:
+                    rows += measure(layout, path, count, Path(name), encoder, threads, arguments.turns)
     publish("precompute_wall", rows, save=arguments.save)
 
 

@@ -12,19 +12,20 @@ the limit; every verified cache is served at 1, 8 and 40 shards.
 from __future__ import annotations
 
 import argparse
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from stoker.store.folder import open_folder
-from stoker.store.recipe import make_recipe
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import stoker
 from measure import interleaved, publish
+from stoker.store.folder import open_folder
+from stoker.store.recipe import make_recipe
 
 SHARDS = (1, 8, 40)
 
@@ -71,7 +72,7 @@ def cache_of(source: Records, folder: Path, shards: int) -> stoker.Cache:
     writer = work.writer()
     count = len(source)
     bounds = [count * k // shards for k in range(shards + 1)]
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in itertools.pairwise(bounds):
         for first in range(begin, end, 500):
             last = min(first + 500, end)
             writer.append(
@@ -83,13 +84,8 @@ def cache_of(source: Records, folder: Path, shards: int) -> stoker.Cache:
 
 
 def drain(batches: Iterator[Any]) -> int:
-    """Serve one epoch; the last batch of each is kept alive as training would keep it."""
-    count = 0
-    held = None
-    for held in batches:
-        count += 1
-    del held
-    return count
+    """Serve one epoch; each batch lives until the next one has come, as in a training loop."""
+    return sum(1 for _batch in batches)
 
 
 def index_loop(
