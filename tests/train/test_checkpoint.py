@@ -1,14 +1,28 @@
 from __future__ import annotations
 
+import errno
+import io
+import itertools
 import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from stoker.errors import CorruptError
-from stoker.train import checkpoint as module
-from stoker.train.checkpoint import Checkpoint, load_checkpoint, newest_checkpoint, save_checkpoint
+from stoker.errors import CorruptError, ResourceError
+from stoker.train.checkpoint import (
+    KEPT,
+    Checkpoint,
+    Kind,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+)
 
 
 def make(step: int) -> Checkpoint:
@@ -71,19 +85,97 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word(tmp_path: Path, name: s
     assert "last-000000002" in said[0]
 
 
-def test_a_kill_while_writing_leaves_nothing_that_counts(
+class Killed(BaseException):
+    """Stands for SIGKILL: after it no call reaches the file system, so nothing can be tidied up either."""
+
+
+class MortalFileSystem:
+    """Counts the calls that reach the file system; number `dies_at` and all after it fail."""
+
+    CALLS = ("mkdir", "rename", "replace", "unlink", "remove", "rmdir", "open", "fsync")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, dies_at: int) -> None:
+        self.dies_at, self.count = dies_at, 0
+        for name in self.CALLS:
+            monkeypatch.setattr(os, name, self.counted(getattr(os, name)))
+        monkeypatch.setattr(io, "open", self.counted(io.open))
+
+    def counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*arguments: Any, **named: Any) -> Any:
+            self.count += 1
+            if self.count >= self.dies_at:
+                raise Killed
+            return call(*arguments, **named)
+
+        return counting
+
+
+def state_of(root: Path) -> str | None:
+    """Which of the saved checkpoints would be resumed; nothing may have to be passed over for it."""
+    said: list[str] = []
+    found = newest_checkpoint(root, said.append)
+    assert said == []
+    return None if found is None else str(found.state["loss"])
+
+
+@pytest.mark.parametrize("before", [[4], [2, 4], [2, 3]], ids=["same-step", "same-step-again", "later-step"])
+@pytest.mark.parametrize("kind", ["last", "best"])
+def test_killed_at_every_call_the_old_or_the_new_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: list[int], kind: Kind
+) -> None:
+    seen: set[str | None] = set()
+    for dies_at in itertools.count(1):
+        root = tmp_path / str(dies_at)
+        for step in before:
+            save_checkpoint(root, kind, named(step, "old"))
+        with monkeypatch.context() as patches:
+            disk = MortalFileSystem(patches, dies_at)
+            with suppress(Killed):
+                save_checkpoint(root, kind, named(4, "new"))
+
+        seen.add(found := state_of(root))
+        assert found in ("old", "new")
+        for folder in root.glob(f"{kind}-*"):
+            load_checkpoint(folder)  # none is half removed
+        save_checkpoint(root, kind, named(5, "after"))
+        save_checkpoint(root, kind, named(6, "after"))
+        assert [name for name in names(root) if not name.endswith(".part")] == [
+            f"{kind}-{step:09d}" for step in (5, 6)[-KEPT[kind] :]
+        ]
+        if disk.count < dies_at:
+            break
+
+    assert seen == {"old", "new"}
+    assert dies_at > 15
+
+
+def named(step: int, loss: str) -> Checkpoint:
+    return replace(make(step), state={"loss": loss})
+
+
+def test_a_checkpoint_that_cannot_be_written_costs_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_checkpoint(tmp_path, "last", make(1))
+    save_checkpoint(tmp_path, "last", named(4, "old"))
 
-    def killed(folder: Path) -> None:
-        raise KeyboardInterrupt
+    def full(_fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module, "_sync_folder", killed)
-    with pytest.raises(KeyboardInterrupt):
-        save_checkpoint(tmp_path, "last", make(2))
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "fsync", full)
+        with pytest.raises(ResourceError, match="make room and run again"):
+            save_checkpoint(tmp_path, "last", named(4, "new"))
 
-    assert names(tmp_path) == ["last-000000001"]
+    assert state_of(tmp_path) == "old"
+    assert len(names(tmp_path)) == 1
+
+
+def test_a_damaged_checkpoint_of_a_later_step_is_not_kept_in_place_of_a_whole_one(tmp_path: Path) -> None:
+    (save_checkpoint(tmp_path, "best", make(9)) / "state.json").write_text("[]")
+
+    save_checkpoint(tmp_path, "best", make(7))
+
+    assert names(tmp_path) == ["best-000000007"]
 
 
 def test_the_best_serves_when_no_last_is_whole(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from stoker.monitor.meter import StallMeter
 from stoker.train.checkpoint import load_checkpoint
 from stoker.train.config import TrainConfig, TrainReport
 from stoker.train.loop import learning_rate, train
+from stoker.train.metrics import MetricsLog
 from tests.train.fakes import FakeBatch, FakeLoader, waves
 
 SMALL: dict[str, Any] = {
@@ -178,7 +179,8 @@ def test_a_new_run_moves_the_earlier_one_aside(tmp_path: Path) -> None:
     for _ in range(3):
         run(tmp_path, epochs=1)
 
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 7
+    kinds = [row["kind"] for row in MetricsLog(tmp_path / "metrics.jsonl").rows()]
+    assert kinds == ["start", *["step"] * 6, "epoch"]
     assert (tmp_path / "metrics.previous.jsonl").exists()
     assert list((tmp_path / "checkpoints.previous").glob("last-*"))
 
@@ -198,6 +200,84 @@ def test_resuming_with_other_settings_says_which(tmp_path: Path) -> None:
 
     assert seen["resume"]["changed"] == {"epochs": [1, 2]}
     assert (report.epochs, report.steps) == (2, 12)
+
+
+def test_resuming_under_other_numerics_says_which(tmp_path: Path) -> None:
+    run(tmp_path, epochs=1)
+    seen: dict[str, Mapping[str, Any]] = {}
+    torch.set_float32_matmul_precision("high")
+
+    try:
+        run(tmp_path, resume=True, sink=seen.__setitem__, epochs=2, amp=True)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+    assert seen["resume"]["changed"] == {
+        "epochs": [1, 2],
+        "amp": [None, True],
+        "dtype": ["float32", "bfloat16"],
+        "float32_matmul": ["ieee", "tf32"],
+    }
+
+
+def test_the_log_says_how_each_session_computed(tmp_path: Path) -> None:
+    run(tmp_path, epochs=1)
+    run(tmp_path, epochs=2, resume=True, amp=True)
+
+    starts = [row for row in MetricsLog(tmp_path / "metrics.jsonl").rows() if row["kind"] == "start"]
+
+    assert [(row["step"], row["dtype"], row["float32_matmul"]) for row in starts] == [
+        (0, "float32", "ieee"),
+        (6, "bfloat16", "ieee"),
+    ]
+    assert starts[0]["threads"] == 1
+    assert starts[0]["torch"] == torch.__version__
+    assert "From step 6 on" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(("epochs", "every"), [(3, 1), (40, 6)])
+def test_a_short_run_has_about_forty_points(tmp_path: Path, epochs: int, every: int) -> None:
+    run(tmp_path, epochs=epochs, log_every=None, checkpoint_every=1000)
+
+    steps = [row["step"] for row in MetricsLog(tmp_path / "metrics.jsonl").rows() if row["kind"] == "step"]
+
+    assert steps == list(range(every, 6 * epochs + 1, every))
+
+
+def test_two_trainings_in_one_folder_are_not_let_at_it(tmp_path: Path) -> None:
+    def second() -> None:
+        with pytest.raises(ConfigError, match=r"process \d+ on .* is training in .*training\.run_dir"):
+            run(tmp_path, epochs=1)
+
+    report = run(tmp_path, sink=at_step(5, second))
+
+    assert report.steps == STEPS
+    assert not (tmp_path / "checkpoints.previous").exists()
+
+
+def test_what_a_kill_left_half_written_is_swept_by_the_next_run(tmp_path: Path) -> None:
+    run(tmp_path, epochs=1)
+    (tmp_path / ".metrics.jsonl.0a1b2c3d.part").write_text("{")
+    half = tmp_path / "checkpoints" / ".last-000000012.0a1b2c3d.part"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+
+    run(tmp_path, epochs=2, resume=True)
+
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_run_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+
+    for folder in (tmp_path / "runs", tmp_path / "runs" / "mine"):
+        with pytest.raises(ConfigError, match="a file is in its way"):
+            run(folder)
+
+
+def test_patience_without_validation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="patience is 2, but nothing is validated"):
+        train(FakeLoader(waves()), None, TrainConfig(**SMALL, patience=2), tmp_path)
 
 
 def test_max_steps_ends_in_the_middle_of_a_pass_and_can_go_on(tmp_path: Path) -> None:
@@ -221,6 +301,24 @@ def test_nan_in_a_sample_stops_before_it_reaches_a_weight(tmp_path: Path) -> Non
         train(loader, None, TrainConfig(**SMALL), tmp_path, on_event=poison)
 
     assert all(bool(torch.isfinite(tensor).all()) for tensor in weights(tmp_path).values())
+
+
+def test_nan_in_the_first_batches_is_blamed_on_its_sample(tmp_path: Path) -> None:
+    """Scales learnt from it would make every example NaN, and the first one would be blamed."""
+    latent = waves()
+    latent[4, 3] = float("nan")
+
+    with pytest.raises(DivergedError, match=r"sample 4, time step [23] holds a NaN .*cache\[4\]"):
+        train(FakeLoader(latent), None, TrainConfig(**SMALL), tmp_path)
+    nu = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, float("inf")])
+    with pytest.raises(DivergedError, match=r"sample 5, time step \d holds"):
+        train(FakeLoader(waves(), cond={"nu": nu}), None, TrainConfig(**SMALL), tmp_path)
+
+
+def test_an_empty_validation_loader_is_refused(tmp_path: Path) -> None:
+    """The error over nothing is 0, which no epoch could better."""
+    with pytest.raises(ConfigError, match="validation loader has no batch"):
+        train(FakeLoader(waves()), FakeLoader(waves(2, 1)), TrainConfig(**SMALL), tmp_path)
 
 
 def test_training_without_validation(tmp_path: Path) -> None:
@@ -285,11 +383,16 @@ def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"epochs": 0}, {"lr": 0.0}, {"lr": float("nan")}, {"warmup": 2.0}, {"width": 10, "heads": 4}],
+    [
+        {"epochs": 0}, {"epochs": "3"}, {"epochs": 2.5}, {"max_steps": 0}, {"patience": 0},
+        {"log_every": 0}, {"rollout_samples": -1}, {"lr": 0.0}, {"lr": float("nan")}, {"lr": None},
+        {"lr": "1e-3"}, {"grad_clip": float("inf")}, {"weight_decay": -1.0}, {"warmup": 2.0},
+        {"width": 10, "heads": 4},
+    ],
     ids=str,
-)
-def test_settings_out_of_range_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="training"):
+)  # fmt: skip
+def test_settings_that_make_no_sense_are_named(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"TrainConfig\.{next(iter(changes))} .*(Expected|Use)"):
         TrainConfig(**changes)
 
 

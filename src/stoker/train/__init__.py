@@ -10,5 +10,6 @@ checkpoint.py  atomic, verified, safetensors and JSON
 metrics.py     one JSON line per report
 curves.py      the picture; report.py, the page around it
 run.py         what a run is made of: begin, save, take up again
+numerics.py    what decides the last bits of a step, kept with a run
 loop.py        `train`, which puts them together
 """

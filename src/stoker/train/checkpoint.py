@@ -1,18 +1,20 @@
 """Checkpoints: tensors as safetensors, the rest as JSON, whole or not there at all.
 
-    checkpoints/last-000000500/   model.safetensors  optimizer.safetensors  state.json
-    checkpoints/best-000000400/   the same
+    checkpoints/last-000000500/       model.safetensors  optimizer.safetensors  state.json
+    checkpoints/best-000000400/       the same
+    checkpoints/last-000000500-old/   while the same step is saved again: the one before
 
-A checkpoint is written under a temporary name, made durable, then renamed. `state.json` holds the digests of
-the other two, so damage is found before anything is loaded. Nothing is pickled.
+A checkpoint is written under a temporary name, made durable, then renamed; only then older ones go. So at
+every moment the newest one is whole. `state.json` holds the digests of the other two, so damage is found
+before anything is loaded. Nothing is pickled.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from stoker.atomic import replacing
 from stoker.errors import CorruptError
 from stoker.schema import Json, canonical_json
 
@@ -31,7 +34,8 @@ Kind: TypeAlias = Literal["last", "best"]
 FORMAT = 1
 KEPT: Mapping[Kind, int] = {"last": 2, "best": 1}
 """Checkpoints kept of a kind: two of `last`, so that one can be damaged."""
-NAME = re.compile(r"(last|best)-(\d{9,})")
+NAME = re.compile(r"(last|best)-(\d{9,})(-old)?")
+OLD = "-old"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,19 +58,19 @@ def save_checkpoint(root: Path, kind: Kind, checkpoint: Checkpoint) -> Path:
     Returns:
         Its folder.
     Raises:
-        OSError: It could not be made durable; older checkpoints are untouched.
+        ResourceError: No space is left; older checkpoints are still there.
+        ReadOnlyError: `root` cannot be written.
     """
     root.mkdir(parents=True, exist_ok=True)
     folder = root / f"{kind}-{checkpoint.step:09d}"
-    temporary = root / f".{folder.name}.{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
+    with replacing(folder) as temporary:
+        temporary.mkdir()
         digests: dict[str, Json] = {}
-        for name, tensors in (("model", checkpoint.model), ("optimizer", checkpoint.optimizer)):
+        for name in _FILES:
+            tensors: Mapping[str, Tensor] = getattr(checkpoint, name)
             data = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
             digests[name] = hashlib.sha256(data).hexdigest()
-            _write(temporary / f"{name}.safetensors", data)
+            (temporary / f"{name}.safetensors").write_bytes(data)
         body: dict[str, Json] = {
             "format": FORMAT,
             "step": checkpoint.step,
@@ -74,16 +78,12 @@ def save_checkpoint(root: Path, kind: Kind, checkpoint: Checkpoint) -> Path:
             "state": dict(checkpoint.state),
         }
         digest = hashlib.sha256(canonical_json(body).encode()).hexdigest()
-        _write(temporary / "state.json", canonical_json({**body, "digest": digest}).encode())
-        _sync_folder(temporary)
-        if folder.exists():  # the same step again, after a resume
-            shutil.rmtree(folder)
-        temporary.rename(folder)
-        _sync_folder(root)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    for old in _folders(root, kind)[KEPT[kind] :]:
-        shutil.rmtree(old, ignore_errors=True)
+        (temporary / "state.json").write_bytes(canonical_json({**body, "digest": digest}).encode())
+        if folder.exists():  # this step again: the one before counts until the new one has its name
+            _remove(root / (folder.name + OLD))
+            folder.rename(root / (folder.name + OLD))
+    for old in _superseded(folder, kind):
+        _remove(old)
     return folder
 
 
@@ -122,13 +122,31 @@ _FILES = ("model", "optimizer")
 
 
 def _folders(root: Path, kind: Kind | None = None) -> list[Path]:
-    """Checkpoints below `root`, most steps first; `last` before `best` of equal step."""
+    """Checkpoints below `root`, most steps first; of equal step `last` before `best` before old ones."""
     found = [
-        (int(match[2]), match[1], entry)
+        (int(match[2]), match[3] is None, match[1], entry)
         for entry in (root.iterdir() if root.is_dir() else ())
         if (match := NAME.fullmatch(entry.name)) and kind in (None, match[1])
     ]
-    return [entry for _, _, entry in sorted(found, reverse=True)]
+    return [entry for *_, entry in sorted(found, reverse=True)]
+
+
+def _superseded(folder: Path, kind: Kind) -> list[Path]:
+    """Checkpoints of a kind that need not be kept beside the one just written.
+
+    Those of later steps are among them: they were damaged, or the run would have gone on from there.
+    """
+    folders = _folders(folder.parent, kind)
+    before = [entry for entry in folders[folders.index(folder) :] if not entry.name.endswith(OLD)]
+    return [entry for entry in folders if entry not in before[: KEPT[kind]]]
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that may be absent; a kill on the way leaves a temporary, not half a checkpoint."""
+    if folder.exists():
+        doomed = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
+        folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _read(path: Path, digest: str) -> dict[str, Tensor]:
@@ -136,18 +154,3 @@ def _read(path: Path, digest: str) -> dict[str, Tensor]:
     if hashlib.sha256(data).hexdigest() != digest:
         raise CorruptError(f"{path} does not match its digest")
     return load(data)
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

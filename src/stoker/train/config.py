@@ -49,8 +49,8 @@ class TrainConfig:
     """Attention heads."""
     scale_batches: int = 16
     """Batches read beforehand to learn the scales of states and steps."""
-    log_every: int = 50
-    """Steps between two `step` lines."""
+    log_every: int | None = None
+    """Steps between two `step` lines; None: 50, or a fortieth of all steps where that is less."""
     checkpoint_every: int = 500
     """Steps between two checkpoints; there is one at each epoch's end anyway."""
     patience: int | None = None
@@ -63,30 +63,39 @@ class TrainConfig:
     """Go on from the newest valid checkpoint of the run's folder, if there is one."""
 
     def __post_init__(self) -> None:
-        """Check ranges."""
-        whole = (
-            "epochs",
-            "width",
-            "depth",
-            "heads",
-            "scale_batches",
-            "log_every",
-            "checkpoint_every",
-            "stride",
-        )
-        for name in whole:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"training.{name} is {getattr(self, name)}. Expected at least 1")
-        for name, value in (("lr", self.lr), ("grad_clip", self.grad_clip)):
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ConfigError(f"training.{name} is {value}. Expected a number above 0")
-        if not 0 <= self.warmup <= 1:
-            raise ConfigError(f"training.warmup is {self.warmup}. Expected a part of all steps, 0..1")
+        """Check types and ranges."""
+        for name, least in _WHOLE.items():
+            value = getattr(self, name)
+            if value is None and name in ("max_steps", "patience", "log_every"):
+                continue
+            if not isinstance(value, int) or value < least:
+                raise ConfigError(
+                    f"TrainConfig.{name} is {value!r}. Expected a whole number of at least {least}"
+                )
+        positive = {"lr": self.lr, "grad_clip": 1.0 if self.grad_clip is None else self.grad_clip}
+        for name, value in positive.items():
+            if not (_finite(value) and value > 0):
+                raise ConfigError(f"TrainConfig.{name} is {value!r}. Expected a number above 0")
+        if not (_finite(self.weight_decay) and self.weight_decay >= 0):
+            raise ConfigError(f"TrainConfig.weight_decay is {self.weight_decay!r}. Expected 0 or more")
+        if not (_finite(self.warmup) and 0 <= self.warmup <= 1):
+            raise ConfigError(f"TrainConfig.warmup is {self.warmup!r}. Expected a part of all steps, 0..1")
         if self.width % self.heads:
             raise ConfigError(
-                f"training.width {self.width} is not a multiple of training.heads {self.heads}. "
+                f"TrainConfig.width {self.width} is not a multiple of heads {self.heads}. "
                 f"Use width={-(-self.width // self.heads) * self.heads}"
             )
+
+
+_WHOLE = {
+    "epochs": 1, "max_steps": 1, "patience": 1, "seed": 0, "width": 1, "depth": 1, "heads": 1,
+    "scale_batches": 1, "log_every": 1, "checkpoint_every": 1, "stride": 1, "rollout_samples": 0,
+}  # fmt: skip
+"""Settings that are whole numbers, and their least value."""
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,59 +1,134 @@
-"""Draw the curves of a run: training loss, validation error beside persistence, stall."""
+"""Draw the curves of a run: training loss, validation errors beside persistence, stall."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+from stoker.atomic import replacing
+from stoker.units import format_percent
+
+Rows: TypeAlias = Sequence[Mapping[str, Any]]
+Points: TypeAlias = Sequence[tuple[int, float]]
+
+MARGIN = 1.3
+"""Factor between the curves and the ends of a logarithmic axis: what hardly changes looks flat."""
+BLUE, ORANGE, GREY, TEXT = "#1f6fb4", "#d9731a", "#9aa5b1", "#24313f"
+STALL_TOPS = (10, 25, 50, 100)
+"""Ends of the stall's axis in per cent: the first that holds all of it, so that a small stall looks small."""
 
 
-def draw_curves(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def draw_curves(rows: Rows, path: Path) -> None:
     """Write a PNG from the lines of `metrics.jsonl`; works without a display and leaves pyplot alone."""
-    from matplotlib.backends.backend_agg import (
-        FigureCanvasAgg,
-    )  # takes half a second, and most runs are longer
+    # Here because it takes half a second, and most runs are longer.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     steps = [row for row in rows if row.get("kind") == "step"]
     epochs = [row for row in rows if row.get("kind") == "epoch"]
-    figure: Any = Figure(figsize=(10, 3.2), dpi=120)
+    figure: Any = Figure(figsize=(12, 3.8), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    left, middle, right = figure.subplots(1, 3)
-    figure.subplots_adjust(left=0.08, right=0.98, bottom=0.16, top=0.9, wspace=0.35)
-    _plot(left, "step", steps, {"loss": "training loss"}, log=True)
-    _plot(left, "step", epochs, {"loss": "epoch mean"}, log=True)
-    _plot(middle, "epoch", epochs, {"val_nrmse": "one step", "rollout_nrmse": "roll-out"}, log=True)
-    _plot(middle, "epoch", epochs, {"persistence_nrmse": "persistence"}, log=True, style="--")
-    _plot(right, "epoch", epochs, {"stall": "stall"}, log=False)
-    right.set_ylim(0, 1)
-    for axes, title in (
-        (left, "loss, in usual steps squared"),
-        (middle, "validation NRMSE"),
-        (right, "stall"),
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.04)
+    loss, error, stall = figure.subplots(1, 3)
+    for axes in (loss, error, stall):
+        axes.tick_params(which="both", labelsize=8, color=GREY)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(GREY)
+        axes.grid(which="major", color=GREY, alpha=0.25, linewidth=0.6)
+    _draw_loss(loss, steps, epochs)
+    _draw_errors(error, epochs)
+    _draw_stall(stall, epochs)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png")
+
+
+def _draw_loss(axes: Any, steps: Rows, epochs: Rows) -> None:
+    """Loss over steps: between two lines of the log, and over each epoch."""
+    _label(axes, "training loss, in usual steps squared", "step")
+    _line(
+        axes, _points(steps, "step", "loss"), BLUE, "recent steps", alpha=0.4, linewidth=1.0, markersize=0.0
+    )
+    _line(axes, _points(epochs, "step", "loss"), BLUE, "epoch")
+    _logarithmic(axes)
+    _whole_numbers(axes, 0, max((row["step"] for row in [*steps, *epochs]), default=0))
+
+
+def _draw_errors(axes: Any, epochs: Rows) -> None:
+    """Validation errors, each with its own persistence as a dashed line of the same colour."""
+    measured = any(_points(epochs, "epoch", "val_nrmse"))
+    _label(axes, "validation NRMSE" if measured else "validation NRMSE: not measured", "epoch")
+    for name, persistence, label, color in (
+        ("val_nrmse", "persistence_nrmse", "one step", BLUE),
+        ("rollout_nrmse", "rollout_persistence_nrmse", "roll-out", ORANGE),
     ):
-        axes.set_title(title, fontsize=10)
-        axes.tick_params(which="both", labelsize=8)
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(fontsize=8, frameon=False)
-    figure.savefig(path)
+        _line(axes, _points(epochs, "epoch", name), color, label)
+        for _, still in _points(epochs, "epoch", persistence)[-1:]:  # it is the same in every epoch
+            dashed = {"linestyle": "--", "linewidth": 1.2, "alpha": 0.8}
+            axes.axhline(still, color=color, label=f"{label}, persistence", **dashed)
+    _logarithmic(axes)
+    _whole_numbers(axes, 1, max((row["epoch"] for row in epochs), default=1))
 
 
-def _plot(
-    axes: Any,
-    x: str,
-    rows: Sequence[Mapping[str, Any]],
-    names: Mapping[str, str],
-    *,
-    log: bool,
-    style: str = "-",
-) -> None:
-    """Plot `names` (column to label) over column `x`, leaving out what is missing or cannot be drawn."""
-    for name, label in names.items():
-        points = [(row[x], row[name]) for row in rows if row.get(name) is not None]
-        points = [(at, value) for at, value in points if value > 0 or not log]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1.4, marker=".", markersize=3)
-            if log:
-                axes.set_yscale("log")
-    axes.set_xlabel(x, fontsize=9)
+def _draw_stall(axes: Any, epochs: Rows) -> None:
+    """The part of each epoch's time that was waited for data."""
+    points = _points(epochs, "epoch", "stall", least=-1.0)
+    percent = [(epoch, 100 * stall) for epoch, stall in points]
+    _label(axes, "stall: not measured", "epoch")
+    if points:
+        mean = sum(stall for _, stall in points) / len(points)
+        axes.set_title(f"stall: {format_percent(mean)} of the time", fontsize=10, loc="left", color=TEXT)
+        axes.fill_between(*zip(*percent, strict=True), color=BLUE, alpha=0.12, linewidth=0)
+    _line(axes, percent, BLUE, "")
+    highest = max((stall for _, stall in percent), default=0.0)
+    axes.set_ylim(0, next(top for top in STALL_TOPS if highest <= top))
+    axes.yaxis.set_major_formatter("{x:g} %")
+    _whole_numbers(axes, 1, max((row["epoch"] for row in epochs), default=1))
+
+
+def _points(rows: Rows, x: str, y: str, *, least: float = 0.0) -> Points:
+    """`(x, y)` of the rows that have `y` above `least`: a logarithmic axis has no place for 0."""
+    return [(row[x], row[y]) for row in rows if row.get(y) is not None and row[y] > least]
+
+
+def _line(axes: Any, points: Points, color: str, label: str, **style: float) -> None:
+    """A line; each point has a mark while there are few of them."""
+    if points:
+        size = 3.0 if len(points) <= 40 else 0.0
+        shown: dict[str, Any] = {"linewidth": 1.5, "marker": "o", "markersize": size, **style}
+        axes.plot(*zip(*points, strict=True), color=color, label=label or None, **shown)
+
+
+def _label(axes: Any, title: str, x: str) -> None:
+    axes.set_title(title, fontsize=10, loc="left", color=TEXT)
+    axes.set_xlabel(x, fontsize=9, color=TEXT)
+
+
+def _logarithmic(axes: Any) -> None:
+    """A logarithmic axis with plain numbers, and a legend; nothing where nothing is drawn."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    values = [float(value) for line in axes.lines for value in line.get_ydata()]
+    if not values:
+        axes.set_yticks([])
+        return
+    low, high = min(values) / MARGIN, max(values) * MARGIN
+    axes.set_yscale("log")
+    axes.set_ylim(low, high)
+    decades = math.log10(high / low)
+    # A range of a decade or two holds one power of ten, or none.
+    marked = (1, 1.5, *range(2, 10)) if decades < 1 else (1, 2, 5) if decades < 2.5 else (1,)
+    axes.yaxis.set_major_locator(LogLocator(subs=marked))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.legend(fontsize=8, frameon=False, labelcolor=TEXT)
+
+
+def _whole_numbers(axes: Any, first: int, last: int) -> None:
+    """Ticks at whole numbers, a handful of them whatever the length of the run."""
+    from matplotlib.ticker import MaxNLocator
+
+    margin = 0.03 * (last - first) or 0.5
+    axes.set_xlim(first - margin, last + margin)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))

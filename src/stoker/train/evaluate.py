@@ -127,8 +127,7 @@ class _Chains:
 
     def add(self, pairs: Pairs) -> None:
         """Keep those of a batch that belong to a chain."""
-        for row, place in enumerate(pairs.index.cpu()):
-            number, start = int(place[0]), int(place[1])
+        for row, (number, start) in enumerate(pairs.index.tolist()):
             if start % self._stride or (number not in self._chains and len(self._chains) >= self._samples):
                 continue
             chain = self._chains.setdefault(number, _Chain())

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stoker.errors import DivergedError
+from stoker.train.batches import Pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,24 @@ class FiniteGuard:
             self._event.synchronize()
         if not bool(self._flag):
             raise DivergedError(_describe(facts))
+
+
+def check_finite(pairs: Pairs) -> None:
+    """Refuse a batch from which no scales can be learnt.
+
+    Raises:
+        DivergedError: A state or condition is not finite; names the first sample.
+    """
+    bad = torch.zeros(len(pairs.z0), dtype=torch.bool, device=pairs.z0.device)
+    for values in (pairs.z0, pairs.states, pairs.cond):
+        bad |= ~torch.isfinite(values).flatten(1).all(1)
+    if bool(bad.any()):
+        number, start = pairs.index[int(bad.int().argmax())].tolist()
+        raise DivergedError(
+            f"sample {number}, time step {start} holds a NaN or an infinity ({int(bad.sum())} of {len(bad)} "
+            f"examples of a batch do). Expected finite states and parameters. Look at cache[{number}]; "
+            "precompute with nan='reject' leaves such samples out"
+        )
 
 
 def _describe(facts: StepFacts) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stoker.errors import Interrupted
+from stoker.errors import ConfigError, Interrupted
 from stoker.monitor.meter import StallMeter
 from stoker.schema import Json
 from stoker.train.batches import PairBatch, PairLoader, to_pairs
@@ -27,9 +27,11 @@ from stoker.train.curves import draw_curves
 from stoker.train.evaluate import evaluate
 from stoker.train.guard import FiniteGuard, StepFacts
 from stoker.train.report import write_report
-from stoker.train.run import Run, begin, changed_settings, take_up
+from stoker.train.run import Run, begin, changed, own_folder, take_up
 from stoker.train.stop import StopFlag
 
+MOST_BETWEEN_LINES, LINES = 50, 40
+"""Steps between two lines of the log, unless settings say otherwise; a short run has this many lines."""
 FINAL_RATE = 0.01
 """Part of the peak learning rate at which the cosine ends."""
 
@@ -53,23 +55,35 @@ def train(
         on_event: Told of what happens, see `EventSink`.
 
     Raises:
-        ConfigError: The training loader has no batch.
+        ConfigError: The training loader has no batch, or another training is writing to `run_dir`.
         DivergedError: The loss or a gradient is not finite; names epoch, step and sample.
         Interrupted: SIGTERM or SIGINT; a checkpoint was written first.
         StaleStateError: The run to resume has another operator, or the loader refuses its place.
     """
-    with StopFlag() as stop:
+    _check_validation(val_loader, config.patience)
+    folder = Path(run_dir)
+    with StopFlag() as stop, own_folder(folder):
         session = Session(
             train_loader=train_loader,
             val_loader=val_loader,
             config=config,
-            folder=Path(run_dir),
+            folder=folder,
             stop=stop,
             meter=meter,
             sink=on_event,
         )
         session.train()
         return session.finish()
+
+
+def _check_validation(loader: PairLoader | None, patience: int | None) -> None:
+    if loader is None and patience is not None:
+        raise ConfigError(
+            f"TrainConfig.patience is {patience}, but nothing is validated, so training would end after "
+            "that many epochs whatever it learnt. Give a val_loader, or leave patience out"
+        )
+    if loader is not None and not len(loader):
+        raise ConfigError("the validation loader has no batch. Give one that has, or None to train without")
 
 
 def learning_rate(config: TrainConfig, step: int, total: int) -> float:
@@ -104,6 +118,8 @@ class Session:
     guard: FiniteGuard = field(init=False)
     total: int = field(init=False)
     """Steps that the learning rate is laid out for."""
+    log_every: int = field(init=False)
+    """Steps between two `step` lines."""
     logged: int = 0
     """Step of the last `step` line, or at which this pass began."""
     place: Mapping[str, Any] = field(init=False)
@@ -117,9 +133,18 @@ class Session:
         self.place = self.train_loader.state_dict()
         steps = config.epochs * len(self.train_loader)
         self.total = steps if config.max_steps is None else min(steps, config.max_steps)
+        self.log_every = config.log_every or max(1, min(MOST_BETWEEN_LINES, self.total // LINES))
         progress = self.run.progress
-        facts = {"step": progress.step, "total": self.total, "parameters": _count(self.run.model)}
-        self._tell("start", {**facts, "device": str(self.run.device), "batches": len(self.train_loader)})
+        facts: dict[str, Json] = {
+            "step": progress.step,
+            "total": self.total,
+            "batches": len(self.train_loader),
+            "parameters": _count(self.run.model),
+            "device": str(self.run.device),
+            **self.run.numerics,
+        }
+        self.run.log.append({"kind": "start", **facts})
+        self._tell("start", facts)
         while self._goes_on():
             begun_s = time.perf_counter()
             self._pass()
@@ -146,9 +171,8 @@ class Session:
         )
         rows = self.run.log.rows()
         draw_curves(rows, self.folder / "curves.png")
-        shown = {name: value for name, value in asdict(report).items() if name not in ("run_dir", "startup")}
-        write_report(self.folder / "report.html", rows, shown, asdict(config))
-        self._tell("done", {name: value for name, value in shown.items() if name != "run_dir"})
+        write_report(self.folder / "report.html", rows, report, asdict(config))
+        self._tell("done", {name: value for name, value in asdict(report).items() if name != "run_dir"})
         return report
 
     def _resumed(self) -> Run | None:
@@ -160,8 +184,8 @@ class Session:
         if checkpoint is None:
             return None
         run = take_up(self.folder, self.config, self.train_loader, checkpoint)
-        changed = changed_settings(self.config, checkpoint.state)
-        self._tell("resume", {"step": checkpoint.step, "epoch": run.progress.epoch + 1, "changed": changed})
+        differs = changed(run, checkpoint.state)
+        self._tell("resume", {"step": checkpoint.step, "epoch": run.progress.epoch + 1, "changed": differs})
         return run
 
     def _pass(self) -> None:
@@ -178,7 +202,7 @@ class Session:
             for batch in self.train_loader:
                 self._first_batch()
                 norm = self._step(batch, recent)
-                if progress.step % self.config.log_every == 0:
+                if progress.step % self.log_every == 0:
                     self._log_step(recent, norm)
                 self._after_step()
                 if progress.step >= self.total:

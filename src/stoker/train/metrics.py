@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from stoker.atomic import explained, replacing
 from stoker.schema import Json
 
 
 class MetricsLog:
-    """`metrics.jsonl` of a run: lines of kind `step` and `epoch`."""
+    """`metrics.jsonl` of a run: lines of kind `start`, `step` and `epoch`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, row: Mapping[str, Json]) -> None:
-        """Add a line; numbers that JSON cannot hold become null."""
+        """Add a line; numbers that JSON cannot hold become null.
+
+        Raises:
+            ResourceError: No space is left.
+            ReadOnlyError: The file cannot be written.
+        """
         line = json.dumps({name: _finite(value) for name, value in row.items()}, allow_nan=False)
-        with self.path.open("a", encoding="utf-8") as file:
+        with explained(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
@@ -41,9 +46,8 @@ class MetricsLog:
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Drop the other lines: those that a resumed run is about to write again."""
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in self.rows() if wanted(row))
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(self.path)
+        with replacing(self.path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
 
 
 def _finite(value: Json) -> Json:

@@ -4,53 +4,126 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stoker.atomic import replacing
+from stoker.train.config import TrainReport
+from stoker.units import format_count, format_percent, format_seconds
+
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; margin: 1rem 0; }
-td, th { padding: .15rem .9rem .15rem 0; text-align: left; }
-td.n { text-align: right; font-variant-numeric: tabular-nums; } img { max-width: 100%; background: #fff; }
-:root { color-scheme: light dark; }
+:root { color-scheme: light dark; --line: #9995; --dim: #888; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(12rem, 1fr)); gap: 1rem; }
+dt { color: var(--dim); font-size: .85rem; } dd { margin: 0; font-size: 1.25rem; }
+dd small { color: var(--dim); font-size: .85rem; }
+img { width: 100%; background: #fff; border-radius: .4rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+td, th { padding: .15rem 1.2rem .15rem 0; text-align: right; border-bottom: 1px solid var(--line); }
+th { font-weight: 600; } .names td:first-child { text-align: left; color: var(--dim); }
 """
-COLUMNS = ("epoch", "step", "loss", "val_nrmse", "persistence_nrmse", "rollout_nrmse", "stall", "seconds")
+
+Format = Callable[[Any], str]
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3g}"
+
+
+EPOCHS: Mapping[str, tuple[str, Format]] = {
+    "epoch": ("epoch", format_count),
+    "step": ("steps", format_count),
+    "loss": ("loss", _figure),
+    "val_nrmse": ("NRMSE", _figure),
+    "persistence_nrmse": ("persistence", _figure),
+    "rollout_nrmse": ("roll-out NRMSE", _figure),
+    "rollout_persistence_nrmse": ("persistence", _figure),
+    "stall": ("stall", format_percent),
+    "seconds": ("time", format_seconds),
+}
+"""Columns of the table of epochs: heading and form by the name in `metrics.jsonl`."""
 
 
 def write_report(
-    path: Path, rows: Sequence[Mapping[str, Any]], figures: Mapping[str, Any], config: Mapping[str, Any]
+    path: Path, rows: Sequence[Mapping[str, Any]], report: TrainReport, config: Mapping[str, Any]
 ) -> None:
-    """Write the page beside the run's `curves.png`, which is put inside it."""
-    picture = path.with_name("curves.png")
-    image = ""
-    if picture.exists():
-        data = base64.b64encode(picture.read_bytes()).decode()
-        image = f'<img alt="training curves" src="data:image/png;base64,{data}">'
-    epochs = [row for row in rows if row.get("kind") == "epoch"]
-    head = "".join(f"<th>{name}</th>" for name in COLUMNS)
-    body = "".join(
-        "<tr>" + "".join(f'<td class="n">{_text(row.get(name))}</td>' for name in COLUMNS) + "</tr>"
-        for row in epochs
+    """Write the page beside the run's `curves.png`, which is put inside it.
+
+    Args:
+        rows: Lines of `metrics.jsonl`.
+        report, config: What the run came to, and its settings.
+    """
+    title = html.escape(path.resolve().parent.name)
+    starts = [row for row in rows if row.get("kind") == "start"]
+    parts = [
+        f"<h1>{title}</h1>",
+        _summary(report),
+        _picture(path.with_name("curves.png")),
+        f"<h2>Epochs</h2>{_epochs([row for row in rows if row.get('kind') == 'epoch'])}",
+        f"<h2>Settings</h2>{_names(config)}",
+        *(f"<h2>From step {row['step']:,} on</h2>{_names(row, without=('kind', 'step'))}" for row in starts),
+    ]
+    page = (
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{STYLE}</style>{''.join(parts)}</html>\n"
     )
-    title = html.escape(path.parent.name)
-    path.write_text(
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-        f"<h1>{title}</h1>{_table(figures)}{image}<h2>Epochs</h2>"
-        f"<table><tr>{head}</tr>{body}</table><h2>Settings</h2>{_table(config)}</html>\n",
-        encoding="utf-8",
-    )
+    with replacing(path) as temporary:
+        temporary.write_text(page, encoding="utf-8")
 
 
-def _table(entries: Mapping[str, Any]) -> str:
+def _summary(report: TrainReport) -> str:
+    """The figures that matter, each error beside its own persistence."""
+    stall = _or_dash(report.stall, format_percent)
+    figures = {
+        "validation NRMSE": _error(report.val_nrmse, report.persistence_nrmse),
+        "lowest": _or_dash(report.best_val_nrmse, _figure),
+        "roll-out NRMSE": _error(report.rollout_nrmse, report.rollout_persistence_nrmse),
+        "stall": stall + (f" <small>{html.escape(report.tier)} tier</small>" if report.tier else ""),
+        "time of a step": _or_dash(report.step_s, format_seconds),
+        "epochs, steps": f"{format_count(report.epochs)}, {format_count(report.steps)}",
+    }
+    shown = (f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures.items())
+    return f"<dl>{''.join(shown)}</dl>"
+
+
+def _error(error: float | None, persistence: float | None) -> str:
+    beside = "" if persistence is None else f" <small>persistence {_figure(persistence)}</small>"
+    return _or_dash(error, _figure) + beside
+
+
+def _picture(path: Path) -> str:
+    if not path.exists():
+        return ""
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f'<img alt="loss, validation errors and stall over the run" src="data:image/png;base64,{data}">'
+
+
+def _epochs(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = "".join(f"<th>{heading}</th>" for heading, _ in EPOCHS.values())
+    cells = (
+        "".join(f"<td>{_or_dash(row.get(name), form)}</td>" for name, (_, form) in EPOCHS.items())
+        for row in rows
+    )
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _names(entries: Mapping[str, Any], without: Sequence[str] = ()) -> str:
     rows = "".join(
-        f'<tr><td>{html.escape(name)}</td><td class="n">{_text(value)}</td></tr>'
+        f"<tr><td>{html.escape(name)}</td><td>{_or_dash(value, _text)}</td></tr>"
         for name, value in entries.items()
+        if name not in without
     )
-    return f"<table>{rows}</table>"
+    return f'<table class="names">{rows}</table>'
 
 
 def _text(value: object) -> str:
-    if value is None:
-        return "-"
-    return html.escape(f"{value:.4g}" if isinstance(value, float) else str(value))
+    return html.escape(f"{value:g}" if isinstance(value, float) else str(value))
+
+
+def _or_dash(value: Any, form: Format) -> str:
+    return "-" if value is None else form(value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -11,12 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stoker.atomic import explained
 from stoker.errors import ConfigError, ResourceError, StaleStateError
 from stoker.schema import Json
-from stoker.train.batches import PairBatch, PairLoader, cond_widths, measure_scales, to_pairs
+from stoker.store.claims import claim, holder
+from stoker.train.batches import PairBatch, PairLoader, Pairs, cond_widths, measure_scales, to_pairs
 from stoker.train.checkpoint import Checkpoint, Kind, save_checkpoint
 from stoker.train.config import TrainConfig
+from stoker.train.guard import check_finite
 from stoker.train.metrics import MetricsLog
+from stoker.train.numerics import numerics_of
 from stoker.train.operator import LatentOperator, OperatorShape
 
 
@@ -78,6 +84,11 @@ class Run:
         return self.device.type == "cuda" if self.config.amp is None else self.config.amp
 
     @property
+    def numerics(self) -> dict[str, Json]:
+        """What decides the last bits of a step beside the settings."""
+        return numerics_of(self.device, self.amp)
+
+    @property
     def log(self) -> MetricsLog:
         """The run's metrics."""
         return MetricsLog(self.folder / "metrics.jsonl")
@@ -99,6 +110,7 @@ class Run:
             "config": asdict(self.config),
             "shape": asdict(self.shape),
             "widths": self.widths,
+            "numerics": self.numerics,
         }
         return save_checkpoint(
             self.folder / "checkpoints",
@@ -109,11 +121,39 @@ class Run:
         )
 
 
+@contextmanager
+def own_folder(folder: Path) -> Generator[None]:
+    """Hold a run's folder: nobody else trains in it meanwhile, and what a kill left half-written goes.
+
+    Raises:
+        ConfigError: Another training is writing there, or the path is a file's.
+        ReadOnlyError: It cannot be written.
+    """
+    try:
+        with explained(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"{folder} cannot be a folder: a file is in its way. Give another training.run_dir"
+        ) from error
+    with claim(folder, "train") as got:
+        if not got:
+            raise ConfigError(
+                f"{holder(folder, 'train')} is training in {folder}. Wait until it ends or stop it, or give "
+                "another training.run_dir"
+            )
+        for entry in [*folder.glob(".*.part"), *folder.glob("checkpoints/.*.part")]:
+            with suppress(OSError):
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        yield
+
+
 def begin(folder: Path, config: TrainConfig, loader: PairLoader, on_batch: Callable[[], None]) -> Run:
     """A run at step 0, its scales learnt from the first batches; an earlier run there is moved aside.
 
     Raises:
         ConfigError: The loader has no batch.
+        DivergedError: A value in the first batches is not finite.
         ResourceError: The device is not there.
     """
     device = _device(config)
@@ -129,7 +169,7 @@ def begin(folder: Path, config: TrainConfig, loader: PairLoader, on_batch: Calla
             "use a smaller training.batch_size, or more samples"
         )
     widths = cond_widths(batches[0])
-    scales = measure_scales(to_pairs(batch, widths, device) for batch in batches)
+    scales = measure_scales(_finite_pairs(batches, widths, device))
     shape = OperatorShape(
         tokens=to_pairs(batches[0], widths, device).z0.shape[1],
         dim=len(scales.z_mean),
@@ -140,7 +180,6 @@ def begin(folder: Path, config: TrainConfig, loader: PairLoader, on_batch: Calla
     )
     run = _make(folder, config, shape, widths)
     run.model.set_scales(scales)
-    folder.mkdir(parents=True, exist_ok=True)
     for name in ("checkpoints", "metrics.jsonl"):
         _move_aside(folder / name)
     return run
@@ -187,14 +226,25 @@ def take_up(folder: Path, config: TrainConfig, loader: PairLoader, checkpoint: C
     return run
 
 
-def changed_settings(config: TrainConfig, saved: Mapping[str, Any]) -> dict[str, Json]:
-    """Settings that differ from those of a checkpoint, as `{name: [before, now]}`."""
-    now = asdict(config)
-    return {
+def changed(run: Run, saved: Mapping[str, Any]) -> dict[str, Json]:
+    """What differs from when a checkpoint was written, as `{name: [before, now]}`: settings and numerics."""
+    pairs = {
         name: [saved["config"].get(name), value]
-        for name, value in now.items()
-        if name != "resume" and saved["config"].get(name) != value
+        for name, value in asdict(run.config).items()
+        if name != "resume"
     }
+    before = saved.get("numerics", {})
+    pairs |= {name: [before.get(name, value), value] for name, value in run.numerics.items()}
+    return {name: [was, now] for name, (was, now) in pairs.items() if was != now}
+
+
+def _finite_pairs(
+    batches: Iterable[PairBatch], widths: Mapping[str, int], device: torch.device
+) -> Iterator[Pairs]:
+    for batch in batches:
+        pairs = to_pairs(batch, widths, device)
+        check_finite(pairs)
+        yield pairs
 
 
 def _make(folder: Path, config: TrainConfig, shape: OperatorShape, widths: dict[str, int]) -> Run:
@@ -240,10 +290,7 @@ def _device(config: TrainConfig) -> torch.device:
 def _move_aside(path: Path) -> None:
     """Keep one earlier run: starting anew by mistake must not cost days of training."""
     aside = path.with_name(f"{path.stem}.previous{path.suffix}")
-    if not path.exists():
-        return
-    if aside.is_dir():
-        for entry in sorted(aside.rglob("*"), reverse=True):
-            entry.rmdir() if entry.is_dir() else entry.unlink()
-        aside.rmdir()
-    path.replace(aside)
+    if path.exists():
+        if aside.is_dir():
+            shutil.rmtree(aside)
+        path.replace(aside)
