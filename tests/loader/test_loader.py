@@ -289,6 +289,18 @@ def test_two_passes_at_once_do_not_disturb_each_other(
         assert same(b, y)
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_short_epochs_are_made_ahead_and_stay_what_they_are(cache: Cache, drop_last: bool) -> None:
+    """Chunks of several epochs are made in one piece of work; a jump throws them away."""
+    ahead = Loader(cache, batch_size=7, drop_last=drop_last, tier="host")
+
+    for epoch in [*range(9), 3, 4, 5, 20, 21]:
+        alone = Loader(cache, batch_size=7, drop_last=drop_last, tier="disk")
+        alone.set_epoch(epoch)
+        ahead.set_epoch(epoch)
+        assert all(same(a, b) for a, b in zip(ahead, alone, strict=True))
+
+
 def test_a_trainer_that_prefetches_saves_the_batch_it_used(cache: Cache) -> None:
     loader = Loader(cache, batch_size=5)
     batches = list(loader)

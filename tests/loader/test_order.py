@@ -166,3 +166,14 @@ def test_kinds_read_back_what_they_print() -> None:
 def test_static_parts_must_divide_the_batch() -> None:
     with pytest.raises(ConfigError, match="multiple"):
         make("static(3)", 100, batch=8)
+
+
+@given(count=st.integers(1, 70_000), epochs=st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True))
+@settings(max_examples=20, deadline=None)
+def test_orders_made_together_are_those_made_alone(count: int, epochs: list[int]) -> None:
+    order = Order(kind=OrderKind(kind="full"), count=count, seed=3, global_batch=1)
+
+    together = order.epochs(epochs)
+
+    for epoch, ids in zip(epochs, together, strict=True):
+        assert ids(0, count).tolist() == order.epoch(epoch)(0, count).tolist()

@@ -1,12 +1,18 @@
-"""Names that a PyTorch `DataLoader` takes: which mean something here, and what to do about the others."""
+"""Arguments of a `Loader`: those of a PyTorch `DataLoader` that mean something here, and what is refused."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, SupportsIndex, cast
+
+import numpy as np
+import torch
 
 from stoker.errors import ConfigError
+from stoker.loader.ranks import Share
+from stoker.loader.windows import Windows
 
 IGNORED = {
     "num_workers": "batches are gathered in this process, without workers",
@@ -26,6 +32,13 @@ REFUSED = {
     "collate_fn": "Records are stored ready to be batched; use transforms= to change a batch",
 }
 """Would change which examples are served, so they cannot be taken in silence."""
+
+NOT_BY_NUMBER = (
+    "a Loader has no items by number: it is what goes where a DataLoader went, and gives whole batches. "
+    "Iterate over the Loader itself, as `for batch in loader`; one record by its sample number is "
+    "`loader.dataset[number]`"
+)
+"""For `loader[0]`, which is also what a `DataLoader` around a Loader asks for."""
 
 _said: set[str] = set()
 
@@ -59,7 +72,104 @@ def take_dataloader_arguments(given: Mapping[str, Any], order: str | None) -> tu
         raise ConfigError(
             f"shuffle={shuffle} and order={order!r} say the same thing twice. Give order= alone"
         )
+    if order is not None and not isinstance(cast(object, order), str):
+        raise ConfigError(f"order is {order!r}. Expected full, sequential, block, static or None")
     if order is None:
         order = "full" if shuffle is None or shuffle else "sequential"
     timeout = given.get("timeout")
     return order, float(timeout) if timeout else None, bool(given.get("pin_memory"))
+
+
+def whole_numbers(**given: object) -> tuple[int, ...]:
+    """The values as plain ints, in order; numpy's count too.
+
+    >>> whole_numbers(batch_size=64, rank=0)
+    (64, 0)
+
+    Raises:
+        ConfigError: One is no whole number.
+    """
+    for name, value in given.items():
+        if not isinstance(value, SupportsIndex) or isinstance(value, torch.Tensor):
+            raise ConfigError(f"{name} is {value!r}. Expected a whole number, as {name}={_EXAMPLES[name]}")
+    return tuple(operator.index(cast("SupportsIndex", value)) for value in given.values())
+
+
+_EXAMPLES = {"batch_size": 64, "rank": 0, "world": 1, "seed": 0}
+
+
+def parse_device(device: str | torch.device) -> torch.device:
+    """The device that is meant.
+
+    Raises:
+        ConfigError: It is neither the CPU nor a CUDA device.
+    """
+    try:
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError):
+        parsed = None
+    if parsed is None or parsed.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {device!r} is not known. Expected cpu, cuda or cuda:0")
+    return parsed
+
+
+def check_kinds(windows: object, transforms: object, reserve_bytes: object) -> None:
+    """Refuse what is not a `Windows`, not a row of functions, or not a number of bytes.
+
+    Raises:
+        ConfigError: As said.
+    """
+    if windows is not None and not isinstance(windows, Windows):
+        raise ConfigError(f"windows is {windows!r}. Expected stoker.Windows(stride=1, horizon=1), or None")
+    if reserve_bytes is not None and not (
+        isinstance(reserve_bytes, int | float | np.number) and reserve_bytes >= 0
+    ):
+        raise ConfigError(f"reserve_bytes is {reserve_bytes!r}. Expected a number of bytes, as 2 * 2**30")
+    functions = cast("Sequence[object]", transforms) if isinstance(transforms, Sequence) else [None]
+    if not all(callable(function) for function in functions):
+        raise ConfigError(
+            f"transforms is {transforms!r}. Expected a list of functions (batch, keys) -> batch"
+        )
+
+
+def check_share(share: Share) -> None:
+    """Refuse a loader that would drop all there is: each of its passes would end at once, without a word.
+
+    Raises:
+        ConfigError: `drop_last` leaves no batch.
+    """
+    if share.drop_last and share.positions and not share.steps():
+        most = share.positions // share.world
+        ranks = f" on each of {share.world} ranks" if share.world > 1 else ""
+        cure = f"Use a batch_size of {most} or less" if most else f"Use at most {share.positions} ranks"
+        raise ConfigError(
+            f"drop_last leaves no batch of {share.positions} examples: a whole one takes "
+            f"{share.batch_size}{ranks}. {cure}, or drop_last=False"
+        )
+
+
+def check_static(static: bool, tier: str, share: Share, *, ragged: bool) -> None:
+    """Refuse batches at fixed addresses where they would not all be of one shape, or not on the device.
+
+    Raises:
+        ConfigError: As said.
+    """
+    if static and tier != "device":
+        raise ConfigError(
+            f"static=True needs everything on the device, but tier is {tier!r}. Give tier='device' as well"
+        )
+    if static and (not share.drop_last or ragged):
+        raise ConfigError(
+            "static=True needs batches of one shape: leave drop_last as it is, and no ragged fields"
+        )
+
+
+def refuse_workers() -> None:
+    """Raise in a worker of a DataLoader: each would hold a copy and serve every batch again."""
+    from torch.utils.data import get_worker_info
+
+    if get_worker_info() is not None:
+        raise ConfigError(
+            "a Loader inside a DataLoader with workers would serve every batch once per worker. "
+            "Iterate over the Loader itself: it needs no workers and gives whole batches"
+        )

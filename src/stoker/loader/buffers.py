@@ -39,7 +39,9 @@ class Buffers:
             # Memory that was moved to another process has no count that tells.
             if _references(tensor) == alone and not tensor.is_shared():
                 return tensor.view(self._shape)
-        tensor = torch.empty(self._shape, dtype=self._dtype)
+        # An ordinary tensor whatever mode the caller is in: it is written to again in others, and by threads.
+        with torch.inference_mode(False):
+            tensor = torch.empty(self._shape, dtype=self._dtype)
         if _use_count is not None:
             if len(self._kept) == KEPT:
                 del self._kept[0]  # somebody keeps batches for good; their memory is theirs

@@ -27,8 +27,12 @@ from stoker.loader.pool import Pool, Ticket
 from stoker.loader.ranks import Share
 from stoker.loader.windows import Examples
 
-CHUNK_EXAMPLES = 1 << 18
-"""Examples in a chunk at most, and in the chunks that are made in one piece of work: some ten megabytes."""
+CHUNK_EXAMPLES = 1 << 16
+"""Examples in a chunk at most, and in those made in one piece of work: a few megabytes. Arrays of
+four times as many are memory that is new to the process, whose pages cost more than what is put in them.
+
+Source: `benchmarks/serve_memory.py`, W1, 2 cores.
+"""
 CHUNKS_AT_ONCE = 64
 """Chunks made in one piece of work at most. With short epochs the calls of numpy, each a turn of the
 interpreter's lock that the serving thread waits for, cost more than what they compute.
@@ -180,15 +184,12 @@ class Chunks:
                 following = self._following(self._made[-1].span if self._made else span)
                 if following:
                     self._ahead = (following[0], self._pool.submit(partial(self._make, following)))
-            middle = self._order.positions // 2
-            if self._pool is not None and 0 <= middle - span.position < span.batches * span.step:
-                self._begin_order(span)
+            middle = self._order.positions // 2 - span.position
+            long = self._order.positions > CHUNK_EXAMPLES
+            if long and self._pool is not None and middle in range(span.batches * span.step):
+                # The next order takes longer than a chunk is served, so it is begun earlier.
+                self._pool.submit(partial(self._ids, [epoch + 1]))
             yield chunk
-
-    def _begin_order(self, span: Span) -> None:
-        """Begin the next order early where it takes longer than a chunk is served."""
-        if self._pool is not None and self._order.positions > CHUNK_EXAMPLES:
-            self._pool.submit(partial(self._ids, [span.epoch + 1]))
 
     def _following(self, span: Span) -> list[Span]:
         """The spans after `span` that are made in one piece of work, also those of later epochs."""

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -16,7 +16,16 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, IncompleteError
 from stoker.loader import state as states
-from stoker.loader.arguments import take_dataloader_arguments
+from stoker.loader.arguments import (
+    NOT_BY_NUMBER,
+    check_kinds,
+    check_share,
+    check_static,
+    parse_device,
+    refuse_workers,
+    take_dataloader_arguments,
+    whole_numbers,
+)
 from stoker.loader.disk import READ_DEADLINE_S
 from stoker.loader.engine import Design, Engine
 from stoker.loader.order import Order, parse_order
@@ -93,13 +102,17 @@ class Loader:
             IncompleteError: Records are missing and nobody can encode them.
             ResourceError: `tier` cannot hold the records.
         """
-        _refuse_workers()
+        refuse_workers()
+        batch_size, rank, world, seed = whole_numbers(
+            batch_size=batch_size, rank=rank, world=world, seed=seed
+        )
         check_ranks(batch_size, rank, world)
+        check_kinds(windows, transforms, reserve_bytes)
+        device = parse_device(device)
         order, timeout_s, pin = take_dataloader_arguments(dataloader, order)
         cache = _completed(cache)
         outputs = make_outputs(cache.schema, windows, dtype)
         places = find_places(cache, indices)
-        device = torch.device(device)
         examples = _number(cache, places, windows)
         example_bytes = sum(output.example_bytes for output in outputs)
         made = Order(
@@ -110,10 +123,11 @@ class Loader:
             draws=None if weights is None else weighted(weights, places, examples),
         )
         share = _share(made, rank, world, static or None if drop_last is None else drop_last)
+        check_share(share)
         resources = probe(device=str(device), path=cache.path)
         demand = _demand(cache, places, outputs, batch_size, str(device))
         plan = _planned(cache, demand, resources, tier, reserve_bytes)
-        _check_static(static, tier, share.drop_last, outputs)
+        check_static(static, tier, share, ragged=any(output.ragged for output in outputs))
         self._design = Design(
             cache=cache,
             places=places,
@@ -177,6 +191,10 @@ class Loader:
         """Batches of this rank in a whole epoch."""
         return self._design.share.steps()
 
+    def __getitem__(self, _: object) -> NoReturn:
+        """Refused: batches come in the order of an epoch."""
+        raise ConfigError(NOT_BY_NUMBER)
+
     def __repr__(self) -> str:
         design, size = self._design, sum(row.bytes for row in self.plan.rows)
         return (
@@ -211,7 +229,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         """One pass over the rest of the epoch: `WindowBatch`es, or `RecordBatch`es without windows."""
-        _refuse_workers()
+        refuse_workers()
         if not self._resuming:
             self._at = (self._at[0], 0)
         self._resuming = False
@@ -258,7 +276,8 @@ class Loader:
             cache = self._design.cache
             if self._engine is not None:
                 cache = type(cache)(cache.path, cache.recipe, cache.index)
-            self._engine = Engine(replace(self._design, cache=cache))
+            with torch.inference_mode(False):  # its memory outlives the caller's mode, and a thread fills it
+                self._engine = Engine(replace(self._design, cache=cache))
             self._process = os.getpid()
             weakref.finalize(self, self._engine.residency.stop).atexit = False
         return self._engine
@@ -277,17 +296,6 @@ class EpochSetter:
     def set_epoch(self, epoch: int) -> None:
         """As `Loader.set_epoch`."""
         self._loader.set_epoch(epoch)
-
-
-def _refuse_workers() -> None:
-    """Raise in a worker of a DataLoader: each would hold a copy and serve every batch again."""
-    from torch.utils.data import get_worker_info
-
-    if get_worker_info() is not None:
-        raise ConfigError(
-            "a Loader inside a DataLoader with workers would serve every batch once per worker. "
-            "Iterate over the Loader itself: it needs no workers and gives whole batches"
-        )
 
 
 def _completed(cache: Cache) -> Cache:
@@ -385,16 +393,3 @@ def _planned(
         "%s: %d quarantined samples are not served", cache.path, len(cache.quarantined)
     )
     return replace(plan, reason=f"{plan.reason}; {len(cache.quarantined)} quarantined samples are absent")
-
-
-def _check_static(static: bool, tier: str, drop_last: bool, outputs: tuple[Output, ...]) -> None:
-    if not static:
-        return
-    if tier != "device":
-        raise ConfigError(
-            f"static=True needs everything on the device, but tier is {tier!r}. Give tier='device' as well"
-        )
-    if not drop_last or any(output.ragged for output in outputs):
-        raise ConfigError(
-            "static=True needs batches of one shape: leave drop_last as it is, and no ragged fields"
-        )

@@ -7,6 +7,7 @@ Trajectories are stored once, unstrided; stride and horizon are settings of the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, cast
 
 import numpy as np
@@ -34,8 +35,8 @@ class Windows:
         """Refuse numbers below one."""
         for name in ("stride", "horizon", "start_every"):
             value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"windows.{name} is {value}. Expected a whole number of at least 1")
+            if not isinstance(value, Integral) or value < 1:
+                raise ConfigError(f"windows.{name} is {value!r}. Expected a whole number of at least 1")
 
     @property
     def span(self) -> int:
@@ -163,7 +164,7 @@ def number_examples(lengths: NDArray[np.int64] | None, records: int, windows: Wi
     if records and not total:
         raise ConfigError(
             f"the longest trajectory has {int(lengths.max())} steps, but a window of stride {windows.stride} "
-            f"and horizon {windows.horizon} spans {windows.span + 1}. Choose a smaller stride or horizon"
+            f"and horizon {windows.horizon} spans {windows.span + 1}. Choose a smaller stride= or horizon="
         )
     if records and int(counts.min()) == int(counts.max()):
         return Examples(count=total, per_record=int(counts[0]), first=none, start_every=windows.start_every)

@@ -1,0 +1,45 @@
+"""A loader that evaluates under `torch.inference_mode` and trains outside of it, in turns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import stoker
+
+WIDTH = 4_000
+
+
+class Wide(Dataset[Tensor]):
+    """Item i is full of i: 16 kB, so that batches differ in how their memory is made."""
+
+    def __len__(self) -> int:
+        return 800
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((WIDTH,), float(index))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> stoker.Cache:
+    return stoker.precompute(
+        stoker.TorchSource(Wide()), None, tmp_path_factory.mktemp("cache"), name="wide", readers=0
+    )
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("batch_size", [2, 80, 400], ids=["fresh", "reused", "threads"])
+def test_modes_may_take_turns_on_one_loader(cache: stoker.Cache, tier: str, batch_size: int) -> None:
+    loader = stoker.Loader(cache, batch_size, tier=tier)
+    weight = torch.ones(WIDTH, requires_grad=True)
+
+    for _ in range(2):
+        with torch.inference_mode():
+            assert sum(float(batch["data"][:, 0].sum()) for batch in loader) == 799 * 400
+        for batch in loader:
+            (batch["data"] @ weight).sum().backward()
+
+    assert weight.grad is not None
+    assert weight.grad[0] == 2 * 799 * 400
