@@ -176,3 +176,18 @@ def test_bfloat16_comes_back_as_such(tmp_path: Path) -> None:
     cache = make_cache(tmp_path, dtype="bfloat16")
 
     assert cache[0]["latent"].dtype == torch.bfloat16
+
+
+def test_a_cache_that_may_not_be_read_says_how_its_owner_shares_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The superuser may read everything, so the system's answer is played."""
+    cache = make_cache(tmp_path)
+
+    def refused(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refused)
+
+    with pytest.raises(FormatError, match=rf"{cache.path}.* Permission denied.*chmod -R g\+rX"):
+        open_cache(cache.path)

@@ -107,7 +107,7 @@ def test_a_shard_proves_itself_without_an_index(
         found = [info for info in Catalog(storage, cache.recipe).refresh() if info.file == path.name]
         if found and not damaged_rows(storage, found[0], cache.recipe):
             with pytest.raises(CorruptError, match="padding"):
-                Shard(storage.open(path.name), path.name, cache.schema).check_padding()
+                Shard(storage.open(path.name), path, cache.schema).check_padding()
         flip(path, bit)
 
 

@@ -296,7 +296,7 @@ def test_temporaries_of_the_living_are_left_alone(tmp_path: Path) -> None:
     again = open_x(tmp_path, source)
 
     assert len([path for path in again.path.iterdir() if path.name.startswith(".tmp")]) == 1
-    writer.close()
+    writer.seal()
     assert again.missing().tolist() == [*range(1, 16)]
 
 

@@ -34,7 +34,7 @@ def test_a_damaged_shard_removed_as_advised_does_not_come_back_from_a_sibling(tm
     cache = folder.finish()
     shard = cache.shard(next(i for i, entry in enumerate(cache.index.shards) if entry.part == 0))
     flip(cache.path / shard.name, (shard.columns["z"].offset + 2 * 40960) * 8)
-    with pytest.raises(CorruptError, match=rf"{shard.name}.*Delete that file and precompute again"):
+    with pytest.raises(CorruptError, match=rf"{shard.name}.*verify .* --repair"):
         cache[2]
 
     (cache.path / shard.name).unlink()
@@ -69,6 +69,37 @@ def test_an_unreadable_sibling_is_skipped_with_one_warning(
             open_cache(tmp_path / "x")
 
 
+def test_a_damaged_record_is_named_with_file_field_sample_and_what_to_do(
+    tmp_path: Path, source: FakeSource
+) -> None:
+    cache = make_cache(tmp_path, source)
+    part = next(i for i, entry in enumerate(cache.index.shards) if entry.part == 1)
+    shard = cache.shard(part)
+    flip(cache.path / shard.name, (shard.columns["z"].offset + 40960) * 8)  # row 1 of b: sample 6
+    advice = (
+        f"`stoker verify {cache.path} --repair` sets aside all that is damaged, and precompute then encodes "
+        "it again, and only that"
+    )
+
+    with pytest.raises(CorruptError) as read:
+        open_cache(cache.path)[6]
+    with pytest.raises(CorruptError) as whole:
+        open_cache(cache.path).shard(part).verify_column("z")
+
+    file = cache.path / shard.name
+    assert str(read.value) == f"{file}: field 'z' of sample 6 does not match its checksum. {advice}"
+    assert str(whole.value) == f"{file}: field 'z' does not match its digest; damaged samples: 6. {advice}"
+
+
+def test_a_damaged_header_is_named_with_its_file_and_what_to_do(tmp_path: Path, source: FakeSource) -> None:
+    cache = make_cache(tmp_path, source)
+    file = cache.path / cache.index.shards[0].file
+    flip(file, 800)
+
+    with pytest.raises(CorruptError, match=rf"{file}: the header .*Run precompute again: it leaves that"):
+        open_cache(cache.path)[0]
+
+
 def test_a_bad_sector_costs_its_records_and_nothing_else(
     tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -85,12 +116,32 @@ def test_a_bad_sector_costs_its_records_and_nothing_else(
 
     monkeypatch.setattr(LocalFile, "read_into", failing)
 
+    with pytest.raises(CorruptError, match=r"field 'z' of sample 2 cannot be read: .*Input/output error"):
+        open_cache(cache.path)[2]
     (bad,) = open_cache(cache.path).verify().bad
     assert (bad.index, bad.shard) == (2, shard.name)
     assert "Input/output error" in bad.why
     (cache.path / "index.json").unlink()
     assert open_cache(cache.path, require_complete=False).numbers.tolist() == [0, 1, 3, 4, 5, 6, 7]
     assert "Input/output error" in caplog.text
+
+
+def test_a_shard_that_cannot_be_read_while_the_index_is_made_is_named(
+    tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Statistics are counted anew where a record has come twice, from the rows that still serve."""
+    folder = open_folder(tmp_path, "x", make_recipe(source, None))
+    fill(folder, source, [0, 1, 2])
+    fill(folder, source, [2, 3])
+    assert folder.stored_count() == 4
+
+    def failing(storage: LocalStorage, name: str) -> LocalFile:
+        raise OSError(errno.EIO, "Input/output error", name)
+
+    monkeypatch.setattr(LocalStorage, "open", failing)
+
+    with pytest.raises(CorruptError, match=r"cannot be read any more: .*verify .* --repair"):
+        folder.finish()
 
 
 def without(path: Path, tensor: str, kept_bytes: int) -> None:
@@ -123,4 +174,4 @@ def test_a_shard_without_its_sums_or_offsets_is_refused_by_name(
     without(path, tensor, kept)
 
     with pytest.raises(FormatError, match=rf"{path.name}.*{tensor.split('.', maxsplit=1)[0]}"):
-        Shard(LocalStorage(cache.path).open(path.name), path.name, cache.schema)
+        Shard(LocalStorage(cache.path).open(path.name), path, cache.schema)

@@ -64,7 +64,7 @@ def test_records_read_back_bit_exact(what: object, shard_bytes: int, data: st.Da
             if data.draw(st.booleans()):
                 writer.seal()
             order = [n for n in order if n not in chunk]
-        writer.close()
+        writer.seal()
         cache = folder.finish()
 
         assert cache.complete
@@ -149,6 +149,6 @@ def test_parts_may_interleave(tmp_path: Path) -> None:
     for local in range(3):
         for part in range(7):
             writer.append([part * 3 + local], batch_of(source, [part * 3 + local]))
-    writer.close()
+    writer.seal()
 
     assert_whole(folder.finish(), source)

@@ -26,7 +26,7 @@ from stoker.errors import (
     RecordError,
 )
 from stoker.schema import Schema
-from stoker.store.catalog import Catalog, build_index, known_index, write_index
+from stoker.store.catalog import Catalog, build_index, write_index
 from stoker.store.claims import claim
 from stoker.store.convert import from_array
 from stoker.store.failures import Failure
@@ -37,6 +37,7 @@ from stoker.store.lost import LostShard, without_lost
 from stoker.store.protocols import Filler
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
 from stoker.store.shard_read import Shard
+from stoker.store.use import Use
 from stoker.units import format_count
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("stoker")
 INDEX_WAIT_S = 60.0
 MAX_OPEN_SHARDS = 1024
+_AGAIN = "Run precompute again: it leaves that file out and encodes its records anew"
 
 
 class Cache:
@@ -53,7 +55,15 @@ class Cache:
     `len(cache)` counts stored records; `cache[number]` goes by sample number. Threads may share a handle.
     """
 
-    def __init__(self, path: Path, recipe: Recipe, index: Index, lost: tuple[LostShard, ...] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        recipe: Recipe,
+        index: Index,
+        lost: tuple[LostShard, ...] = (),
+        *,
+        use: Use | None = None,
+    ) -> None:
         self.path = path
         self.recipe = recipe
         self.index = index
@@ -61,6 +71,7 @@ class Cache:
         """Shards that were gone when it was opened; `index` serves nothing from them."""
         self.filler: Filler | None = None
         """Whoever can encode what is missing; a loader asks it."""
+        self._use = use or Use(path)
         self._storage = LocalStorage(path)
         self._lock = threading.Lock()
         self._open: OrderedDict[int, Shard] = OrderedDict()
@@ -158,17 +169,15 @@ class Cache:
     def fresh_shard(self, i: int) -> Shard:
         """Shard `i`, opened anew and compared with the index; see `shard`."""
         entry = self.index.shards[i]
-        part = self.recipe.parts[entry.part]
+        part, path = self.recipe.parts[entry.part], self.path / entry.file
         try:
-            shard = Shard(self._storage.open(entry.file), entry.file, self.schema, offset=part.offset)
+            shard = Shard(self._storage.open(entry.file), path, self.schema, offset=part.offset)
         except FileNotFoundError as error:
-            raise CorruptError(
-                f"{self.path / entry.file} is missing. Precompute again to encode its records"
-            ) from error
+            raise CorruptError(f"{path} is missing. {_AGAIN}") from error
+        except CorruptError as error:
+            raise CorruptError(f"{error}. {_AGAIN}") from error
         if shard.header_digest != entry.header or shard.part != part.key:
-            raise CorruptError(
-                f"{self.path / entry.file} is not the shard that the index pins: swapped or replaced"
-            )
+            raise CorruptError(f"{path} is not the shard that the index pins: swapped or replaced. {_AGAIN}")
         return shard
 
     def lengths(self, field: str) -> NDArray[np.int64]:
@@ -188,15 +197,16 @@ class Cache:
             pieces.append(np.diff(self.shard(int(shard)).offsets(field)[row : row + count + 1]))
         return np.concatenate(pieces)
 
-    def verify(self, subset: float = 1.0) -> VerifyReport:
+    def verify(self, subset: float = 1.0, *, seed: int = 0) -> VerifyReport:
         """Read records, or a seeded sample of them, and check every sum.
 
         Args:
             subset: Fraction of the records, `0 < subset <= 1`; 1 also checks columns, headers and index.
+            seed: Which records, below 1.
         """
         from stoker.store.verify import verify_cache  # which reads through this class
 
-        return verify_cache(self, subset)
+        return verify_cache(self, subset, seed=seed)
 
     def _find(self, number: int) -> tuple[int, int] | None:
         """Shard and row of a sample."""
@@ -231,12 +241,18 @@ def open_cache(path: str | Path, *, require_complete: bool = True) -> Cache:
             shards that are read in full.
         require_complete: Refuse a cache with missing records.
     Raises:
-        FormatError: There is no cache.
+        FormatError: There is no cache, or none that you may read.
         IncompleteError: Records are missing; says how many, and which shard is gone.
         CorruptError: A shard has another size than the index says.
     """
     folder = Path(path)
-    cache = _open_folder(folder) if (folder / RECIPE_FILE).exists() else _newest(folder)
+    try:
+        cache = _open_folder(folder) if (folder / RECIPE_FILE).exists() else _newest(folder)
+    except PermissionError as error:
+        raise FormatError(
+            f"{error.filename} cannot be read: {error.strerror}. Folders of a cache are made for their owner "
+            f"alone; the owner shares them with chmod -R g+rX"
+        ) from error
     if require_complete and cache.lost:
         raise cache.lost[0].error()
     if require_complete and not cache.complete:
@@ -247,23 +263,27 @@ def open_cache(path: str | Path, *, require_complete: bool = True) -> Cache:
     return cache
 
 
-def open_indexed(folder: Path, recipe: Recipe) -> Cache | None:
-    """The cache of a folder whose index is sound, with what is there of its shards, by name and size."""
-    index = known_index(folder, recipe)
-    return None if index is None else _present(folder, recipe, index)
+def open_indexed(folder: Path, recipe: Recipe) -> Cache:
+    """The cache of a folder whose index is sound, with what is there of its shards, by name and size.
 
-
-def _present(folder: Path, recipe: Recipe, index: Index) -> Cache:
-    return Cache(folder, recipe, *without_lost(index, folder, LocalStorage(folder).sizes()))
+    Raises:
+        FileNotFoundError, FormatError: As `load_index`.
+    """
+    use = Use(folder)  # before the index is read, so that no shard it names goes in between
+    index = load_index(folder, recipe)
+    return Cache(folder, recipe, *without_lost(index, folder, LocalStorage(folder).sizes()), use=use)
 
 
 def _open_folder(folder: Path) -> Cache:
     recipe = load_recipe(folder)
     try:
-        return _present(folder, recipe, load_index(folder, recipe))
-    except (FileNotFoundError, FormatError) as error:
+        return open_indexed(folder, recipe)
+    except FileNotFoundError:
+        if LocalStorage(folder).list() != [RECIPE_FILE]:  # else a first run that stored nothing
+            log.info("%s has no index, as after a kill; its shards are read to make one", folder)
+    except FormatError as error:
         log.warning("the index of %s is made again from its shards: %s", folder, error)
-        return rebuild(folder, recipe)
+    return rebuild(folder, recipe)
 
 
 def rebuild(folder: Path, recipe: Recipe) -> Cache:
@@ -271,17 +291,22 @@ def rebuild(folder: Path, recipe: Recipe) -> Cache:
 
     Where the folder cannot be written, the index is kept in memory.
     """
+    use = Use(folder)
     storage = LocalStorage(folder)
     catalog = Catalog(storage, recipe)
     catalog.verify()
     with suppress(ReadOnlyError), claim(folder, "index", wait_s=INDEX_WAIT_S):
-        return Cache(folder, recipe, write_index(storage, folder.parent.name, recipe, catalog.refresh()))
-    return Cache(folder, recipe, build_index(storage, folder.parent.name, recipe, catalog.refresh(), None))
+        index = write_index(storage, folder.parent.name, recipe, catalog.refresh())
+        return Cache(folder, recipe, index, use=use)
+    index = build_index(storage, folder.parent.name, recipe, catalog.refresh(), None)
+    return Cache(folder, recipe, index, use=use)
 
 
 def _newest(folder: Path) -> Cache:
     try:
-        found = sorted(p for p in folder.iterdir() if (p / RECIPE_FILE).exists())
+        # A hidden folder is being removed.
+        visible = (p for p in folder.iterdir() if not p.name.startswith("."))
+        found = sorted(p for p in visible if (p / RECIPE_FILE).exists())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FormatError(f"there is no cache at {folder}. Check the path, or run precompute") from error
     if not found:
@@ -325,8 +350,7 @@ def _open_each(
 
 
 def _open_sound(folder: Path) -> Cache:
-    recipe = load_recipe(folder)
-    return _present(folder, recipe, load_index(folder, recipe))
+    return open_indexed(folder, load_recipe(folder))
 
 
 _warned: set[Path] = set()

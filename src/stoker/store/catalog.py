@@ -7,7 +7,7 @@ earlier one noted as damaged.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import FormatError
+from stoker.atomic import sync_folder
+from stoker.errors import CorruptError, FormatError, ResourceError
 from stoker.store.convert import from_array
 from stoker.store.failures import Failure, read_failures
 from stoker.store.index import Index, ShardEntry, dump_index, load_index, read_index_entries
@@ -55,7 +56,7 @@ def read_info(storage: LocalStorage, name: str, recipe: Recipe) -> ShardInfo:
     Raises:
         FormatError: It is damaged (`CorruptError`), or of no part of `recipe`.
     """
-    shard = Shard(storage.open(name), name, recipe.schema)
+    shard = Shard(storage.open(name), storage.path / name, recipe.schema)
     part = next((i for i, part in enumerate(recipe.parts) if part.key == shard.part), None)
     if part is None or int(shard.numbers().max()) >= recipe.parts[part].count:
         raise FormatError(f"{storage.path / name} belongs to another cache. Remove it")
@@ -72,13 +73,18 @@ def read_info(storage: LocalStorage, name: str, recipe: Recipe) -> ShardInfo:
 
 
 class Catalog:
-    """Shards of one folder. They are immutable, so each is read once however often `refresh` is called."""
+    """Shards of one folder. They are immutable, so each is read once however often `refresh` is called.
 
-    def __init__(self, storage: LocalStorage, recipe: Recipe) -> None:
+    Args:
+        storage, recipe: The folder.
+        noted: Leave out the rows that the index notes as damaged; False: look afresh.
+    """
+
+    def __init__(self, storage: LocalStorage, recipe: Recipe, *, noted: bool = True) -> None:
         self._storage, self._recipe = storage, recipe
         self._infos: dict[str, ShardInfo] = {}
         self._refused: set[tuple[str, int]] = set()
-        self._bad: dict[str, tuple[int, ...]] | None = None
+        self._bad: dict[str, tuple[int, ...]] | None = None if noted else {}
 
     def refresh(self) -> list[ShardInfo]:
         """Sound shards here now, by name. Others are left out with a warning, their records are missing."""
@@ -94,7 +100,10 @@ class Catalog:
                 self._infos[name] = replace(info, bad=self._bad.get(name, ()))
             except (FormatError, OSError) as error:
                 self._refused.add((name, size))
-                log.warning("shard left out: %s", error)
+                log.warning(
+                    "shard left out: %s. Precompute encodes anew what only it held; then it may be deleted",
+                    str(error),  # a log record that holds the error would hold the folder open
+                )
         return [self._infos[name] for name in sizes if name in self._infos]
 
     def exclude(self, file: str, rows: Sequence[int]) -> None:
@@ -122,7 +131,7 @@ def noted_damage(folder: Path, recipe: Recipe) -> dict[str, tuple[int, ...]]:
 def damaged_rows(storage: LocalStorage, info: ShardInfo, recipe: Recipe) -> list[int]:
     """Rows of a shard that do not match their sums, over all fields; empty when every column is right."""
     try:
-        shard = Shard(storage.open(info.file), info.file, recipe.schema)
+        shard = Shard(storage.open(info.file), storage.path / info.file, recipe.schema)
     except (FormatError, OSError) as error:
         log.warning("shard %s cannot be read any more: %s", info.file, error)
         return [*range(info.rows)]
@@ -135,8 +144,17 @@ def damaged_rows(storage: LocalStorage, info: ShardInfo, recipe: Recipe) -> list
 
 
 def presence(infos: Sequence[ShardInfo], recipe: Recipe) -> NDArray[np.bool_]:
-    """Which samples are stored: `(recipe.count,)` bool."""
-    stored = np.zeros(recipe.count, np.bool_)
+    """Which samples are stored: `(recipe.count,)` bool.
+
+    Raises:
+        ResourceError: There is no memory for a byte per sample.
+    """
+    try:
+        stored = np.zeros(recipe.count, np.bool_)
+    except (MemoryError, ValueError) as error:
+        raise ResourceError(
+            f"the recipe has {recipe.count:,} samples, and a byte for each does not fit in memory"
+        ) from error
     for info in infos:
         stored[np.delete(info.numbers, info.bad) + recipe.parts[info.part].offset] = True
     return stored
@@ -171,16 +189,24 @@ def choose_rows(infos: Sequence[ShardInfo], recipe: Recipe) -> list[NDArray[np.i
     return chosen
 
 
-def write_index(storage: LocalStorage, name: str, recipe: Recipe, infos: Sequence[ShardInfo]) -> Index:
+def write_index(
+    storage: LocalStorage,
+    name: str,
+    recipe: Recipe,
+    infos: Sequence[ShardInfo],
+    first: Collection[str] = (),
+) -> Index:
     """Make the index of a folder and put it in place; an unchanged one stays as it is.
 
     Call it under the claim `index`, with `infos` read under it too, so that a later index never knows less.
+    `first` names shards that serve before those that the previous index knew.
     """
     previous = known_index(storage.path, recipe)
-    index = build_index(storage, name, recipe, infos, previous)
+    index = build_index(storage, name, recipe, infos, previous, first)
     if previous is not None:
         same = replace(index, generation=previous.generation)
         if dump_index(same, recipe) == dump_index(previous, recipe):
+            sync_folder(storage.path)  # whoever put it there may have been killed before that
             return previous
     storage.put("index.json", dump_index(index, recipe))
     return index
@@ -195,11 +221,18 @@ def known_index(folder: Path, recipe: Recipe) -> Index | None:
 
 
 def build_index(
-    storage: LocalStorage, name: str, recipe: Recipe, infos: Sequence[ShardInfo], previous: Index | None
+    storage: LocalStorage,
+    name: str,
+    recipe: Recipe,
+    infos: Sequence[ShardInfo],
+    previous: Index | None,
+    first: Collection[str] = (),
 ) -> Index:
-    """The index over `infos`, the next generation after `previous`; shards that it knew come first."""
+    """The index over `infos`, the next generation after `previous`: `first`, shards that it knew, others."""
     order = {} if previous is None else {shard.file: i for i, shard in enumerate(previous.shards)}
-    infos = sorted(infos, key=lambda info: (order.get(info.file, len(order)), info.file))
+    infos = sorted(
+        infos, key=lambda info: (info.file not in first, order.get(info.file, len(order)), info.file)
+    )
     chosen = choose_rows(infos, recipe)
     stored = sum(int(segments[:, 2].sum()) for segments in chosen)
     present = presence(infos, recipe)
@@ -260,7 +293,14 @@ def _statistics(
 def _recount(
     storage: LocalStorage, info: ShardInfo, segments: NDArray[np.int64], recipe: Recipe
 ) -> dict[str, Any]:
-    shard = Shard(storage.open(info.file), info.file, recipe.schema)
+    path = storage.path / info.file
+    try:
+        shard = Shard(storage.open(info.file), path, recipe.schema, offset=recipe.parts[info.part].offset)
+    except OSError as error:
+        raise CorruptError(
+            f"{path} cannot be read any more: {error}. `stoker verify {storage.path} --repair` sets it aside, and "
+            "precompute then encodes its records again"
+        ) from error
     partial: dict[str, Any] = {}
     for name, field in recipe.schema.items():
         accumulator = Accumulator(field)

@@ -9,14 +9,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from stoker.errors import FormatError, ReadOnlyError
+from stoker.atomic import explained
+from stoker.errors import FormatError
+from stoker.store.local import NOT_A_FILE_ERRNOS, LocalStorage
 
 POLL_S = 0.02
+NO_LOCKS_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
@@ -29,19 +33,35 @@ def claim(folder: Path, purpose: str, *, wait_s: float = 0.0) -> Generator[bool]
     """
     path = folder / f".claim-{purpose}"
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        with explained(path):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
-        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            raise ReadOnlyError(
-                f"{folder} cannot be written ({error.strerror}), so no claim can be taken"
-            ) from error
-        if error.errno in (errno.ELOOP, errno.ENXIO):
+        if error.errno in NOT_A_FILE_ERRNOS:
             raise FormatError(f"{path} is not a regular file. Remove it") from error
         raise
     try:
-        yield _lock(fd, time.monotonic() + wait_s)
+        got = _lock(fd, time.monotonic() + wait_s)
+        if got:
+            _sign(fd)
+        yield got
     finally:
         os.close(fd)
+
+
+def holder(folder: Path, purpose: str) -> str:
+    """Who holds a claim, as `process 17 on host`; `another process` where that is not known."""
+    try:
+        text = LocalStorage(folder).read(f".claim-{purpose}", limit_bytes=1024).decode(errors="replace")
+    except (OSError, FormatError):
+        return "another process"
+    return text if re.fullmatch(r"process \d+ on \S+", text) else "another process"
+
+
+def _sign(fd: int) -> None:
+    """Say in the claim file who has it, for the messages of those who have not."""
+    with suppress(OSError):  # a full disk is no reason to do without the claim
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
 
 
 def _lock(fd: int, deadline: float) -> bool:
@@ -52,5 +72,9 @@ def _lock(fd: int, deadline: float) -> bool:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(POLL_S)
+        except OSError as error:
+            if error.errno not in NO_LOCKS_ERRNOS:
+                raise
+            return True  # a file system without locks: nobody can claim anything, and all go on
         else:
             return True

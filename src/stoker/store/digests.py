@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from stoker.errors import ConfigError, FormatError, ReadOnlyError, ResourceError, SourceError
+from stoker.errors import ConfigError, FormatError, ResourceError, SourceError
 from stoker.schema import canonical_json
 from stoker.sources.protocol import FileRef
 from stoker.store.local import LocalStorage
@@ -113,7 +113,7 @@ class Digests:
             return
         files = self._load() | fresh  # read again: another process may have added to it meanwhile
         text = canonical_json({"format": 1, "files": files, "check": _digest_of(files)})
-        with suppress(ReadOnlyError, ResourceError, FileNotFoundError):
+        with suppress(OSError, ResourceError):  # ReadOnlyError is an OSError
             self._storage.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._storage.put(MEMO, text.encode())
 

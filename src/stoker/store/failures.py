@@ -13,9 +13,10 @@ from typing import Any, Literal, get_args
 
 import xxhash
 
+from stoker.atomic import explained, sync_folder
 from stoker.errors import FormatError, RecordError
 from stoker.schema import canonical_json
-from stoker.store.local import LocalStorage, explained, sync_folder
+from stoker.store.local import LocalStorage
 from stoker.store.recipe import Recipe
 from stoker.store.strict_json import is_count, read_strict
 from stoker.units import MIB

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.atomic import explained, sync_folder
 from stoker.errors import ConfigError, FormatError, ReadOnlyError
 from stoker.schema import canonical_json
 from stoker.store.adopt import adopt_shards
@@ -21,14 +24,16 @@ from stoker.store.claims import claim
 from stoker.store.digests import FileDigest
 from stoker.store.failures import Failure, append_failures, read_failures
 from stoker.store.layout import SHARD_BYTES
-from stoker.store.local import READ_ONLY_ERRNOS, LocalStorage, explained, sync_folder
+from stoker.store.local import LocalStorage
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
 from stoker.store.strict_json import as_object
+from stoker.store.use import Use
 from stoker.store.writer import RecordWriter, WriterSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+log = logging.getLogger("stoker")
 SOURCES_FILE = "sources.jsonl"
 CACHE_NAME = re.compile(r"\w[\w.+=-]{0,127}")
 
@@ -46,11 +51,29 @@ class Folder:
         self._storage = LocalStorage(path)
         self._catalog = Catalog(self._storage, recipe)
         self._token = secrets.token_hex(6)
+        self._use = Use(path)
 
     def complete(self) -> Cache | None:
-        """The cache, if its index is sound, says so, and names shards that are there; costs O(shards)."""
-        cache = open_indexed(self.path, self.recipe)
-        return cache if cache is not None and cache.complete else None
+        """The cache, if its index is sound and says so, and its shards are those that the index pins.
+
+        Reads headers, numbers and sums, no records. With a damaged index every byte is read, as `open_cache`
+        does: only the index knew which rows are damaged.
+        """
+        try:
+            cache = open_indexed(self.path, self.recipe)
+        except FileNotFoundError:
+            return None
+        except (FormatError, OSError) as error:
+            log.warning("the index of %s is made again from its shards: %s", self.path, error)
+            self._catalog.verify()
+            return None
+        headers = {info.file: info.header for info in self._catalog.refresh()}
+        serving = [shard for shard in cache.index.shards if len(shard.segments)]
+        pinned = all(headers.get(shard.file) == shard.header for shard in serving)
+        if not (cache.complete and pinned):
+            return None
+        sync_folder(self.path)  # whoever gave the last file its name may have been killed before that
+        return cache
 
     def adopt(self) -> int:
         """Take over shards of sibling fingerprints for parts that did not change; returns records gained."""
@@ -99,6 +122,7 @@ class Folder:
         *,
         max_error: float | None = None,
         device: str = "cpu",
+        float32: str = "unknown",
         shard_bytes: int = SHARD_BYTES,
         seal_after_s: float = 30.0,
     ) -> RecordWriter:
@@ -112,7 +136,11 @@ class Folder:
                 f"shard_bytes {shard_bytes}, seal_after_s {seal_after_s}, max_error {max_error}: too small"
             )
         settings = WriterSettings(
-            max_error=max_error, device=device, shard_bytes=shard_bytes, seal_after_s=seal_after_s
+            max_error=max_error,
+            device=device,
+            float32=float32,
+            shard_bytes=shard_bytes,
+            seal_after_s=seal_after_s,
         )
         return RecordWriter(self._storage, self.recipe, settings)
 
@@ -127,7 +155,7 @@ class Folder:
         """
         with claim(self.path, "index", wait_s=INDEX_WAIT_S):
             index = write_index(self._storage, self.name, self.recipe, self._catalog.refresh())
-        return Cache(self.path, self.recipe, index)
+        return Cache(self.path, self.recipe, index, use=self._use)
 
 
 def open_folder(
@@ -156,31 +184,33 @@ def open_folder(
     path = cache_dir / name / recipe.fingerprint
     storage = LocalStorage(path)
     try:
-        _make_folders(cache_dir, path)
-        storage.sweep()
-        _put_recipe(storage, recipe)
-        _put_sources(storage, files or recipe.files)
-        if weights:
-            _put_weights(cache_dir, recipe, weights)
-    except OSError as error:
-        if not isinstance(error, ReadOnlyError) and error.errno not in READ_ONLY_ERRNOS:
-            raise
-        if not (path / RECIPE_FILE).exists():
-            raise ReadOnlyError(f"{path} cannot be made: {error}. Choose another cache folder") from error
+        with explained(path):
+            _make_folders(cache_dir, path)
+            storage.sweep()
+            _put_recipe(storage, recipe)
+            _put_sources(storage, files or recipe.files)
+            if weights:
+                _put_weights(cache_dir, recipe, weights)
+    except ReadOnlyError as error:
+        try:
+            load_recipe(path)
+        except (FormatError, OSError):
+            raise error from None
     return Folder(path, name, recipe)
 
 
 def _make_folders(cache_dir: Path, path: Path) -> None:
     try:
-        if path.is_dir():
-            return
-        with explained(path):
-            cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            path.mkdir(mode=0o700, exist_ok=True)
-            sync_folder(path.parent)
-            sync_folder(cache_dir)
-    except (PermissionError, FileExistsError, FileNotFoundError, NotADirectoryError) as error:
+        if (path / RECIPE_FILE).exists():
+            return  # written when the folders above it were durable
+        made = [folder for folder in cache_dir.parents if not folder.exists()]
+        cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        for folder in (path.parent, cache_dir, cache_dir.parent, *(folder.parent for folder in made)):
+            if os.access(folder, os.R_OK):  # one that we may not list cannot be opened to be synced
+                sync_folder(folder)
+    except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
         raise ReadOnlyError(
             f"{cache_dir} cannot hold a cache: {error.strerror} ({error.filename}). "
             "Choose another cache folder"

@@ -89,10 +89,10 @@ def read_header(file: OpenFile, *, where: str) -> Header:
     raw = _read_raw(file, where)
     found = _SELF.findall(raw)
     if len(found) != 1:
-        raise FormatError(f"{where} has no digest of its header: not a shard, or damaged")
+        raise CorruptError(f"{where} has no digest of its header: not a shard, or damaged")
     blanked = raw.replace(found[0], f'"self":"{_BLANK}"'.encode(), 1)
     if xxhash.xxh3_128_hexdigest(blanked) != found[0][8:-1].decode():
-        raise CorruptError(f"{where}: the header does not match its digest. Delete it and precompute again")
+        raise CorruptError(f"{where}: the header does not match its digest")
     entries = read_strict(raw[8:].rstrip(b" "), where=f"the header of {where}")
     metadata = as_object(entries.pop("__metadata__", None))
     if metadata is None or not all(isinstance(value, str) for value in metadata.values()):

@@ -22,7 +22,7 @@ from stoker.schema import canonical_json
 from stoker.store.failures import Failure, failure_from_json
 from stoker.store.local import LocalStorage, check_name
 from stoker.store.recipe import Recipe
-from stoker.store.strict_json import is_count, read_strict
+from stoker.store.strict_json import as_object, is_count, read_strict
 from stoker.units import MIB
 
 INDEX_FILE = "index.json"
@@ -203,8 +203,8 @@ def _parse(entries: Mapping[str, Any], recipe: Recipe, where: str) -> Index:
         complete=entries["complete"],
         shards=shards,
         quarantined={failure.number: failure for failure in failures},
-        statistics=dict(entries["statistics"]),
-        error=dict(entries["error"]),
+        statistics=_object(entries["statistics"]),
+        error=_object(entries["error"]),
     )
     _check_bounds(shards, recipe, where)
     stored = int(_all_segments(shards)[:, 2].sum())
@@ -244,6 +244,13 @@ def _check_bounds(shards: Sequence[ShardEntry], recipe: Recipe, where: str) -> N
     fits = (row >= 0) & (first >= 0) & (count >= 1) & (row <= rows - count) & (first <= samples - count)
     if not fits.all():
         raise CorruptError(f"{where}: segments are out of the bounds of their shard or part")
+
+
+def _object(value: Any) -> dict[str, Any]:
+    entries = as_object(value)
+    if entries is None:
+        raise TypeError(f"{value!r:.100} is not an object")
+    return entries
 
 
 def _text(value: Any) -> str:

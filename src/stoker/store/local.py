@@ -15,21 +15,22 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from stoker.errors import CorruptError, FormatError, ReadOnlyError, ResourceError
+from stoker.atomic import explained, publish, sync_folder
+from stoker.errors import CorruptError, FormatError
 from stoker.store.protocols import Buffer
 from stoker.units import MIB, format_bytes
 
 TEMPORARY = ".tmp-"
 FLUSH_BYTES = 8 * MIB
 """Bytes after which the kernel is asked to begin writing them out, so that the final fsync is short."""
+NOT_A_FILE_ERRNOS = (errno.ELOOP, errno.ENXIO)
+"""What opening with `O_NOFOLLOW | O_NONBLOCK` says of a link, and of a pipe or device nobody serves."""
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-READ_ONLY_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
-FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_name(name: str, *, where: str) -> str:
@@ -41,35 +42,6 @@ def check_name(name: str, *, where: str) -> str:
     if not PLAIN_NAME.fullmatch(name) or ".." in name:
         raise FormatError(f"{where} names the file {name!r}, which is not a plain name in this folder")
     return name
-
-
-@contextmanager
-def explained(path: Path) -> Generator[None]:
-    """Turn a full disk or a read-only folder into an error that says so.
-
-    Raises:
-        ResourceError: No space or quota left.
-        ReadOnlyError: The place cannot be written.
-    """
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, ReadOnlyError):
-            raise
-        if error.errno in FULL_ERRNOS:
-            raise ResourceError(
-                f"{path}: {error.strerror}{_free(path)}. What is sealed is kept; make room and run again"
-            ) from error
-        if error.errno in READ_ONLY_ERRNOS:
-            raise ReadOnlyError(f"{path} cannot be written: {error.strerror}") from error
-        raise
-
-
-def _free(path: Path) -> str:
-    with suppress(OSError):
-        usage = os.statvfs(path if path.is_dir() else path.parent)
-        return f" ({format_bytes(usage.f_bavail * usage.f_frsize)} and {usage.f_favail:,} inodes free)"
-    return ""
 
 
 @functools.cache
@@ -131,26 +103,28 @@ class LocalPending:
         """Make the bytes durable, then the name."""
         try:
             with explained(self._folder):
-                os.fsync(self._fd)
-                os.rename(self._temporary, self._folder / self._name)  # noqa: PTH104 (a name of ours onto a name of ours)
-                sync_folder(self._folder)
+                publish(self._temporary, self._folder / self._name)
         except BaseException:
             self.discard()
             raise
-        os.close(self._fd)
-        self._fd = -1
+        self._close()
 
     def discard(self) -> None:
-        """Remove the temporary; safe to call twice and after `commit`."""
+        """Remove the temporary, or leave it to be swept later; safe to call twice and after `commit`."""
         if self._fd >= 0:
-            self._temporary.unlink(missing_ok=True)
-            os.close(self._fd)
-            self._fd = -1
+            with suppress(OSError):  # the error that led here is the one to report
+                self._temporary.unlink(missing_ok=True)
+            self._close()
+
+    def _close(self) -> None:
+        # Synced or given up, so an error means nothing; the number is free even then, so never close it again.
+        fd, self._fd = self._fd, -1
+        with suppress(OSError):
+            os.close(fd)
 
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
-            with suppress(OSError):
-                self.discard()
+            self.discard()
 
 
 class LocalFile:
@@ -163,7 +137,7 @@ class LocalFile:
             # Without O_NONBLOCK, opening a planted FIFO would wait for a writer for ever.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO):
+            if error.errno in NOT_A_FILE_ERRNOS:
                 raise FormatError(
                     f"{path} is a link, pipe or device; a cache holds regular files only"
                 ) from error
@@ -315,12 +289,3 @@ class LocalStorage:
                 (self.path / name).unlink()
                 swept += 1
         return swept
-
-
-def sync_folder(path: Path) -> None:
-    """Make names in a folder durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ class Shard:
 
     Args:
         file: The open file; the shard takes it over.
-        name: File name, for messages.
+        path: Where it lies, for messages.
         schema: The stored schema that the shard must have.
         offset: Global number of its part's first sample, so that messages name global numbers.
 
@@ -48,18 +49,20 @@ class Shard:
         CorruptError, FormatError: Header, numbers, offsets or sums are damaged, foreign or contradictory.
     """
 
-    def __init__(self, file: OpenFile, name: str, schema: Schema, *, offset: int = 0) -> None:
-        self.name = name
+    def __init__(self, file: OpenFile, path: Path, schema: Schema, *, offset: int = 0) -> None:
+        self.name = path.name
         self.size = file.size
-        self._file, self._schema, self._offset = file, schema, offset
+        self._file, self._path, self._schema, self._offset = file, path, schema, offset
+        name = str(path)
         header = read_header(file, where=name)
         self.header_digest = header.digest
         self.part, self.rows = _check_metadata(header, schema, name)
         self._metadata = header.metadata
         self._digests = read_strict(header.metadata["columns"].encode(), where=f"the digests of {name}")
-        self._pads = [
+        self.padding = [
             (header.data_start + t.begin, t.end - t.begin) for n, t in header.tensors.items() if _is_pad(n)
         ]
+        """Offset and bytes of each run of zeros between columns."""
         self.columns = _columns(header, schema, self.rows, name)
         tail = _read_tail(file, header, name)
         self._numbers = tail["__number__"]
@@ -159,14 +162,15 @@ class Shard:
         for begin in range(0, column.nbytes, PIECE_BYTES):
             size = min(PIECE_BYTES, column.nbytes - begin)
             piece = scratch[:size] if out is None else out[begin : begin + size]
-            self._file.read_into(column.offset + begin, piece)
+            self._read(column.offset + begin, piece, f"{self._path}: field {field!r}")
             digest.update(piece)
         if digest.hexdigest() != self._digests.get(field):
             rows = self._bad_rows(field) or range(self.rows)
             bad = [int(self._numbers[row]) + self._offset for row in rows]
             raise CorruptError(
-                f"{self.name}: field {field!r} does not match its digest; damaged samples: "
-                f"{', '.join(map(str, bad[:10]))}{f' and {len(bad) - 10} more' if len(bad) > 10 else ''}"
+                f"{self._path}: field {field!r} does not match its digest; damaged samples: "
+                f"{', '.join(map(str, bad[:10]))}{f' and {len(bad) - 10} more' if len(bad) > 10 else ''}. "
+                + self._advice()
             )
 
     def damage(self, field: str) -> dict[int, str]:
@@ -174,9 +178,9 @@ class Shard:
         try:
             self.verify_column(field)
         except CorruptError as error:
-            return self._bad_rows(field) or dict.fromkeys(range(self.rows), str(error))
-        except OSError:  # one bad sector: the rows that do not touch it are sound
-            return self._bad_rows(field)
+            # One bad sector: the rows that do not touch it are sound.
+            unread = isinstance(error.__cause__, OSError)
+            return self._bad_rows(field) or ({} if unread else dict.fromkeys(range(self.rows), str(error)))
         return {}
 
     def _bad_rows(self, field: str) -> dict[int, str]:
@@ -184,7 +188,7 @@ class Shard:
         for row in range(self.rows):
             try:
                 self.read(field, row)
-            except (CorruptError, OSError) as error:
+            except CorruptError as error:
                 bad[row] = str(error)
         return bad
 
@@ -194,18 +198,20 @@ class Shard:
         Raises:
             CorruptError: They are not; records are unaffected.
         """
-        for offset, size in self._pads:
+        for offset, size in self.padding:
             pad = bytearray(size)
             self._file.read_into(offset, memoryview(pad))
             if any(pad):
-                raise CorruptError(f"{self.name}: padding at byte {offset} is not zero")
+                raise CorruptError(
+                    f"{self._path}: padding at byte {offset} is not zero. No record is affected"
+                )
 
     def fileno(self) -> int:
         """The descriptor, for mapping columns; stays open as long as the shard."""
         return self._file.fileno()
 
     def _described(self, entry: str) -> dict[str, Any]:
-        return read_strict(self._metadata[entry].encode(), where=f"{entry} of {self.name}")
+        return read_strict(self._metadata[entry].encode(), where=f"{entry} of {self._path}")
 
     def _cover(self, field: str, length: int, start: int, stop: int) -> tuple[int, int]:
         """The whole blocks that hold steps `start:stop`."""
@@ -222,15 +228,26 @@ class Shard:
             return
         f, column = self._schema[field], self.columns[field]
         record = int(self._offsets[field][row]) * f.row_bytes if f.ragged else row * column.row_bytes
-        self._file.read_into(column.offset + record + low * f.row_bytes, out)
+        where = f"{self._path}: field {field!r} of sample {int(self._numbers[row]) + self._offset}"
+        self._read(column.offset + record + low * f.row_bytes, out, where)
         found = block_sums(f, out, [len(out)], [int(self._seeds[row])])
         before = self._blocks[field][row] if f.ragged else row * layout.block_count(f, layout.axis_length(f))
         first = int(before) + low // layout.rows_per_block(f)
         if found != self._sums[field][first : first + len(found)].tolist():
-            raise CorruptError(
-                f"{self.name}: field {field!r} of sample {int(self._numbers[row]) + self._offset} does not "
-                f"match its checksum. Delete that file and precompute again, which encodes its records anew"
-            )
+            raise CorruptError(f"{where} does not match its checksum. {self._advice()}")
+
+    def _read(self, offset: int, out: memoryview[Any], where: str) -> None:
+        try:
+            self._file.read_into(offset, out)
+        except OSError as error:
+            raise CorruptError(f"{where} cannot be read: {error}. {self._advice()}") from error
+
+    def _advice(self) -> str:
+        """What to do about damaged records: precompute reads none, so a repair tells it."""
+        return (
+            f"`stoker verify {self._path.parent} --repair` sets aside all that is damaged, and precompute "
+            "then encodes it again, and only that"
+        )
 
     def _block_starts(self, name: str) -> NDArray[np.int64]:
         """Index of each row's first sum in a ragged field, and the number of all sums."""
@@ -246,7 +263,7 @@ class Shard:
                 count = self.rows * layout.block_count(f, layout.axis_length(f))
             if count != len(self._sums[name]):
                 raise FormatError(
-                    f"{self.name}: {len(self._sums[name])} sums for field {name!r}, expected {count}"
+                    f"{self._path}: {len(self._sums[name])} sums for field {name!r}, expected {count}"
                 )
 
 
@@ -310,9 +327,7 @@ def _read_tail(file: OpenFile, header: Header, name: str) -> dict[str, NDArray[A
     data = bytearray(file.size - header.data_start - begin)
     file.read_into(header.data_start + begin, memoryview(data))
     if xxhash.xxh3_128_hexdigest(data) != header.metadata["meta"]:
-        raise CorruptError(
-            f"{name}: numbers, offsets or sums do not match their digest. Delete it and precompute again"
-        )
+        raise CorruptError(f"{name}: numbers, offsets or sums do not match their digest")
     tail: dict[str, NDArray[Any]] = {}
     for tensor, entry in header.tensors.items():
         if tensor in ("__number__", "__marked__") or tensor.endswith((".offsets", ".sums")):

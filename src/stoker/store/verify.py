@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from stoker.errors import ConfigError, CorruptError, FormatError
+from stoker.schema import Json
 from stoker.store.cache import Cache
 from stoker.store.index import INDEX_FILE, ShardEntry, load_index
 from stoker.store.lost import LostShard
 from stoker.store.recipe import RECIPE_FILE, load_recipe
 from stoker.store.shard_read import Shard
+from stoker.units import format_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +37,27 @@ class VerifyReport:
     """Records read."""
     bad: list[BadRecord]
     """Everything damaged; empty when all is well."""
+    unchecked: list[str] = field(default_factory=list[str])
+    """What was not looked at, in words; empty when every byte was read."""
 
     @property
     def ok(self) -> bool:
         """Whether nothing is damaged."""
         return not self.bad
 
+    def to_json(self) -> dict[str, Json]:
+        """The keys that scripts rely on."""
+        bad: list[Json] = [{"index": b.index, "shard": b.shard, "why": b.why} for b in self.bad]
+        return {"records": self.records, "ok": self.ok, "bad": bad, "unchecked": [*self.unchecked]}
 
-def verify_cache(cache: Cache, subset: float = 1.0) -> VerifyReport:
+
+def verify_cache(cache: Cache, subset: float = 1.0, *, seed: int = 0) -> VerifyReport:
     """Check every byte of a cache, or every byte of a sample of its records.
 
+    Args:
+        cache: What to read.
+        subset: Fraction of the records.
+        seed: Which ones, below 1: the same seed picks the same ones.
     Raises:
         ConfigError: `subset` is not in (0, 1].
     """
@@ -53,15 +66,19 @@ def verify_cache(cache: Cache, subset: float = 1.0) -> VerifyReport:
     bad = [bad for lost in cache.lost for bad in _bad_of_lost(cache, lost)]
     if subset < 1:
         count = math.ceil(subset * len(cache))
-        numbers = np.sort(
-            np.random.default_rng(cache.index.generation).choice(cache.numbers, count, replace=False)
-        )
+        numbers = np.sort(np.random.default_rng(seed).choice(cache.numbers, count, replace=False))
         bad += _bad_of_sample(cache, numbers.tolist())
+        unchecked = [
+            f"{format_count(len(cache) - count)} of {format_count(len(cache))} records",
+            "digests of whole columns, padding",
+            "recipe and index after they were opened",
+        ]
     else:
-        count = len(cache)
+        count, unchecked = len(cache), []
         bad += [bad for i in range(len(cache.index.shards)) for bad in _bad_of_shard(cache, i)]
         bad += _bad_files(cache)
-    return VerifyReport(records=count + sum(lost.records for lost in cache.lost), bad=bad)
+    records = count + sum(lost.records for lost in cache.lost)
+    return VerifyReport(records=records, bad=bad, unchecked=unchecked)
 
 
 def _bad_of_lost(cache: Cache, lost: LostShard) -> Iterator[BadRecord]:
@@ -96,8 +113,8 @@ def _bad_of_shard(cache: Cache, i: int) -> Iterator[BadRecord]:
     except (FormatError, OSError) as error:
         yield from (BadRecord(index=n, shard=entry.file, why=str(error)) for n in served.values())
         return
-    for field in shard.columns:
-        yield from _bad_of_column(shard, field, served)
+    for name in shard.columns:
+        yield from _bad_of_column(shard, name, served)
     try:
         shard.check_padding()
     except (CorruptError, OSError) as error:

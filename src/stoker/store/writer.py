@@ -39,6 +39,8 @@ class WriterSettings:
     """Largest conversion error of a record and field, as a fraction of its largest value; None: any."""
     device: str = "cpu"
     """Where records are encoded; noted in the shards."""
+    float32: str = "unknown"
+    """How products of float32 are computed while encoding; noted in the shards."""
 
 
 class RecordWriter:
@@ -116,13 +118,9 @@ class RecordWriter:
             self._seal(part)
 
     def seal(self) -> None:
-        """Seal what is open; returns when it is durable."""
+        """Seal what is open; returns when it is durable. The writer may be used again."""
         for part in [*self._open]:
             self._seal(part)
-
-    def close(self) -> None:
-        """Seal what is open. The writer may be used again."""
-        self.seal()
 
     def abort(self) -> None:
         """Drop what is not sealed."""
@@ -181,7 +179,7 @@ class RecordWriter:
                 part=self._recipe.parts[part].key,
                 writer=self._token,
                 seq=self._seq,
-                environment=environment(self._settings.device),
+                environment=environment(self._settings),
             )
             shard = OpenShard(self._storage, spec, capacity=self._capacity)
             self._seq += 1
@@ -234,8 +232,9 @@ def _check_shape(
             )
 
 
-def environment(device: str) -> dict[str, str]:
-    """What may change the last bits of a record: versions, hardware, threads."""
+def environment(settings: WriterSettings) -> dict[str, str]:
+    """What may change the last bits of a record: versions, hardware, threads, precision of products."""
+    device = settings.device
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -246,6 +245,7 @@ def environment(device: str) -> dict[str, str]:
         if not device.startswith("cuda")
         else f"{device} {torch.cuda.get_device_name(device)}",
         "threads": str(torch.get_num_threads()),
+        "float32": settings.float32,
     }
 
 

@@ -1,0 +1,104 @@
+"""Files and folders that appear under their name whole or not at all, and survive a power cut from then on.
+
+Whatever writes a result (shards, checkpoints, reports, made-up data) does it here: under a temporary name
+beside its own, synced, renamed, and the folder synced, since a rename is durable only with its folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from stoker.errors import ReadOnlyError, ResourceError
+from stoker.units import format_bytes
+
+READ_ONLY_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
+FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def replacing(path: Path) -> Generator[Path]:
+    """A temporary path to make a file or a folder of files at; it becomes `path` when the block ends well.
+
+    Use it with `with replacing(path) as temporary:`. Nothing is there yet: open it for writing, or make it a
+    folder. When the block raises, what was made is removed and `path` is as it was. A kill leaves a
+    temporary `.<name>.<8 hex>.part` behind, which nobody reads.
+
+    Raises:
+        ResourceError: No space or quota left.
+        ReadOnlyError: The place cannot be written.
+        OSError: Another failure of the system, as it came.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        with explained(path):
+            yield temporary
+            publish(temporary, path)
+    finally:
+        with suppress(OSError):
+            shutil.rmtree(temporary) if temporary.is_dir() else temporary.unlink(missing_ok=True)
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Make a finished file or folder durable, give it its name, and make the name durable.
+
+    A file replaces a file in one step; for a folder, one of the same name is removed first.
+    """
+    if temporary.is_dir():
+        for file in temporary.iterdir():
+            _sync(file)
+        if path.is_dir():
+            shutil.rmtree(path)
+    _sync(temporary)
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make names in a folder durable; errors as `explained`."""
+    with explained(path):
+        _sync(path, os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int = 0) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def explained(path: Path) -> Generator[None]:
+    """Turn a full disk or a read-only place into an error that says so.
+
+    Raises:
+        ResourceError: No space or quota left.
+        ReadOnlyError: The place cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, ReadOnlyError):
+            raise
+        if error.errno in FULL_ERRNOS:
+            raise ResourceError(
+                f"{path}: {error.strerror}{_free(path)}. What was finished is kept; make room and run again"
+            ) from error
+        if error.errno in READ_ONLY_ERRNOS:
+            raise ReadOnlyError(
+                f"{path} cannot be written: {error.strerror}. Choose another folder, or change who may write"
+            ) from error
+        raise
+
+
+def _free(path: Path) -> str:
+    with suppress(OSError):
+        usage = os.statvfs(path if path.is_dir() else path.parent)
+        return f" ({format_bytes(usage.f_bavail * usage.f_frsize)} and {usage.f_favail:,} inodes free)"
+    return ""

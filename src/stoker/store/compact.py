@@ -1,0 +1,302 @@
+"""Merge short shards into full ones: a cache of many interrupted runs becomes as quick as one of one run.
+
+Records travel with everything that their shards said of them: bits, conversion errors, marks, environment
+(shards of different environments are never merged). New shards appear by the usual commit, then an index in
+which they serve; the old ones stay for whoever opened an earlier generation, until `gc` removes them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.errors import FormatError, StalledError
+from stoker.schema import Json, canonical_json, numpy_dtype
+from stoker.store import layout
+from stoker.store.cache import INDEX_WAIT_S, Cache, open_cache
+from stoker.store.catalog import Catalog, write_index
+from stoker.store.claims import claim, holder
+from stoker.store.convert import StoredRows, from_array
+from stoker.store.index import Index, ShardEntry
+from stoker.store.local import LocalStorage
+from stoker.store.shard_read import Shard
+from stoker.store.shard_write import OpenShard, ShardSpec
+from stoker.units import MIB
+
+log = logging.getLogger("stoker")
+CHUNK_BYTES = 4 * MIB
+"""Bytes of records read before they are written."""
+CHUNK_ROWS = 1024
+
+
+@dataclass(slots=True, kw_only=True)
+class CompactReport:
+    """What merging came to."""
+
+    path: str
+    generation: int = 0
+    """Of the index, afterwards."""
+    shards_before: int = 0
+    """Shards that served records."""
+    shards_after: int = 0
+    merged: int = 0
+    """Short shards whose records serve from others now."""
+    written: int = 0
+    """Shards that were written."""
+    records: int = 0
+    """Records in them."""
+    superseded_bytes: int = 0
+    """Bytes of shards that serve nothing any more; gc removes them."""
+    left: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    """Shards with damaged records, left as they are: file and why."""
+
+    def to_json(self) -> dict[str, Json]:
+        """The keys that scripts rely on."""
+        return {
+            "path": self.path,
+            "generation": self.generation,
+            "shards_before": self.shards_before,
+            "shards_after": self.shards_after,
+            "merged": self.merged,
+            "written": self.written,
+            "records": self.records,
+            "superseded_bytes": self.superseded_bytes,
+            "left": [{"shard": shard, "why": why} for shard, why in self.left],
+        }
+
+
+def compact(path: str | Path, *, shard_bytes: int = layout.SHARD_BYTES) -> CompactReport:
+    """Merge the short shards of a cache.
+
+    Does nothing where merging would not lessen the number of shards, so a second call finds nothing to do.
+    Killed at any moment, the cache serves what it served; the next call begins anew with what is not merged.
+
+    Args:
+        path: A fingerprint's folder, or `<cache_dir>/<name>`: then the newest complete one.
+        shard_bytes: Bytes of records in a full shard.
+    Raises:
+        FormatError, IncompleteError: There is no cache, or a shard is lost. `verify --repair` mends that.
+        ReadOnlyError, ResourceError: The folder cannot be written, or is full.
+        StalledError: Somebody else has been compacting or repairing it all the while.
+    """
+    cache = open_cache(path, require_complete=False)
+    if cache.lost:
+        raise cache.lost[0].error()
+    with maintaining(cache.path):
+        merge = _Merge(cache, shard_bytes)
+        report = CompactReport(path=str(cache.path), shards_before=_serving(merge.cache.index))
+        for group in merge.groups(report.left):
+            report.merged += len(group)
+            report.records += merge.run(group)
+        report.written = len(merge.written)
+    index = merge.cache.index
+    report.generation, report.shards_after = index.generation, _serving(index)
+    report.superseded_bytes = sum(shard.bytes for shard in index.shards if not len(shard.segments))
+    return report
+
+
+@contextmanager
+def maintaining(folder: Path) -> Generator[None]:
+    """Hold the claim of whoever rearranges a folder's shards: one at a time.
+
+    Raises:
+        StalledError: Somebody else had it for `INDEX_WAIT_S` seconds.
+        ReadOnlyError: The folder cannot be written.
+    """
+    with claim(folder, "compact", wait_s=INDEX_WAIT_S) as got:
+        if not got:
+            raise StalledError(
+                f"{folder} has been compacted or repaired by {holder(folder, 'compact')} for "
+                f"{INDEX_WAIT_S:g} s. Run again when it is done"
+            )
+        yield
+
+
+def _serving(index: Index) -> int:
+    return sum(len(shard.segments) > 0 for shard in index.shards)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """Short shards of one part and one environment."""
+
+    part: int
+    environment: Mapping[str, str]
+    shards: list[int]
+    """Places in the index."""
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+
+class _Merge:
+    """One compaction: the cache as it is now, and the shards written so far."""
+
+    def __init__(self, cache: Cache, shard_bytes: int) -> None:
+        self.written: list[str] = []
+        self._storage, self._recipe = LocalStorage(cache.path), cache.recipe
+        self._catalog = Catalog(self._storage, self._recipe)
+        self._writer = secrets.token_hex(6)
+        self._fixed = layout.is_fixed(self._recipe.schema)
+        self._capacity = (
+            layout.row_capacity(self._recipe.schema, shard_bytes) if self._fixed else layout.MAX_ROWS
+        )
+        self._capacity_bytes = min(shard_bytes, layout.RAGGED_SHARD_BYTES)
+        self.cache = self._index()
+
+    def groups(self, left: list[tuple[str, str]]) -> Iterator[_Group]:
+        """What is worth merging; shards with damaged records are noted in `left` and stay as they are."""
+        cache, found = self.cache, dict[tuple[int, str], dict[int, float]]()
+        for i, entry in enumerate(cache.index.shards):
+            if not len(entry.segments):
+                continue
+            try:
+                shard = cache.shard(i)
+            except (FormatError, OSError) as error:
+                left.append((entry.file, str(error)))
+                continue
+            fill = self._fill(shard, int(entry.segments[:, 2].sum()))
+            if fill < 1:
+                environment = canonical_json(dict(shard.environment))
+                found.setdefault((entry.part, environment), {})[i] = fill
+        for (part, _), fills in sorted(found.items()):
+            if not _gains(fills):
+                continue
+            sound = {i: fill for i, fill in fills.items() if _is_sound(cache, i, left)}
+            if _gains(sound):
+                files = {cache.index.shards[i].file for i in sound}
+                # Places of the generation that is current by then: merging one group makes another.
+                here = [i for i, shard in enumerate(self.cache.index.shards) if shard.file in files]
+                environment = self.cache.shard(here[0]).environment
+                yield _Group(part=part, environment=environment, shards=here)
+
+    def run(self, group: _Group) -> int:
+        """Write the records of a group into full shards, and an index in which those serve."""
+        entries = self.cache.index.shards
+        table = np.concatenate([_served_rows(entries[i], i) for i in group.shards])
+        table = table[np.argsort(table[:, 0], kind="stable")]
+        origins = {i: _Origin(self.cache.shard(i)) for i in group.shards}
+        out: OpenShard | None = None
+        fresh: list[str] = []
+        try:
+            begin = 0
+            while begin < len(table):
+                out = out or self._create(group, len(self.written) + len(fresh))
+                end = begin + min(self._chunk_rows(), self._capacity - out.rows, len(table) - begin)
+                _copy(out, self.cache, origins, table[begin:end])
+                begin = end
+                if begin == len(table) or self._is_full(out):
+                    out.seal()
+                    fresh.append(out.spec.name)
+                    out = None
+        finally:
+            if out is not None:
+                out.discard()
+        self.written += fresh
+        self.cache = self._index(fresh)
+        return len(table)
+
+    def _is_full(self, out: OpenShard) -> bool:
+        return out.rows >= self._capacity or (not self._fixed and out.size >= self._capacity_bytes)
+
+    def _index(self, first: Sequence[str] = ()) -> Cache:
+        path = self._storage.path
+        with claim(path, "index", wait_s=INDEX_WAIT_S):
+            index = write_index(self._storage, path.parent.name, self._recipe, self._catalog.refresh(), first)
+        return Cache(path, self._recipe, index)
+
+    def _fill(self, shard: Shard, served: int) -> float:
+        """How much of a full shard the records are that a shard serves."""
+        if self._fixed:
+            return served / self._capacity
+        size = sum(column.nbytes for column in shard.columns.values())
+        return size / self._capacity_bytes * served / shard.rows
+
+    def _chunk_rows(self) -> int:
+        if not self._fixed:
+            return 1
+        size = layout.record_bytes(self._recipe.schema)
+        return max(1, min(CHUNK_ROWS, CHUNK_BYTES // max(1, size)))
+
+    def _create(self, group: _Group, seq: int) -> OpenShard:
+        spec = ShardSpec(
+            schema=self._recipe.schema,
+            part=self._recipe.parts[group.part].key,
+            writer=self._writer,
+            seq=seq,
+            environment=group.environment,
+        )
+        return OpenShard(self._storage, spec, capacity=self._capacity)
+
+
+def _gains(fills: Mapping[int, float]) -> bool:
+    """Whether shards of these fills become fewer by merging."""
+    return len(fills) > max(1, math.ceil(round(sum(fills.values()), 6)))
+
+
+def _is_sound(cache: Cache, i: int, left: list[tuple[str, str]]) -> bool:
+    """Whether every record that a shard serves matches its sums; each byte of it is read."""
+    entry = cache.index.shards[i]
+    rows = set(_served_rows(entry, i)[:, 2].tolist())
+    try:
+        shard = cache.fresh_shard(i)
+        damage = [why for name in shard.columns for row, why in shard.damage(name).items() if row in rows]
+    except (FormatError, OSError) as error:
+        damage = [str(error)]
+    if damage:
+        log.warning("shard %s is left as it is: %s", entry.file, damage[0])
+        left.append((entry.file, damage[0]))
+    return not damage
+
+
+def _served_rows(entry: ShardEntry, i: int) -> NDArray[np.int64]:
+    """`(n, 3)`: part-local number, `i`, row, of each record that a shard serves."""
+    pieces = [np.empty((0, 3), np.int64)]
+    for row, first, count in entry.segments.tolist():
+        steps = np.arange(count)
+        pieces.append(np.stack([first + steps, np.full(count, i), row + steps], axis=1))
+    return np.concatenate(pieces)
+
+
+class _Origin:
+    """What a shard says of its records, besides their bytes."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.error = shard.error
+        self.marked = frozenset(shard.marked.tolist())
+
+
+def _copy(out: OpenShard, cache: Cache, origins: Mapping[int, _Origin], table: NDArray[np.int64]) -> None:
+    """Append rows to `out`; each is checked against its sums as it is read."""
+    out.add(
+        table[:, 0].copy(), {name: _read(cache, name, origins, table) for name in cache.schema}, 0, len(table)
+    )
+    out.mark([number for number, i, _ in table.tolist() if number in origins[i].marked])
+
+
+def _read(cache: Cache, name: str, origins: Mapping[int, _Origin], table: NDArray[np.int64]) -> StoredRows:
+    f, places = cache.schema[name], table[:, 1:].tolist()
+    lengths = [cache.shard(i).length(name, row) for i, row in places]
+    ends = np.cumsum([0, *(length * f.row_bytes for length in lengths)]).tolist()
+    data: Any = np.empty(ends[-1], np.uint8)
+    view = memoryview(data)
+    for (i, row), length, begin, end in zip(places, lengths, ends, ends[1:], strict=False):
+        cache.shard(i).read_into(name, row, 0, length, view[begin:end])
+    errors = [origins[i].error[name] for i, _ in places]
+    return StoredRows(
+        values=from_array(data.view(numpy_dtype(f.dtype)), f.dtype),
+        starts=[end // f.itemsize for end in ends],
+        lengths=lengths,
+        # What the shard says of its worst record stands for each of them.
+        max_error=np.array([error["max"] for error in errors]),
+        rms_error=np.array([error["rms"] for error in errors]),
+    )

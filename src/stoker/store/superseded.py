@@ -1,0 +1,142 @@
+"""Shards that serve nothing in the current index, and their removal.
+
+Merging and work done twice leave them. Before one goes, every good record in it is read from where it serves
+now: otherwise a copy that rotted since would turn out to have been the last good one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from stoker.atomic import explained, sync_folder
+from stoker.errors import FormatError, IncompleteError
+from stoker.store.cache import INDEX_WAIT_S, Cache
+from stoker.store.catalog import Catalog, build_index, is_shard_name
+from stoker.store.claims import claim
+from stoker.store.index import INDEX_FILE, Index, ShardEntry, dump_index, load_index
+from stoker.store.local import LocalStorage
+from stoker.store.recipe import Recipe, load_recipe
+from stoker.store.repair import DAMAGED
+from stoker.store.shard_read import Shard
+from stoker.store.use import alone
+
+
+@dataclass(slots=True, kw_only=True)
+class Superseded:
+    """What could go from one folder: bytes by name."""
+
+    shards: dict[str, int] = field(default_factory=dict[str, int])
+    damaged: dict[str, int] = field(default_factory=dict[str, int])
+    """Shards set aside by a repair, once the cache is complete without them."""
+
+
+def find_superseded(folder: Path) -> Superseded:
+    """Shards of a folder that serve nothing; none where it has no sound index. Reads no record."""
+    view = _view(folder)
+    if view is None:
+        return Superseded()
+    _, index = view
+    sizes = LocalStorage(folder).sizes()
+    hidden = {path.name: path.lstat().st_size for path in sorted(folder.glob(f"{DAMAGED}*"))}
+    return Superseded(
+        shards={
+            entry.file: sizes[entry.file]
+            for entry in index.shards
+            if not len(entry.segments) and entry.file in sizes
+        },
+        damaged=hidden if index.complete else {},
+    )
+
+
+def still_needed(folder: Path, names: Collection[str]) -> dict[str, str]:
+    """Those of the superseded shards that hold the last good copy of a record, each with why."""
+    view = _view(folder)
+    if view is None:
+        return dict.fromkeys(names, "the index was lost meanwhile")
+    recipe, index = view
+    cache = Cache(folder, recipe, index)
+    lacking: dict[int, str] = {}
+    read: set[int] = set()
+    needed: dict[str, str] = {}
+    for entry in index.shards:
+        if entry.file not in names:
+            continue
+        for number in _good_numbers(folder, recipe, entry):
+            if number not in read:
+                read.add(number)
+                try:
+                    cache[number]
+                except (FormatError, IncompleteError, OSError) as error:
+                    lacking[number] = str(error)
+            if number in lacking:
+                needed[entry.file] = (
+                    f"it may hold the last good copy of sample {number} ({lacking[number]}). "
+                    "Run stoker verify --repair"
+                )
+                break
+    return needed
+
+
+def drop_superseded(folder: Path, found: Superseded, *, force: bool = False) -> str | None:
+    """Take shards out of the index, then remove them.
+
+    Returns:
+        Why nothing was removed: somebody has the folder open, or it changed; None where all went.
+    """
+    with ExitStack() as stack:
+        if not stack.enter_context(alone(folder)) and not force:
+            return "in use since a moment"
+        if not stack.enter_context(claim(folder, "index", wait_s=INDEX_WAIT_S)):
+            return "somebody writes its index"
+        now, view = find_superseded(folder), _view(folder)
+        if view is None or not found.shards.keys() <= now.shards.keys():
+            return "its shards changed meanwhile"
+        recipe, index = view
+        storage = LocalStorage(folder)
+        kept = tuple(shard for shard in index.shards if shard.file not in found.shards)
+        if found.shards:
+            known = load_index(folder, recipe).generation
+            index = replace(index, generation=known + 1, shards=kept)
+            storage.put(INDEX_FILE, dump_index(index, recipe))
+        with explained(folder):
+            for name in [*found.shards, *found.damaged]:
+                (folder / name).unlink(missing_ok=True)
+            sync_folder(folder)
+    return None
+
+
+def _view(folder: Path) -> tuple[Recipe, Index] | None:
+    """Recipe and index as a writer would make it now; None where there is no sound index."""
+    try:
+        recipe = load_recipe(folder)
+        index = load_index(folder, recipe)
+        storage = LocalStorage(folder)
+        listed = {shard.file for shard in index.shards}
+        if any(is_shard_name(name) and name not in listed for name in storage.list()):
+            infos = Catalog(storage, recipe).refresh()
+            index = build_index(storage, folder.parent.name, recipe, infos, index)
+    except (FormatError, OSError):
+        return None
+    return recipe, index
+
+
+def _good_numbers(folder: Path, recipe: Recipe, entry: ShardEntry) -> list[int]:
+    """Global numbers of the records of a shard that were not found damaged; none where it cannot be read."""
+    try:
+        shard = Shard(LocalStorage(folder).open(entry.file), folder / entry.file, recipe.schema)
+    except (FormatError, OSError):
+        return []
+    return (np.delete(shard.numbers(), entry.bad) + recipe.parts[entry.part].offset).tolist()
+
+
+def reasons(found: Superseded) -> Mapping[str, str]:
+    """Why each of them may go."""
+    return {
+        **dict.fromkeys(found.shards, "its records serve from other shards"),
+        **dict.fromkeys(found.damaged, "damaged; its records were encoded again"),
+    }

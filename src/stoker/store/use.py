@@ -1,0 +1,108 @@
+"""Who uses a folder, so that nobody removes it meanwhile.
+
+Whoever has a folder open holds a shared flock on its recipe, through a descriptor that only reads: that works
+on read-only mounts, needs no file of its own, and ends with its holder, however that ends. Whoever removes
+anything takes the exclusive one first. The recipe's modification time says when the folder was last opened.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from stoker.errors import FormatError, StalledError
+from stoker.store.claims import NO_LOCKS_ERRNOS, POLL_S
+from stoker.store.local import LocalFile
+from stoker.store.recipe import RECIPE_FILE
+
+WAIT_S = 10.0
+"""How long opening waits for a clean-up, which holds the folder for as long as it unlinks files."""
+NOTED_EVERY_S = 3600.0
+"""Opening notes the time of use at most this often."""
+
+
+class Use:
+    """Holds a folder open until nobody refers to this any more.
+
+    Raises:
+        FormatError: The folder has no recipe, or was removed meanwhile.
+        StalledError: Somebody has been removing things from it for `WAIT_S` seconds.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = _shared(folder)
+        _note_time(self._file.fileno())
+
+
+@contextmanager
+def alone(folder: Path) -> Generator[bool]:
+    """Keep everybody from opening a folder; yields whether nobody has it open.
+
+    Where the file system has no locks nobody can tell, which counts as somebody.
+    """
+    try:
+        file = LocalFile(folder / RECIPE_FILE)
+    except (OSError, FormatError):
+        yield False
+        return
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        got = _is_current(file, folder)
+    except OSError:  # held, or a file system without locks
+        got = False
+    try:
+        yield got
+    finally:
+        file.close()
+
+
+def unused_for_s(folder: Path) -> float:
+    """Seconds since a folder was last opened or written to; 0 when its times lie in the future."""
+    times = [folder.stat().st_mtime]
+    with suppress(FileNotFoundError):
+        times.append((folder / RECIPE_FILE).lstat().st_mtime)
+    return max(0.0, time.time() - max(times))
+
+
+def _shared(folder: Path) -> LocalFile:
+    until = time.monotonic() + WAIT_S
+    while True:
+        try:
+            file = LocalFile(folder / RECIPE_FILE)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise FormatError(f"{folder} holds no {RECIPE_FILE}: it is no cache, or was removed") from error
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            if time.monotonic() >= until:
+                raise StalledError(
+                    f"{folder} has been locked by a clean-up for {WAIT_S:g} s. See whether `stoker gc` hangs"
+                ) from None
+            time.sleep(POLL_S)
+            continue
+        except OSError as error:
+            if error.errno not in NO_LOCKS_ERRNOS:
+                raise
+        if _is_current(file, folder):
+            return file
+        file.close()  # the folder was moved away, or the recipe mended, while we waited
+
+
+def _is_current(file: LocalFile, folder: Path) -> bool:
+    """Whether what is open is what the folder holds now."""
+    try:
+        there = (folder / RECIPE_FILE).lstat()
+    except OSError:
+        return False
+    return os.path.samestat(os.fstat(file.fileno()), there)
+
+
+def _note_time(fd: int) -> None:
+    if abs(time.time() - os.fstat(fd).st_mtime) > NOTED_EVERY_S:
+        with suppress(OSError):  # a folder that we may only read
+            os.utime(fd)
