@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 from tests.precompute.fake_sources import FakeSource
 
@@ -23,11 +24,23 @@ def misbehave(mode):
 class BreaksAtUnpickling(FakeSource):
     """Does something bad while a reader unpickles it."""
 
-    def __init__(self, counts, mode):
-        super().__init__(counts)
+    def __init__(self, counts, mode, **rest):
+        super().__init__(counts, **rest)
         self.mode = mode
 
     def __setstate__(self, state):
         self.__dict__.update(state)
         if READER:
             misbehave(self.mode)
+
+
+class LoadsOnce(BreaksAtUnpickling):
+    """Good for the first reader alone; `mode` is what happens to the others."""
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        if READER:
+            first = Path(self.marker) / "loaded"
+            if first.exists():
+                misbehave(self.mode)
+            first.touch()

@@ -116,6 +116,15 @@ class TorchWatcher(FakeSource):
         return super().read(number, start, stop)
 
 
+class TorchLater(FakeSource):
+    """Imports torch when it is first read; `nu` is the number of its threads then."""
+
+    def read(self, number, start=None, stop=None):
+        import torch
+
+        return super().read(number, start, stop) | {"nu": np.float32(torch.get_num_threads())}
+
+
 def sample_values(number, steps, width):
     rng = np.random.default_rng(number)
     return rng.standard_normal((steps, width), dtype=np.float32)

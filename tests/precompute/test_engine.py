@@ -365,18 +365,28 @@ def test_the_threads_of_torch_are_as_before(tmp_path):
     assert torch.get_num_threads() == before
 
 
-def test_the_face_returns_a_cache_that_can_fill_gaps(tmp_path):
+def test_the_face_returns_a_complete_cache_that_says_why_a_sample_is_not_in_it(tmp_path):
     source = FakeSource((9,), faults={4: "eio"})
-    cache = precompute(
-        source, FakeEncoder(by_shape=True), tmp_path, name="c", readers=0, max_quarantined=0.5, progress=None
-    )
-    assert 4 not in cache
 
-    with pytest.raises(MissingRecordError, match="sample 4"):
-        cache.filler.fill([4], 10)
+    cache = precompute(source, FakeEncoder(), tmp_path, name="c", max_quarantined=0.5, progress=None)
+
+    assert cache.complete
+    assert cache.filler is None, "there is nothing that it could encode"
+    with pytest.raises(MissingRecordError, match=r"sample 4 was quarantined.*Input/output error"):
+        cache[4]
 
 
-@pytest.mark.parametrize("wrong", [{"readers": -1}, {"max_quarantined": 2}, {"memory_bytes": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"readers": -1},
+        {"max_quarantined": 2},
+        {"memory_bytes": 0},
+        {"nan": "alow"},
+        {"identity": "fast"},
+        {"on_hang": "wait"},
+    ],
+)
 def test_settings_that_mean_nothing_are_refused(wrong):
     with pytest.raises(ConfigError):
         PrecomputeSettings(**wrong)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stoker.errors import StalledError
-from stoker.precompute import EncodeFiller, PrecomputeSettings, run_precompute
+from stoker.precompute import Deadlines, EncodeFiller, PrecomputeSettings, run_precompute
 from stoker.store import open_cache
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
@@ -39,3 +39,12 @@ def test_a_deadline_is_kept_and_what_was_encoded_stays(tmp_path):
         filler.fill(range(40), 0.5)
 
     assert 0 < len(open_cache(tmp_path / "c", require_complete=False)) < 40
+
+
+def test_an_encoder_past_its_deadline_is_reported(tmp_path, caplog):
+    settings = PrecomputeSettings(progress=None, deadlines=Deadlines(encode=0.1))
+    filler = EncodeFiller(FakeSource((8,)), FakeEncoder(sleep_s=0.5), tmp_path, name="c", settings=settings)
+
+    filler.fill([5], 60)
+
+    assert "the encoder has been at samples 4-7 for more than 0.1 s" in caplog.text

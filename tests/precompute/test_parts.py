@@ -79,7 +79,7 @@ def test_a_beat_says_stage_sample_and_progress():
 
 def ledger(bad=()):
     kept = []
-    return Ledger(bad, quarantine=kept.append, wanted=lambda number: number < 100), kept
+    return Ledger(bad, quarantine=kept.extend, wanted=lambda number: number < 100), kept
 
 
 def fault(number, *, retry=True):
@@ -113,6 +113,18 @@ def test_a_part_is_given_up_after_two_of_its_samples_unless_it_ever_answered():
     book.answered(1)
     assert not book.part_is_dead(1, 15)
     assert not book.part_is_dead(1, 16)
+
+
+def test_a_part_given_up_is_recorded_in_one_go():
+    """Each call syncs a file; a part may have a million samples."""
+    calls = []
+    book = Ledger((), quarantine=calls.append, wanted=lambda number: number != 7)
+
+    book.fault(fault(6))
+    assert book.give_up(range(5, 10), fault(6)) == 5
+
+    assert [[(f.number, f.attempts) for f in call] for call in calls] == [[(5, 1), (6, 1), (8, 1), (9, 1)]]
+    assert book.failures == calls[0]
 
 
 def test_readers_are_added_while_the_encoder_waits_and_it_helps():

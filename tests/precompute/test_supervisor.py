@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
 import time
 
 import pytest
 
-from stoker.errors import ReaderError, SourceError
+from stoker.errors import ReaderError, ResourceError, SourceError
 from stoker.precompute import Deadlines, PrecomputeSettings, pace, run_precompute
 from stoker.precompute import supervisor as supervisor_module
-from tests.precompute.broken_sources import BreaksAtUnpickling
+from stoker.precompute import worker as worker_module
+from tests.precompute.broken_sources import BreaksAtUnpickling, LoadsOnce
 from tests.precompute.fake_encoders import FakeEncoder
-from tests.precompute.fake_sources import ChattySource, FakeSource, TorchWatcher
+from tests.precompute.fake_sources import ChattySource, FakeSource, TorchLater, TorchWatcher
 
 SHORT = Deadlines(start=20, open=0.7, read=0.7)
 
@@ -154,6 +157,15 @@ def test_readers_do_not_import_torch(tmp_path):
     assert report.records == 6
 
 
+def test_torch_has_one_thread_in_a_reader_whenever_it_is_imported(tmp_path, monkeypatch):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "2")
+
+    cache = run(TorchLater((4,)), tmp_path, readers=1, deadlines=Deadlines()).cache
+
+    assert [float(cache[number]["nu"]) for number in range(4)] == [1.0] * 4
+
+
 def test_automatic_readers_grow_while_the_encoder_waits(tmp_path, monkeypatch):
     monkeypatch.setattr(pace, "_WINDOW_S", 0.2)
 
@@ -161,3 +173,67 @@ def test_automatic_readers_grow_while_the_encoder_waits(tmp_path, monkeypatch):
 
     assert report.readers == 2
     assert report.records == 120
+
+
+def target(descriptor):
+    """What a descriptor refers to; the one that lists them is gone by then."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except FileNotFoundError:
+        return ""
+
+
+def refuse_all_but(monkeypatch, allowed):
+    """The system starts `allowed` readers and no more; returns the tries."""
+    tries = []
+    spawn = worker_module._spawn
+
+    def limited(*arguments):
+        tries.append(arguments)
+        if len(tries) > allowed:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return spawn(*arguments)
+
+    monkeypatch.setattr(worker_module, "_spawn", limited)
+    return tries
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("readers", [3, None])
+def test_a_further_reader_that_cannot_be_started_is_said_and_does_not_end_the_run(
+    tmp_path, monkeypatch, caplog, readers
+):
+    monkeypatch.setattr(pace, "_WINDOW_S", 0.2)
+    tries = refuse_all_but(monkeypatch, 1)
+
+    report = run(FakeSource((60,), delay_s=0.02), tmp_path, readers=readers)
+
+    assert (report.records, report.readers) == (60, 1)
+    assert len(tries) > 1
+    assert "another reader cannot be started; going on with 1: a reader process cannot" in caplog.text
+    gc.collect()
+    assert not [name for name in map(target, os.listdir("/proc/self/fd")) if "stoker" in name]
+
+
+@pytest.mark.chaos
+def test_no_reader_at_all_is_an_error_with_advice(tmp_path, monkeypatch):
+    refuse_all_but(monkeypatch, 0)
+
+    with pytest.raises(ResourceError, match=r"temporarily unavailable\. Use fewer readers"):
+        run(FakeSource((6,)), tmp_path)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("mode", ["raise", "exit"])
+def test_a_further_reader_that_cannot_load_the_source_does_not_end_the_run(
+    tmp_path, monkeypatch, caplog, mode
+):
+    monkeypatch.setattr(pace, "_WINDOW_S", 0.2)
+    source = LoadsOnce((200,), mode, delay_s=0.02, marker=str(tmp_path))
+
+    report = run(source, tmp_path / "c", readers=None)
+
+    assert (report.records, report.readers) == (200, 1)
+    assert report.lost_readers >= 3
+    assert "another reader cannot be started; going on with 1" in caplog.text
+    assert ("broken on purpose" in caplog.text) == (mode == "raise")

@@ -32,8 +32,8 @@ class FakeWriter:
     def tick(self):
         pass
 
-    def close(self):
-        self.ended.append("close")
+    def seal(self):
+        self.ended.append("seal")
 
     def abort(self):
         self.ended.append("abort")
@@ -66,12 +66,14 @@ def test_a_writer_past_its_deadline_is_reported(tmp_path):
     thread.abandon()
 
 
-def test_a_full_disk_is_explained_with_figures_and_drops_the_open_shard(tmp_path):
-    writer = FakeWriter(error=OSError(errno.ENOSPC, "No space left on device"))
+def test_a_failing_disk_is_named_with_what_to_do_and_drops_the_open_shard(tmp_path):
+    writer = FakeWriter(error=OSError(errno.EIO, "Input/output error"))
     thread = WriteThread(writer, tmp_path, limit_bytes=100, deadline_s=60)
     thread.offer(encoded(0), 1)
     thread.offer(encoded(1), 1)
-    with pytest.raises(ResourceError, match=r"is full.*are free, a shard needs 100 B"):
+    with pytest.raises(
+        ResourceError, match=rf"writing to {tmp_path} failed: .*Input/output error.*the same command resumes"
+    ):
         thread.close()
     assert writer.ended == ["abort"]
 
@@ -83,7 +85,7 @@ def test_a_refused_record_does_not_spoil_those_before_it(tmp_path):
     thread.offer(encoded(1), 1)
     with pytest.raises(RecordError, match="sample 1"):
         thread.close()
-    assert (writer.numbers, writer.ended) == ([[0]], ["close"])
+    assert (writer.numbers, writer.ended) == ([[0]], ["seal"])
 
 
 def test_closing_writes_what_is_queued_and_seals(tmp_path):
@@ -92,4 +94,4 @@ def test_closing_writes_what_is_queued_and_seals(tmp_path):
     for number in range(20):
         assert thread.offer(encoded(number), 1)
     thread.close()
-    assert (len(writer.numbers), writer.ended, thread.written) == (20, ["close"], 20)
+    assert (len(writer.numbers), writer.ended, thread.written) == (20, ["seal"], 20)

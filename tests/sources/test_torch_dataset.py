@@ -1,7 +1,9 @@
 import logging
 import random
+import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
-from stoker.errors import ConfigError, SourceError
+from stoker.errors import ConfigError, SourceError, StalledError
 from stoker.schema import Field
 from stoker.sources.torch_dataset import TorchSource
 from stoker.testing import check_source
@@ -339,3 +341,69 @@ def test_a_dataset_without_torch_does_not_import_it(tmp_path: Path) -> None:
     )
 
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_an_item_that_never_comes_is_named_while_probing() -> None:
+    """It runs in the caller's process, where nobody else could end it."""
+    never = threading.Event()
+    source = TorchSource(Items(lambda i: never.wait() if i == 9 else torch.ones(2)))
+    source.probe_deadline_s = 0.5
+
+    with pytest.raises(StalledError, match=r"probing .*Items: item 9 was not there after 0\.5 s") as caught:
+        source.schema()
+
+    assert "threading.py" in str(caught.value)
+    assert "test_torch_dataset.py" in str(caught.value)
+    assert "source.probe_deadline_s = 300" in str(caught.value)
+    never.set()
+
+
+def test_slow_items_are_not_late() -> None:
+    source = TorchSource(Items(lambda i: threading.Event().wait(0.03) or torch.ones(2)))
+    source.probe_deadline_s = 0.5
+
+    assert source.schema() == {"data": field(2)}
+
+
+def test_a_hanging_item_does_not_hold_up_the_end_of_the_program() -> None:
+    code = (
+        "import time\nfrom stoker.sources.torch_dataset import TorchSource\n"
+        "class Hangs:\n    def __len__(self): return 3\n    def __getitem__(self, i): time.sleep(3600)\n"
+        "source = TorchSource(Hangs())\nsource.probe_deadline_s = 0.3\nsource.schema()\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, timeout=60, capture_output=True, text=True
+    )
+
+    assert done.returncode == 1
+    assert "StalledError: probing __main__.Hangs: item 0 was not there" in done.stderr
+
+
+def test_a_connection_opened_on_first_use_stays_in_the_thread_that_reads(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    with sqlite3.connect(path) as made:
+        made.execute("create table t as with recursive n(i) as (values (0) union all select i + 1 from n "
+                     "where i < 19) select i from n")  # fmt: skip
+    made.close()
+
+    class Rows(Dataset):
+        opened = None
+
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, index: int):
+            if self.opened is None:
+                self.opened = sqlite3.connect(path)
+            return torch.tensor(self.opened.execute("select i from t where i = ?", (index,)).fetchone())
+
+    source = TorchSource(Rows())
+    assert source.read(7)["data"].tolist() == [7]
+
+    eager = Rows()
+    eager.opened = sqlite3.connect(path)
+    source = TorchSource(eager)
+    source.probe_deadline_s = None
+    assert source.read(7)["data"].tolist() == [7]
+    eager.opened.close()

@@ -211,7 +211,10 @@ def plan_cells(grid: tuple[int, int], patch: tuple[int, int], tokens: int) -> Ce
             tokens cannot be laid out in rows and columns.
     """
     if any(points % size for points, size in zip(grid, patch, strict=True)):
-        cure = tuple(math.gcd(points, size) for points, size in zip(grid, patch, strict=True))
+        cure = tuple(
+            max(n for n in range(1, size + 1) if points % n == 0)
+            for points, size in zip(grid, patch, strict=True)
+        )
         raise EncoderError(
             f"patch {patch} does not divide grid {grid} (H, W). Use patch={cure}"
             + (", as 1D data has H = 1" if grid[0] == 1 else "")
@@ -220,7 +223,7 @@ def plan_cells(grid: tuple[int, int], patch: tuple[int, int], tokens: int) -> Ce
     if tokens > high * wide:
         raise EncoderError(
             f"{tokens} tokens from {high} x {wide} = {high * wide} patches would be copies of each other. "
-            f"Use tokens <= {high * wide}, or a smaller patch than {patch}"
+            f"Use tokens={high * wide} or fewer, or a smaller patch than {patch}"
         )
     layouts = _layouts(tokens, high, wide)
     if not layouts:

@@ -1,6 +1,7 @@
-"""The heartbeat page: what a reader is doing, readable without its help.
+"""The heartbeat page: what a process is doing, readable without its help.
 
-One memfd of a page per reader. The reader writes (stage, sample, monotonic time, bytes) at every step; the
+One memfd of a page per reader, and one for a process under a guardian. The process writes
+(stage, sample, monotonic time, bytes) at every step; the
 caller looks whenever a deadline is near. A reader that hangs, spins, is stopped or holds the interpreter's
 lock simply stops writing, and that is all the caller needs to know.
 """
@@ -12,12 +13,14 @@ import os
 import struct
 import time
 from dataclasses import dataclass
+from typing import Any
 
-STAGES: tuple[str, ...] = ("start", "open", "read", "wait")
-"""start: imports, unpickling; open: first sample of a part; read: the others; wait: for work or room."""
+STAGES: tuple[str, ...] = ("start", "open", "read", "wait", "encode", "lost")
+"""start: imports, unpickling; open: first sample of a part; read: the others; wait: for work or room;
+encode: a call of the encoder; lost: the device cannot be used again in this process."""
 
 _PAGE = 4096
-_LAYOUT = struct.Struct("<qqqqqq")  # sequence, stage, number, monotonic ns, bytes, sequence again
+_LAYOUT = struct.Struct("<qqqdqqq")  # sequence, stage, number, limit s, monotonic ns, bytes, sequence again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +34,9 @@ class Beat:
     time_ns: int
     """`time.monotonic_ns()` when it was written; 0 before the first beat."""
     read_bytes: int
-    """Bytes of samples read so far."""
+    """Bytes of samples read so far; for a process that encodes, groups."""
+    limit_s: float
+    """Seconds that this stage may last by the process's own word; 0: it gave none."""
 
 
 class BeatPage:
@@ -42,7 +47,7 @@ class BeatPage:
         self._map = mmap.mmap(fd, _PAGE)
         self._sequence = 0
         self._bytes = 0
-        self._last = (0, -1)
+        self._last = (0, -1, 0.0)
 
     @classmethod
     def create(cls) -> BeatPage:
@@ -51,14 +56,10 @@ class BeatPage:
         os.ftruncate(fd, _PAGE)
         return cls(fd)
 
-    def write(self, stage: str, number: int = -1, *, read_bytes: int = 0) -> None:
+    def write(self, stage: str, number: int = -1, *, read_bytes: int = 0, limit_s: float = 0.0) -> None:
         """Say what is being done now; `read_bytes` adds to the count."""
-        self._sequence += 1
-        self._bytes += read_bytes
-        self._last = (STAGES.index(stage), number)
-        _LAYOUT.pack_into(
-            self._map, 0, self._sequence, *self._last, time.monotonic_ns(), self._bytes, self._sequence
-        )
+        self._last = (STAGES.index(stage), number, limit_s)
+        self.progress(read_bytes)
 
     def progress(self, read_bytes: int) -> None:
         """Still at the same stage and sample, and `read_bytes` further."""
@@ -70,14 +71,14 @@ class BeatPage:
 
     def look(self) -> Beat:
         """The latest beat. A torn page (the reader is writing) is looked at again, a few times."""
-        values: tuple[int, ...] = _LAYOUT.unpack_from(self._map, 0)
+        values: tuple[Any, ...] = _LAYOUT.unpack_from(self._map, 0)
         for _ in range(8):
-            if values[0] == values[5]:
+            if values[0] == values[6]:
                 break
             values = _LAYOUT.unpack_from(self._map, 0)
-        _, stage, number, time_ns, read_bytes, _ = values
+        _, stage, number, limit_s, time_ns, read_bytes, _ = values
         known = STAGES[stage] if 0 <= stage < len(STAGES) else "wait"
-        return Beat(stage=known, number=number, time_ns=time_ns, read_bytes=read_bytes)
+        return Beat(stage=known, number=number, time_ns=time_ns, read_bytes=read_bytes, limit_s=limit_s)
 
     def close(self) -> None:
         """Let the memory go; safe to call twice."""

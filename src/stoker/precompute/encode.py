@@ -9,9 +9,8 @@ the other records of the group as they were.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.encoders.protocol import Encoder
-from stoker.errors import EncoderError, ResourceError
+from stoker.errors import DeviceError, EncoderError, ResourceError
+from stoker.precompute.clock import EncodeClock
 from stoker.precompute.fill import SampleFault
 from stoker.precompute.parcel import Parcel
 from stoker.schema import FLOATS, Schema
@@ -28,6 +28,8 @@ from stoker.store.recipe import Recipe
 
 Batch: TypeAlias = "dict[str, Tensor]"
 
+_FATAL = (EncoderError, ResourceError, DeviceError)
+"""What no other sample, and no smaller group, would mend."""
 _BITS = {"bfloat16": torch.bfloat16}
 
 
@@ -43,18 +45,6 @@ class Encoded:
     """Those encoded in a smaller group than the recipe names, for lack of memory."""
     size_bytes: int
     """Bytes of the tensors."""
-
-
-@dataclass(slots=True)
-class EncodeClock:
-    """Time inside the encoder; read by the watchdog and the progress display."""
-
-    seconds: float = 0.0
-    calls: int = 0
-    begun: float | None = None
-    """`time.monotonic()` when the present call began, or None."""
-    numbers: range = field(default_factory=lambda: range(0))
-    """The group in hand."""
 
 
 class GroupEncoder:
@@ -121,7 +111,7 @@ class GroupEncoder:
     ) -> tuple[Batch | None, bool]:
         try:
             return self._call_with_halving(batch)
-        except (EncoderError, ResourceError):
+        except _FATAL:
             raise
         except Exception as error:  # noqa: BLE001  users' code, and one sample must not end a run
             return self._without_culprits(batch, parcel, error, fault)
@@ -157,7 +147,7 @@ class GroupEncoder:
     def _fails(self, batch: Batch) -> bool:
         try:
             self._call_with_halving(batch)
-        except (EncoderError, ResourceError):
+        except _FATAL:
             raise
         except Exception:  # noqa: BLE001  the question is whether it raises
             return True
@@ -170,6 +160,12 @@ class GroupEncoder:
             try:
                 return self._call(batch), False
             except (RuntimeError, MemoryError) as error:
+                if _device_lost(error):
+                    self.clock.lose_device()
+                    raise DeviceError(
+                        f"the encoder lost its device at samples {_span(self.clock.numbers)}: {error}. No "
+                        f"process can use the device again after that; a new one resumes with what is stored"
+                    ) from error
                 if not _out_of_memory(error):
                     raise
                 last = error
@@ -191,15 +187,13 @@ class GroupEncoder:
     def _call(self, batch: Batch) -> Batch:
         """One call of the encoder: to its device, encode, back to the CPU, checked."""
         assert self._encoder is not None
-        self.clock.begun = time.monotonic()
+        self.clock.begin()
         try:
             with torch.inference_mode():
                 moved = {name: value.to(self._device) for name, value in batch.items()}
                 output = {name: value.cpu() for name, value in self._encoder.encode(moved).items()}
         finally:
-            self.clock.seconds += time.monotonic() - self.clock.begun
-            self.clock.calls += 1
-            self.clock.begun = None
+            self.clock.end()
         self._check(output, next(iter(batch.values())).shape[0])
         self._succeeded = True
         return output
@@ -231,7 +225,7 @@ class GroupEncoder:
             self._partials[key] = {}
         try:
             self._chunks(batch, parcel.start, self._partials[key])
-        except (EncoderError, ResourceError):
+        except _FATAL:
             raise
         except Exception as error:
             if not self._succeeded and self._fails(
@@ -351,6 +345,14 @@ def _within(value: Tensor, parcel: Parcel) -> bool:
 def _out_of_memory(error: Exception) -> bool:
     """Torch's own class on a device; on a CPU a RuntimeError of the allocator, or Python's MemoryError."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _device_lost(error: Exception) -> bool:
+    """Whether a CUDA context is beyond use: any CUDA error but out of memory, by class or by message."""
+    if _out_of_memory(error):
+        return False
+    kind = getattr(torch, "AcceleratorError", None)
+    return (kind is not None and isinstance(error, kind)) or str(error).startswith("CUDA error")
 
 
 def _span(numbers: range) -> str:

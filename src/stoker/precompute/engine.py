@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from stoker.atomic import explained, sync_folder
 from stoker.encoders.protocol import Encoder
 from stoker.errors import Interrupted
 from stoker.plan.resources import probe
 from stoker.precompute.allocator import keep_freed_memory, release_memory
-from stoker.precompute.filler import EncodeFiller
 from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.pace import Pace
 from stoker.precompute.progress import ProgressSink, automatic
@@ -25,7 +25,6 @@ from stoker.precompute.stages import Bench
 from stoker.precompute.supervisor import Supervisor
 from stoker.precompute.turn import take_turn
 from stoker.precompute.verdict import check_quarantined, check_values, describe_failures
-from stoker.precompute.watchdog import EncodeWatchdog
 from stoker.sources.protocol import Source
 from stoker.store import Cache, Digests, Folder, make_recipe, open_folder
 from stoker.units import format_count
@@ -74,7 +73,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
             `PrecomputeSettings`.
 
     Returns:
-        The cache, with a filler attached that can encode single samples.
+        The cache, complete: every sample is stored or quarantined.
 
     Raises:
         IncompleteError: More samples than `max_quarantined` failed; everything else is stored.
@@ -93,9 +92,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         max_error=max_error,
         progress=progress,
     )
-    cache = run_precompute(source, encoder, cache_dir, name=name, settings=settings).cache
-    cache.filler = EncodeFiller(source, encoder, cache.path.parent.parent, name=name, settings=settings)
-    return cache
+    return run_precompute(source, encoder, cache_dir, name=name, settings=settings).cache
 
 
 def run_precompute(
@@ -174,6 +171,7 @@ def _encode(bench: Bench, sink: ProgressSink | None, interrupts: Interrupts, tal
             sink.note(f"{bench.name}: readers=0, reading in this process: in order and without deadlines")
         group_encoder = bench.encoder()  # the readers are starting meanwhile
         writer = bench.writer()
+        group_encoder.clock.limit_s = settings.deadlines.encode
         run = Run(
             bench.stages(feed, group_encoder, writer),
             Standing(
@@ -187,16 +185,11 @@ def _encode(bench: Bench, sink: ProgressSink | None, interrupts: Interrupts, tal
             sink=sink,
             pace=Pace(most=bench.most_readers) if settings.readers is None else None,
         )
-        watchdog = EncodeWatchdog(
-            group_encoder.clock,
-            deadline_s=settings.deadlines.encode,
-            logs=bench.logs,
-            exit_on_hang=settings.on_hang == "exit",
-        )
         try:
-            with watchdog:
+            with bench.watchdog(group_encoder):
                 finished = run.go()
         finally:
+            group_encoder.clock.alive(bounded=False)
             tally.encoded, tally.encode_seconds = run.encoded, group_encoder.clock.seconds
             if isinstance(feed, Supervisor):
                 tally.readers, tally.lost_readers = feed.readers, feed.losses
@@ -232,10 +225,12 @@ def _note_failures(bench: Bench, sink: ProgressSink | None) -> None:
 
 def clear(folder: Folder) -> None:
     """Remove the records of a folder: the index first, so that none ever names a shard that is gone."""
-    (folder.path / "index.json").unlink(missing_ok=True)
-    for pattern in ("shard-*", "failures-*"):
-        for path in folder.path.glob(pattern):
-            path.unlink(missing_ok=True)
+    with explained(folder.path):
+        (folder.path / "index.json").unlink(missing_ok=True)
+        sync_folder(folder.path)  # or a power cut may bring back the index without its shards
+        for pattern in ("shard-*", "failures-*"):
+            for path in folder.path.glob(pattern):
+                path.unlink(missing_ok=True)
 
 
 def _report(cache: Cache, folder: Folder, tally: _Tally) -> PrecomputeReport:

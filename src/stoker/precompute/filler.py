@@ -46,7 +46,7 @@ class EncodeFiller:
         """Encode and store these samples unless they are stored, and write the index.
 
         Raises:
-            StalledError: `deadline_s` passed; what was encoded by then is stored.
+            StalledError: `deadline_s` had passed after a group; what was encoded by then is stored.
             MissingRecordError: A sample is quarantined; the message says why.
         """
         until = time.monotonic() + deadline_s
@@ -86,7 +86,8 @@ class EncodeFiller:
             bench.stages(feed, encoder, writer), standing, interrupts=Interrupts(), sink=None, pace=None
         )
         try:
-            finished = run.go(until)
+            with bench.watchdog(encoder):
+                finished = run.go(until)
         finally:
             bench.seal(writer)
         writer.check()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from stoker.precompute.fill import SampleFault
@@ -26,12 +26,16 @@ class Ledger:
 
     Args:
         bad: Numbers quarantined before this run that are not tried again.
-        quarantine: Records one failure durably.
+        quarantine: Records failures durably, several at the cost of one.
         wanted: Whether a number is to be stored by this run; others that fail are only replaced by zeros.
     """
 
     def __init__(
-        self, bad: Iterable[int], *, quarantine: Callable[[Failure], None], wanted: Callable[[int], bool]
+        self,
+        bad: Iterable[int],
+        *,
+        quarantine: Callable[[Sequence[Failure]], None],
+        wanted: Callable[[int], bool],
     ) -> None:
         self._bad = set(bad)
         self._quarantine = quarantine
@@ -54,7 +58,7 @@ class Ledger:
         self._attempts[fault.number] = attempts
         if fault.retry and attempts < _ATTEMPTS:
             return True
-        self._set_aside(fault, attempts)
+        self._set_aside([fault.number], fault)
         return False
 
     def attempts(self, number: int) -> int:
@@ -78,21 +82,22 @@ class Ledger:
     def give_up(self, numbers: Iterable[int], fault: SampleFault) -> int:
         """Set aside every one of `numbers` that is not yet, for the reason in `fault`; how many."""
         rest = [number for number in numbers if number not in self._bad]
-        for number in rest:
-            one = SampleFault(
-                number=number, stage=fault.stage, error=fault.error, kind=fault.kind, retry=False
-            )
-            self._set_aside(one, max(1, self._attempts.get(number, 0)))
+        self._set_aside(rest, fault)
         return len(rest)
 
-    def _set_aside(self, fault: SampleFault, attempts: int) -> None:
-        if fault.number in self._bad:
-            return
-        self._bad.add(fault.number)
-        if not self._wanted(fault.number):
-            return  # it is stored already; a failed second reading takes nothing away
-        failure = Failure(
-            number=fault.number, stage=fault.stage, error=fault.error, attempts=attempts, kind=fault.kind
-        )
-        self._quarantine(failure)
-        self.failures.append(failure)
+    def _set_aside(self, numbers: Sequence[int], fault: SampleFault) -> None:
+        failures = [
+            Failure(
+                number=number,
+                stage=fault.stage,
+                error=fault.error,
+                attempts=max(1, self._attempts.get(number, 0)),
+                kind=fault.kind,
+            )
+            for number in numbers
+            # What is stored already is not wanted; a failed second reading takes nothing away.
+            if number not in self._bad and self._wanted(number)
+        ]
+        self._bad.update(numbers)
+        self._quarantine(failures)
+        self.failures += failures

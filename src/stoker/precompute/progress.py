@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Protocol
 
@@ -98,7 +99,8 @@ class LineProgress:
 
     def note(self, text: str) -> None:
         """Write a line now."""
-        print(text, file=self._stream, flush=True)
+        with suppress(OSError):  # a full disk below a log ends no run
+            print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         """Nothing is held."""

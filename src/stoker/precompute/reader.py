@@ -7,7 +7,6 @@ end of file on the socket, or with its parent. Torch is imported only if unpickl
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -32,11 +31,10 @@ from stoker.precompute.fill import (
     fill_group,
     pad_steps,
 )
+from stoker.precompute.guarded import tie_to_parent
 from stoker.precompute.layout import layout_from_json
 from stoker.precompute.wire import Frame, ReaderChannel
 from stoker.schema import Sample
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Reader:
@@ -169,17 +167,11 @@ def _plain(faults: list[SampleFault]) -> list[dict[str, Any]]:
     return [asdict(fault) for fault in faults]
 
 
-def _tie_to_parent(parent: int) -> None:
-    """Die with the parent, even in the middle of a read."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(0)
-
-
 def main(arguments: list[str]) -> int:
     """Run one reader; arguments are three descriptors and the parent's process id."""
     socket_fd, beat_fd, arena_fd, parent = (int(text) for text in arguments)
-    _tie_to_parent(parent)
+    tie_to_parent(parent, signal.SIGKILL)  # even in the middle of a read
+    _one_thread()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     channel = ReaderChannel(socket.socket(fileno=socket_fd))
@@ -194,7 +186,6 @@ def main(arguments: list[str]) -> int:
         parts = PartNames(offsets=start["offsets"], names=start["names"])
         source = cloudpickle.loads(start["payload"])
         samples = SampleReader(source, layout.schema, parts, pulse=beat, nan=start["nan"])
-        _one_thread()
     except Exception:  # noqa: BLE001  a process edge: the caller raises this with the traceback
         channel.send({"kind": "fatal", "error": traceback.format_exc()})
         return 1
@@ -207,10 +198,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _one_thread() -> None:
-    """Keep torch, if the source brought it, on one thread: readers share the cores with the encoder."""
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(1)
+    """Have torch, whenever the source imports it, begin with one thread, as `InProcess` reads.
+
+    Readers share the cores with the encoder. Numpy has read its own settings by now and keeps its threads.
+    """
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.putenv(name, "1")
 
 
 if __name__ == "__main__":

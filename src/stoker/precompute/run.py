@@ -11,6 +11,7 @@ from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.ledger import Ledger
 from stoker.precompute.pace import Pace
 from stoker.precompute.parcel import Feed, Parcel
+from stoker.precompute.precision import full_precision
 from stoker.precompute.progress import ProgressSink, Snapshot
 from stoker.precompute.queue import WorkQueue
 from stoker.precompute.supervisor import Supervisor
@@ -73,16 +74,22 @@ class Run:
         self.encoded = 0
         """Records handed to the writer."""
 
+    @full_precision()
     def go(self, until: float = float("inf")) -> bool:
         """Work; False when a signal, or the time `until` (`time.monotonic()`), came first.
+
+        Torch's products of float32 are in full precision meanwhile, for the encoder and for what is read in
+        this process (`precision.py`).
 
         Raises:
             StokerError: A stage failed for good.
         """
-        feed = self._stages.feed
+        stages = self._stages
+        feed = stages.feed
         while not (feed.finished and not self._parcels):
             if self._interrupts.signal is not None or time.monotonic() >= until:
                 return False
+            stages.encoder.clock.alive(bounded=isinstance(feed, Supervisor))
             waited = 0.0
             begun = time.monotonic()
             if not self._parcels:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from stoker.errors import ConfigError
 
 if TYPE_CHECKING:
     from stoker.precompute.progress import ProgressSink
     from stoker.store.cache import Cache
+
+Nan: TypeAlias = Literal["reject", "allow"]
+Identity: TypeAlias = Literal["auto", "full"]
+OnHang: TypeAlias = Literal["report", "exit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +30,8 @@ class Deadlines:
     encode: float = 300.0
     """One call of the encoder; in the caller's own process, so it is reported, not killed (see `on_hang`)."""
     write: float = 120.0
-    """One group converted, checksummed and written, or one shard sealed."""
+    """One group converted, checksummed and written, sealing included where it fills a shard; at the end,
+    sealing what is open."""
 
     def __post_init__(self) -> None:
         """Refuse what is not a time."""
@@ -38,12 +43,17 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecomputeSettings:
-    """How to fill a cache. Nothing here but `dtype` changes what is stored."""
+    """How to fill a cache.
+
+    `dtype` and `identity` go into the recipe, `nan` decides which samples are stored, and the last bits of a
+    record may depend on `device`. Nothing else here changes what is stored.
+    """
 
     dtype: str | Mapping[str, str] | None = None
     """Storage dtype of float fields, for all or by field; None: as encoded."""
     readers: int | None = None
-    """Reader processes; None: one, and more while the encoder waits for data; 0: read in this process."""
+    """Reader processes, on Linux; None: one, and more while the encoder waits for data; 0, and None
+    elsewhere: read in this process, without deadlines."""
     device: str = "cpu"
     """Where the encoder runs: `cpu`, `cuda` or `cuda:1`."""
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -52,17 +62,19 @@ class PrecomputeSettings:
     """Largest fraction of samples that may be quarantined before the run counts as failed."""
     retry_quarantined: bool = False
     """Try every quarantined sample again, also those whose error was the sample's own."""
-    nan: Literal["reject", "allow"] = "reject"
+    nan: Nan = "reject"
     """Whether a sample or record holding NaN or infinity is quarantined or stored as it is."""
-    identity: Literal["auto", "full"] = "auto"
+    identity: Identity = "auto"
     """How source files are digested for the recipe."""
     overwrite: bool = False
-    """Remove the records of this recipe first and encode all of them again."""
+    """Remove the records of this recipe first and encode all of them again, unless another process was at it
+    when this one began: then what that one stored is kept."""
     max_error: float | None = None
     """Largest rounding error that the storage dtype may cause, as a fraction of a record's largest value."""
     memory_bytes: int = 1024**3
-    """Bytes in flight between source and store. A group that is larger by itself goes alone."""
-    on_hang: Literal["report", "exit"] = "report"
+    """Bytes in flight between source and store, what the encoder itself needs not counted. A group that is
+    larger by itself goes alone."""
+    on_hang: OnHang = "report"
     """When the encoder passes its deadline: say where it stands, or also end this process (exit 5)."""
     progress: ProgressSink | Literal["auto"] | None = "auto"
     """Where progress goes; `auto`: live on a terminal, else a line every ten seconds on standard error."""
@@ -75,6 +87,11 @@ class PrecomputeSettings:
             raise ConfigError(
                 f"precompute.max_quarantined is a fraction in [0, 1], got {self.max_quarantined}"
             )
+        for name, known in (("nan", Nan), ("identity", Identity), ("on_hang", OnHang)):
+            if getattr(self, name) not in get_args(known):
+                raise ConfigError(
+                    f"precompute.{name} is {getattr(self, name)!r}, expected {' or '.join(get_args(known))}"
+                )
         if self.memory_bytes < 1:
             raise ConfigError(f"memory_bytes must be above 0, got {self.memory_bytes}")
 
@@ -110,4 +127,4 @@ class PrecomputeReport:
     readers: int = 0
     """Reader processes at the end of the run."""
     lost_readers: int = 0
-    """Readers that died or were killed past a deadline, and were replaced."""
+    """Readers that died or were killed past a deadline."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
@@ -16,14 +16,17 @@ from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError, EncoderError, SourceError, StokerError
 from stoker.precompute.encode import GroupEncoder
 from stoker.precompute.fill import PartNames, SampleReader
+from stoker.precompute.guarded import guard_page
 from stoker.precompute.in_process import InProcess, Silent
 from stoker.precompute.layout import Layout, plan_layout, slot_size
 from stoker.precompute.ledger import Ledger
 from stoker.precompute.parcel import Feed
+from stoker.precompute.precision import PRECISION
 from stoker.precompute.queue import PartSpan, WorkQueue
 from stoker.precompute.run import Stages
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.supervisor import Supervisor
+from stoker.precompute.watchdog import EncodeWatchdog
 from stoker.precompute.worker import Launch
 from stoker.precompute.write_thread import WriteThread
 from stoker.sources.protocol import Source
@@ -66,7 +69,7 @@ class Bench:
             )
         self.quarantined = set(folder.failures()).difference(missing.tolist())
         wanted = set(missing.tolist()) if len(missing) < recipe.count else range(recipe.count)
-        self.ledger = Ledger(self.quarantined, quarantine=folder.quarantine, wanted=wanted.__contains__)
+        self.ledger = Ledger(self.quarantined, quarantine=folder.quarantine_many, wanted=wanted.__contains__)
         spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
         self.queue = WorkQueue(spans, group.samples, missing, bad=self.ledger.is_bad)
         self._parts = self._part_names()
@@ -162,11 +165,22 @@ class Bench:
             nan=self.settings.nan,
         )
 
+    def watchdog(self, encoder: GroupEncoder) -> AbstractContextManager[object]:
+        """Looks after the encoder while entered; a guardian, where there is one, can do more."""
+        if guard_page() is not None:
+            return nullcontext()
+        return EncodeWatchdog(
+            encoder.clock,
+            deadline_s=self.settings.deadlines.encode,
+            logs=self.logs,
+            exit_on_hang=self.settings.on_hang == "exit",
+        )
+
     def writer(self) -> WriteThread:
         """The writer thread, started."""
         settings = self.settings
         return WriteThread(
-            self.folder.writer(max_error=settings.max_error, device=settings.device),
+            self.folder.writer(max_error=settings.max_error, device=settings.device, float32=PRECISION),
             self.folder.path,
             limit_bytes=int(settings.memory_bytes * (1 - _READER_SHARE)),
             deadline_s=settings.deadlines.write,

@@ -12,7 +12,7 @@ import select
 import time
 from dataclasses import dataclass
 
-from stoker.errors import ReaderError, SourceError
+from stoker.errors import ReaderError, ResourceError, SourceError
 from stoker.precompute.fill import PartNames, SampleFault
 from stoker.precompute.layout import Layout
 from stoker.precompute.ledger import Ledger
@@ -77,20 +77,38 @@ class Supervisor:
         return self._queue.finished and not self._ready
 
     @property
+    def _works(self) -> bool:
+        """Some reader has delivered something, so that the run can end without those that do not start."""
+        return any(worker.delivering for worker in self._workers.values())
+
+    @property
     def all_delivering(self) -> bool:
         """Every reader has delivered something, so that waiting is no longer for their start."""
         return all(worker.delivering for worker in self._workers.values())
 
     def start(self, readers: int) -> None:
-        """Start that many reader processes; they get work from the first `poll` on."""
+        """Start that many reader processes; they get work from the first `poll` on.
+
+        Raises:
+            ResourceError: Not one can be started. Fewer than asked for are said, and do.
+        """
         self._wanted += readers
         for _ in range(readers):
             self._spawn()
 
     def _spawn(self) -> None:
         self._spawned += 1
-        worker = Worker(self._spawned, self._launch)
-        self._workers[worker.number] = worker
+        try:
+            self._workers[self._spawned] = Worker(self._spawned, self._launch)
+        except ResourceError as error:
+            if not self._workers:
+                raise
+            self._do_without(str(error))
+
+    def _do_without(self, why: str) -> None:
+        """Go on with one reader fewer: those that work are enough to end the run."""
+        self._wanted -= 1
+        log.warning("another reader cannot be started; going on with %d: %s", self._wanted, why)
 
     def poll(self, timeout_s: float) -> list[Parcel]:
         """See `Feed.poll`. Deadlines are enforced here, after what has arrived was taken in.
@@ -228,10 +246,11 @@ class Supervisor:
         kind = frame["kind"]
         if kind == "fatal":
             worker.failed = True
-            raise SourceError(
-                f"the source cannot be loaded in a reader process:\n{frame['error'].rstrip()}\n"
-                f"Mend that, or read in this process with readers=0"
-            )
+            said = f"the source cannot be loaded in a reader process:\n{frame['error'].rstrip()}"
+            if not self._works:
+                raise SourceError(f"{said}\nMend that, or read in this process with readers=0")
+            log.warning("reader %d: %s", worker.number, said)
+            return
         if kind == "ready":
             worker.ready()
             self._start_failures = 0
@@ -295,8 +314,8 @@ class Supervisor:
         self.losses += 1
         self._losses_in_a_row += 1
         log.warning("%s; stack and output: %s", loss.cause, worker.log)
-        if loss.stage == "start":
-            self._fail_start(worker, loss)
+        if loss.stage == "start" and self._fail_start(worker, loss):
+            return
         if self._losses_in_a_row > _MAX_LOSSES_IN_A_ROW + 2 * self._wanted:
             raise ReaderError(
                 f"{self._losses_in_a_row} readers were lost in a row without a sample read. "
@@ -306,15 +325,25 @@ class Supervisor:
         self._blame(worker, loss)
         self._spawn()
 
-    def _fail_start(self, worker: Worker, loss: Loss) -> None:
+    def _fail_start(self, worker: Worker, loss: Loss) -> bool:
+        """Count a reader that could not start; True when it is not to be replaced.
+
+        Raises:
+            ReaderError: Several in a row, and no other reader works.
+        """
         self._start_failures += 1
-        if self._start_failures >= _MAX_START_FAILURES:
-            tail = worker.tail()
-            raise ReaderError(
-                f"{self._start_failures} readers in a row could not start. The last: {loss.cause}"
-                + (f"\n{tail}" if tail else "")
-                + f"\nOutput and stack: {worker.log}. Reading in this process (readers=0) may show more"
-            )
+        if self._start_failures < _MAX_START_FAILURES:
+            return False
+        if self._works:
+            self._start_failures = 0
+            self._do_without(loss.cause)
+            return True
+        tail = worker.tail()
+        raise ReaderError(
+            f"{self._start_failures} readers in a row could not start. The last: {loss.cause}"
+            + (f"\n{tail}" if tail else "")
+            + f"\nOutput and stack: {worker.log}. Reading in this process (readers=0) may show more"
+        )
 
     def _blame(self, worker: Worker, loss: Loss) -> None:
         works = list(worker.work.values())

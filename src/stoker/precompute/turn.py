@@ -15,6 +15,7 @@ from pathlib import Path
 
 from stoker.precompute.interrupts import Interrupts
 from stoker.store import Folder
+from stoker.store.claims import holder
 
 log = logging.getLogger("stoker")
 
@@ -44,9 +45,11 @@ def take_turn(folder: Folder, stack: ExitStack, interrupts: Interrupts, *, quiet
             mark, changed = present, now
         if now - said > _SAY_EVERY_S:
             said = now
-            log.warning("%s is being encoded by %s; waiting for it", folder.path, _holder(folder.path))
+            log.warning(
+                "%s is being encoded by %s; waiting for it", folder.path, holder(folder.path, "encode")
+            )
         if now - changed > quiet_s:
-            log.warning("%s did nothing for %g s; encoding beside it", _holder(folder.path), quiet_s)
+            log.warning("%s did nothing for %g s; encoding beside it", holder(folder.path, "encode"), quiet_s)
             return True
         select.select([interrupts.fd] if interrupts.fd >= 0 else [], [], [], _POLL_S)
     return waited
@@ -62,17 +65,3 @@ def _mark(path: Path) -> tuple[int, int]:
             except FileNotFoundError:  # renamed or removed in between, which is progress
                 sizes.append(-1)
     return len(sizes), sum(sizes)
-
-
-def _holder(path: Path) -> str:
-    """The process that holds the claim, as /proc/locks has it."""
-    try:
-        inode = (path / ".claim-encode").stat().st_ino
-        lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:
-        return "another process"
-    for line in lines:
-        words = line.split()
-        if len(words) > 5 and words[1] == "FLOCK" and words[5].endswith(f":{inode}"):
-            return f"process {words[4]}"
-    return "another process"

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from stoker.errors import StalledError
-from stoker.precompute.encode import EncodeClock
+from stoker.precompute.clock import EncodeClock
 
 log = logging.getLogger("stoker")
 

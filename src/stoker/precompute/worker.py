@@ -13,10 +13,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
+from stoker.errors import ResourceError
 from stoker.precompute.arena import Arena
 from stoker.precompute.beat import Beat, BeatPage
 from stoker.precompute.layout import Layout
@@ -61,7 +63,11 @@ class Loss:
 
 
 class Worker:
-    """A reader process, its channel, arena and heartbeat page, and the groups it owes."""
+    """A reader process, its channel, arena and heartbeat page, and the groups it owes.
+
+    Raises:
+        ResourceError: No memory for its arena, no process or descriptor left, or no room for its log.
+    """
 
     def __init__(self, number: int, launch: Launch) -> None:
         self.number = number
@@ -79,19 +85,34 @@ class Worker:
         self.failed = False
         """It was lost; its log is kept."""
         self._oom_kills = oom_kills()
-        self.arena = Arena.create(launch.layout)
-        self.beat = BeatPage.create()
-        ours, theirs = socket.socketpair()
-        with theirs, self.log.open("wb", buffering=0) as output:
-            self._process = _spawn(theirs.fileno(), self.beat.fd, self.arena.fd, output)
-        self.pid = self._process.pid
-        self.pidfd = os.pidfd_open(self._process.pid)
-        self.channel = Channel(ours)
+        try:
+            self._start(launch)
+        except OSError as error:
+            raise ResourceError(
+                f"a reader process cannot be started: {error}. Use fewer readers, or raise the limits on "
+                "open files and processes (ulimit -n, ulimit -u)"
+            ) from error
         self._since = time.monotonic()
         self._until = 0.0
         self._overdue: Loss | None = None
         self._seen = self.beat.look()
         self.channel.send(launch.frame, launch.payload)
+
+    def _start(self, launch: Launch) -> None:
+        with ExitStack() as undo:  # whatever fails, no descriptor of a reader that never was stays open
+            self.arena = Arena.create(launch.layout)
+            undo.callback(self.arena.close)
+            self.beat = BeatPage.create()
+            undo.callback(self.beat.close)
+            ours, theirs = socket.socketpair()
+            undo.enter_context(ours)
+            with theirs, self.log.open("wb", buffering=0) as output:
+                self._process = _spawn(theirs.fileno(), self.beat.fd, self.arena.fd, output)
+            undo.callback(self._process.kill)
+            self.pid = self._process.pid
+            self.pidfd = os.pidfd_open(self.pid)
+            self.channel = Channel(ours)
+            undo.pop_all()
 
     def ready(self) -> None:
         """It has unpickled the source."""

@@ -6,17 +6,15 @@ flat. Its errors surface in the calling thread, with the figures that matter, an
 
 from __future__ import annotations
 
-import errno
-import os
 import threading
 import time
 from collections import deque
 from pathlib import Path
 
-from stoker.errors import ReadOnlyError, ResourceError, StalledError, StokerError
+from stoker.errors import ResourceError, StalledError, StokerError
 from stoker.precompute.encode import Encoded
 from stoker.store.writer import RecordWriter
-from stoker.units import format_bytes, format_count
+from stoker.units import format_count
 
 _TICK_S = 1.0
 
@@ -118,7 +116,7 @@ class WriteThread:
                 self._step(encoded)
             self._begin()
             if self._error is None:
-                self._writer.close()
+                self._writer.seal()
             else:
                 self._writer.abort()
         except Exception as error:  # noqa: BLE001  a thread's edge: raised again in the caller's thread
@@ -156,7 +154,7 @@ class WriteThread:
             if isinstance(error, OSError):
                 self._writer.abort()
             else:
-                self._writer.close()
+                self._writer.seal()
         except Exception as second:  # noqa: BLE001  the first error is the one to report
             error.add_note(f"and while closing: {second}")
         with self._changed:
@@ -166,17 +164,6 @@ class WriteThread:
     def _explained(self, error: Exception) -> Exception:
         if isinstance(error, StokerError) or not isinstance(error, OSError):
             return error
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            stat = os.statvfs(self._folder)
-            free = format_bytes(stat.f_bavail * stat.f_frsize)
-            used, capacity = self.shard_fill
-            return ResourceError(
-                f"{self._folder} is full: {error.strerror}. {free} are free, a shard needs "
-                f"{format_bytes(capacity)} ({format_bytes(used)} of it were written and are dropped). "
-                f"Sealed shards stay; make room and run the same command again"
-            )
-        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            return ReadOnlyError(f"{self._folder} cannot be written: {error.strerror}")
         return ResourceError(
             f"writing to {self._folder} failed: {error}. Sealed shards stay; the same command resumes"
         )

@@ -72,6 +72,9 @@ def _expand(path: Path) -> tuple[Path, list[Path]]:
                 f"{path} holds no HDF5 file ({', '.join(SUFFIXES)}). Name the files or a pattern"
             )
         return path, sorted(files, key=lambda file: natural_key(str(file)))
+    if os.path.lexists(path):
+        what = "a pipe or a device" if path.exists() else "a link to a file that is not there"
+        raise SourceError(f"{path} is {what}. Expected an HDF5 file, a folder or a pattern")
     if not _MAGIC.search(str(path)):
         raise SourceError(
             f"{path} does not exist{_nearby(path)}. Check the path, or give a folder or pattern"

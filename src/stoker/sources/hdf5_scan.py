@@ -159,6 +159,8 @@ def _described(file: Any, wanted: Wanted, path: Path, name: str, preset: str | N
     if preset == "well":
         return well.well_layout(file, where=str(path))
     if preset == "pdebench":
+        if well.looks_like(file):
+            raise SourceError(f"{path} has The Well's layout, not PDEBench's. Use preset='well'")
         return pdebench.pdebench_layout(file, name, where=str(path), fields=wanted.fields)
     return declared_layout(file, wanted.fields or {}, where=str(path))
 

@@ -12,9 +12,9 @@ import hashlib
 import logging
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from stoker.schema import Field, Json, Sample, Schema, digest_json
 from stoker.sources.protocol import Part, SourceIdentity
 from stoker.sources.torch_identity import describe, qualified_name
 from stoker.sources.torch_items import flatten_item
+from stoker.sources.watched import watched
 from stoker.units import MIB
 
 VERSION = 1
@@ -32,6 +33,9 @@ VERSION = 1
 PROBES = 16
 _RUN_BYTES = 8 * MIB
 _RUN_SAMPLES = 256
+
+Item: TypeAlias = "dict[str, tuple[NDArray[Any], str]]"
+"""Fields of one item: array, and dtype as a schema names it."""
 
 _log = logging.getLogger("stoker")
 
@@ -70,7 +74,12 @@ class TorchSource:
 
     Raises:
         SourceError: Empty or not map-style; later, on first use, random, textual or uneven items.
+        StalledError: On first use, an item that is not there in time while the Dataset is probed.
     """
+
+    probe_deadline_s: float | None = 60.0
+    """Seconds for one item while probing, in a thread of its own. None: in the calling thread, without a
+    deadline, for a Dataset that works in the thread that made it alone (sqlite3)."""
 
     def __init__(
         self,
@@ -164,7 +173,7 @@ class TorchSource:
         part = Part(name=self._name, count=self._count, files=seen.files, digest=digest)
         return SourceIdentity(kind=f"torch/{VERSION}", parts=(part,), settings=settings, sampled=True)
 
-    def _item(self, number: int) -> dict[str, tuple[NDArray[Any], str]]:
+    def _item(self, number: int) -> Item:
         """One item of this process's copy of the Dataset.
 
         The copy is shallow: data is shared, but what a Dataset opens on first use (files, connections)
@@ -194,19 +203,36 @@ class TorchSource:
 
     def _probe(self) -> _Probed:
         if self._probed is None:
-            numbers = sorted({round(i * (self._count - 1) / (PROBES - 1)) for i in range(PROBES)})
             with _RandomStateKept():
-                items = {number: item for number in numbers if (item := self._try(number)) is not None}
-                if not items:
-                    self._item(numbers[0])  # raises what every probe raised
-                for number in reversed(items):
-                    self._compare(number, items[number], self._try(number))
+                if self.probe_deadline_s is None:
+                    items = self._probed_items(lambda _: None)
+                else:
+                    items = watched(
+                        self._probed_items,
+                        self.probe_deadline_s,
+                        where=f"probing {self._name}",
+                        advice="Mend what it waits for, or give it more time: source.probe_deadline_s = 300",
+                    )
             schema = self._common_schema(items)
             self._probed = _Probed(schema=schema, digests=tuple(_digest(item) for item in items.values()))
         return self._probed
 
-    def _try(self, number: int) -> dict[str, tuple[NDArray[Any], str]] | None:
+    def _probed_items(self, begin: Callable[[int], None]) -> dict[int, Item]:
+        """Some items by number, each read twice; `begin` is told which one comes."""
+        numbers = sorted({round(i * (self._count - 1) / (PROBES - 1)) for i in range(PROBES)})
+        try:
+            items = {number: item for number in numbers if (item := self._try(number, begin)) is not None}
+            if not items:
+                self._item(numbers[0])  # raises what every probe raised
+            for number in reversed(items):
+                self._compare(number, items[number], self._try(number, begin))
+        finally:
+            self._live = None  # what it opened may work in this thread alone
+        return items
+
+    def _try(self, number: int, begin: Callable[[int], None]) -> Item | None:
         """An item, or None when the Dataset fails on it: such a sample is quarantined when it is read."""
+        begin(number)
         try:
             return self._item(number)
         except SourceError:
@@ -219,8 +245,8 @@ class TorchSource:
     def _compare(
         self,
         number: int,
-        first: Mapping[str, tuple[NDArray[Any], str]],
-        second: Mapping[str, tuple[NDArray[Any], str]] | None,
+        first: Item,
+        second: Item | None,
     ) -> None:
         for name, (array, dtype) in first.items():
             again = None if second is None else second.get(name)
@@ -231,7 +257,7 @@ class TorchSource:
                     "sample number"
                 )
 
-    def _common_schema(self, items: Mapping[int, Mapping[str, tuple[NDArray[Any], str]]]) -> Schema:
+    def _common_schema(self, items: Mapping[int, Item]) -> Schema:
         first_number = next(iter(items))
         first = items[first_number]
         schema: Schema = {}
@@ -264,7 +290,7 @@ def _same(one: NDArray[Any], other: NDArray[Any]) -> bool:
     return one.shape == other.shape and one.tobytes() == other.tobytes()
 
 
-def _digest(item: Mapping[str, tuple[NDArray[Any], str]]) -> str:
+def _digest(item: Item) -> str:
     digest = hashlib.sha256()
     for name, (array, dtype) in item.items():
         digest.update(f"{name} {dtype} {array.shape}\n".encode())

@@ -1,0 +1,53 @@
+"""Where the encoder stands: for the watchdog, the progress display, and a guardian if there is one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from stoker.precompute.guarded import guard_page
+
+
+@dataclass(slots=True)
+class EncodeClock:
+    """Time inside the encoder."""
+
+    limit_s: float = 0.0
+    """Seconds within which the encoder, or the loop around it, must move; 0: not bounded."""
+    seconds: float = 0.0
+    calls: int = 0
+    begun: float | None = None
+    """`time.monotonic()` when the present call began, or None."""
+    numbers: range = field(default_factory=lambda: range(0))
+    """The group in hand."""
+    lost: bool = False
+    """The device cannot be used again in this process; the last thing a guardian is told."""
+
+    def begin(self) -> None:
+        """A call of the encoder begins."""
+        self.begun = time.monotonic()
+        self._tell("encode")
+
+    def end(self) -> None:
+        """It has returned or raised."""
+        if self.begun is not None:
+            self.seconds += time.monotonic() - self.begun
+        self.calls += 1
+        self.begun = None
+        self._tell("wait", groups=1)
+
+    def alive(self, *, bounded: bool) -> None:
+        """The loop of the run goes round; `bounded`: its next round will take no longer than `limit_s`."""
+        self._tell("wait", bounded=bounded)
+
+    def lose_device(self) -> None:
+        """The device cannot be used again in this process."""
+        self._tell("lost")
+        self.lost = True
+
+    def _tell(self, stage: str, *, groups: int = 0, bounded: bool = True) -> None:
+        page = guard_page()
+        if page is not None and not self.lost:
+            number = self.numbers.start if stage != "wait" else -1
+            limit_s = self.limit_s if bounded else 0.0
+            page.write(stage, number, read_bytes=groups, limit_s=limit_s)

@@ -1,0 +1,67 @@
+"""What a process that encodes tells the guardian that started it, where there is one.
+
+The page of `beat.py` says which stage it is in, since when, and how long that stage may last; outside the
+run of a precompute nothing is bounded. Being guarded is a fact about the whole process, so it is kept here
+once, and only the command line sets it (`attach`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+from dataclasses import dataclass
+
+from stoker.precompute.beat import BeatPage
+
+GUARD_VARIABLE = "STOKER_GUARD"
+"""Environment variable by which a guardian passes a `Lifeline`; read by the command line."""
+_PR_SET_PDEATHSIG = 1
+_page: BeatPage | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lifeline:
+    """What a guardian hands to its child."""
+
+    page_fd: int
+    """The heartbeat page."""
+    stack_fd: int
+    """Where stacks go, on a crash and at SIGUSR1."""
+    parent: int
+    """The guardian's process id."""
+
+    def to_text(self) -> str:
+        """For the environment."""
+        return f"{self.page_fd} {self.stack_fd} {self.parent}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Lifeline:
+        """What `to_text` wrote."""
+        page_fd, stack_fd, parent = map(int, text.split())
+        return cls(page_fd=page_fd, stack_fd=stack_fd, parent=parent)
+
+
+def attach(lifeline: Lifeline) -> None:
+    """Make this process a guarded one: it ends in order when its guardian dies, and says where it stands."""
+    global _page  # noqa: PLW0603  being guarded is a fact about the process
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the guardian waits for signals with all of them blocked
+    for fd in (lifeline.page_fd, lifeline.stack_fd):
+        os.set_inheritable(fd, False)  # readers must not hold them
+    tie_to_parent(lifeline.parent, signal.SIGTERM)
+    faulthandler.enable(file=lifeline.stack_fd)
+    faulthandler.register(signal.SIGUSR1, file=lifeline.stack_fd, all_threads=True, chain=False)
+    _page = BeatPage(lifeline.page_fd)
+
+
+def guard_page() -> BeatPage | None:
+    """The page of this process, or None when nobody guards it."""
+    return _page
+
+
+def tie_to_parent(parent: int, number: signal.Signals) -> None:
+    """Have the kernel send a signal to this process when process `parent` ends; exit if it has."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(0)
