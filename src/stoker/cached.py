@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from stoker.encoders.module import ModuleEncoder
 from stoker.encoders.protocol import Encoder
+from stoker.errors import ConfigError
 from stoker.loader import Loader
-from stoker.precompute import precompute
+from stoker.loader.arguments import check_kinds, parse_device, take_dataloader_arguments, whole_numbers
+from stoker.precompute.engine import precompute as fill_cache
 from stoker.sources.protocol import Source
 from stoker.sources.torch_dataset import TorchSource
 
@@ -16,38 +21,49 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
+OURS = ("source", "encoder", "cache_dir", "name")
+"""Arguments of `precompute` that `cached` gives itself; all others may be given in `precompute=`."""
 
-def cached(
+
+def cached(  # noqa: PLR0913 - the public face; every setting is named by the caller
     dataset: Dataset[Any] | Source,
     encoder: Encoder | nn.Module | None = None,
     *,
     cache_dir: str | Path = ".stoker",
+    name: str | None = None,
     batch_size: int = 64,
     device: str = "auto",
+    precompute: Mapping[str, Any] | None = None,
     **loader: Any,
 ) -> Loader:
     """A loader over everything in `dataset`, which is read and encoded on the first call alone.
 
     Args:
-        dataset: Any map-style dataset, or a `Source`. Its class names the cache.
+        dataset: Any map-style dataset, or a `Source`.
         encoder: An `Encoder`, or a frozen module that takes the field `data` (for more, wrap it in a
             `ModuleEncoder`). None: samples as they are.
-        cache_dir: The cache is made in `<cache_dir>/<name>/<fingerprint>`.
+        cache_dir, name: The cache is made in `<cache_dir>/<name>/<fingerprint>`; None: named by the class of
+            the dataset, in lower case.
         batch_size: Samples, or windows, in a batch.
         device: Where the encoder runs and batches are wanted; `auto`: a GPU where there is one.
-        **loader: Further arguments of `Loader`.
+        precompute: How to fill the cache, by the names of `stoker.precompute`: `readers`, `nan`,
+            `max_quarantined`, `retry_quarantined`, `deadlines`, `max_error`, `dtype` (of storage), ...
+        **loader: Further arguments of `Loader`; its `dtype` is that of batches.
+
     Raises:
+        ConfigError: An argument is unknown or malformed; nothing was encoded.
         StokerError: As `precompute` and `Loader`.
     """
     import torch
 
-    source = dataset if isinstance(dataset, Source) else TorchSource(cast("Any", dataset))
-    if isinstance(encoder, torch.nn.Module) and not isinstance(encoder, Encoder):
-        encoder = ModuleEncoder(encoder)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    cache = precompute(
-        source, cast("Encoder | None", encoder), Path(cache_dir), name=name_of(dataset), device=device
+    encoding: dict[str, Any] = {"device": device, **_known({} if precompute is None else precompute)}
+    device, encoding["device"] = str(parse_device(device)), str(parse_device(encoding["device"]))
+    _check_loader(batch_size, loader)
+    source = dataset if isinstance(dataset, Source) else TorchSource(cast("Any", dataset))
+    cache = fill_cache(
+        source, _as_encoder(encoder), Path(cache_dir), name=name or name_of(dataset), **encoding
     )
     return Loader(cache, batch_size=batch_size, device=device, **loader)
 
@@ -55,3 +71,56 @@ def cached(
 def name_of(dataset: object) -> str:
     """The cache's name: the class of the dataset, in lower case."""
     return type(dataset).__name__.lower()
+
+
+def _as_encoder(encoder: object) -> Encoder | None:
+    """What `precompute` takes, with a bare module wrapped.
+
+    Raises:
+        ConfigError: It is neither an encoder nor a module.
+    """
+    from torch import nn
+
+    if encoder is None:
+        return None
+    if not isinstance(encoder, type):  # a class has the methods too, but no weights
+        if isinstance(encoder, Encoder):
+            return encoder
+        if isinstance(encoder, nn.Module):
+            return ModuleEncoder(encoder)
+    raise ConfigError(
+        f"encoder is {encoder!r}. Expected an nn.Module, an Encoder such as stoker.GridEncoder(...), or None "
+        "for samples as they are. Wrap a function as stoker.ModuleEncoder(function)"
+    )
+
+
+def _known(settings: object) -> Mapping[str, Any]:
+    """`settings`, if it holds nothing but settings of `precompute`."""
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"precompute is {settings!r}. Expected its settings by name, as {{'readers': 4}}")
+    given, names = cast("Mapping[str, Any]", settings), _precompute_names()
+    for name in given:
+        if name not in names:
+            near = get_close_matches(str(name), names, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"Expected one of {', '.join(sorted(names))}"
+            raise ConfigError(f"precompute={{{name!r}: ...}} is not a setting of precompute. {hint}")
+    return given
+
+
+def _check_loader(batch_size: object, loader: Mapping[str, Any]) -> None:
+    """Refuse before anything is encoded what `Loader` would refuse after it."""
+    if whole_numbers(batch_size=batch_size)[0] < 1:
+        raise ConfigError(f"batch_size is {batch_size}. Expected at least 1")
+    check_kinds(loader.get("windows"), loader.get("transforms", ()), loader.get("reserve_bytes"))
+    own = inspect.signature(Loader.__init__).parameters
+    beyond = {name: value for name, value in loader.items() if name not in own}
+    for name in beyond:
+        if name in _precompute_names():
+            raise ConfigError(
+                f"{name}= is a setting of precompute, not of the loader. Give precompute={{{name!r}: ...}}"
+            )
+    take_dataloader_arguments(beyond, loader.get("order"))
+
+
+def _precompute_names() -> list[str]:
+    return [name for name in inspect.signature(fill_cache).parameters if name not in OURS]

@@ -14,6 +14,7 @@ StokerError
 ├── StaleStateError        a saved loader or training state belongs to something else
 ├── StalledError           a deadline passed
 │   └── ReaderError        reader processes died or hung more often than allowed
+├── DeviceError            a device cannot be used again in this process
 ├── ResourceError          memory, disk space or a device does not suffice
 ├── DivergedError          training met a NaN or an infinity
 └── Interrupted            SIGINT or SIGTERM arrived; what was encoded is sealed
@@ -104,6 +105,10 @@ class ResourceError(StokerError):
     """Memory, disk space or a device does not suffice."""
 
     exit_code = 6
+
+
+class DeviceError(StokerError):
+    """A device cannot be used again in this process; another process can."""
 
 
 class DivergedError(StokerError):

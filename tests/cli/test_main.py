@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,19 @@ import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from stoker.cli.edge import edge
+from stoker.cli import render
+from stoker.cli.edge import console, edge
+from stoker.cli.edge import run as run_app
 from stoker.cli.main import app, main
+from stoker.config import load_config
 from stoker.errors import StalledError
+from stoker.pipeline.inspect import inspect_cache
 from stoker.pipeline.plan import plan_config
+from stoker.pipeline.validate import validate_config
+from stoker.precompute.space import needed_bytes
+from stoker.schema import Field
+from stoker.units import MIB
+from tests.conftest import write_burgers
 
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
 DOCS = Path(__file__).parent.parent.parent / "docs" / "cli.md"
@@ -39,7 +50,19 @@ def run_json(*args: str, exit_code: int = 0) -> dict[str, Any]:
 
 
 def test_these_are_the_commands() -> None:
-    assert list(COMMANDS) == ["demo", "precompute", "plan", "train", "inspect", "verify", "validate", "why"]
+    assert list(COMMANDS) == [
+        "demo",
+        "precompute",
+        "plan",
+        "train",
+        "inspect",
+        "verify",
+        "compact",
+        "gc",
+        "import-pt",
+        "validate",
+        "why",
+    ]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -222,7 +245,9 @@ def flip_a_record_byte(project: Path) -> None:
 
 def test_verify_names_the_damaged_record(project: Path) -> None:
     run("precompute", "c.yaml")
-    assert run_json("verify", "data/latent_cache/burgers1d_train") == {"records": 12, "ok": True, "bad": []}
+    assert run_json("verify", "data/latent_cache/burgers1d_train") == {
+        "records": 12, "ok": True, "bad": [], "unchecked": [],
+    }  # fmt: skip
 
     flip_a_record_byte(project)
     report = run_json("verify", "data/latent_cache/burgers1d_train", exit_code=4)
@@ -236,14 +261,21 @@ def test_verify_names_the_damaged_record(project: Path) -> None:
 def test_verify_of_a_subset_reads_fewer_records(project: Path) -> None:
     run("precompute", "c.yaml")
 
-    assert 0 < run_json("verify", "data/latent_cache/burgers1d_train", "--subset", "0.25")["records"] < 12
+    report = run_json("verify", "data/latent_cache/burgers1d_train", "--subset", "0.25")
+    text, _ = run("verify", "data/latent_cache/burgers1d_train", "--subset", "0.25")
+
+    assert (report["records"], report["unchecked"][0]) == (3, "9 of 12 records")
+    assert "3 of 3 records match" in text
+    assert "not looked at: 9 of 12 records" in text
 
 
 def test_validate_has_a_row_for_each_thing(project: Path) -> None:
     report = run_json("validate", "c.yaml")
 
     checks = {row["check"].split()[0]: row["status"] for row in report["rows"]}
-    assert {"config", "data", "encoder", "cache", "memory", "disk", "gpu"} == checks.keys()
+    assert checks.keys() == {
+        "config", "training", "data", "encoder", "cache", "windows", "run", "gpu", "memory", "disk",
+    }  # fmt: skip
     assert set(checks.values()) <= {"pass", "warn"}
     assert all({"check", "status", "detail"} == row.keys() for row in report["rows"])
     text, _ = run("validate", "c.yaml")
@@ -309,6 +341,118 @@ def test_a_setting_that_names_what_is_not_there_exits_with_3(
     run(command, "c.yaml", override, exit_code=3)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "check", "said"),
+    [
+        pytest.param(["training.rollout_horizon=9"], "windows", "training.rollout_horizon", id="window"),
+        pytest.param(["data.task=[burgers1d,b]"], "training", "takes one task", id="tasks"),
+        pytest.param(["data.split=val"], "training", "data.split=train", id="split"),
+        pytest.param(["data.split=[train,foo]"], "data", 'split "foo" has no file', id="later-split"),
+        pytest.param(["training.run_dir=c.yaml/x"], "run folder", "c.yaml is not a folder", id="run-folder"),
+        pytest.param(
+            ["training.latent_cache_dir=c.yaml"], "disk", "c.yaml is not a folder", id="cache-folder"
+        ),
+    ],
+)
+def test_validate_fails_for_what_precompute_or_train_refuse(
+    project: Path, overrides: list[str], check: str, said: str
+) -> None:
+    rows = run_json("validate", "c.yaml", *overrides, exit_code=3)["rows"]
+
+    failed = [row for row in rows if row["status"] == "fail"]
+    assert any(row["check"].startswith(check) and said in row["detail"] for row in failed), failed
+    refusing = "precompute" if check == "data" else "train"
+    _, message = run(refusing, "c.yaml", *overrides, exit_code=3)
+    assert said in message
+    assert len(message.splitlines()) == 1
+    assert not (project / "data").exists(), "refused only after something was encoded"
+
+
+def test_validate_finds_a_split_that_the_other_splits_encoder_does_not_fit(project: Path) -> None:
+    write_burgers(project / "raw" / "burgers1d_val.h5", samples=4, points=64)
+
+    rows = run_json("validate", "c.yaml", exit_code=3)["rows"]
+    run("train", "c.yaml", exit_code=3)
+
+    assert [row["check"] for row in rows if row["status"] == "fail"] == ["encoder burgers1d_val"]
+    assert not list(project.glob("data/latent_cache/burgers1d_train/*/shard-*"))
+
+
+@pytest.mark.parametrize(("spare", "exit_code"), [(0, 0), (-1, 6)])
+def test_validate_and_precompute_ask_for_the_same_room(
+    project: Path, monkeypatch: pytest.MonkeyPatch, spare: int, exit_code: int
+) -> None:
+    """Both caches must fit one after the other, with the reserve that precompute keeps."""
+    record = {"latent": Field(shape=(9, 4, 8), dtype="float16"), "Nu": Field(shape=(), dtype="float32")}
+    first, second = needed_bytes(record, 12), needed_bytes(record, 4)
+    free = first + second + 16 * MIB + spare
+    monkeypatch.setattr("stoker.plan.resources.disk_space", lambda path: (free, None))
+
+    rows = run_json("validate", "c.yaml", exit_code=exit_code)["rows"]
+    monkeypatch.setattr("stoker.plan.resources.disk_space", lambda path: (free - first, None))
+    run("precompute", "c.yaml", "--splits", "val", exit_code=exit_code)
+
+    assert {row["check"]: row["status"] for row in rows}["disk"] == ("fail" if exit_code else "pass")
+
+
+def test_a_complete_cache_in_a_folder_that_cannot_be_written_is_no_failure(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("precompute", "c.yaml")
+    monkeypatch.setattr(
+        "stoker.pipeline.folders._obstacle", lambda path: "no" if "latent_cache" in str(path) else None
+    )
+
+    rows = run_json("validate", "c.yaml")["rows"]
+
+    assert {row["status"] for row in rows} == {"pass"}
+
+
+@pytest.mark.parametrize(
+    ("command", "override", "cure"),
+    [
+        ("plan", "data.preset=well", "data.preset=pdebench"),
+        ("train", "encoder.patch_size=5", "'encoder.patch_size=[1, 4]'"),
+        ("validate", "encoder.patch_size=5", "'encoder.patch_size=[1, 4]'"),
+        ("precompute", "latent.tokens=500", "latent.tokens="),
+    ],
+)
+def test_a_cure_is_said_as_a_setting(project: Path, command: str, override: str, cure: str) -> None:
+    stdout, message = run(command, "c.yaml", override, exit_code=3)
+
+    assert f" {cure}" in stdout + message
+
+
+def test_a_path_with_an_equals_sign_is_a_path(project: Path) -> None:
+    (project / "nu=0.1").mkdir()
+    (project / "c.yaml").rename(project / "nu=0.1" / "c.yaml")
+
+    assert run_json("precompute", "nu=0.1/c.yaml", "latent.dim=4")["caches"][0]["records"] == 12
+    assert run_json("why", "nu=0.1/c.yaml", "latent.dim=4")["same"] is True
+
+
+def test_a_manifest_that_cannot_be_written_is_refused_before_the_work(project: Path) -> None:
+    _, message = run("precompute", "c.yaml", "--manifest", "c.yaml/m.json", exit_code=3)
+
+    assert "c.yaml is not a folder" in message
+    assert not (project / "data").exists()
+
+
+def test_why_takes_settings_as_the_other_commands_do(project: Path) -> None:
+    run("precompute", "c.yaml", "--splits", "train")
+    cache = "data/latent_cache/burgers1d_train"
+
+    alone = run_json("why", "c.yaml", "latent.dim=6")
+    beside = run_json("why", cache, "c.yaml", "latent.dim=6")
+    _, message = run("why", cache, "latent.dim=6", exit_code=3)
+    _, three = run("why", "c.yaml", cache, cache, exit_code=3)
+
+    assert {d["entry"]: (d["a"], d["b"]) for d in alone["differences"]}["encoder.config.dim"] == (6, 8)
+    assert {d["entry"]: (d["a"], d["b"]) for d in beside["differences"]}["encoder.config.dim"] == (8, 6)
+    assert "latent.dim=6" in message
+    assert "at most" in three
+
+
 def test_why_compares_settings_with_the_nearest_cache(project: Path) -> None:
     run("precompute", "c.yaml", "--splits", "train")
     assert run_json("why", "c.yaml")["same"] is True
@@ -356,6 +500,38 @@ def test_a_failure_with_json_is_one_object_too(project: Path) -> None:
 
     assert report["exit_code"] == 4
     assert "nowhere" in report["error"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        pytest.param(["plan", "--json"], "Missing argument 'CONFIG'", id="missing"),
+        pytest.param(["train", "c.yaml", "--nosuch", "--json"], "No such option: --nosuch", id="option"),
+        pytest.param(["verify", "x", "--subset", "q", "--json"], "--subset", id="value"),
+        pytest.param(["nosuch", "--json"], "No such command 'nosuch'", id="command"),
+    ],
+)
+def test_a_command_typed_wrong_answers_in_json_too(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run_app(app, words)
+
+    shown = capsys.readouterr()
+    answer = json.loads(shown.out)
+    assert len(shown.out.splitlines()) == 1
+    assert (stop.value.code, answer["exit_code"]) == (2, 2)
+    assert said in answer["error"]
+    assert said in shown.err
+
+
+def test_without_json_a_command_typed_wrong_shows_its_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run_app(app, ["plan"])
+
+    shown = capsys.readouterr()
+    assert (stop.value.code, shown.out) == (2, "")
+    assert "Usage:" in shown.err
 
 
 def test_a_tier_that_cannot_hold_the_records_is_a_lack_of_resources(project: Path) -> None:
@@ -407,7 +583,7 @@ def test_what_a_library_prints_does_not_spoil_the_json(
 
 def test_sigterm_is_an_interrupt_from_the_first_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("stoker.cli.main.app", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("stoker.cli.main.run", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     try:
         with pytest.raises(typer.Exit) as stop, edge(as_json=False, debug=False):
             main()
@@ -423,6 +599,71 @@ def test_debug_shows_where_an_error_came_from(project: Path) -> None:
 
     assert "Traceback" not in brief
     assert "Traceback" in full
+
+
+class Screen(io.StringIO):
+    """A terminal, as far as a program can tell."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_without_colour_nothing_but_text_is_shown(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    result = plan_config(load_config("c.yaml"))
+    shown: list[str] = []
+    for no_color in ("", "1"):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        screen = Screen()
+        render.plan(result, console(screen))
+        shown.append(screen.getvalue())
+
+    assert "\x1b[1m" in shown[0]
+    assert "\x1b" not in shown[1]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_a_narrow_terminal_loses_nothing(
+    project: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    """Words move to another line; figures and paths stay whole."""
+    run("precompute", "c.yaml")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    cache = "data/latent_cache/burgers1d_train"
+    summary = inspect_cache(Path(cache))
+    screen = Screen()
+
+    render.inspect(summary, console(screen))
+    render.plan(plan_config(load_config("c.yaml")), console(screen))
+    render.validate(validate_config("c.yaml"), console(screen))
+
+    text = strip_ansi(screen.getvalue())
+    assert "…" not in text
+    assert summary.path in text
+    for figure in ("(9, 4, 8)", "float16", "load/batch", "one copy for all processes of this node;"):
+        assert figure in text.replace("\n  ", " ")
+    header, _, host = [line for line in text.splitlines() if line.startswith(("tier", "device", "host"))][:3]
+    assert host[: header.index("records") + len("records")].split() == ["host", "12"], "not below its name"
+
+
+def strip_ansi(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def test_a_run_cut_short_says_how_much_of_an_epoch_it_was(project: Path) -> None:
+    part, _ = run("train", "c.yaml", "training.max_steps=3")
+    whole, _ = run("train", "c.yaml", "training.epochs=2")
+
+    assert "0.5 epochs, 3 steps" in part
+    assert "2 epochs, 12 steps" in whole
+
+
+def test_a_resumed_run_says_what_is_different_now() -> None:
+    said: list[str] = []
+
+    render.events(said.append)("resume", {"step": 5, "epoch": 2, "changed": {"threads": [2, 4]}})
+
+    assert said == ["resumed at step 5, epoch 2; threads was 2, is 4"]
 
 
 def test_the_demo_makes_its_data_and_finds_its_cache_again(project: Path) -> None:

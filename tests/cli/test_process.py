@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,15 +12,27 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-STOKER = [sys.executable, "-m", "stoker.cli.main"]
+from stoker.cli.main import app
+
+STOKER = [sys.executable, "-m", "stoker"]
 DEADLINE_S = 120
+CACHE = "data/latent_cache/burgers1d_train"
 
 
 def stoker(project: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*STOKER, *args], cwd=project, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
+
+
+@pytest.fixture
+def cached_project(project: Path) -> Path:
+    """The project, its caches filled."""
+    result = CliRunner().invoke(app, ["precompute", "c.yaml"])
+    assert result.exit_code == 0, result.output
+    return project
 
 
 def test_help_does_not_import_torch() -> None:
@@ -66,6 +80,86 @@ def test_exit_codes(project: Path, args: list[str], exit_code: int, words: str) 
     assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+COMMANDS = [
+    pytest.param(["train", "c.yaml", "training.max_steps=1", "--json"], id="in-a-child"),
+    pytest.param(["inspect", CACHE], id="text"),
+    pytest.param(["--help"], id="help"),
+]
+
+
+@pytest.mark.parametrize("args", COMMANDS)
+def test_a_full_standard_output_is_one_line_and_an_exit_code(cached_project: Path, args: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*STOKER, *args], cwd=cached_project, stdout=full, stderr=subprocess.PIPE, text=True,
+            timeout=DEADLINE_S, check=False,
+        )  # fmt: skip
+
+    assert done.returncode == 6
+    assert done.stderr.count("standard output cannot be written: No space left on device") == 1
+    assert "Traceback" not in done.stderr
+    assert "unexpected" not in done.stderr
+
+
+@pytest.mark.parametrize("args", [COMMANDS[0], pytest.param(["plan", "--json"], id="usage")])
+def test_a_reader_that_went_away_is_no_fault_to_talk_about(cached_project: Path, args: list[str]) -> None:
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    done = subprocess.run(
+        [*STOKER, *args], cwd=cached_project, stdout=write_fd, stderr=subprocess.PIPE, text=True,
+        timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    os.close(write_fd)
+
+    assert "Traceback" not in done.stderr
+    assert "Broken pipe" not in done.stderr
+    assert "cannot be written" not in done.stderr
+
+
+def test_closed_standard_streams_change_nothing(cached_project: Path) -> None:
+    """Else the next file opened would be standard output, and what libraries print would go into it."""
+    command = [*STOKER, "train", "c.yaml", "training.max_steps=1", "--json"]
+    shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command]
+
+    done = subprocess.run(shell, cwd=cached_project, timeout=DEADLINE_S, check=False)
+
+    assert done.returncode == 0
+
+
+def test_a_full_standard_error_ends_no_run(project: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*STOKER, "train", "c.yaml", "training.max_steps=1", "--json"],
+            cwd=project, stdout=subprocess.PIPE, stderr=full, text=True, timeout=DEADLINE_S, check=False,
+        )  # fmt: skip
+
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["steps"] == 1
+
+
+def test_a_second_run_in_one_folder_is_refused_at_once_and_names_the_first(project: Path) -> None:
+    started = [*STOKER, "train", "c.yaml", "training.epochs=4000", "training.batch_size=4"]
+    with subprocess.Popen(started, cwd=project, stderr=subprocess.PIPE, text=True) as first:
+        try:
+            assert first.stderr is not None
+            deadline = time.monotonic() + DEADLINE_S
+            while "epoch 1" not in first.stderr.readline():
+                assert time.monotonic() < deadline
+            # Other latents: it would have to encode first, were it let in.
+            second = stoker(project, "train", "c.yaml", "latent.dim=4", "--json")
+            assert first.poll() is None
+        finally:
+            first.kill()
+
+    assert second.returncode == 3
+    error = json.loads(second.stdout)["error"]
+    assert re.match(
+        rf"process \d+ on {re.escape(os.uname().nodename)} is training in runs/burgers1d\.", error
+    )
+    assert "training.run_dir" in error
+    assert len(list(project.glob("data/latent_cache/burgers1d_train/*"))) == 1
 
 
 def test_sigterm_ends_a_run_with_130(project: Path) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +250,73 @@ def test_a_missing_file_names_those_that_are_there(tmp_path: Path) -> None:
         load_config(tmp_path / "other.yaml")
     with pytest.raises(ConfigError, match="no such file"):
         load_config(tmp_path / "nowhere" / "other.yaml")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (
+            "folder",
+            r"given is a folder\. Expected a YAML file with settings\. There are: .*given/train\.yaml",
+        ),
+        ("pipe", r"given is a pipe\. Expected a YAML file"),
+        ("device", r"/dev/null is a device\. Expected a YAML file"),
+        ("link", r"given: a link to a file that is not there"),
+        ("below-a-file", r"given/c\.yaml cannot be read: Not a directory"),
+    ],
+)
+def test_what_is_no_file_is_named_and_never_waited_for(tmp_path: Path, kind: str, said: str) -> None:
+    path = tmp_path / "given"
+    if kind == "folder":
+        path.mkdir()
+        write(path, "")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path = Path("/dev/null")
+    elif kind == "link":
+        path.symlink_to("nowhere")
+    else:
+        path.touch()
+        path /= "c.yaml"
+
+    with pytest.raises(ConfigError, match=said):
+        load_config(path)
+
+
+def test_a_file_that_may_not_be_read_is_said_to_be_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, "")
+    denied = PermissionError(errno.EACCES, "Permission denied", str(path))
+    monkeypatch.setattr("omegaconf.OmegaConf.load", lambda _path: raise_(denied))
+
+    with pytest.raises(ConfigError, match=r"train\.yaml cannot be read: Permission denied"):
+        load_config(path)
+
+
+def test_a_folder_that_may_not_be_looked_into_is_said_to_be_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    denied = PermissionError(errno.EACCES, "Permission denied")
+    monkeypatch.setattr(Path, "stat", lambda *_args, **_more: raise_(denied))
+
+    with pytest.raises(ConfigError, match=r"c\.yaml cannot be read: Permission denied"):
+        load_config(tmp_path / "c.yaml")
+
+
+def raise_(error: Exception) -> None:
+    raise error
+
+
+def test_a_tilde_is_the_users_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+
+    config = load_config(None, ["training.run_dir=~/runs", "encoder.checkpoint=~/w.safetensors"])
+
+    assert config.training.run_dir == "/home/me/runs"
+    assert config.encoder.checkpoint == "/home/me/w.safetensors"
+    assert config.training.latent_cache_dir == "data/latent_cache"
 
 
 def test_empty_files_and_empty_sections_are_defaults(tmp_path: Path) -> None:

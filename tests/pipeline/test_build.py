@@ -50,7 +50,7 @@ def test_all_splits_share_the_encoder(configure: Configure) -> None:
 
 
 def test_a_patch_that_does_not_divide_says_which_would(configure: Configure) -> None:
-    with pytest.raises(EncoderError, match=r"does not divide.*patch=\(1, 1\)"):
+    with pytest.raises(EncoderError, match=r"does not divide.*patch=\(1, 4\)"):
         build_jobs(configure("encoder.patch_size=5"), "burgers1d", ["train"])
 
 

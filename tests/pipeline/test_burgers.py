@@ -6,7 +6,7 @@ import h5py
 import numpy as np
 import pytest
 
-from stoker.errors import ConfigError, SourceError
+from stoker.errors import ConfigError, ResourceError
 from stoker.pipeline.burgers import BurgersSpec, initial_states, solve_burgers, write_burgers
 
 NU = 0.01
@@ -100,7 +100,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(h5py.Group, "create_dataset", full)
 
-    with pytest.raises(SourceError, match="No space left"):
+    with pytest.raises(ResourceError, match="No space left"):
         write_burgers(tmp_path / "a.hdf5", BurgersSpec(trajectories=1, steps=2, points=16))
     assert list(tmp_path.iterdir()) == []
 

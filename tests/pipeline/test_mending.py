@@ -24,11 +24,11 @@ def test_precompute_and_train_make_a_removed_shard_again(
         data = bytearray(path.read_bytes())
         data[cache.shard(0).columns[next(iter(first))].offset] ^= 1
         path.write_bytes(data)
-        with pytest.raises(CorruptError, match=rf"{path.name}.*Delete that file and precompute again"):
+        with pytest.raises(CorruptError, match=rf"{path.name}.*verify .* --repair"):
             open_cache(cache.path)[0]
     path.unlink()
 
-    (mended,) = fill_caches(config, ["train"], retry=retry)
+    (mended,) = fill_caches(config, ["train"], training=not retry)
 
     assert (mended.encoded, mended.reused) == (entry.rows, len(cache) - entry.rows)
     assert mended.cache.verify().ok

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from stoker.errors import ConfigError, Interrupted
 from stoker.pipeline.diary import last_step_s, run_dir_of
 from stoker.pipeline.train import loop_settings, make_loader, make_val_loader, prepare, train_config
+from stoker.plan import probe
 from stoker.schema import Json
 from tests.conftest import write_burgers
 from tests.pipeline.conftest import Configure
@@ -155,6 +157,18 @@ def test_validation_rolls_out_whole_trajectories_whatever_training_takes(configu
     assert report.rollout_persistence_nrmse is not None
     assert report.persistence_nrmse is not None
     assert report.rollout_persistence_nrmse > report.persistence_nrmse
+
+
+def test_validation_is_planned_into_the_memory_that_training_leaves(configure: Configure) -> None:
+    """Neither has filled anything when the other is planned, so both see the same free memory."""
+    config = configure()
+    train_cache, val_cache = (result.cache for result in prepare(config).caches)
+    free = probe().host_bytes
+    crowded = replace(make_loader(config, train_cache).plan, next_reserve_bytes=2 * free)
+
+    assert make_val_loader(config, val_cache).plan.tier == "host"
+    assert make_val_loader(config, val_cache, beside=crowded).plan.tier == "disk"
+    assert make_loader(config, train_cache).plan.next_reserve_bytes > 0.1 * free
 
 
 def test_settings_reach_the_loader_and_the_loop(configure: Configure) -> None:

@@ -94,6 +94,36 @@ def test_an_explicit_tier_takes_everything(tier: str, device: str, expected: tup
 
 
 @pytest.mark.parametrize(
+    ("device", "resources", "expected"),
+    [
+        pytest.param("cuda", machine(device=100, host=1000), [(30, 0), (20, 20)], id="device"),
+        pytest.param("cpu", machine(host=100), [(0, 30), (0, 40)], id="host-of-a-cpu"),
+    ],
+)
+def test_a_second_loader_is_planned_into_what_the_first_one_leaves(
+    device: str, resources: Resources, expected: list[tuple[int, int]]
+) -> None:
+    """Both are planned before either has filled anything, from the same free memory."""
+    first = plan_tiers(demand(30, device=device), resources)
+    second = plan_tiers(demand(40, device=device), resources, reserve_bytes=first.next_reserve_bytes)
+
+    assert [counts(plan)[:2] for plan in (first, second)] == expected
+
+
+def test_printed_a_plan_is_a_short_table() -> None:
+    plan = plan_tiers(demand(100, device="cuda"), machine(device=20, host=25), rates=RATES)
+
+    assert str(plan).splitlines() == [
+        "tier        records       bytes   load/batch",
+        "device           10     9.8 KiB        10 us",
+        "host             20    19.5 KiB       6.1 us",
+        "disk             70    68.4 KiB       116 us",
+        "no stall (below 1 %) at steps of 99 us or longer",
+    ]
+    assert repr(plan) == "Plan(device 10 records, host 20 records, disk 70 records, 97.7 KiB)"
+
+
+@pytest.mark.parametrize(
     ("tier", "resources", "figures"),
     [
         pytest.param(

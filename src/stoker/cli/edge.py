@@ -1,8 +1,9 @@
 """What happens at the edge of the process: streams, errors, exit codes, signals.
 
 Results go to standard output, everything else to standard error. With `--json` standard output carries
-exactly one JSON object, also when the command fails; whatever a library prints meanwhile is sent to
-standard error. An error that Stoker raised on purpose is one line; its class decides the exit code.
+exactly one JSON object, also when the command fails or was typed wrong; whatever a library prints meanwhile
+is sent to standard error. An error that Stoker raised on purpose is one line; its class decides the exit
+code. A remark that cannot be written (a full disk under a log) ends no run; a result that cannot does.
 """
 
 from __future__ import annotations
@@ -11,23 +12,27 @@ import contextlib
 import json
 import logging
 import math
+import os
 import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar, cast
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO, TypeVar, cast
 
 import typer
 from rich.console import Console
 
-from stoker.errors import Interrupted, StokerError
+from stoker.cli.streams import keep_standard_streams, printing
+from stoker.errors import Interrupted, ResourceError, StokerError
 
 if TYPE_CHECKING:
     from stoker.schema import Json
 
-WIDE = 160
-"""Columns when standard output is not a terminal: tables in a file or a pipe are never cut."""
+WIDE = 100_000
+"""Columns when standard output is not a terminal: a row of a table in a file or a pipe is one line."""
+UsageError = cast("type[Exception]", typer.BadParameter.__base__)
+"""What the parser raises on a command typed wrong; some versions of typer carry a copy of click inside."""
 
 
 class Result(Protocol):
@@ -55,22 +60,33 @@ class Edge:
         if self.as_json:
             self.write_json(result.to_json())
         else:
-            render(result, console(self._stdout))
+            with printing(self._stdout):
+                render(result, console(self._stdout))
 
     def note(self, line: str) -> None:
-        """One line on standard error."""
-        typer.echo(line, err=True)
+        """One line on standard error; where that cannot be written, nobody is told."""
+        with contextlib.suppress(OSError):
+            typer.echo(line, err=True)
+
+    def write(self, text: str) -> None:
+        """Text on standard output as it is."""
+        with printing(self._stdout):
+            self._stdout.write(text)
 
     def write_json(self, data: dict[str, Json]) -> None:
         """The one JSON object; NaN and infinities become null, since JSON has neither."""
-        self._stdout.write(json.dumps(finite(data), allow_nan=False) + "\n")
-        self._stdout.flush()
+        self.write(json.dumps(finite(data), allow_nan=False) + "\n")
 
     def fail(self, message: str, exit_code: int) -> typer.Exit:
         """Report a failure; the caller raises what comes back."""
         self.note(message.strip())
         if self.as_json:
-            self.write_json({"error": message, "exit_code": exit_code})
+            try:
+                self.write_json({"error": message, "exit_code": exit_code})
+            except ResourceError as error:
+                self.note(str(error))
+            except BrokenPipeError:
+                pass  # whoever read it has seen enough
         return typer.Exit(exit_code)
 
 
@@ -87,7 +103,9 @@ def edge(*, as_json: bool, debug: bool) -> Generator[Edge]:
         except StokerError as error:
             if debug:
                 traceback.print_exc()
-            raise out.fail(str(error), error.exit_code) from None
+            from stoker.config.remedies import in_settings  # costs half a second that a success need not pay
+
+            raise out.fail(in_settings(str(error)), error.exit_code) from None
         except KeyboardInterrupt:
             raise out.fail("interrupted; the same command resumes", Interrupted.exit_code) from None
         except (typer.Exit, BrokenPipeError):
@@ -95,8 +113,14 @@ def edge(*, as_json: bool, debug: bool) -> Generator[Edge]:
         except Exception as error:  # noqa: BLE001 (the process edge: what nobody foresaw is one line too)
             if debug:
                 traceback.print_exc()
-            line = f"unexpected {type(error).__name__}: {error}. --debug shows where; please report it"
-            raise out.fail(line, StokerError.exit_code) from None
+            raise out.fail(_unforeseen(error), StokerError.exit_code) from None
+
+
+def _unforeseen(error: Exception) -> str:
+    """One line for an error of no class of ours: about a file it is the machine's, any other is a bug."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}. Mend that and run again; --debug shows where it happened"
+    return f"unexpected {type(error).__name__}: {error}. --debug shows where; please report it"
 
 
 @contextlib.contextmanager
@@ -136,8 +160,13 @@ class _Lines(logging.Handler):
 
 
 def console(stream: TextIO) -> Console:
-    """A console that writes to `stream`; colours only on a terminal and without NO_COLOR."""
-    return Console(file=stream, highlight=False, width=None if stream.isatty() else WIDE)
+    """A console that writes to `stream`; colours and bold only on a terminal and without NO_COLOR."""
+    return Console(
+        file=stream,
+        highlight=False,
+        width=None if stream.isatty() else WIDE,
+        color_system=None if os.environ.get("NO_COLOR") else "auto",
+    )
 
 
 def finite(data: Any) -> Any:
@@ -153,6 +182,29 @@ def finite(data: Any) -> Any:
     if isinstance(data, float) and not math.isfinite(data):
         return None
     return data
+
+
+def run(app: typer.Typer, words: Sequence[str]) -> NoReturn:
+    """Run the command that `words` spell, and end the process with its exit code."""
+    keep_standard_streams()
+    out = Edge(as_json="--json" in words, debug=False)
+    try:
+        with printing(sys.stdout):  # help and version; each command looks after its own result
+            code = app([*words], standalone_mode=False)
+    except UsageError as raised:
+        error: Any = raised
+        code = error.exit_code
+        if out.as_json:
+            out.fail(error.format_message(), code)
+        else:
+            with contextlib.suppress(OSError):
+                error.show()
+    except BrokenPipeError:
+        code = 1
+    except ResourceError as error:
+        out.note(str(error))
+        code = error.exit_code
+    sys.exit(code)
 
 
 def stop_on_sigterm() -> None:

@@ -21,13 +21,19 @@ Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on standard output, the rest on standard error.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error, and log more.")]
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file with the settings.")]
+# readable=False: the parser is not to look at paths; whoever opens one says what is wrong with it
+Config = Annotated[
+    Path, typer.Argument(metavar="CONFIG", readable=False, help="YAML file with the settings.")
+]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE ...]", help="Settings that win over the file, as training.epochs=3."),
+    typer.Argument(metavar="KEY=VALUE", help="Settings that win over the file, as training.epochs=3."),
 ]
 CachePath = Annotated[
-    Path, typer.Argument(metavar="PATH", help="A cache (its newest complete recipe), or one recipe's folder.")
+    Path,
+    typer.Argument(
+        metavar="PATH", readable=False, help="A cache (its newest complete recipe), or one recipe's folder."
+    ),
 ]
 
 SEVERAL = ("--tasks", "--splits")
@@ -117,6 +123,12 @@ def _list(values: Sequence[str]) -> str:
     """Task names as one value: alone, or as a list; `a,b` counts as two."""
     names = split_words(values)
     return names[0] if len(names) == 1 else f"[{','.join(names)}]"
+
+
+def tell_settings(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Paths and settings among `words`: what has a `=` is a setting, unless there is such a file."""
+    settings = [word for word in words if "=" in word and not Path(word).exists()]
+    return [Path(word) for word in words if word not in settings], settings
 
 
 def split_words(values: Sequence[str]) -> list[str]:

@@ -6,6 +6,8 @@ Exit codes: 0 done, 1 failed, 2 usage, 3 bad configuration, 4 cache corrupt or i
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 import psutil
 import typer
 
-from stoker.cli.edge import Edge, edge, stop_on_sigterm
+from stoker.cli import keeping
+from stoker.cli.edge import Edge, edge, run, stop_on_sigterm
 from stoker.cli.flags import (
     CachePath,
     Config,
@@ -23,8 +26,10 @@ from stoker.cli.flags import (
     Overrides,
     PrecomputeFlags,
     split_words,
+    tell_settings,
 )
-from stoker.errors import ConfigError, FormatError
+from stoker.errors import ConfigError
+from stoker.precompute.guarded import GUARD_VARIABLE, Lifeline, attach
 
 if TYPE_CHECKING:
     from stoker.config.models import Config as Settings
@@ -40,9 +45,12 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The `stoker` command."""
+    """The commands themselves; `guardian.py` is where the `stoker` command starts."""
+    lifeline = os.environ.pop(GUARD_VARIABLE, None)
+    if lifeline:
+        attach(Lifeline.from_text(lifeline))
     stop_on_sigterm()
-    app()
+    run(app, sys.argv[1:])
 
 
 def _version(wanted: bool) -> None:
@@ -99,9 +107,11 @@ def demo(overrides: Overrides = None, as_json: Json = False, debug: Debug = Fals
 def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier script; they become settings at once)
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="CONFIG [KEY=VALUE ...]", help="Settings file, then settings."),
+        typer.Argument(metavar="CONFIG | KEY=VALUE", help="The settings file, and what wins over it."),
     ] = None,
-    config: Annotated[Path | None, typer.Option("--config", help="The settings file, as a flag.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", readable=False, help="The settings file, as a flag.")
+    ] = None,
     tasks: Annotated[list[str] | None, typer.Option(help="data.task: one or more names.")] = None,
     splits: Annotated[
         list[str] | None, typer.Option(help="Splits to encode; default: what `train` needs.")
@@ -165,8 +175,8 @@ def config_and_overrides(words: list[str], config: Path | None) -> tuple[Path, l
     Raises:
         ConfigError: No file, or more than one.
     """
-    overrides = [word for word in words if "=" in word]
-    files = [Path(word) for word in words if "=" not in word] + ([config] if config else [])
+    files, overrides = tell_settings(words)
+    files += [config] if config else []
     if len(files) != 1:
         found = ", ".join(map(str, files)) or "none"
         raise ConfigError(f"expected one CONFIG file, found {found}. Settings are written key=value")
@@ -227,31 +237,7 @@ def inspect(path: CachePath, as_json: Json = False, debug: Debug = False) -> Non
         out.show(inspect_cache(path), render.inspect)
 
 
-@app.command()
-def verify(
-    path: CachePath,
-    subset: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Part of the records to read, seeded; 1 reads every byte.")
-    ] = 1.0,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Read a cache back and compare checksums.
-
-    Exit code 4 when a record is damaged.
-
-    \b
-    Example:
-      stoker verify data/latent_cache/burgers1d_train --subset 0.1
-    """
-    with edge(as_json=as_json, debug=debug) as out:
-        from stoker.cli import render
-        from stoker.pipeline.inspect import verify_cache
-
-        result = verify_cache(path, subset=subset)
-        out.show(result, render.verify)
-        if result.bad:
-            raise typer.Exit(FormatError.exit_code)
+keeping.register(app)
 
 
 @app.command()
@@ -279,7 +265,7 @@ def validate(
             if as_json:
                 out.write_json(settings.to_dict())
             else:
-                typer.echo(settings.to_yaml(), nl=False)
+                out.write(settings.to_yaml())
             return
         from stoker.cli import render
         from stoker.pipeline.validate import validate_config
@@ -292,10 +278,15 @@ def validate(
 
 @app.command()
 def why(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A cache, a recipe's folder, or a CONFIG file.")],
-    b: Annotated[
-        Path | None,
-        typer.Argument(metavar="[B]", help="The other one; without it: the nearest cache of A's name."),
+    a: Annotated[
+        Path,
+        typer.Argument(metavar="A", readable=False, help="A cache, a recipe's folder, or a CONFIG file."),
+    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="B | KEY=VALUE", help="The other one (else: the nearest cache of A's name), and settings."
+        ),
     ] = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -306,14 +297,19 @@ def why(
 
     \b
     Example:
-      stoker why configs/train_burgers_32dim.yaml
+      stoker why configs/train_burgers_32dim.yaml latent.dim=64
       stoker why data/latent_cache/burgers1d_train/3fa9c1d2e4b7a810 configs/train_burgers_32dim.yaml
     """
     with edge(as_json=as_json, debug=debug) as out:
         from stoker.cli import render
         from stoker.pipeline.why import explain
 
-        out.show(explain(a, b), render.why)
+        paths, overrides = tell_settings(words or [])
+        if len(paths) > 1:
+            raise ConfigError(
+                f"expected A and one B, found {', '.join(map(str, [a, *paths]))}. Give two at most"
+            )
+        out.show(explain(a, *paths, overrides=overrides), render.why)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, TypeAlias
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from stoker.pipeline.demo import DemoResult
-    from stoker.pipeline.inspect import CacheSummary, VerifyResult
+    from stoker.pipeline.inspect import CacheSummary
     from stoker.pipeline.plan import PlanResult
     from stoker.pipeline.precompute import CacheResult, PrecomputeResult
     from stoker.pipeline.train import TrainResult
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
     from stoker.schema import Json, Schema
     from stoker.train.config import EventSink
 
+Cells: TypeAlias = tuple[str, ...]
+"""One row of a table, with rich's markup; a row may be shorter than others."""
+LEAST_WIDTH = 40
+"""Columns that are worth wrapping text into."""
 SHOWN = 20
 """Lines of one kind (damaged records, quarantined samples) before the rest becomes a count."""
 STATUS_STYLE = {"pass": "green", "warn": "yellow", "fail": "red"}
@@ -29,14 +35,14 @@ STATUS_STYLE = {"pass": "green", "warn": "yellow", "fail": "red"}
 
 def precompute(result: PrecomputeResult, console: Console) -> None:
     """Two lines per cache, then its quarantined samples."""
-    table = _grid(gap=3)
+    rows: list[Cells] = []
     for cache in result.caches:
-        _cache_rows(table, cache.name, cache, named=False)
-        table.add_row("", escape(str(cache.cache.path)))
-    _print(console, table)
+        rows += _cache_rows(cache.name, cache, named=False)
+        rows.append(("", escape(str(cache.cache.path))))
+    table(console, rows)
     for cache in result.caches:
         failures = [f"  sample {f['number']:,} ({f['stage']}: {f['error']})" for f in cache.failures]
-        _some(console, failures, f"{cache.name}: {len(failures)} quarantined")
+        some(console, failures, f"{cache.name}: {len(failures)} quarantined")
         if failures:
             line = f"  stoker inspect {cache.cache.path} lists them; --retry-quarantined tries again"
             console.print(escape(line), soft_wrap=True)
@@ -44,30 +50,23 @@ def precompute(result: PrecomputeResult, console: Console) -> None:
 
 def plan(result: PlanResult, console: Console) -> None:
     """One table row per tier, then the reason."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("tier")
-    for name in ("records", "bytes", "load/batch", "stall"):
-        table.add_column(name, justify="right")
-    table.add_column("", overflow="fold")
+    rows: list[Cells] = [bold("tier", "records", "bytes", "load/batch", "stall")]
     for row in result.plan.rows:
-        table.add_row(
-            row.tier,
+        figures = (
             format_count(row.records) if row.records else "-",
             format_bytes(row.bytes) if row.records else "-",
             "-" if row.load_s is None else format_seconds(row.load_s),
             "-" if row.stall is None else format_percent(row.stall),
-            escape(row.note),
         )
-    _print(console, table)
+        rows.append((row.tier, *figures, escape(row.note)))
+    table(console, rows, fixed=5, right=range(1, 5), gap=2)
     console.print(escape(result.reason), soft_wrap=True)
 
 
 def train(result: TrainResult, console: Console) -> None:
     """What a run came to, its pictures, and how it started."""
-    table = _grid(gap=3)
-    _train_rows(table, "train", result)
-    _print(console, table)
-    console.print(_startup(result))
+    table(console, _train_rows("train", result))
+    console.print(_startup(result), soft_wrap=True)
 
 
 def events(say: Callable[[str], None]) -> EventSink:
@@ -85,89 +84,65 @@ def events(say: Callable[[str], None]) -> EventSink:
             errors += [f"stall {format_percent(stall)}"] if isinstance(stall, float) else []
             say(f"epoch {facts.get('epoch')} · step {facts.get('step')} · " + " · ".join(errors))
         elif kind == "resume":
-            say(f"resumed at step {facts.get('step')}, epoch {facts.get('epoch')}")
+            say(f"resumed at step {facts.get('step')}, epoch {facts.get('epoch')}{_changes(facts)}")
         elif kind == "skip":
             say(f"passed over a checkpoint: {facts.get('why')}")
 
     return listen
 
 
+def _changes(facts: Mapping[str, Json]) -> str:
+    """What a resumed run has otherwise than before, as the event `resume` names it."""
+    changed = facts.get("changed")
+    pairs = changed.items() if isinstance(changed, dict) else ()
+    said = [f"{name} was {pair[0]}, is {pair[1]}" for name, pair in pairs if isinstance(pair, list)]
+    return f"; {'; '.join(said)}" if said else ""
+
+
 def demo(result: DemoResult, console: Console) -> None:
     """The four steps and the two figures that matter."""
-    console.print(escape(result.machine), "", sep="\n")
-    table = _grid(gap=2)
-    table.add_row(
-        "1  data", escape(result.data_line), format_seconds(result.data_s), escape(result.data_path)
-    )
-    for number, cache in enumerate(result.caches):
-        _cache_rows(table, "2  cache" if not number else "", cache, named=True)
+    console.print(escape(result.machine), "", sep="\n", soft_wrap=True)
     plan = result.plan
-    table.add_row(
-        "3  plan",
-        f"{format_count(plan.records)} records on the {plan.plan.tier} tier",
-        "",
-        escape(_held(plan)),
-    )
-    _train_rows(table, "4  train", result.train)
-    _print(console, table)
-    console.print()
-    console.print(_startup(result.train))
+    rows: list[Cells] = [
+        ("1  data", escape(result.data_line), format_seconds(result.data_s), escape(result.data_path))
+    ]
+    for number, cache in enumerate(result.caches):
+        rows += _cache_rows("" if number else "2  cache", cache, named=True)
+    held = f"{format_count(plan.records)} records on the {plan.plan.tier} tier"
+    rows += [("3  plan", held, "", escape(_held(plan))), *_train_rows("4  train", result.train)]
+    table(console, rows, gap=2)
+    console.print("", _startup(result.train), sep="\n", soft_wrap=True)
 
 
 def inspect(result: CacheSummary, console: Console) -> None:
     """One line per fact, then one per field."""
     state = "complete" if result.complete else "incomplete"
-    table = _grid(gap=3)
-    table.add_row("cache", escape(result.name))
-    table.add_row("path", escape(result.path))
-    table.add_row("fingerprint", result.fingerprint)
-    table.add_row("records", f"{format_count(result.records)} of {format_count(result.count)}, {state}")
-    table.add_row("quarantined", format_count(len(result.quarantined)))
-    table.add_row("shards", f"{format_count(result.shards)}, {format_bytes(result.bytes)}")
-    _print(console, table)
+    facts: list[Cells] = [
+        ("cache", escape(result.name)),
+        ("path", escape(result.path)),
+        ("fingerprint", result.fingerprint),
+        ("records", f"{format_count(result.records)} of {format_count(result.count)}, {state}"),
+        ("quarantined", format_count(len(result.quarantined))),
+        ("shards", f"{format_count(result.shards)}, {format_bytes(result.bytes)}"),
+    ]
+    table(console, facts)
     console.print()
-    fields = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("field", "shape", "dtype"):
-        fields.add_column(name)
-    for name in ("mean", "std", "min", "max", "rounding error"):
-        fields.add_column(name, justify="right")
+    rows: list[Cells] = [bold("field", "shape", "dtype", "mean", "std", "min", "max")]
     for name, field in result.fields.items():
         numbers: Mapping[str, object] = result.statistics.get(name) or {}
         errors: Mapping[str, object] = result.error.get(name) or {}
-        fields.add_row(
-            name,
-            escape(str(field.shape)),
-            field.dtype,
-            *(_number(numbers.get(key)) for key in ("mean", "std", "min", "max")),
-            _number(errors.get("max")),
-        )
-    _print(console, fields)
+        figures = [_number(numbers.get(key)) for key in ("mean", "std", "min", "max")]
+        rounded = f"largest rounding error {_number(errors['max'])}" if errors.get("max") else ""
+        rows.append((name, escape(str(field.shape)), field.dtype, *figures, rounded))
+    table(console, rows, fixed=7, right=range(3, 7), gap=2)
     lines = [f"  sample {f['number']:,} ({f['stage']}: {f['error']})" for f in result.quarantined]
-    _some(console, lines, "quarantined")
-
-
-def verify(result: VerifyResult, console: Console) -> None:
-    """The count that is right, then what is not."""
-    damaged = len({bad.index for bad in result.bad if bad.index >= 0})
-    console.print(
-        f"{format_count(result.records - damaged)} of {format_count(result.records)} "
-        "records match their checksums"
-    )
-    lines = [f"  sample {bad.index:,} in {bad.shard}: {bad.why}" for bad in result.bad]
-    _some(console, lines, f"{len(result.bad)} damaged")
-    if lines:
-        console.print(
-            "remove the damaged shards and run the same precompute again: only their records are encoded"
-        )
+    some(console, lines, "quarantined")
 
 
 def validate(result: Validation, console: Console) -> None:
     """One row per check, failures coloured, the verdict last."""
-    table = _grid(gap=3)
-    for row in result.rows:
-        style = STATUS_STYLE[row.status]
-        table.add_row(f"[{style}]{row.status}[/{style}]", row.check, escape(row.detail))
-    _print(console, table)
+    styled = {row.status: f"[{STATUS_STYLE[row.status]}]{row.status}[/]" for row in result.rows}
+    table(console, [(styled[row.status], row.check, escape(row.detail)) for row in result.rows], fixed=2)
     failed = sum(row.status == "fail" for row in result.rows)
     warned = sum(row.status == "warn" for row in result.rows)
     console.print(f"{failed} failed, {warned} to look at, {len(result.rows) - failed - warned} fine")
@@ -175,18 +150,15 @@ def validate(result: Validation, console: Console) -> None:
 
 def why(result: Explanation, console: Console) -> None:
     """Each differing entry with both values, or that there is none."""
-    console.print(f"a  {escape(result.a)}", f"b  {escape(result.b)}", sep="\n")
+    console.print(f"a  {escape(result.a)}", f"b  {escape(result.b)}", sep="\n", soft_wrap=True)
     if result.same:
         console.print("same recipe")
         return
-    table = _grid(gap=3)
-    for difference in result.differences:
-        values = f"{_short(difference.a)}  ->  {_short(difference.b)}"
-        table.add_row(escape(difference.entry), escape(values), escape(difference.note))
-    _print(console, table)
+    rows = [(d.entry, f"{_short(d.a)}  ->  {_short(d.b)}", d.note) for d in result.differences]
+    table(console, [tuple(map(escape, row)) for row in rows])
 
 
-def _cache_rows(table: Table, label: str, cache: CacheResult, *, named: bool) -> None:
+def _cache_rows(label: str, cache: CacheResult, *, named: bool) -> list[Cells]:
     """Two rows; `named` repeats the cache's name where the label is another word."""
     if cache.encoded:
         counts = f"{format_count(cache.encoded)} of {format_count(cache.count)} encoded"
@@ -199,21 +171,20 @@ def _cache_rows(table: Table, label: str, cache: CacheResult, *, named: bool) ->
         more = "source gone, cache used" if cache.source_gone else "same recipe"
     counts += f", {format_count(len(cache.failures))} quarantined"
     counts = f"{cache.name}: {counts}" if named else counts
-    table.add_row(escape(label), escape(counts), format_seconds(cache.seconds), more)
     error = "" if not cache.error else f" · largest rounding error {cache.error:.1e}"
-    table.add_row(
-        "", f"{cache.cache.fingerprint} · {_fields(cache.fields)} · {format_bytes(cache.bytes)}{error}"
-    )
+    made = f"{cache.cache.fingerprint} · {_fields(cache.fields)} · {format_bytes(cache.bytes)}{error}"
+    return [(escape(label), escape(counts), format_seconds(cache.seconds), more), ("", made)]
 
 
-def _train_rows(table: Table, label: str, result: TrainResult) -> None:
-    spent = format_seconds(result.train_s)
+def _train_rows(label: str, result: TrainResult) -> list[Cells]:
     report = result.report
-    counts = f"{format_count(report.epochs)} epochs, {format_count(report.steps)} steps"
     stall = "" if report.stall is None else f"stall {format_percent(report.stall)} · "
-    table.add_row(label, counts, spent, f"{stall}{report.tier} tier")
-    table.add_row("", f"NRMSE {_number(report.val_nrmse)} (persistence {_number(report.persistence_nrmse)})")
-    table.add_row("", escape(" · ".join(result.pictures)))
+    errors = f"NRMSE {_number(report.val_nrmse)} (persistence {_number(report.persistence_nrmse)})"
+    return [
+        (label, result.extent, format_seconds(result.train_s), f"{stall}{report.tier} tier"),
+        ("", errors),
+        ("", escape(" · ".join(result.pictures))),
+    ]
 
 
 def _startup(result: TrainResult) -> str:
@@ -234,21 +205,56 @@ def _fields(schema: Schema) -> str:
     return ", ".join(shown) or "scalars"
 
 
-def _grid(*, gap: int) -> Table:
-    table = Table.grid(padding=(0, gap, 0, 0))
-    for _ in range(4):
-        table.add_column(overflow="fold")
-    return table
+def bold(*names: str) -> Cells:
+    """The heading of a table."""
+    return tuple(f"[bold]{name}[/]" for name in names)
 
 
-def _print(console: Console, table: Table) -> None:
-    """Print a table without the blanks that fill its last column."""
-    with console.capture() as capture:
-        console.print(table)
-    console.file.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
+def table(
+    console: Console, rows: Sequence[Cells], *, fixed: int = 1, right: Sequence[int] = (), gap: int = 3
+) -> None:
+    """Cells side by side. On a terminal too narrow for that, what follows the first `fixed` cells is wrapped
+    beside them, or below where little room is left; by words, never in a path, so that it can be copied.
+    """
+    texts = [[Text.from_markup(cell) for cell in row] for row in rows]
+    # The last cell of a row runs on as long as it is.
+    counted = [[cell.cell_len for cell in row[: max(fixed, len(row) - 1)]] for row in texts]
+    widths = [max(column) for column in zip_longest(*counted, fillvalue=0)]
+    places = [sum(widths[:i]) + gap * i for i in range(len(widths) + 1)]
+    if all(places[len(row) - 1] + row[-1].cell_len <= console.width for row in texts):
+        fixed = len(places)
+    indent = places[fixed] if fixed < len(places) and console.width - places[fixed] >= LEAST_WIDTH else 2
+    for row in texts:
+        for i, (cell, width) in enumerate(zip(row[:fixed], widths, strict=False)):
+            cell.align("right" if i in right else "left", max(width, cell.cell_len))
+        line = Text(" " * gap).join(row[:fixed])
+        lines = _flow([cell.plain for cell in row[fixed:]], console.width - indent, gap)
+        if lines and indent > 2:
+            line.append(" " * (indent - line.cell_len) + lines.pop(0))
+        line.rstrip()
+        if line:
+            console.print(line, soft_wrap=True)
+        for piece in lines:
+            console.print(Text(" " * indent + piece), soft_wrap=True)
 
 
-def _some(console: Console, lines: list[str], title: str) -> None:
+def _flow(cells: Sequence[str], width: int, gap: int) -> list[str]:
+    """Cells on lines of `width`, as many on each as fit.
+
+    >>> _flow(["two words", "2.1 s", "a longer text"], 18, 2)
+    ['two words  2.1 s', 'a longer text']
+    """
+    lines = [""]
+    for cell in cells:
+        joined = f"{lines[-1]}{' ' * gap}{cell}".strip()
+        if len(joined) <= width:
+            lines[-1] = joined
+        else:
+            lines += textwrap.wrap(cell, max(1, width), break_long_words=False, break_on_hyphens=False)
+    return [line for line in lines if line]
+
+
+def some(console: Console, lines: list[str], title: str) -> None:
     """A title and the first lines; how many more there are."""
     if not lines:
         return

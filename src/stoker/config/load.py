@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,12 +65,13 @@ def _build(settings: Mapping[str, object], overrides: Mapping[str, object], wher
 
 def _read(path: Path) -> dict[str, object]:
     """A file's content, interpolations still as they were written."""
-    if not path.is_file():
-        others = sorted(str(other) for other in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        beside = f" There are: {', '.join(others)}" if others else ""
-        raise ConfigError(f"{path}: no such file. Expected a YAML file with settings.{beside}")
+    _require_file(path)
     try:
         content = OmegaConf.load(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}. Expected a YAML file with settings"
+        ) from error
     except MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f" line {error.problem_mark.line + 1}:"
         raise ConfigError(f"{path}:{line} not YAML: {error.problem or error.context}") from error
@@ -77,6 +80,30 @@ def _read(path: Path) -> dict[str, object]:
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{path}: holds a list. Expected settings, as `training:` with names below it")
     return cast("dict[str, object]", OmegaConf.to_container(content, resolve=False))
+
+
+def _require_file(path: Path) -> None:
+    """Refuse what is no file before it is opened: opening a pipe would wait for a writer.
+
+    Raises:
+        ConfigError: Nothing is there, or something else is.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        fact = ": a link to a file that is not there" if path.is_symlink() else ": no such file"
+    except OSError as error:
+        fact = f" cannot be read: {error.strerror}"
+    else:
+        if stat.S_ISREG(mode):
+            return
+        fact = f" is a {'folder' if stat.S_ISDIR(mode) else 'pipe' if stat.S_ISFIFO(mode) else 'device'}"
+    others: list[str] = []
+    with suppress(OSError):  # a folder that may not be looked into
+        folder = path if path.is_dir() else path.parent
+        others = sorted(str(other) for other in folder.glob("*.yaml") if other.is_file())
+    there = f" There are: {', '.join(others)}" if others else ""
+    raise ConfigError(f"{path}{fact}. Expected a YAML file with settings.{there}")
 
 
 def _parse(overrides: Sequence[str]) -> dict[str, object]:

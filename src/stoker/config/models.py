@@ -6,10 +6,11 @@ what a run was started with is what it records. Names of earlier systems are not
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from omegaconf import OmegaConf
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from stoker.schema import Json
 
@@ -24,10 +25,16 @@ Names: TypeAlias = str | Annotated[tuple[str, ...], Field(min_length=1)]
 _SHORT = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
 
+def _expanded(path: str) -> str:
+    """A path whose `~` is the user's folder, as in the paths of data."""
+    return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
 def _long_dtype(value: object) -> object:
     return _SHORT.get(value, value) if isinstance(value, str) else value
 
 
+Place: TypeAlias = Annotated[str, AfterValidator(_expanded)]
 StorageDtype: TypeAlias = Annotated[Literal["float32", "float16", "bfloat16"], BeforeValidator(_long_dtype)]
 
 
@@ -102,7 +109,7 @@ class EncoderConfig(_Section):
     """Waves across the domain that tell the encoder where a patch lies; `[]` for none."""
     seed: CountInt = 0
     """Decides the weights where no checkpoint is given."""
-    checkpoint: str | None = None
+    checkpoint: Place | None = None
     """A safetensors file with the weights."""
 
     def patch(self, height: int) -> tuple[int, int]:
@@ -162,9 +169,9 @@ class TrainingConfig(_Section):
     """Memory of the device to leave to the model; null: by the rules of docs/plan.md."""
     seed: CountInt = 0
     """Decides the order of examples and the model's first weights."""
-    run_dir: str | None = None
+    run_dir: Place | None = None
     """Folder for checkpoints, metrics and curves; null: `runs/{task}`."""
-    latent_cache_dir: str = "data/latent_cache"
+    latent_cache_dir: Place = "data/latent_cache"
     """Folder of the caches."""
     latent_cache_dtype: StorageDtype | None = "float16"
     """How floats are stored; null: as encoded."""

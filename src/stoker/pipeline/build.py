@@ -55,6 +55,16 @@ def build_jobs(config: Config, task: str, splits: Sequence[str]) -> list[Job]:
     ]
 
 
+def record_schema(job: Job) -> Schema:
+    """Fields of the records as encoded; storing may narrow their dtypes.
+
+    Raises:
+        EncoderError: The encoder does not fit the samples.
+    """
+    samples = job.source.schema()
+    return samples if job.encoder is None else job.encoder.schema(samples)
+
+
 def tasks_of(config: Config) -> list[str]:
     """Names of the tasks; made from `data.files` where those are given and no task is named."""
     if config.data.files is not None and "task" not in config.data.model_fields_set:

@@ -9,8 +9,6 @@ All trajectories advance together as one array. Files have PDEBench's 1D layout,
 
 from __future__ import annotations
 
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,8 @@ import h5py  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, SourceError
+from stoker.atomic import replacing
+from stoker.errors import ConfigError, ReadOnlyError, ResourceError, SourceError
 
 COURANT = 0.5
 """Cells that the fastest wave may cross in one inner step; the scheme is stable up to about 1.3."""
@@ -119,7 +118,7 @@ def write_burgers(path: Path, spec: BurgersSpec) -> Path:
     The file appears under its name whole, or not at all.
 
     Raises:
-        SourceError: The folder cannot be written.
+        ReadOnlyError, ResourceError, SourceError: The folder cannot be written, has no room, or is none.
     """
     states = solve_burgers(
         initial_states(spec.trajectories, spec.points, spec.seed),
@@ -129,23 +128,16 @@ def write_burgers(path: Path, spec: BurgersSpec) -> Path:
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".part")
-    except OSError as error:
-        raise SourceError(f"{path} cannot be written: {error.strerror}. Choose a folder you own") from error
-    os.close(handle)
-    try:
-        with h5py.File(temporary, "w") as opened:
+        with replacing(path) as temporary, h5py.File(temporary, "w") as opened:
             file: Any = opened
             file.create_dataset("tensor", data=states.astype(np.float32))
             file["x-coordinate"] = ((np.arange(spec.points) + 0.5) / spec.points).astype(np.float32)
             file["t-coordinate"] = (np.arange(spec.steps + 1) * spec.interval).astype(np.float32)
             file.attrs["Nu"] = spec.viscosity
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
+    except (ReadOnlyError, ResourceError):
+        raise
     except OSError as error:
         raise SourceError(
             f"{path} cannot be written: {error}. Free space, or choose another folder"
         ) from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)
     return path

@@ -57,7 +57,6 @@ def write_diary(run_dir: Path, *, digest: str, finished: bool, step_s: float | N
     Raises:
         ReadOnlyError: The folder cannot be written.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
     text = canonical_json({"settings": digest, "finished": finished, "step_s": step_s})
     LocalStorage(run_dir).put(FILE, text.encode())
 

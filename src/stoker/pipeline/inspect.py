@@ -1,4 +1,4 @@
-"""What a cache holds, and whether its bytes are what was written."""
+"""What a cache holds, from its index alone."""
 
 from __future__ import annotations
 
@@ -53,31 +53,6 @@ class CacheSummary:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Damage:
-    """One record that is not what was written."""
-
-    index: int
-    """Sample number."""
-    shard: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyResult:
-    """What reading a cache back found."""
-
-    records: int
-    """Records that were read."""
-    bad: tuple[Damage, ...]
-    """Everything damaged; empty when all is well."""
-
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        bad: list[Json] = [{"index": b.index, "shard": b.shard, "why": b.why} for b in self.bad]
-        return {"records": self.records, "ok": not bad, "bad": bad}
-
-
 def inspect_cache(path: Path) -> CacheSummary:
     """Read a cache's index; costs O(shards), no record is read.
 
@@ -99,17 +74,6 @@ def inspect_cache(path: Path) -> CacheSummary:
         statistics=cache.statistics,
         error=cache.index.error,
     )
-
-
-def verify_cache(path: Path, *, subset: float = 1.0) -> VerifyResult:
-    """Read a seeded `subset` (0..1) of a cache's records back and compare every checksum.
-
-    Raises:
-        FormatError: There is no cache, or not one that this version reads.
-    """
-    report = open_cache(path, require_complete=False).verify(subset)
-    bad = tuple(Damage(index=b.index, shard=b.shard, why=b.why) for b in report.bad)
-    return VerifyResult(records=report.records, bad=bad)
 
 
 def list_quarantined(cache: Cache) -> list[dict[str, Json]]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from stoker.config import Config
 from stoker.errors import SourceError, StokerError
 from stoker.loader import Windows
-from stoker.pipeline.build import build_jobs
+from stoker.loader.outputs import make_outputs
+from stoker.loader.windows import number_examples, time_field
+from stoker.pipeline.build import Job, build_jobs
 from stoker.pipeline.gone import find_without_source
 from stoker.schema import Schema
 from stoker.store import Cache, Digests, Recipe, make_recipe, open_cache
@@ -39,14 +43,19 @@ def locate(config: Config, task: str, split: str) -> Located:
         StokerError: As `build_jobs`; a source that is gone is an error only where no cache matches the rest.
     """
     try:
-        recipe = recipe_of(config, task, split)
+        return locate_job(config, build_jobs(config, task, [split])[0])
     except SourceError:
         found = find_without_source(config, task, [split])
         if found is None:
             raise
         cache = found[split]
         return Located(recipe=cache.recipe, folder=cache.path, cache=cache, source_gone=True)
-    folder = Path(config.training.latent_cache_dir) / f"{task}_{split}" / recipe.fingerprint
+
+
+def locate_job(config: Config, job: Job) -> Located:
+    """As `locate`, of a source that is there."""
+    recipe = job_recipe(config, job)
+    folder = Path(config.training.latent_cache_dir) / job.name / recipe.fingerprint
     try:
         cache = open_cache(folder, require_complete=False)
     except (StokerError, OSError):
@@ -60,7 +69,11 @@ def recipe_of(config: Config, task: str, split: str) -> Recipe:
     Raises:
         StokerError: As `build_jobs` and `make_recipe`.
     """
-    job = build_jobs(config, task, [split])[0]
+    return job_recipe(config, build_jobs(config, task, [split])[0])
+
+
+def job_recipe(config: Config, job: Job) -> Recipe:
+    """As `recipe_of`, of sources and an encoder that are made already."""
     digests = Digests(Path(config.training.latent_cache_dir), config.identity)
     dtype = config.training.latent_cache_dtype
     return make_recipe(job.source, job.encoder, dtype=dtype, digests=digests)
@@ -73,6 +86,20 @@ def windows_of(config: Config) -> Windows:
     if training.batch_trajectories is not None and "start_every" not in training.model_fields_set:
         start_every = training.time_stride
     return Windows(stride=training.time_stride, horizon=training.rollout_horizon, start_every=start_every)
+
+
+def windows_in(config: Config, schema: Schema) -> int | None:
+    """Windows that training cuts from one record of `schema`; None where records differ in length.
+
+    Raises:
+        ConfigError: None, so that no loader could serve them.
+    """
+    windows = windows_of(config)
+    make_outputs(schema, windows, None)
+    field = schema[time_field(schema, windows.field)]
+    if field.ragged:
+        return None
+    return number_examples(np.array([field.shape[0]]), 1, windows).count
 
 
 def batch_size_of(config: Config, steps: int) -> int:

@@ -12,13 +12,22 @@ from typing import Any
 
 from stoker.config import Config
 from stoker.errors import FormatError, IncompleteError, SourceError, SplitError
-from stoker.pipeline.build import Job, build_jobs, build_source, device_of, tasks_of
+from stoker.pipeline.build import (
+    Job,
+    build_jobs,
+    build_source,
+    device_of,
+    record_schema,
+    tasks_of,
+)
+from stoker.pipeline.folders import is_open, require_writable
 from stoker.pipeline.gone import find_without_source
 from stoker.pipeline.inspect import list_quarantined, shard_bytes, worst_error
+from stoker.pipeline.locate import job_recipe, windows_in
 from stoker.precompute import Deadlines, PrecomputeSettings, run_precompute
 from stoker.schema import Json, Schema, canonical_json, schema_to_json
 from stoker.sources.files import canonical_split
-from stoker.store import Cache, Digests, make_recipe, open_cache
+from stoker.store import Cache, open_cache
 from stoker.store.local import LocalStorage
 
 _log = logging.getLogger("stoker")
@@ -119,6 +128,8 @@ def precompute_config(
     Raises:
         StokerError: As `build_jobs` and `run_precompute`.
     """
+    if manifest is not None:
+        require_writable(manifest.parent, "the folder of --manifest").mkdir(parents=True, exist_ok=True)
     wanted = list(splits) or wanted_splits(config)
     result = PrecomputeResult(caches=tuple(fill_caches(config, wanted)))
     if manifest is not None:
@@ -142,18 +153,23 @@ def wanted_splits(config: Config) -> list[str]:
     return ["train", "val"]
 
 
-def fill_caches(config: Config, splits: Sequence[str], *, retry: bool = True) -> list[CacheResult]:
+def fill_caches(config: Config, splits: Sequence[str], *, training: bool = False) -> list[CacheResult]:
     """One complete cache per task and split; where the raw data is gone, the cache that matches the rest.
 
     Args:
         config: The settings.
         splits: Names of splits.
-        retry: Try samples again once that failed for a passing reason (a hang, an input/output error).
-            Training does not: what it reads must not change from run to run by luck.
+        training: Training is to read them. Then samples that failed for a passing reason (a hang, an
+            input/output error) are not tried again, since what it reads must not change from run to run by
+            luck, and records too short for a window are refused before they are encoded.
     Raises:
+        ConfigError: No cache can lie in the cache folder, or no window can be cut.
         SourceError: The data is gone and no cache matches, or it cannot be read.
         IncompleteError: More samples were quarantined than allowed.
     """
+    cache_dir = Path(config.training.latent_cache_dir)
+    if not is_open(cache_dir):  # one that is may be read-only, if its caches are complete
+        require_writable(cache_dir, "training.latent_cache_dir")
     results: list[CacheResult] = []
     for task in tasks_of(config):
         began = time.monotonic()
@@ -174,11 +190,21 @@ def fill_caches(config: Config, splits: Sequence[str], *, retry: bool = True) ->
                 )
                 for split, cache in found.items()
             ]
-            continue
-        for job in jobs:
-            settings = settings_of(config, job)
-            ready = None if retry else _ready(config, job, settings)
-            results.append(ready or _fill(config, job, settings))
+        else:
+            results += _fill_jobs(config, jobs, training=training)
+    return results
+
+
+def _fill_jobs(config: Config, jobs: Sequence[Job], *, training: bool) -> list[CacheResult]:
+    """The caches of one task; what can be refused is refused before the first of them is filled."""
+    schemas = [record_schema(job) for job in jobs]
+    for schema in schemas if training else ():
+        windows_in(config, schema)
+    results: list[CacheResult] = []
+    for job in jobs:
+        settings = settings_of(config, job)
+        ready = _ready(config, job, settings) if training else None
+        results.append(ready or _fill(config, job, settings))
     return results
 
 
@@ -204,11 +230,9 @@ def _ready(config: Config, job: Job, settings: PrecomputeSettings) -> CacheResul
     began = time.monotonic()
     if settings.overwrite or settings.retry_quarantined:
         return None
-    cache_dir = Path(config.training.latent_cache_dir)
-    digests = Digests(cache_dir, settings.identity)
-    recipe = make_recipe(job.source, job.encoder, dtype=settings.dtype, digests=digests)
+    recipe = job_recipe(config, job)
     try:
-        cache = open_cache(cache_dir / job.name / recipe.fingerprint)
+        cache = open_cache(Path(config.training.latent_cache_dir) / job.name / recipe.fingerprint)
     except (FormatError, IncompleteError, OSError):
         return None  # precompute mends it, or says what is wrong
     if len(cache.quarantined) > settings.max_quarantined * recipe.count:
@@ -255,5 +279,4 @@ def write_manifest(path: Path, config: Config, caches: Sequence[CacheResult]) ->
             "caches": [cache.to_json() for cache in caches],
         }
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     LocalStorage(path.parent).put(path.name, text.encode())

@@ -12,13 +12,17 @@ from stoker.loader import Loader, Windows
 from stoker.monitor import StallMeter
 from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import run_dir_of, settings_digest, unfinished, write_diary
+from stoker.pipeline.folders import require_writable
 from stoker.pipeline.locate import batch_size_of, trajectory_steps, windows_of
 from stoker.pipeline.precompute import CacheResult, fill_caches
+from stoker.plan import Plan
 from stoker.schema import Json
 from stoker.sources.files import canonical_split
 from stoker.store import Cache
 from stoker.train.config import EventSink, TrainConfig, TrainReport
 from stoker.train.loop import train
+from stoker.train.run import own_folder
+from stoker.units import format_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +40,20 @@ class TrainResult:
     """Seconds of the training loop."""
     reason: str
     """Why the records are served from where they are."""
+    epoch_steps: int
+    """Steps of one whole epoch."""
 
     @property
     def cache_reused(self) -> bool:
         """Whether nothing had to be encoded."""
         return not any(cache.encoded for cache in self.caches)
+
+    @property
+    def extent(self) -> str:
+        """How long training was, in words; a last epoch that was cut short (`max_steps`) counts in part."""
+        epochs = self.report.steps / self.epoch_steps
+        shown = f"{epochs:.2g}" if epochs < 1 else f"{round(epochs, 2):g}"
+        return f"{shown} epochs, {format_count(self.report.steps)} steps"
 
     @property
     def first_batch_s(self) -> float:
@@ -108,22 +121,36 @@ def train_config(
 
 
 def prepare(config: Config) -> Prepared:
-    """The caches that training reads: the first of `data.split`, and `val`."""
+    """The caches that training reads: the first of `data.split`, and `val`.
+
+    The run's folder is held meanwhile, so that a second run in it is refused before it encodes anything.
+    """
+    began = time.monotonic()
+    splits = training_splits(config)
+    with own_folder(require_writable(run_dir_of(config), "training.run_dir")):
+        caches = fill_caches(config, splits, training=True)
+    return Prepared(caches=tuple(caches), seconds=time.monotonic() - began)
+
+
+def training_splits(config: Config) -> tuple[str, str]:
+    """The split to train on, and the one to validate on.
+
+    Raises:
+        ConfigError: More than one task is named, or the split to train on is `val`.
+    """
     tasks = tasks_of(config)
     if len(tasks) > 1:
         raise ConfigError(
             f"training takes one task, data.task names {len(tasks)}: {', '.join(tasks)}. "
             "Choose one with data.task=NAME; precompute takes them all"
         )
-    began = time.monotonic()
-    splits = [canonical_split(config.data.wanted_splits[0]), "val"]
-    if splits[0] == "val":
+    split = canonical_split(config.data.wanted_splits[0])
+    if split == "val":
         raise ConfigError(
             f"data.split is {config.data.wanted_splits[0]!r}, which training validates on. Expected the "
             "split to train on, as data.split=train; precompute takes any"
         )
-    caches = fill_caches(config, splits, retry=False)
-    return Prepared(caches=tuple(caches), seconds=time.monotonic() - began)
+    return split, "val"
 
 
 def train_prepared(
@@ -142,7 +169,7 @@ def train_prepared(
             on_event(kind, facts)
 
     loader = make_loader(config, train_cache, meter=meter)
-    val_loader = make_val_loader(config, val_cache)
+    val_loader = make_val_loader(config, val_cache, beside=loader.plan)
     began = time.monotonic()
     report = train(
         loader,
@@ -161,16 +188,18 @@ def train_prepared(
         total_s=began - started + report.startup["first_batch_s"],
         train_s=train_s,
         reason=loader.plan.reason,
+        epoch_steps=len(loader),
     )
 
 
 def make_loader(config: Config, cache: Cache, *, meter: StallMeter | None = None) -> Loader:
     """The loader of the training cache that the settings describe."""
-    return _loader(config, cache, windows_of(config), order="full", meter=meter)
+    reserve_bytes = config.training.reserve_bytes
+    return _loader(config, cache, windows_of(config), order="full", reserve_bytes=reserve_bytes, meter=meter)
 
 
-def make_val_loader(config: Config, cache: Cache) -> Loader:
-    """The loader of the validation cache, in order.
+def make_val_loader(config: Config, cache: Cache, *, beside: Plan | None = None) -> Loader:
+    """The loader of the validation cache, in order, in the memory that the plan of another one leaves.
 
     At horizon 1 windows begin `time_stride` apart whatever `start_every` says: one begins where the last
     ended, so that they chain to the whole trajectories that are rolled out.
@@ -178,11 +207,18 @@ def make_val_loader(config: Config, cache: Cache) -> Loader:
     windows = windows_of(config)
     if windows.horizon == 1:
         windows = replace(windows, start_every=windows.stride)
-    return _loader(config, cache, windows, order="sequential", meter=None)
+    reserve_bytes = config.training.reserve_bytes if beside is None else beside.next_reserve_bytes
+    return _loader(config, cache, windows, order="sequential", reserve_bytes=reserve_bytes)
 
 
 def _loader(
-    config: Config, cache: Cache, windows: Windows, *, order: str, meter: StallMeter | None
+    config: Config,
+    cache: Cache,
+    windows: Windows,
+    *,
+    order: str,
+    reserve_bytes: int | None,
+    meter: StallMeter | None = None,
 ) -> Loader:
     training = config.training
     return Loader(
@@ -193,7 +229,7 @@ def _loader(
         tier=training.tier,
         device=device_of(config),
         seed=training.seed,
-        reserve_bytes=training.reserve_bytes,
+        reserve_bytes=reserve_bytes,
         meter=meter,
     )
 

@@ -1,28 +1,32 @@
 """Check everything a long run needs, before it starts: rows of pass, warn and fail.
 
 Every row is made, also after one failed, so that one run of `stoker validate` shows all there is to mend.
+What precompute and train refuse is asked of the very functions that they call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from stoker.config import Config, load_config
+from stoker.config.remedies import in_settings
 from stoker.errors import ConfigError, EncoderError, ResourceError, StalledError, StokerError
 from stoker.monitor import GpuAbsent, open_gpu
-from stoker.pipeline.build import device_of, tasks_of
-from stoker.pipeline.locate import Located, locate
+from stoker.pipeline.build import Job, build_jobs, device_of, tasks_of
+from stoker.pipeline.diary import run_dir_of
+from stoker.pipeline.folders import require_writable
+from stoker.pipeline.locate import Located, locate, locate_job, windows_in, windows_of
 from stoker.pipeline.plan import demand_of
+from stoker.pipeline.train import training_splits
 from stoker.plan import Resources, plan_tiers, probe
+from stoker.precompute.space import check_space, needed_bytes
 from stoker.schema import Json
 from stoker.sources.files import canonical_split
 from stoker.units import format_bytes, format_count
-
-DISK_MARGIN = 0.05
-"""Part of the records' bytes that headers, sums and the index may add."""
 
 Status: TypeAlias = Literal["pass", "warn", "fail"]
 
@@ -32,7 +36,8 @@ class Row:
     """One thing that was checked."""
 
     check: str
-    """What: `config`, `data train`, `encoder`, `cache train`, `memory`, `disk`, `gpu`."""
+    """What: `config`, `training`, `data train`, `encoder`, `cache`, `windows`, `run folder`, `gpu`, `memory`,
+    `disk`."""
     status: Status
     detail: str
     """What was found, with figures; for warn and fail also what to do."""
@@ -50,7 +55,7 @@ class Validation:
     def exit_code(self) -> int:
         """0 without a failed row; 3 when a setting or file is wrong, else 6 when resources do not suffice."""
         codes = {row.exit_code for row in self.rows if row.status == "fail"}
-        return next((code for code in (ConfigError.exit_code, ResourceError.exit_code) if code in codes), 0)
+        return ConfigError.exit_code if codes - {ResourceError.exit_code} else max(codes, default=0)
 
     def to_json(self) -> dict[str, Json]:
         """The keys that scripts rely on."""
@@ -68,24 +73,45 @@ def validate_config(path: Path | str, overrides: Sequence[str] = ()) -> Validati
         return Validation(rows=(_failed("config", error),))
     rows = [Row(check="config", status="pass", detail=f"{path}, {len(config.notes)} notes")]
     rows += [Row(check="config", status="warn", detail=note) for note in config.notes]
-    split = canonical_split(config.data.wanted_splits[0])
+    rows.append(_training_row(config))
     located: list[Located] = []
     for task in tasks_of(config):
-        for name in dict.fromkeys([split, "val"]):
-            rows += _check_cache(config, task, name, located)
+        rows += _check_task(config, task, located)
+    rows += [_windows_row(config, found) for found in located[:1]]
+    rows.append(_run_dir_row(config))
     device = _check_device(config, rows)
     rows += _check_room(config, located, device)
     return Validation(rows=tuple(rows))
 
 
-def _check_cache(config: Config, task: str, split: str, located: list[Located]) -> list[Row]:
-    """Data, encoder and cache of one task and split; what was found is added to `located`."""
-    name = f"{task}_{split}"
+def _training_row(config: Config) -> Row:
     try:
-        found = locate(config, task, split)
+        split, other = training_splits(config)
+    except ConfigError as error:
+        return _failed("training", error)
+    return Row(check="training", status="pass", detail=f"on {tasks_of(config)[0]}_{split}, judged on {other}")
+
+
+def _check_task(config: Config, task: str, located: list[Located]) -> list[Row]:
+    """Data, encoder and cache of each split that precompute or train takes; `located` gets what was found."""
+    splits = dict.fromkeys([*map(canonical_split, config.data.wanted_splits), "val"])
+    jobs: dict[str, Job] = {}
+    with suppress(StokerError, OSError):  # then each split by itself says whose fault it is
+        jobs = {job.split: job for job in build_jobs(config, task, list(splits))}
+    rows: list[Row] = []
+    for split in splits:
+        rows += _check_cache(config, (task, split), jobs.get(split), located)
+    return rows
+
+
+def _check_cache(config: Config, key: tuple[str, str], job: Job | None, located: list[Located]) -> list[Row]:
+    """Data, encoder and cache of one task and split."""
+    name = "_".join(key)
+    try:
+        found = locate(config, *key) if job is None else locate_job(config, job)
     except EncoderError as error:
         return [_failed(f"encoder {name}", error)]
-    except StokerError as error:
+    except (StokerError, OSError) as error:
         return [_failed(f"data {name}", error)]
     located.append(found)
     count = format_count(found.recipe.count)
@@ -96,6 +122,25 @@ def _check_cache(config: Config, task: str, split: str, located: list[Located]) 
     shapes = ", ".join(f"{key} {field.shape} {field.dtype}" for key, field in found.recipe.schema.items())
     encoder = Row(check=f"encoder {name}", status="pass", detail=f"records of {shapes}")
     return [data, encoder, _cache_row(name, found)]
+
+
+def _windows_row(config: Config, found: Located) -> Row:
+    try:
+        count = windows_in(config, found.recipe.schema)
+    except ConfigError as error:
+        return _failed("windows", error)
+    many = "as many as fit" if count is None else format_count(count)
+    detail = f"{many} in each trajectory, over {windows_of(config).span + 1} steps each"
+    return Row(check="windows", status="pass", detail=detail)
+
+
+def _run_dir_row(config: Config) -> Row:
+    run_dir = run_dir_of(config)
+    try:
+        require_writable(run_dir, "training.run_dir")
+    except StokerError as error:
+        return _failed("run folder", error, ConfigError.exit_code)
+    return Row(check="run folder", status="pass", detail=f"{run_dir} can be written")
 
 
 def _parts(found: Located) -> str:
@@ -151,7 +196,7 @@ def _check_room(config: Config, located: list[Located], device: str) -> list[Row
     cache_dir = Path(config.training.latent_cache_dir)
     try:
         resources = probe(device=device, path=cache_dir)
-        disk = _disk_row(config, located, resources, device)
+        disk = _disk_row(config, located, resources)
     except StalledError as error:
         resources = probe(device=device)
         disk = _failed("disk", error, ResourceError.exit_code)
@@ -173,19 +218,28 @@ def _memory_row(config: Config, located: list[Located], resources: Resources, de
     return Row(check="memory", status="pass" if served else "warn", detail=detail)
 
 
-def _disk_row(config: Config, located: list[Located], resources: Resources, device: str) -> Row:
-    needed = sum(found.missing * demand_of(config, found, device).record_bytes for found in located)
-    free = resources.disk_bytes
-    detail = f"{format_bytes(needed)} to write below {config.training.latent_cache_dir}"
-    if free is None:
+def _disk_row(config: Config, located: list[Located], resources: Resources) -> Row:
+    """Whether each cache in turn would find the room that precompute asks for."""
+    cache_dir, needed, left = Path(config.training.latent_cache_dir), 0, resources
+    try:
+        for found in located:
+            if found.missing:
+                require_writable(cache_dir, "training.latent_cache_dir")
+                check_space(cache_dir, found.recipe.schema, found.missing, left)
+                takes = needed_bytes(found.recipe.schema, found.missing)
+                needed += takes
+                left = left if left.disk_bytes is None else replace(left, disk_bytes=left.disk_bytes - takes)
+    except StokerError as error:
+        return _failed("disk", error)
+    detail = f"{format_bytes(needed)} to write below {cache_dir}"
+    if resources.disk_bytes is None:
         return Row(check="disk", status="warn", detail=f"{detail}; free space is not known")
-    detail = f"{detail}, {format_bytes(free)} free"
-    if needed * (1 + DISK_MARGIN) > free:
-        detail = f"{detail}. Free space, or move training.latent_cache_dir"
-        return Row(check="disk", status="fail", detail=detail, exit_code=ResourceError.exit_code)
-    return Row(check="disk", status="pass", detail=detail)
+    return Row(check="disk", status="pass", detail=f"{detail}, {format_bytes(resources.disk_bytes)} free")
 
 
-def _failed(check: str, error: StokerError, exit_code: int | None = None) -> Row:
-    code = error.exit_code if exit_code is None else exit_code
-    return Row(check=check, status="fail", detail=str(error), exit_code=code)
+def _failed(check: str, error: StokerError | OSError, exit_code: int | None = None) -> Row:
+    if isinstance(error, StokerError):
+        detail, code = in_settings(str(error)), exit_code or error.exit_code
+        return Row(check=check, status="fail", detail=detail, exit_code=code)
+    detail = f"{error.filename}: {error.strerror}. Mend that, or name another"
+    return Row(check=check, status="fail", detail=detail, exit_code=exit_code or ConfigError.exit_code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,21 +49,27 @@ class _Side:
     """The recipe's own folder, which need not exist."""
 
 
-def explain(a: Path, b: Path | None = None) -> Explanation:
+def explain(a: Path, b: Path | None = None, *, overrides: Sequence[str] = ()) -> Explanation:
     """Compare the recipes of two caches or configurations.
 
     Args:
         a: A cache, a recipe's folder or a settings file.
         b: The other one. None: the folder beside `a` whose recipe differs least.
+        overrides: `key=value`, over the settings files among the two.
     Raises:
         FormatError: There is no cache to compare with.
         ConfigError, SourceError: A settings file, or what it names, cannot be read.
     """
-    first = _side(a, name=None)
+    if overrides and not any(path is not None and _is_config(path) for path in (a, b)):
+        raise ConfigError(
+            f"settings ({', '.join(overrides)}) were given beside caches alone. They belong to a settings "
+            "file: compare with one, as c.yaml"
+        )
+    first = _side(a, None, overrides)
     if b is None:
         second = _nearest(first)
     else:
-        second = _side(b, name=first.folder.parent.name if _is_config(b) else None)
+        second = _side(b, first.folder.parent.name if _is_config(b) else None, overrides)
     differences = diff_recipes(first.recipe, second.recipe)
     return Explanation(a=first.label, b=second.label, differences=tuple(differences))
 
@@ -71,12 +78,12 @@ def _is_config(path: Path) -> bool:
     return path.suffix.lower() in {".yaml", ".yml"}
 
 
-def _side(path: Path, name: str | None) -> _Side:
+def _side(path: Path, name: str | None, overrides: Sequence[str]) -> _Side:
     """`name` picks one of a configuration's caches; None: the first."""
     if not _is_config(path):
         folder = path if (path / "recipe.json").is_file() else open_cache(path, require_complete=False).path
         return _Side(label=str(folder), recipe=load_recipe(folder), folder=folder)
-    config = load_config(path)
+    config = load_config(path, overrides)
     known = {
         f"{task}_{split}": (task, split)
         for task in tasks_of(config)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -44,10 +43,6 @@ class Resources:
     cpus: float = 1.0
     """CPUs for this process: quota, affinity, divided by the processes that share them."""
     cpu_limit: str = "not asked"
-    memlock_bytes: int | None = None
-    """Memory that may be locked; None: any amount."""
-    shm_bytes: int = 0
-    """Free bytes in `/dev/shm`; 0 where there is none."""
     disk_bytes: int | None = None
     """Free bytes for us where the cache lies; None: no path was given."""
     disk_inodes: int | None = None
@@ -75,10 +70,8 @@ def probe(*, device: str = "cpu", path: Path | None = None, local_world: int = 1
     proc, root = Path("/proc"), Path("/")
     host = host_memory(proc, root)
     cpu = cpu_share(proc, root, len(os.sched_getaffinity(0)))
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     free, total, name = device_memory(device)
     disk_bytes, disk_inodes = (None, None) if path is None else disk_space(path)
-    shm = Path("/dev/shm")  # noqa: S108  asked how full it is; nothing is put there
     return Resources(
         host_bytes=host.usable_bytes,
         host_total_bytes=host.limit_bytes,
@@ -89,8 +82,6 @@ def probe(*, device: str = "cpu", path: Path | None = None, local_world: int = 1
         device_name=name,
         cpus=cpu.cpus / max(1, local_world),
         cpu_limit=cpu.label,
-        memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
-        shm_bytes=disk_space(shm)[0] if shm.is_dir() else 0,
         disk_bytes=disk_bytes,
         disk_inodes=disk_inodes,
     )
@@ -169,7 +160,7 @@ def disk_space(path: Path) -> tuple[int, int | None]:
 
     def ask() -> tuple[int, int | None]:
         place = path.absolute()
-        while not place.exists() and place != place.parent:
+        while not os.path.exists(place) and place != place.parent:  # noqa: PTH110  Path.exists raises EACCES
             place = place.parent
         stat = os.statvfs(place)
         return stat.f_bavail * stat.f_frsize, stat.f_favail if stat.f_files else None

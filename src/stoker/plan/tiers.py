@@ -8,15 +8,15 @@ decision here can be tested with made-up numbers.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 from stoker.errors import ConfigError, ResourceError
 from stoker.plan.rates import Rates
 from stoker.plan.resources import Resources
-from stoker.plan.words import Facts, explain, say_need
+from stoker.plan.words import Facts, explain, say_need, table
 from stoker.schema import Json
-from stoker.units import format_bytes
+from stoker.units import format_bytes, format_count
 
 Tier: TypeAlias = Literal["device", "host", "disk", "encode"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
@@ -107,9 +107,9 @@ class TierShare:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan:
-    """Which tier holds how many records, and why."""
+    """Which tier holds how many records, and why; `print` shows it as a table."""
 
     rows: tuple[TierShare, ...]
     """One per tier, in the order of `TIERS`."""
@@ -121,6 +121,16 @@ class Plan:
     """Steps at least this long wait less than 1 % of their time; None while records are missing."""
     step_s: float | None = None
     """The time of a step that the plan was made with; None: not known yet."""
+    next_reserve_bytes: int = 0
+    """`reserve_bytes` for another loader of this process, so that both fit: what this plan leaves free of the
+    device's memory (of host memory on a CPU), and what it fills."""
+
+    def __repr__(self) -> str:
+        held = ", ".join(f"{r.tier} {format_count(r.records)} records" for r in self.rows if r.records)
+        return f"Plan({held or 'no records'}, {format_bytes(sum(row.bytes for row in self.rows))})"
+
+    def __str__(self) -> str:
+        return table(self)
 
     def records_by_tier(self) -> dict[str, int]:
         """Records per tier, all four tiers."""
@@ -216,8 +226,12 @@ def plan_tiers(
         no_stall_step_s=None if loads is None else shortest_quiet_step(*loads),
         step_s=step_s,
     )
-    reason = explain(plan, facts, tier)
-    return Plan(rows=rows, tier=plan.tier, reason=reason, no_stall_step_s=plan.no_stall_step_s, step_s=step_s)
+    memory = "host" if demand.on_cpu else "device"
+    return replace(
+        plan,
+        reason=explain(plan, facts, tier),
+        next_reserve_bytes=reserves[memory] + next(row.bytes for row in rows if row.tier == memory),
+    )
 
 
 def _reserves(

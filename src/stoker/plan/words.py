@@ -64,6 +64,23 @@ def say_need(facts: Facts, tier: str, stored: int) -> str:
     )
 
 
+def table(plan: Plan) -> str:
+    """The tiers that hold something, one a line, and from which step on nothing waits."""
+    rows = [("tier", "records", "bytes", "load/batch")]
+    rows += [
+        (
+            row.tier,
+            format_count(row.records),
+            format_bytes(row.bytes),
+            "-" if row.load_s is None else format_seconds(row.load_s),
+        )
+        for row in plan.rows
+        if row.records
+    ]
+    lines = [f"{tier:<7}{records:>12}{size:>12}{load:>13}" for tier, records, size, load in rows]
+    return "\n".join([*lines, _cost(plan)])
+
+
 def _placed(plan: Plan, asked: str) -> str:
     held = [row for row in plan.rows if row.records]
     total = sum(row.records for row in plan.rows)

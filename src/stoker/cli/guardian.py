@@ -1,0 +1,230 @@
+"""The `stoker` command's entry, and the guardian of the process that encodes.
+
+Commands that encode run in a child of this process. When the child crashes while it encodes, or makes no
+progress past the encoder's deadline (also with the interpreter's lock held, or stopped), it is ended and
+started again; it resumes from the sealed shards. A group that fails `MAX_TRIES` times ends that: the last
+stage and stack are printed. What happens outside encoding is passed through as it is.
+
+This module imports nothing heavy: the guardian costs a tenth of a second and a few megabytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from stoker.cli.streams import keep_standard_streams, printing
+from stoker.errors import ResourceError
+from stoker.precompute.beat import Beat, BeatPage
+from stoker.precompute.guarded import GUARD_VARIABLE, Lifeline
+from stoker.precompute.oom import oom_kills
+
+GUARDED = frozenset({"demo", "precompute", "train"})
+"""Commands that may encode."""
+MAX_TRIES = 3
+"""Failures at one group after which the guardian gives up."""
+MAX_STARTS = 20
+"""Starts after which it gives up, whichever groups failed."""
+LOOK_S = 0.25
+DUMP_S = 0.5
+"""How long a child past its deadline gets to write its stacks."""
+GRACE_S = 5.0
+"""How long a killed child may take to vanish; one stuck in the kernel is left behind."""
+WATCHED = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD})
+"""Signals that are waited for, and blocked otherwise; the child unblocks its own."""
+SI_KERNEL = 0x80
+"""`si_code` of a signal that no process sent (Linux, `siginfo.h`)."""
+EXIT_STALLED = 5
+EXIT_FAILED = 1
+STACK_CHARS = 4000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How one child ended."""
+
+    code: int
+    """Exit code; negative: the signal."""
+    beat: Beat
+    """Its last beat."""
+    output: str
+    """Its standard output, which is held back with `--json`: the answer is that of the last child."""
+    stack: str
+    """What it wrote on a crash, or when asked for its stacks."""
+    overdue: bool
+    """It was killed past its deadline."""
+    memory: bool
+    """The kernel killed for memory meanwhile."""
+
+    @property
+    def while_encoding(self) -> bool:
+        """Whether starting it again is safe and may help."""
+        inside = self.beat.limit_s > 0 or self.beat.stage == "lost"
+        return inside and (self.code < 0 or self.beat.stage == "lost")
+
+    def describe(self) -> str:
+        """In words, with stage and samples."""
+        where = "between two groups" if self.beat.number < 0 else f"at the group of sample {self.beat.number}"
+        if self.overdue:
+            return f'made no progress for {self.beat.limit_s:g} s in stage "{self.beat.stage}" {where}'
+        if self.beat.stage == "lost":
+            return f"lost its device {where}"
+        if self.code >= 0:
+            return f'ended with exit code {self.code} in stage "{self.beat.stage}" {where}'
+        name = signal.Signals(-self.code).name
+        memory = ", and the memory cgroup counts an out-of-memory kill" if self.memory else ""
+        return f'was killed by {name} in stage "{self.beat.stage}" {where}{memory}'
+
+
+def main() -> None:
+    """The `stoker` command."""
+    keep_standard_streams()
+    words = sys.argv[1:]
+    if not words or words[0] not in GUARDED or "--help" in words or GUARD_VARIABLE in os.environ:
+        from stoker.cli.main import main as command
+
+        command()
+        return
+    sys.exit(guard(words))
+
+
+def guard(words: Sequence[str]) -> int:
+    """Run a command in a child, again where that helps; its exit code."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    failed = Counter[int]()
+    while True:
+        end = _Child(words).run()
+        if not end.while_encoding:
+            return _passed_on(end, words)
+        failed[end.beat.number] += 1
+        tries = failed[end.beat.number]
+        if tries >= MAX_TRIES or failed.total() >= MAX_STARTS:
+            break
+        _say(f"the encoding process {end.describe()}. Starting it again; what is stored stays")
+    stack = f"\nIts last stacks:\n{end.stack[-STACK_CHARS:]}" if end.stack else ""
+    message = (
+        f"the encoding process {end.describe()}: failure {tries} there, {failed.total()} in all. "
+        f"What is stored stays, and the same command resumes once the cause is mended{stack}"
+    )
+    return _fail(message, EXIT_STALLED if end.overdue else EXIT_FAILED, words)
+
+
+def _passed_on(end: End, words: Sequence[str]) -> int:
+    if end.code >= 0:
+        return _answer(end.output, end.code)
+    return _fail(f"the command {end.describe()}. The same command resumes", EXIT_FAILED, words)
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # a full disk below a log ends no run
+        print(text, file=sys.stderr, flush=True)  # noqa: T201  the command line's own line
+
+
+def _fail(message: str, code: int, words: Sequence[str]) -> int:
+    _say(message)
+    report = json.dumps({"error": message, "exit_code": code}) + "\n"
+    return _answer(report if "--json" in words else "", code)
+
+
+def _answer(text: str, code: int) -> int:
+    """Put out what the command answers; the exit code."""
+    if not text:  # even that may fail on a full disk
+        return code
+    try:
+        with printing(sys.stdout):
+            sys.stdout.write(text)
+    except BrokenPipeError:
+        return EXIT_FAILED
+    except ResourceError as error:
+        _say(str(error))
+        return error.exit_code
+    return code
+
+
+class _Child:
+    """One run of the command."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._page = BeatPage.create()
+        self._stack_fd = os.memfd_create("stoker-stack", os.MFD_CLOEXEC)
+        lifeline = Lifeline(page_fd=self._page.fd, stack_fd=self._stack_fd, parent=os.getpid())
+        self._oom_kills = oom_kills()
+        self._output_fd = os.memfd_create("stoker-output", os.MFD_CLOEXEC) if "--json" in words else None
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "stoker.cli.main", *words],
+            stdout=self._output_fd,
+            pass_fds=(self._page.fd, self._stack_fd),
+            env={**os.environ, GUARD_VARIABLE: lifeline.to_text()},
+        )
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._overdue = False
+
+    def run(self) -> End:
+        """Wait for its end, and bring it about when it is overdue."""
+        try:
+            self._watch()
+            code = self._process.poll()
+            return End(
+                code=-signal.SIGKILL if code is None else code,
+                beat=self._page.look(),
+                output=_text(self._output_fd) if self._output_fd is not None else "",
+                stack=_text(self._stack_fd).partition("Extension modules:")[0].strip(),
+                overdue=self._overdue,
+                memory=oom_kills() > self._oom_kills,
+            )
+        finally:
+            self._page.close()
+            os.close(self._stack_fd)
+            os.close(self._pidfd)
+            if self._output_fd is not None:
+                os.close(self._output_fd)
+
+    def _watch(self) -> None:
+        while not self._ended(0):
+            self._pass_on(signal.sigtimedwait(WATCHED, LOOK_S))
+            beat = self._page.look()
+            if beat.limit_s and time.monotonic() - beat.time_ns / 1e9 > beat.limit_s:
+                self._signal(signal.SIGUSR1)  # its handler writes the stacks without the interpreter's help
+                if not self._ended(DUMP_S) and self._page.look().time_ns == beat.time_ns:
+                    self._kill()
+                    return
+
+    def _pass_on(self, info: signal.struct_siginfo | None) -> None:
+        """Hand on what was sent to us alone; Ctrl-C on a terminal goes to everybody in front by itself."""
+        if info is not None and info.si_signo != signal.SIGCHLD and info.si_code != SI_KERNEL:
+            self._signal(signal.Signals(info.si_signo))
+
+    def _kill(self) -> None:
+        self._overdue = True
+        self._signal(signal.SIGKILL)
+        if not self._ended(GRACE_S):
+            _say(f"process {self._process.pid} cannot be ended; left behind")
+
+    def _ended(self, timeout_s: float) -> bool:
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        return bool(poller.poll(timeout_s * 1000))
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            signal.pidfd_send_signal(self._pidfd, number)
+        except ProcessLookupError:
+            return
+
+
+def _text(fd: int) -> str:
+    """All of an anonymous file."""
+    return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
+
+
+if __name__ == "__main__":
+    main()

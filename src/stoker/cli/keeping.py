@@ -1,0 +1,184 @@
+"""The commands that look after caches: verify, compact, gc, import-pt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+
+from stoker.cli.edge import Edge, edge
+from stoker.cli.flags import CachePath, Debug, Json
+from stoker.cli.quantities import duration, share, size
+from stoker.errors import ConfigError, FormatError, IncompleteError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.command()(verify)
+    app.command()(compact)
+    app.command()(gc)
+    app.command(name="import-pt")(import_pt)
+
+
+def verify(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    path: CachePath,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Set aside what is damaged or lost, so that the rest serves.")
+    ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(readable=False, help="With --repair: the settings that made it; encodes again at once."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that win over --config.")
+    ] = None,
+    subset: Annotated[
+        float, typer.Option(parser=share, metavar="5%", help="Part of the records to read; all by default.")
+    ] = cast(float, "100%"),
+    seed: Annotated[int, typer.Option(help="Which records --subset picks.")] = 0,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Read a cache back and compare checksums.
+
+    Exit code 4 when a record is damaged; with --repair, when the cache is not complete afterwards.
+
+    \b
+    Example:
+      stoker verify data/latent_cache/burgers1d_train --subset 5%
+      stoker verify data/latent_cache/burgers1d_train --repair --config configs/train_burgers_32dim.yaml
+    """
+    if repair and subset < 1:
+        raise typer.BadParameter("--repair reads every record: leave --subset out")
+    if not repair and (config or overrides):
+        raise typer.BadParameter("--config and settings go with --repair")
+    with edge(as_json=as_json, debug=debug) as out:
+        from stoker.cli import render_keeping
+
+        if repair:
+            _repair(out, path, config, overrides or [])
+            return
+        from stoker.store import open_cache
+
+        report = open_cache(path, require_complete=False).verify(subset, seed=seed)
+        out.show(report, render_keeping.verify)
+        if not report.ok:
+            raise typer.Exit(FormatError.exit_code)
+
+
+def _repair(out: Edge, path: Path, config: Path | None, overrides: list[str]) -> None:
+    from stoker.cli import render_keeping
+    from stoker.config import load_config
+    from stoker.pipeline.keep import repair_cache
+
+    if config is None and overrides:
+        raise ConfigError(f"settings ({', '.join(overrides)}) go with --config, which is not given")
+    result = repair_cache(path, None if config is None else load_config(config, overrides))
+    out.show(result, render_keeping.repair)
+    if not result.ok:
+        raise typer.Exit(IncompleteError.exit_code)
+
+
+def compact(path: CachePath, as_json: Json = False, debug: Debug = False) -> None:
+    """Merge short shards of a cache into full ones.
+
+    Reads and checks every record that moves. The old shards stay until `stoker gc`, for whoever has them
+    open. Exit code 4 when a shard with a damaged record was left as it is.
+
+    \b
+    Example:
+      stoker compact data/latent_cache/burgers1d_train
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        from stoker.cli import render_keeping
+        from stoker.store.compact import compact as merge
+
+        report = merge(path)
+        out.show(report, render_keeping.compact)
+        if report.left:
+            raise typer.Exit(FormatError.exit_code)
+
+
+def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    cache_dir: Annotated[
+        Path,
+        typer.Argument(metavar="CACHE_DIR", readable=False, help="The folder that holds caches by name."),
+    ],
+    keep: Annotated[
+        int | None,
+        typer.Option(min=0, help="Recipes of each name that stay, the newest; alone: the rest go."),
+    ] = None,
+    max_size: Annotated[
+        int | None,
+        typer.Option(
+            parser=size, metavar="20GB", help="The least recently used recipes go until it is no larger."
+        ),
+    ] = None,
+    older_than: Annotated[
+        float | None,
+        typer.Option(parser=duration, metavar="30d", help="Recipes go that were unused for longer."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go, and why.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also what is in use, was used in the last day, or is the newest.")
+    ] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Remove what no cache needs any more.
+
+    Superseded shards, temporaries of dead writers, weights that no recipe names; and recipes, as --keep,
+    --max-size and --older-than say. What is in use stays.
+
+    \b
+    Example:
+      stoker gc data/latent_cache --older-than 30d --keep 1 --dry-run
+      stoker gc data/latent_cache --max-size 20GB
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        from stoker.cli import render_keeping
+        from stoker.store.gc import GcPolicy, collect
+
+        policy = GcPolicy(keep=keep, max_bytes=max_size, older_than_s=older_than, force=force)
+        out.show(collect(cache_dir, policy, dry_run=dry_run), render_keeping.gc)
+
+
+def import_pt(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    path: Annotated[
+        Path, typer.Argument(metavar="DIR", readable=False, help="The folder with sample_00000.pt and so on.")
+    ],
+    out_dir: Annotated[Path, typer.Option("--out", help="The cache folder to write to.")],
+    name: Annotated[str, typer.Option(help="Name of the cache, as burgers1d_train.")],
+    dtype: Annotated[str | None, typer.Option(help="Storage dtype; default: as in the files.")] = None,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Samples there should be; default: up to the highest number.")
+    ] = None,
+    nan: Annotated[str, typer.Option(help="reject or allow samples with NaN or infinities.")] = "reject",
+    allow_missing: Annotated[
+        bool, typer.Option("--allow-missing", help="Exit code 0 although samples are missing or broken.")
+    ] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Import an earlier cache of .pt files.
+
+    Each file is read in a limited process of its own. Stopped at any moment, the same command goes on. Exit
+    code 4 when a sample is missing or broken.
+
+    \b
+    Example:
+      stoker import-pt old_cache/burgers1d_train --out data/latent_cache --name burgers1d_train
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        from stoker.cli import render_keeping
+        from stoker.pipeline.import_pt import ImportSettings
+        from stoker.pipeline.import_pt import import_pt as run_import
+
+        if nan not in ("reject", "allow"):
+            raise ConfigError(f"--nan is {nan!r}, expected reject or allow")
+        settings = ImportSettings(dtype=dtype, count=count, nan="allow" if nan == "allow" else "reject")
+        result = run_import(path, out_dir, name=name, settings=settings)
+        out.show(result, render_keeping.import_pt)
+        if result.failures and not allow_missing:
+            raise typer.Exit(IncompleteError.exit_code)

@@ -1,0 +1,55 @@
+"""Sizes, times and shares as people type them."""
+
+from __future__ import annotations
+
+import re
+
+import typer
+
+SIZES = {
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+TIMES = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+
+
+def size(text: str) -> int:
+    """Bytes.
+
+    >>> size("20GB"), size("1.5 GiB"), size("4096")
+    (20000000000, 1610612736, 4096)
+    """
+    number, unit = _split(text)
+    if unit not in SIZES:
+        raise typer.BadParameter(f"{text!r} is no size. Write 20GB, 512MiB or a number of bytes")
+    return int(number * SIZES[unit])
+
+
+def duration(text: str) -> float:
+    """Seconds.
+
+    >>> duration("30d"), duration("12 h")
+    (2592000.0, 43200.0)
+    """
+    number, unit = _split(text)
+    if unit not in TIMES:
+        raise typer.BadParameter(f"{text!r} is no time. Write 30d, 12h or 90min")
+    return number * TIMES[unit]
+
+
+def share(text: str) -> float:
+    """A fraction above 0 and at most 1.
+
+    >>> share("5%"), share("0.05"), share("1")
+    (0.05, 0.05, 1.0)
+    """
+    number, unit = _split(text)
+    fraction = number / 100 if unit == "%" else number
+    if unit not in ("", "%") or not 0 < fraction <= 1:
+        raise typer.BadParameter(f"{text!r} is no share. Write 5% or 0.05, more than 0 and at most all")
+    return fraction
+
+
+def _split(text: str) -> tuple[float, str]:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*", text)
+    return (float(match[1]), match[2].lower()) if match else (0.0, "?")

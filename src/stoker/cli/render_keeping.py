@@ -1,0 +1,152 @@
+"""Results of the commands that look after caches, as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+
+from stoker.cli.render import SHOWN, bold, some, table
+from stoker.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from stoker.pipeline.import_pt import ImportResult
+    from stoker.pipeline.keep import RepairResult
+    from stoker.store import BadRecord, VerifyReport
+    from stoker.store.compact import CompactReport
+    from stoker.store.gc import GcItem, GcReport
+
+
+def verify(result: VerifyReport, console: Console) -> None:
+    """The count that is right, then what is not by shard, then what was not looked at."""
+    console.print(_matching(result.records, result.bad))
+    some(console, _by_shard(result.bad), f"{format_count(len(_samples(result.bad)))} damaged")
+    if result.bad:
+        console.print(
+            "stoker verify PATH --repair sets them aside, and says how they are encoded again", soft_wrap=True
+        )
+    if result.unchecked:
+        console.print(f"not looked at: {'; '.join(result.unchecked)}", soft_wrap=True)
+
+
+def repair(result: RepairResult, console: Console) -> None:
+    """What was set aside, and what to do about the rest."""
+    report = result.report
+    rows = [
+        ("read", f"{format_count(report.records)} records"),
+        ("damaged or lost", format_count(len(_samples(report.bad)))),
+        ("shards set aside", _count(report.set_aside)),
+        ("shards gone", _count(report.lost)),
+        ("temporaries swept", format_count(report.swept)),
+        ("index", escape(_index(result))),
+    ]
+    table(console, rows)
+    some(console, _by_shard(report.bad), "damaged")
+    some(console, [f"  {shard}: {why}" for shard, why in report.unread], "not readable now")
+    if result.encoded is not None:
+        console.print(f"encoded again: {format_count(result.encoded)}")
+    if result.ok:
+        console.print("complete: every sample is stored or quarantined")
+        return
+    from stoker.pipeline.keep import number_ranges
+
+    count = len(result.missing)
+    have = "1 sample has" if count == 1 else f"{format_count(count)} samples have"
+    samples = f"{have} to be encoded: {number_ranges(result.missing)}"
+    console.print(escape(samples), soft_wrap=True)
+    console.print(escape(f"  {result.command}"), soft_wrap=True)
+    console.print("  with the settings that made it; or stoker precompute CONFIG", soft_wrap=True)
+
+
+def compact(result: CompactReport, console: Console) -> None:
+    """Shards before and after, and what is left behind."""
+    if result.merged:
+        console.print(
+            f"{format_count(result.merged)} short shards became {format_count(result.written)}: "
+            f"{format_count(result.records)} records moved, {format_count(result.shards_before)} shards "
+            f"before, {format_count(result.shards_after)} now",
+            soft_wrap=True,
+        )
+    else:
+        console.print(f"nothing to merge: {format_count(result.shards_after)} shards")
+    if result.superseded_bytes:
+        size = format_bytes(result.superseded_bytes)
+        console.print(f"{size} of superseded shards stay for open readers; stoker gc removes them")
+    some(console, [f"  {shard}: {why}" for shard, why in result.left], "left as they are, being damaged")
+    if result.left:
+        console.print("stoker verify PATH --repair sets the records aside")
+
+
+def gc(result: GcReport, console: Console) -> None:
+    """Each thing with its size and reason, then what stays although the policy names it."""
+    verb = "would go" if result.dry_run else "went"
+    _items(console, result.removed, verb)
+    _items(console, result.kept, "stay")
+    freed, before = format_bytes(result.bytes_removed), format_bytes(result.bytes_before)
+    count = format_count(len(result.removed))
+    console.print(f"{freed} of {before} {'would be' if result.dry_run else 'are'} free: {count} {verb}")
+
+
+def import_pt(result: ImportResult, console: Console) -> None:
+    """What was stored, and every sample that was not."""
+    cache = result.cache
+    counts = f"{format_count(result.imported)} imported, {format_count(result.reused)} there before, "
+    counts += f"{format_count(len(result.failures))} missing or broken"
+    table(
+        console,
+        [
+            (escape(cache.name), counts, format_seconds(result.seconds)),
+            ("", escape(str(cache.path))),
+        ],
+    )
+    some(console, [f"  sample {f['number']:,}: {f['error']}" for f in result.failures], "not imported")
+    lines = [f"  {name}: in {format_count(count)} files" for name, count in result.left_out.items()]
+    some(console, lines, "left out, since no field can hold text, lists or nothing")
+    if result.ignored:
+        console.print(f"{format_count(result.ignored)} other files ignored")
+
+
+def _matching(records: int, bad: Sequence[BadRecord]) -> str:
+    sound = format_count(records - len(_samples(bad)))
+    return f"{sound} of {format_count(records)} records match their checksums"
+
+
+def _samples(bad: Sequence[BadRecord]) -> list[int]:
+    return sorted({record.index for record in bad if record.index >= 0})
+
+
+def _by_shard(bad: Sequence[BadRecord]) -> list[str]:
+    """One line for each file: what is wrong, and with which samples."""
+    by_file: dict[str, list[BadRecord]] = {}
+    for record in bad:
+        by_file.setdefault(record.shard, []).append(record)
+    return [f"  {file}{_damaged(_samples(found))}: {found[0].why}" for file, found in by_file.items()]
+
+
+def _damaged(numbers: Sequence[int]) -> str:
+    """How many samples of a shard are damaged, and which, as far as they fit."""
+    if not numbers:
+        return ""
+    which = ", ".join(f"{number:,}" for number in numbers[:SHOWN])
+    more = f" and {format_count(len(numbers) - SHOWN)} more" if len(numbers) > SHOWN else ""
+    return f": {format_count(len(numbers))} damaged, sample{'s' * (len(numbers) > 1)} {which}{more}"
+
+
+def _count(names: list[str]) -> str:
+    return f"{format_count(len(names))}{': ' + escape(', '.join(names[:3])) if names else ''}"
+
+
+def _index(result: RepairResult) -> str:
+    why = result.report.index
+    return f"generation {result.report.generation}" + (f", made again: {why}" if why else "")
+
+
+def _items(console: Console, items: list[GcItem], title: str) -> None:
+    if items:
+        rows = [bold(title, "size", "why", "")]
+        rows += [
+            (item.kind, format_bytes(item.bytes), escape(item.reason), escape(item.path)) for item in items
+        ]
+        table(console, rows, right=(1,))

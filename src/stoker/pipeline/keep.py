@@ -1,0 +1,115 @@
+"""Repair a cache, and encode again what was damaged where the settings that made it are at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from stoker.config import Config
+from stoker.errors import ConfigError
+from stoker.pipeline.build import Job, build_jobs, tasks_of
+from stoker.pipeline.locate import job_recipe
+from stoker.pipeline.precompute import settings_of
+from stoker.precompute import run_precompute
+from stoker.schema import Json
+from stoker.sources.files import canonical_split
+from stoker.store import open_folder
+from stoker.store.repair import RepairReport, folder_to_repair, repair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepairResult:
+    """What a repair found and did."""
+
+    report: RepairReport
+    encoded: int | None
+    """Records encoded again; None where no settings were given."""
+    missing: tuple[int, ...]
+    """Samples that are neither stored nor quarantined, in the end."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the cache is complete now."""
+        return not self.missing
+
+    @property
+    def command(self) -> str:
+        """What encodes the missing samples; empty where none are missing."""
+        if self.ok:
+            return ""
+        return f"stoker verify {self.report.path} --repair --config CONFIG"
+
+    def to_json(self) -> dict[str, Json]:
+        """The keys that scripts rely on."""
+        return {
+            **self.report.to_json(),
+            "ok": self.ok,
+            "encoded": self.encoded,
+            "missing": [*self.missing],
+            "encode_again": number_ranges(self.missing),
+            "command": self.command,
+        }
+
+
+def number_ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers as people write them.
+
+    >>> number_ranges([3, 4, 5, 9])
+    '3-5, 9'
+    """
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in ranges)
+
+
+def repair_cache(path: Path, config: Config | None = None) -> RepairResult:
+    """Set aside what is damaged in a cache, and with `config` encode it again.
+
+    Args:
+        path: A fingerprint's folder, or the folder of a name with one fingerprint.
+        config: The settings that the cache was made with.
+    Raises:
+        FormatError: There is no cache, or its recipe is damaged and no settings were given.
+        ConfigError: The settings make another cache.
+        StokerError: As `repair` and `run_precompute`.
+    """
+    folder = folder_to_repair(path)
+    job = None if config is None else _job_of(config, folder)
+    if config is not None and job is not None:
+        # Writes the recipe where it is damaged.
+        open_folder(folder.parent.parent, folder.parent.name, job_recipe(config, job))
+    report = repair(folder)
+    if config is None or job is None or report.ok:
+        return RepairResult(report=report, encoded=None, missing=tuple(report.missing))
+    settings = replace(settings_of(config, job), overwrite=False)
+    made = run_precompute(job.source, job.encoder, folder.parent.parent, name=job.name, settings=settings)
+    return RepairResult(report=report, encoded=made.encoded, missing=())
+
+
+def _job_of(config: Config, folder: Path) -> Job:
+    """The job of `config` that makes the cache in `folder`.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    name = folder.resolve().parent.name
+    splits = dict.fromkeys([*map(canonical_split, config.data.wanted_splits), "train", "val", "test"])
+    named = {f"{task}_{split}": (task, split) for task in tasks_of(config) for split in splits}
+    if name not in named:
+        raise ConfigError(
+            f"the settings make {', '.join(named)}, {folder} is of {name}. Give those that made it"
+        )
+    task, split = named[name]
+    job = build_jobs(config, task, [split])[0]
+    made = job_recipe(config, job).fingerprint
+    if made != folder.resolve().name:
+        raise ConfigError(
+            f"the settings make the cache {made} of {name}, {folder} is another one. "
+            f"`stoker why {folder} CONFIG` says what differs"
+        )
+    return job

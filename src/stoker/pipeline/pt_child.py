@@ -1,0 +1,232 @@
+"""The process that reads `.pt` files of the earlier caches: limited, and killed when it takes too long.
+
+`python -m stoker.pipeline.pt_child DESCRIPTOR MEMORY_BYTES CPU_S`. A request is a path; the answer is what
+the file holds, as safetensors, or why it is refused. Whatever a file makes torch do, it takes no more memory,
+processor time or disk than these limits allow, and nothing of it but plain tensors reaches the caller.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import os
+import resource
+import socket
+import stat
+import sys
+import time
+import zipfile
+from typing import Any, cast
+
+from stoker.units import MIB
+
+LENGTH_BYTES = 8
+MAX_ENTRIES = 10_000
+MAX_PICKLE_BYTES = 16 * MIB
+MAX_FIELDS = 1_000
+ROOM_BYTES = 512 * MIB
+"""Addresses beyond the largest file's that loading it may take."""
+PREFIXES = {"params": "param_", "bc": "bc_"}
+"""What the names of the earlier conditions begin with, by the entry that holds them."""
+
+
+class Refusal(Exception):  # noqa: N818 -- it is an answer, and never leaves this process
+    """The file is not what an earlier cache holds."""
+
+
+def send(sock: socket.socket, head: dict[str, Any], payload: bytes = b"") -> None:
+    """One message: length, JSON, payload."""
+    text = json.dumps({**head, "bytes": len(payload)}).encode()
+    sock.sendall(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+    sock.sendall(payload)
+
+
+def receive(
+    sock: socket.socket, limit_bytes: int, until: float | None = None
+) -> tuple[dict[str, Any], bytearray]:
+    """The counterpart of `send`.
+
+    Args:
+        sock: The connection.
+        limit_bytes: Bytes of payload to accept.
+        until: When to give up, on the clock of `time.monotonic`.
+    Raises:
+        EOFError: The other side is gone.
+        TimeoutError: `until` passed.
+        ValueError: The message is larger than `limit_bytes`, or is none.
+    """
+    size = int.from_bytes(_exactly(sock, LENGTH_BYTES, until), "little")
+    if size > MIB:
+        raise ValueError(f"a message head of {size} bytes")
+    head: dict[str, Any] = json.loads(bytes(_exactly(sock, size, until)))
+    count = head["bytes"]
+    if type(count) is not int or not 0 <= count <= limit_bytes:
+        raise ValueError(f"a message of {count} bytes, expected {limit_bytes} at most")
+    return head, _exactly(sock, count, until)
+
+
+def _exactly(sock: socket.socket, count: int, until: float | None) -> bytearray:
+    data = bytearray(count)
+    view, at = memoryview(data), 0
+    while at < count:
+        sock.settimeout(None if until is None else max(0.001, until - time.monotonic()))
+        got = sock.recv_into(view[at:])
+        if not got:
+            raise EOFError("the connection ended")
+        at += got
+    return data
+
+
+def main() -> None:
+    """Answer requests until the caller goes away."""
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    memory_bytes, cpu_s = int(sys.argv[2]), int(sys.argv[3])
+    import torch
+
+    torch.set_num_threads(1)
+    _limit(memory_bytes)
+    while True:
+        try:
+            request, _ = receive(sock, 0)
+        except EOFError:
+            return
+        _limit_cpu(cpu_s)
+        try:
+            head, payload = load(request["path"], request["limit_bytes"])
+        except Refusal as refusal:
+            head, payload = {"error": str(refusal)}, b""
+        except OSError as error:
+            head, payload = {"error": f"{type(error).__name__}: {error.strerror}", "transient": True}, b""
+        except Exception as error:  # noqa: BLE001 (the process edge: torch raises what it likes at a bad file)
+            first_line = str(error).partition("\n")[0][:500]
+            head, payload = {"error": f"{type(error).__name__}: {first_line}"}, b""
+        send(sock, head, payload)
+
+
+def _limit(memory_bytes: int) -> None:
+    with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 (no need of pathlib in a child)
+        mapped = int(file.read().split()[0]) * resource.getpagesize()
+    for kind, most in (
+        (resource.RLIMIT_AS, mapped + memory_bytes + ROOM_BYTES),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, 32),
+    ):
+        _, hard = resource.getrlimit(kind)
+        limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (limit, limit))
+
+
+def _limit_cpu(cpu_s: int) -> None:
+    """So many seconds more than were used so far; then SIGXCPU."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + cpu_s, hard))
+
+
+def load(path: str, limit_bytes: int) -> tuple[dict[str, Any], bytes]:
+    """What a file holds: its sha256, what was left out of it, and its tensors as safetensors.
+
+    Raises:
+        Refusal: It is no file of an earlier cache.
+    """
+    import torch
+    from safetensors.torch import save
+
+    data = _read(path, limit_bytes)
+    _check_zip(data)
+    file = io.BytesIO(data)
+    value = torch.load(file, weights_only=True, map_location="cpu")
+    tensors, left_out = flatten(value)
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    if total > len(data):
+        raise Refusal(f"its tensors have {total} bytes, the file {len(data)}: they are views of less")
+    payload = save({name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()})
+    return {"digest": hashlib.sha256(data).hexdigest(), "left_out": left_out}, payload
+
+
+def _read(path: str, limit_bytes: int) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise Refusal("it is a pipe, folder or device, not a file")
+        if status.st_size > limit_bytes:
+            raise Refusal(f"it has {status.st_size} bytes, {limit_bytes} are allowed")
+        return file.read(limit_bytes)
+
+
+def _check_zip(data: bytes) -> None:
+    """Look at the entries before anything is unpacked: all stored, none larger than the file."""
+    if not data.startswith(b"PK\x03\x04"):
+        raise Refusal("it is not a zip archive as torch.save writes: another file, or a bare pickle")
+    try:
+        entries = zipfile.ZipFile(io.BytesIO(data)).infolist()
+    except (zipfile.BadZipFile, ValueError, OSError) as error:
+        raise Refusal(f"its zip archive is broken: {error}") from error
+    if len(entries) > MAX_ENTRIES:
+        raise Refusal(f"its archive has {len(entries)} entries, {MAX_ENTRIES} are allowed")
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+            raise Refusal(f"entry {entry.filename!r} is compressed, which torch.save never does")
+        if entry.filename.endswith("data.pkl") and entry.file_size > MAX_PICKLE_BYTES:
+            raise Refusal(f"entry {entry.filename!r} has {entry.file_size} bytes")
+    if (total := sum(entry.file_size for entry in entries)) > len(data):
+        raise Refusal(f"its entries claim {total} bytes, the file has {len(data)}")
+
+
+def flatten(value: object) -> tuple[dict[str, Any], list[str]]:
+    """Tensors by field name, and the names of entries that no field can hold (text, lists, nothing).
+
+    Raises:
+        Refusal: There is no latent `(T, L, D)`, or an entry is no plain tensor.
+    """
+    if not isinstance(value, dict):
+        raise Refusal(f"it holds a {type(value).__name__}, expected a dict with 'latent'")
+    found: dict[str, Any] = {}
+    left_out: list[str] = []
+    for key, entry in _entries(cast("dict[object, object]", value)):
+        tensor = _tensor(key, entry)
+        if tensor is None:
+            left_out.append(key[:200])
+        elif found.setdefault(key, tensor) is not tensor or len(found) > MAX_FIELDS:
+            raise Refusal(f"entry {key!r} comes twice, or there are more than {MAX_FIELDS}")
+    latent = found.get("latent")
+    if latent is None or latent.dim() != 3:
+        shape = None if latent is None else tuple(latent.shape)
+        raise Refusal(f"its 'latent' is {shape}, expected a tensor (T, L, D)")
+    return found, left_out
+
+
+def _entries(value: dict[object, object]) -> list[tuple[str, object]]:
+    entries: list[tuple[str, object]] = []
+    for key, entry in value.items():
+        if isinstance(entry, dict):
+            prefix = PREFIXES.get(str(key), f"{key}_")
+            inner = cast("dict[object, object]", entry)
+            entries += [(f"{prefix}{name}", part) for name, part in inner.items()]
+        else:
+            entries.append((str(key), entry))
+    return entries
+
+
+def _tensor(key: str, value: object) -> Any:
+    """A plain tensor, from a number too; None for what no field can hold."""
+    import torch
+
+    if isinstance(value, bool | int | float):
+        dtype = {bool: torch.bool, int: torch.int64, float: torch.float64}[type(value)]
+        return torch.tensor(value, dtype=dtype)
+    if not isinstance(value, torch.Tensor):
+        return None
+    if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
+        raise Refusal(f"{key!r} is a {value.layout} tensor on {value.device}, expected a plain one")
+    if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        raise Refusal(f"{key!r} claims {value.numel()} elements, its storage holds fewer")
+    return value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""A stuck or crashed encoder under the command line: ended, started again, resumed, or given up by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+STOKER = [sys.executable, "-m", "stoker"]
+DEADLINE_S = 120
+
+BREAK_ENCODER = """\
+import os, sys
+
+def broken(self, batch, /):
+    calls = len(open("calls").read()) if os.path.exists("calls") else 0
+    open("calls", "a").write("x")
+    exec(FAULTS.get(calls, FAULTS.get("any", "")))
+    return whole(self, batch)
+
+if sys.argv[0] == "-m":  # the child that runs the command; neither readers nor the guardian load an encoder
+    from stoker.encoders.grid import GridEncoder
+    from stoker.encoders.protocol import Group
+    whole = GridEncoder.encode
+    GridEncoder.encode = broken
+    GridEncoder.group = lambda self, schema: Group(samples=2, steps=None)
+"""
+
+FAULTS = {
+    "hang": "import time; time.sleep(600)",
+    "holds-the-lock": "import re; re.match('(a*)*b', 'a' * 60)",
+    "segfault": "import ctypes; ctypes.string_at(0)",
+    "sigkill": "import signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "sigstop": "import signal; os.kill(os.getpid(), signal.SIGSTOP)",
+    "lost-device": "raise RuntimeError('CUDA error: an illegal memory access was encountered')",
+}
+
+
+def broken_encoder(project: Path, faults: dict[int | str, str]) -> dict[str, str]:
+    """An environment in which the encoder does what `faults` says at each call, counted over restarts.
+
+    Groups are of two samples, so that there are six.
+    """
+    folder = project / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(f"FAULTS = {faults!r}\n{BREAK_ENCODER}")
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def precompute(
+    project: Path, env: dict[str, str] | None = None, *args: str
+) -> subprocess.CompletedProcess[str]:
+    words = ["precompute", "c.yaml", "--splits", "train", "precompute.deadlines.encode=1", *args]
+    return subprocess.run(
+        [*STOKER, *words],
+        cwd=project,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
+def records(project: Path) -> dict[int, bytes]:
+    from stoker import open_cache
+
+    cache = open_cache(project / "data/latent_cache/burgers1d_train")
+    return {int(number): cache[int(number)]["latent"].numpy().tobytes() for number in cache.numbers}
+
+
+def test_faults_of_the_encoder_are_survived(project: Path) -> None:
+    calls = (1, 4, 8, 13, 19, 20)  # each at another group, since an unsealed one is encoded again
+    env = broken_encoder(project, dict(zip(calls, FAULTS.values(), strict=True)))
+
+    done = precompute(project, env, "--json")
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Starting it again") == len(FAULTS)
+    assert len(done.stdout.splitlines()) == 1
+    assert json.loads(done.stdout)["caches"][0]["records"] == 12
+    survived = records(project)
+    whole = project / "whole"
+    whole.mkdir()
+    (whole / "raw").symlink_to(project / "raw")
+    (whole / "c.yaml").write_text((project / "c.yaml").read_text())
+    assert precompute(whole, broken_encoder(whole, {})).returncode == 0
+    assert survived == records(whole)
+
+
+@pytest.mark.parametrize(
+    ("fault", "exit_code", "words"),
+    [
+        pytest.param("hang", 5, "sitecustomize.py", id="hang"),
+        pytest.param("segfault", 1, "SIGSEGV", id="segfault"),
+    ],
+)
+def test_an_encoder_that_never_works_is_given_up_with_stage_sample_and_stack(
+    project: Path, fault: str, exit_code: int, words: str
+) -> None:
+    env = broken_encoder(project, {"any": FAULTS[fault]})
+
+    done = precompute(project, env, "--json")
+
+    assert done.returncode == exit_code, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["exit_code"] == exit_code
+    assert 'stage "encode"' in answer["error"]
+    assert "sample 0" in answer["error"]
+    assert "failure 3 there" in answer["error"]
+    assert words in answer["error"]
+    assert "sitecustomize.py" in answer["error"]  # the stack
+
+
+def test_an_error_of_the_command_itself_is_passed_on_at_once(project: Path) -> None:
+    done = precompute(project, None, "latent.dimm=1")
+
+    assert done.returncode == 3
+    assert done.stderr.count("latent.dimm") == 1
+
+
+def test_the_child_ends_when_the_guardian_is_killed(project: Path) -> None:
+    env = broken_encoder(project, {"any": "import time; time.sleep(0.3)"})
+    words = ["precompute", "c.yaml", "--splits", "train"]
+    running = subprocess.Popen([*STOKER, *words], cwd=project, env=env, stderr=subprocess.DEVNULL)
+    try:
+        limit = time.monotonic() + DEADLINE_S
+        while not (project / "calls").exists():
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        assert children
+    finally:
+        running.send_signal(signal.SIGKILL)
+        running.wait(DEADLINE_S)
+
+    limit = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in children):
+        assert time.monotonic() < limit, "the encoding process outlived its guardian"
+        time.sleep(0.05)
+
+
+def test_one_sigint_to_the_guardian_alone_seals_and_resumes(project: Path) -> None:
+    env = broken_encoder(project, {"any": "import time; time.sleep(0.3)"})
+    words = ["precompute", "c.yaml", "--splits", "train"]
+    running = subprocess.Popen([*STOKER, *words], cwd=project, env=env, stderr=subprocess.PIPE, text=True)
+    try:
+        limit = time.monotonic() + DEADLINE_S
+        while not (project / "calls").exists() or len((project / "calls").read_text()) < 2:
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        running.send_signal(signal.SIGINT)
+        _, said = running.communicate(timeout=DEADLINE_S)
+    finally:
+        running.kill()
+
+    assert running.returncode == 130, said
+    assert "resumes" in said

@@ -1,0 +1,162 @@
+"""The commands that look after caches: keys, exit codes, what they print."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from stoker.cli.main import app
+from stoker.store import open_cache
+from tests.store.kill_points import make_old
+
+CACHE = "data/latent_cache/burgers1d_train"
+
+
+def run(*args: str, exit_code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(args), catch_exceptions=False)
+    assert result.exit_code == exit_code, result.output
+    return result.stdout
+
+
+def run_json(*args: str, exit_code: int = 0) -> dict[str, Any]:
+    (line,) = run(*args, "--json", exit_code=exit_code).splitlines()
+    return json.loads(line)
+
+
+@pytest.fixture
+def cache(project: Path) -> Path:
+    run("precompute", "c.yaml", "--splits", "train")
+    return open_cache(CACHE).path
+
+
+def damage(path: Path, number: int = 7) -> None:
+    """Flip a bit of a record, wherever it serves from."""
+    record = open_cache(path)[number]["latent"].numpy().tobytes()
+    for shard in path.glob("shard-*"):
+        data = bytearray(shard.read_bytes())
+        at = data.find(record)
+        if at >= 0:
+            data[at + 8] ^= 1
+            shard.write_bytes(data)
+            return
+    raise AssertionError(f"no shard holds record {number}")
+
+
+def test_repair_names_the_samples_and_the_command(cache: Path) -> None:
+    damage(cache)
+
+    found = run_json("verify", CACHE, "--repair", exit_code=4)
+
+    (number,) = found["missing"]
+    assert (found["ok"], found["encode_again"], found["encoded"]) == (False, str(number), None)
+    assert found["command"] == f"stoker verify {cache} --repair --config CONFIG"
+    text = run("verify", CACHE, "--repair", exit_code=4)
+    assert f"1 sample has to be encoded: {number}" in text
+    assert found["command"] in text
+
+
+def test_repair_with_the_settings_encodes_again(cache: Path) -> None:
+    before = {n: open_cache(cache)[n] for n in range(12)}
+    damage(cache)
+
+    found = run_json("verify", CACHE, "--repair", "--config", "c.yaml")
+
+    assert (found["ok"], found["encoded"], found["missing"]) == (True, 1, [])
+    after = open_cache(cache)
+    assert all(torch.equal(before[n][name], after[n][name]) for n in before for name in before[n])
+    assert run_json("verify", CACHE)["ok"]
+
+
+def test_a_damaged_recipe_is_written_anew_by_the_settings(cache: Path) -> None:
+    (cache / "recipe.json").write_bytes(b"{}")
+    run("verify", str(cache), "--repair", exit_code=4)
+
+    assert run_json("verify", str(cache), "--repair", "--config", "c.yaml")["ok"]
+    assert len(open_cache(cache)) == 12
+
+
+def test_settings_of_another_cache_are_refused(cache: Path) -> None:
+    damage(cache)
+
+    error = run_json("verify", CACHE, "--repair", "--config", "c.yaml", "latent.dim=4", exit_code=3)["error"]
+
+    assert f"stoker why {cache} CONFIG" in error
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["verify", CACHE, "--repair", "--subset", "5%"],
+        ["verify", CACHE, "--config", "c.yaml"],
+        ["verify", CACHE, "--subset", "120%"],
+        ["verify", CACHE, "--subset", "0"],
+        ["gc", "data", "--max-size", "20 cows"],
+        ["gc", "data", "--older-than", "soon"],
+        ["import-pt", "old", "--out", "data"],
+    ],
+)
+def test_wrong_usage_is_2(project: Path, args: list[str]) -> None:
+    run(*args, exit_code=2)
+
+
+def test_compact_and_gc(cache: Path) -> None:
+    damage(cache)
+    run("verify", CACHE, "--repair", "--config", "c.yaml")  # makes a second shard
+
+    merged = run_json("compact", CACHE)
+    assert (merged["shards_before"], merged["shards_after"], merged["records"]) == (2, 1, 12)
+    assert "nothing to merge: 1 shards" in run("compact", CACHE)
+    planned = run_json("gc", "data/latent_cache", "--dry-run")
+    text = run("gc", "data/latent_cache", "--dry-run")
+    done = run_json("gc", "data/latent_cache")
+
+    assert [item["kind"] for item in planned["removed"]] == ["shard", "shard"]
+    assert planned["removed"] == done["removed"]
+    assert all(Path(item["path"]).name in text for item in planned["removed"])
+    assert len([*cache.glob("shard-*")]) == 1
+    assert run_json("verify", CACHE)["records"] == 12
+
+
+def test_compact_leaves_a_damaged_shard_and_says_so(cache: Path) -> None:
+    damage(cache)
+    run("verify", CACHE, "--repair", "--config", "c.yaml")
+    damage(cache)  # serves from the new shard now
+
+    report = run_json("compact", CACHE, exit_code=4)
+
+    assert len(report["left"]) == 1
+
+
+def test_gc_by_age_size_and_number(cache: Path) -> None:
+    run("precompute", "c.yaml", "latent.dim=4")
+    make_old(cache)
+
+    assert run_json("gc", "data/latent_cache", "--older-than", "60d")["removed"] == []
+    report = run_json("gc", "data/latent_cache", "--older-than", "30d", "--max-size", "20GB", "--keep", "1")
+
+    assert [item["path"] for item in report["removed"] if item["kind"] == "fingerprint"] == [
+        str(cache.relative_to(Path.cwd()) if cache.is_absolute() else cache)
+    ]
+    assert "weights" in {item["kind"] for item in report["removed"]}
+    assert not cache.exists()
+    assert len(open_cache(CACHE)) == 12
+
+
+def test_import_lists_what_is_missing_with_exit_code_4(project: Path) -> None:
+    Path("old").mkdir()
+    for number in (0, 2):
+        torch.save({"latent": torch.randn(9, 4, 8), "params": None}, f"old/sample_{number:05d}.pt")
+    args = ["import-pt", "old", "--out", "data/latent_cache", "--name", "old", "--dtype", "float16"]
+
+    report = run_json(*args, exit_code=4)
+    text = run(*args, "--allow-missing")
+
+    assert (report["records"], report["missing"], report["broken"]) == (2, [1], [])
+    assert "2 there before, 1 missing or broken" in text
+    assert "sample 1: sample_00001.pt is missing" in text
+    assert run_json("inspect", "data/latent_cache/old")["complete"]

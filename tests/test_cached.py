@@ -1,0 +1,125 @@
+"""One line for any Dataset: what it passes on, and what it refuses before anything is encoded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import stoker
+from stoker.errors import ConfigError, IncompleteError
+
+
+class Rows(Dataset[Tensor]):
+    """Item i is full of i; items listed in `broken` hold a NaN. Counts how often it was read."""
+
+    def __init__(self, count: int = 20, broken: tuple[int, ...] = ()) -> None:
+        self.count, self.broken, self.reads = count, broken, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.reads += 1
+        return torch.full((3,), float("nan") if index in self.broken else float(index))
+
+
+def cached(folder: Path, dataset: Any = None, encoder: Any = None, **changes: Any) -> stoker.Loader:
+    settings: dict[str, Any] = {"cache_dir": folder, "device": "cpu", "order": "sequential", **changes}
+    return stoker.cached(Rows() if dataset is None else dataset, encoder, **settings)
+
+
+def test_storage_dtype_and_readers_reach_precompute_and_dtype_the_loader(tmp_path: Path) -> None:
+    loader = cached(tmp_path, precompute={"dtype": "float16", "readers": 0}, dtype="float32")
+
+    assert loader.dataset.schema["data"].dtype == "float16"
+    assert next(iter(loader))["data"].dtype == torch.float32
+
+
+def test_a_broken_sample_is_an_error_until_a_part_may_be_quarantined(tmp_path: Path) -> None:
+    with pytest.raises(IncompleteError, match="39 of 40 samples stored, 1 quarantined"):
+        cached(tmp_path, Rows(40, broken=(17,)), precompute={"readers": 0})
+
+    allowed = cached(tmp_path, Rows(40, broken=(17,)), precompute={"readers": 0, "max_quarantined": 0.1})
+
+    assert torch.cat([batch["index"] for batch in allowed]).tolist() == [i for i in range(40) if i != 17]
+
+
+def test_nan_is_stored_where_it_is_allowed(tmp_path: Path) -> None:
+    loader = cached(tmp_path, Rows(40, broken=(17,)), precompute={"readers": 0, "nan": "allow"})
+
+    values = torch.cat([batch["data"] for batch in loader])
+
+    assert len(values) == 40
+    assert bool(values[17].isnan().all())
+
+
+def test_the_name_is_the_class_unless_given(tmp_path: Path) -> None:
+    assert cached(tmp_path).dataset.name == "rows"
+    assert cached(tmp_path, name="mine").dataset.name == "mine"
+    assert {entry.name for entry in tmp_path.iterdir() if entry.is_dir()} >= {"rows", "mine"}
+
+
+def test_the_encoder_may_run_elsewhere_than_batches_go(tmp_path: Path) -> None:
+    """Here both are the CPU; that the setting is heard shows in the error for a device that is none."""
+    with pytest.raises(ConfigError, match="device 'gpu'"):
+        cached(tmp_path, precompute={"device": "gpu"})
+    assert len(cached(tmp_path, device=torch.device("cpu"), precompute={"device": "cpu"})) == 1
+
+
+@pytest.mark.parametrize(
+    "encoder",
+    [lambda x: x, nn.Identity, stoker.GridEncoder, "dinov2", 5],
+    ids=["function", "module-class", "encoder-class", "text", "number"],
+)
+def test_what_is_no_encoder_is_told_what_one_is(tmp_path: Path, encoder: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Expected an nn\.Module, an Encoder .*ModuleEncoder\(function\)"):
+        cached(tmp_path, encoder=encoder)
+
+
+def test_a_bare_module_is_an_encoder(tmp_path: Path) -> None:
+    loader = cached(tmp_path, encoder=nn.Linear(3, 2), precompute={"readers": 0})
+
+    assert next(iter(loader))["latent"].shape == (20, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"batch_size": "4"}, r"batch_size is '4'\. Expected a whole number"),
+        ({"batch_size": 2.5}, r"batch_size is 2\.5\. Expected a whole number"),
+        ({"batch_size": None}, r"batch_size is None\. Expected a whole number"),
+        ({"batch_size": 0}, r"batch_size is 0\. Expected at least 1"),
+        ({"device": "gpu"}, r"device 'gpu' is not known\. Expected cpu"),
+        ({"windows": 3}, r"windows is 3\. Expected stoker\.Windows"),
+        ({"transforms": torch.neg}, r"Expected a list of functions"),
+        ({"shuffle": True}, r"order='sequential' say the same thing twice"),
+        ({"collate_fn": list}, r"collate_fn= is DataLoader's"),
+        ({"readers": 4}, r"readers= is a setting of precompute.*precompute=\{'readers': \.\.\.\}"),
+        ({"precompute": {"reader": 4}}, r"'reader'.*Did you mean readers\?"),
+        ({"precompute": {"speed": 4}}, r"'speed'.*Expected one of .*nan.*readers"),
+        ({"precompute": {"name": "mine"}}, r"'name'.*not a setting"),
+        ({"precompute": 4}, r"precompute is 4\. Expected its settings by name"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else str(value),
+)
+def test_wrong_arguments_are_named_before_anything_is_read(
+    tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    dataset = Rows()
+
+    with pytest.raises(ConfigError, match=says):
+        cached(tmp_path, dataset, **changes)
+
+    assert dataset.reads == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_argument_of_nobody_is_a_type_error(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'batchsize'"):
+        cached(tmp_path, batchsize=4)
+    assert not list(tmp_path.iterdir())
