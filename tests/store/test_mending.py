@@ -140,7 +140,7 @@ def test_a_shard_that_cannot_be_read_while_the_index_is_made_is_named(
 
     monkeypatch.setattr(LocalStorage, "open", failing)
 
-    with pytest.raises(CorruptError, match=r"cannot be read any more: .*verify .* --repair"):
+    with pytest.raises(CorruptError, match=r"can no longer be read: .*verify .* --repair"):
         folder.finish()
 
 

@@ -298,8 +298,8 @@ def _recount(
         shard = Shard(storage.open(info.file), path, recipe.schema, offset=recipe.parts[info.part].offset)
     except OSError as error:
         raise CorruptError(
-            f"{path} cannot be read any more: {error}. `stoker verify {storage.path} --repair` sets it aside, and "
-            "precompute then encodes its records again"
+            f"{path} can no longer be read: {error}. `stoker verify {storage.path} --repair` leaves it "
+            "out, and precompute then encodes its records again"
         ) from error
     partial: dict[str, Any] = {}
     for name, field in recipe.schema.items():

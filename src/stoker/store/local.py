@@ -117,7 +117,7 @@ class LocalPending:
             self._close()
 
     def _close(self) -> None:
-        # Synced or given up, so an error means nothing; the number is free even then, so never close it again.
+        # Synced or given up, so an error means nothing; the number is free even then: never close it again.
         fd, self._fd = self._fd, -1
         with suppress(OSError):
             os.close(fd)
