@@ -375,7 +375,7 @@ def _demand(
         record_bytes += field.size_bytes() if lengths is None else float(lengths.mean()) * field.row_bytes
     whole = any(output.ragged for output in outputs)
     return Demand(
-        records=sum(cache.index.shards[int(shard)].rows for shard in np.unique(places.shard)),
+        records=sum(cache.index.shards[shard].rows for shard in places.shards()),
         record_bytes=record_bytes,
         batch_examples=batch_size,
         example_bytes=record_bytes if whole else sum(output.example_bytes for output in outputs),

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from stoker.errors import StalledError
 from stoker.loader.memory import Memory
 from stoker.loader.places import Places
@@ -31,7 +29,7 @@ FIRST_WAIT_S = 0.05
 def assign(cache: Cache, places: Places, plan: Plan) -> dict[str, frozenset[int]]:
     """Which shards go to `device` and to `host`: whole shards, in order, up to the planned records."""
     budget = plan.records_by_tier()
-    wanted = [int(shard) for shard in np.unique(places.shard)]
+    wanted = places.shards()
     homes: dict[str, frozenset[int]] = {}
     for tier in ("device", "host"):
         left = budget[tier]
