@@ -53,6 +53,7 @@ def test_every_field_of_a_slot_begins_on_a_page_and_is_shared():
     layout = plan_layout(DATA, 3, None, 100 * MIB)
     assert layout.slot_bytes == slot_size(DATA, 3)
     arena = Arena.create(layout)
+    arena.reserve()
     arrays = arena.arrays(1)
 
     arrays["nu"][2] = 7

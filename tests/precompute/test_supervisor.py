@@ -10,9 +10,7 @@ import time
 import pytest
 
 from stoker.errors import ReaderError, ResourceError, SourceError
-from stoker.precompute import Deadlines, PrecomputeSettings, pace, run_precompute
-from stoker.precompute import supervisor as supervisor_module
-from stoker.precompute import worker as worker_module
+from stoker.precompute import Deadlines, PrecomputeSettings, limits, pace, process, roster, run_precompute
 from tests.precompute.broken_sources import BreaksAtUnpickling, LoadsOnce
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import ChattySource, FakeSource, TorchLater, TorchWatcher
@@ -31,12 +29,12 @@ def spawned(monkeypatch):
     """Every reader that is started, in order."""
     workers = []
 
-    class Recorded(supervisor_module.Worker):
+    class Recorded(roster.Worker):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             workers.append(self)
 
-    monkeypatch.setattr(supervisor_module, "Worker", Recorded)
+    monkeypatch.setattr(roster, "Worker", Recorded)
     return workers
 
 
@@ -137,7 +135,7 @@ def test_readers_that_never_start_do_not_storm(tmp_path, spawned, mode, says):
 @pytest.mark.chaos
 def test_readers_lost_in_a_row_end_the_run(tmp_path, monkeypatch):
     """Every sample of every file kills: it is the machine or the code, not the data."""
-    monkeypatch.setattr(supervisor_module, "_MAX_LOSSES_IN_A_ROW", 5)
+    monkeypatch.setattr(limits, "_MAX_IN_A_ROW", 5)
     source = FakeSource((1,) * 60, faults=dict.fromkeys(range(60), "kill"))
 
     with pytest.raises(ReaderError, match="in a row without a sample read"):
@@ -186,7 +184,7 @@ def target(descriptor):
 def refuse_all_but(monkeypatch, allowed):
     """The system starts `allowed` readers and no more; returns the tries."""
     tries = []
-    spawn = worker_module._spawn
+    spawn = process._spawn
 
     def limited(*arguments):
         tries.append(arguments)
@@ -194,7 +192,7 @@ def refuse_all_but(monkeypatch, allowed):
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
         return spawn(*arguments)
 
-    monkeypatch.setattr(worker_module, "_spawn", limited)
+    monkeypatch.setattr(process, "_spawn", limited)
     return tries
 
 

@@ -128,3 +128,5 @@ class PrecomputeReport:
     """Reader processes at the end of the run."""
     lost_readers: int = 0
     """Readers that died or were killed past a deadline."""
+    abandoned_readers: int = 0
+    """Those of them that SIGKILL did not end in time: they waited in the kernel for storage."""

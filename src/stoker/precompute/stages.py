@@ -20,14 +20,15 @@ from stoker.precompute.guarded import guard_page
 from stoker.precompute.in_process import InProcess, Silent
 from stoker.precompute.layout import Layout, plan_layout, slot_size
 from stoker.precompute.ledger import Ledger
+from stoker.precompute.output import Drain
 from stoker.precompute.parcel import Feed
 from stoker.precompute.precision import PRECISION
+from stoker.precompute.process import Launch
 from stoker.precompute.queue import PartSpan, WorkQueue
 from stoker.precompute.run import Stages
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.supervisor import Supervisor
 from stoker.precompute.watchdog import EncodeWatchdog
-from stoker.precompute.worker import Launch
 from stoker.precompute.write_thread import WriteThread
 from stoker.sources.protocol import Source
 from stoker.store import Folder
@@ -117,9 +118,7 @@ class Bench:
             )
             return InProcess(samples, self._layout, self.queue, self.ledger, pulse=pulse)
         self._make_logs()
-        feed = Supervisor(
-            self._launch(), self.queue, self.ledger, deadlines=self.settings.deadlines, parts=self._parts
-        )
+        feed = Supervisor(self._launch(), self.queue, self.ledger, settings=self.settings, parts=self._parts)
         try:
             feed.start(self._first_readers)
         except BaseException:
@@ -143,7 +142,7 @@ class Bench:
             "names": list(self._parts.names),
             "nan": self.settings.nan,
         }
-        return Launch(payload=payload, frame=frame, layout=self._layout, logs=self.logs)
+        return Launch(payload=payload, frame=frame, layout=self._layout, logs=self.logs, drain=Drain())
 
     def _make_logs(self) -> None:
         """The folder for readers' output; what is left there from more than a day ago goes."""
