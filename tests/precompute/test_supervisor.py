@@ -82,7 +82,7 @@ def test_a_reader_past_its_deadline_is_killed_named_and_its_sample_quarantined(t
 
 
 @pytest.mark.chaos
-def test_a_file_that_never_answers_is_given_up_after_two_of_its_samples(tmp_path):
+def test_a_file_that_never_answers_is_given_up_after_three_of_its_samples(tmp_path):
     faults = dict.fromkeys(range(4, 16), "hang")
     source = FakeSource((4, 12, 4), faults=faults, run=4)
 

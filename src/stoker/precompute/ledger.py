@@ -10,7 +10,7 @@ from stoker.store import Failure
 
 ATTEMPTS = 2
 """Tries that a sample gets in one run."""
-_DEAD_AT_FIRST = 2
+_DEAD_AT_FIRST = 3
 _DEAD_LATER = 8
 _STUCK = 2
 
@@ -80,8 +80,8 @@ class Ledger:
     def part_is_dead(self, part: int, number: int) -> bool:
         """Take note that a reader hung or died on `number`; True when the whole part is to be given up.
 
-        That is so once readers were lost on two different samples of a part of which none was ever read, or
-        on eight one after another of one that used to answer: trying each of its samples would cost two
+        That is so once readers were lost on three different samples of a part of which none was ever read,
+        or on eight one after another of one that used to answer: trying each of its samples would cost two
         deadlines each. A second try that fails like the first says nothing new about the part.
         """
         record = self._parts.setdefault(part, _PartRecord())

@@ -365,6 +365,10 @@ class Supervisor:
             if loss.number not in work.numbers:
                 self._queue.give_back(work)
                 continue
+            read = sum(not self._ledger.is_bad(n) for n in range(work.numbers.start, loss.number))
+            if read:  # members before it, by this very process, though they are lost with it
+                self._ledger.answered(work.part)
+                self._limits.delivered(read)
             error = f"{self._parts.name(loss.number)}: {loss.cause}"
             stage = loss.stage if loss.stage in ("open", "read") else "read"
             self._ledger.fault(_transient(loss.number, stage, error))
