@@ -6,11 +6,21 @@ import errno
 import gc
 import os
 import time
+from pathlib import Path
 
 import pytest
 
 from stoker.errors import ReaderError, ResourceError, SourceError
-from stoker.precompute import Deadlines, PrecomputeSettings, limits, pace, process, roster, run_precompute
+from stoker.precompute import (
+    Deadlines,
+    PrecomputeSettings,
+    limits,
+    pace,
+    process,
+    roster,
+    run_precompute,
+    supervisor,
+)
 from tests.precompute.broken_sources import BreaksAtUnpickling, LoadsOnce
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import ChattySource, FakeSource, TorchLater, TorchWatcher
@@ -235,3 +245,70 @@ def test_a_further_reader_that_cannot_load_the_source_does_not_end_the_run(
     assert report.lost_readers >= 3
     assert "another reader cannot be started; going on with 1" in caplog.text
     assert ("broken on purpose" in caplog.text) == (mode == "raise")
+
+
+@pytest.mark.chaos
+def test_a_reader_in_reserve_takes_over_without_loading_the_source_first(tmp_path, monkeypatch, spawned):
+    monkeypatch.setattr(supervisor, "_SPARE_AFTER_S", 0.1)
+    put_to_work, add = [], roster.Roster.add
+    monkeypatch.setattr(
+        roster.Roster, "add", lambda self: put_to_work.append(self.spare and self.spare.state) or add(self)
+    )
+    faults = {55: "kill-once"}
+    source = BreaksAtUnpickling((60,), "slow", delay_s=0.05, faults=faults, marker=str(tmp_path), run=4)
+
+    report = run(source, tmp_path / "c", readers=1)
+
+    assert put_to_work == [None, "ready"]
+    assert (report.records, report.readers, report.lost_readers) == (60, 1, 1)
+    assert_no_reader_left(spawned)
+
+
+@pytest.mark.chaos
+def test_a_reserve_that_cannot_be_had_is_not_tried_for_ever(tmp_path, monkeypatch, spawned):
+    monkeypatch.setattr(supervisor, "_SPARE_AFTER_S", 0)
+    source = LoadsOnce((60,), "exit", delay_s=0.05, marker=str(tmp_path))
+
+    report = run(source, tmp_path / "c", readers=1)
+
+    assert (report.records, report.readers) == (60, 1)
+    assert len(spawned) == 4
+    assert_no_reader_left(spawned)
+
+
+@pytest.mark.chaos
+def test_what_a_reader_has_started_ends_with_it(tmp_path):
+    run(FakeSource((4,), faults={1: "starts-another"}, marker=str(tmp_path)), tmp_path / "c", readers=1)
+
+    started = [int(path.read_text()) for path in tmp_path.glob("started-*")]
+    assert len(started) == 2
+    limit = time.monotonic() + 10
+    while any(alive(pid) for pid in started):
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.chaos
+def test_a_reader_that_sends_nonsense_is_replaced(tmp_path, caplog):
+    report = run(
+        FakeSource((20,), faults={9: "nonsense-once"}, marker=str(tmp_path)), tmp_path / "c", readers=1
+    )
+
+    assert (report.records, report.lost_readers) == (20, 1)
+    assert "a frame" in caplog.text
+
+
+@pytest.mark.chaos
+def test_the_log_of_a_loss_names_path_sample_stage_and_attempt(tmp_path, caplog):
+    run(FakeSource((8,), faults={5: "exit0"}), tmp_path, readers=1)
+
+    for attempt in (1, 2):
+        assert f"part0.h5: sample 5, attempt {attempt} of 2: reader " in caplog.text
+    assert 'exited with code 0 in stage "read"' in caplog.text
