@@ -29,6 +29,8 @@ if sys.argv[0] == "-m":  # the child that runs the command; neither readers nor 
     from stoker.encoders.protocol import Group
     whole = GridEncoder.encode
     GridEncoder.encode = broken
+    if "to" in FAULTS:
+        GridEncoder.to = lambda self, device: exec(FAULTS["to"])
     GridEncoder.group = lambda self, schema: Group(samples=2, steps=None)
 """
 
@@ -117,6 +119,17 @@ def test_an_encoder_that_never_works_is_given_up_with_stage_sample_and_stack(
     assert "failure 3 there" in answer["error"]
     assert words in answer["error"]
     assert "sitecustomize.py" in answer["error"]  # the stack
+
+
+def test_an_encoder_that_hangs_on_its_way_to_the_device_is_given_up_as_well(project: Path) -> None:
+    env = broken_encoder(project, {"to": FAULTS["hang"]})
+
+    done = precompute(project, env, "--json")
+
+    assert done.returncode == 5, done.stderr
+    error = json.loads(done.stdout)["error"]
+    assert 'made no progress for 1 s in stage "start" while the encoder was brought to its device' in error
+    assert "sitecustomize.py" in error  # the stack
 
 
 def test_an_error_of_the_command_itself_is_passed_on_at_once(project: Path) -> None:

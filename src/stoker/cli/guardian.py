@@ -74,6 +74,8 @@ class End:
     def describe(self) -> str:
         """In words, with stage and samples."""
         where = "between two groups" if self.beat.number < 0 else f"at the group of sample {self.beat.number}"
+        if self.beat.stage == "start":
+            where = "while the encoder was brought to its device" if self.beat.limit_s else "before encoding"
         if self.overdue:
             return f'made no progress for {self.beat.limit_s:g} s in stage "{self.beat.stage}" {where}'
         if self.beat.stage == "lost":

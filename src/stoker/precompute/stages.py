@@ -153,16 +153,18 @@ class Bench:
                     path.unlink()
 
     def encoder(self) -> GroupEncoder:
-        """The encoder on its device."""
-        if self._encoder is not None:
-            self._encoder.to(torch.device(self.settings.device))
-        return GroupEncoder(
+        """The encoder on its device; getting there has the deadline of one of its calls."""
+        encoder = GroupEncoder(
             self._encoder,
             self.folder.recipe,
             self._schema,
             device=self.settings.device,
             nan=self.settings.nan,
         )
+        if self._encoder is not None:
+            with self.watchdog(encoder), encoder.clock.starting(self.settings.deadlines.encode):
+                self._encoder.to(torch.device(self.settings.device))
+        return encoder
 
     def watchdog(self, encoder: GroupEncoder) -> AbstractContextManager[object]:
         """Looks after the encoder while entered; a guardian, where there is one, can do more."""
