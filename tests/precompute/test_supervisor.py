@@ -19,7 +19,6 @@ from stoker.precompute import (
     process,
     roster,
     run_precompute,
-    supervisor,
 )
 from tests.precompute.broken_sources import BreaksAtUnpickling, LoadsOnce
 from tests.precompute.fake_encoders import FakeEncoder
@@ -249,7 +248,7 @@ def test_a_further_reader_that_cannot_load_the_source_does_not_end_the_run(
 
 @pytest.mark.chaos
 def test_a_reader_in_reserve_takes_over_without_loading_the_source_first(tmp_path, monkeypatch, spawned):
-    monkeypatch.setattr(supervisor, "_SPARE_AFTER_S", 0.1)
+    monkeypatch.setattr(roster, "_SPARE_AFTER_S", 0.1)
     put_to_work, add = [], roster.Roster.add
     monkeypatch.setattr(
         roster.Roster, "add", lambda self: put_to_work.append(self.spare and self.spare.state) or add(self)
@@ -266,7 +265,7 @@ def test_a_reader_in_reserve_takes_over_without_loading_the_source_first(tmp_pat
 
 @pytest.mark.chaos
 def test_a_reserve_that_cannot_be_had_is_not_tried_for_ever(tmp_path, monkeypatch, spawned):
-    monkeypatch.setattr(supervisor, "_SPARE_AFTER_S", 0)
+    monkeypatch.setattr(roster, "_SPARE_AFTER_S", 0)
     source = LoadsOnce((60,), "exit", delay_s=0.05, marker=str(tmp_path))
 
     report = run(source, tmp_path / "c", readers=1)

@@ -17,6 +17,7 @@ from stoker.precompute.worker import Worker
 log = logging.getLogger("stoker")
 
 _SPARE_TRIES = 3
+_SPARE_AFTER_S = 2.0
 _CLOSE_S = 1.0
 
 
@@ -39,6 +40,7 @@ class Roster:
         self._launch = launch
         self._started = 0
         self._spare_tries = _SPARE_TRIES
+        self._settled = float("inf")
 
     @property
     def present(self) -> list[Worker]:
@@ -67,9 +69,16 @@ class Roster:
         self.working[worker.number] = worker
         return worker
 
-    def keep_spare(self) -> None:
-        """Have one in reserve, unless that has failed too often."""
-        if self.spare is not None or not self._spare_tries:
+    @property
+    def all_delivering(self) -> bool:
+        """Every reader has delivered something."""
+        return all(worker.delivering for worker in self.working.values())
+
+    def keep_spare(self, now: float, *, at_once: bool) -> None:
+        """Have one in reserve when all have delivered for a while, or at once; not if that failed often."""
+        self._settled = min(now, self._settled) if self.all_delivering else float("inf")
+        wanted = at_once or now - self._settled > _SPARE_AFTER_S
+        if not wanted or self.spare is not None or not self._spare_tries:
             return
         try:
             self.spare = self._start()

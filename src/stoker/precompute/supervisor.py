@@ -33,7 +33,6 @@ log = logging.getLogger("stoker")
 
 _MAX_START_FAILURES = 3
 _ITEMS_AHEAD = 2
-_SPARE_AFTER_S = 2.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,7 +66,6 @@ class Supervisor:
         self._incoming: dict[int, _Incoming] = {}
         self._ready: list[Parcel] = []
         self._start_failures = 0
-        self._settled: float | None = None
         self.wake_fd = -1
         """A descriptor whose readiness ends a poll early (signals)."""
 
@@ -99,7 +97,7 @@ class Supervisor:
     @property
     def all_delivering(self) -> bool:
         """Every reader has delivered something, so that waiting is no longer for their start."""
-        return all(worker.delivering for worker in self._roster.working.values())
+        return self._roster.all_delivering
 
     def start(self, readers: int) -> None:
         """Start that many reader processes; they get work from the first `poll` on.
@@ -126,14 +124,8 @@ class Supervisor:
 
     def _keep_spare(self, now: float) -> None:
         """Have a reader in reserve once one was lost, or the run goes on for more than a moment."""
-        if not self._limits.read or self._queue.finished:
-            return
-        if not self.all_delivering:
-            self._settled = None
-        elif self._settled is None:
-            self._settled = now
-        if self.losses or (self._settled is not None and now - self._settled > _SPARE_AFTER_S):
-            self._roster.keep_spare()
+        if self._limits.read and not self._queue.finished:
+            self._roster.keep_spare(now, at_once=self.losses > 0)
 
     def poll(self, timeout_s: float) -> list[Parcel]:
         """See `Feed.poll`. Deadlines are enforced here, after what has arrived was taken in.
