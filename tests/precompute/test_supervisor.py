@@ -311,3 +311,14 @@ def test_the_log_of_a_loss_names_path_sample_stage_and_attempt(tmp_path, caplog)
     for attempt in (1, 2):
         assert f"part0.h5: sample 5, attempt {attempt} of 2: reader " in caplog.text
     assert 'exited with code 0 in stage "read"' in caplog.text
+
+
+@pytest.mark.chaos
+def test_many_bad_samples_of_one_group_do_not_make_its_part_look_dead(tmp_path):
+    """What was read before the bad one is lost with the reader, but it was read."""
+    bad = range(1, 20, 2)
+    source = FakeSource((20,), faults=dict.fromkeys(bad, "kill"))
+
+    report = run(source, tmp_path, readers=1, encoder=FakeEncoder(samples=20))
+
+    assert sorted(report.cache.quarantined) == list(bad)

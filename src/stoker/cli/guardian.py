@@ -68,7 +68,7 @@ class End:
     @property
     def while_encoding(self) -> bool:
         """Whether starting it again is safe and may help."""
-        inside = self.beat.limit_s > 0 or self.beat.stage == "lost"
+        inside = (self.beat.limit_s > 0 and self.beat.stage != "end") or self.beat.stage == "lost"
         return inside and (self.code < 0 or self.beat.stage == "lost")
 
     def describe(self) -> str:
@@ -174,10 +174,12 @@ class _Child:
         """Wait for its end, and bring it about when it is overdue."""
         try:
             self._watch()
-            code = self._process.poll()
+            code, beat = self._process.poll(), self._page.look()
+            if self._overdue and beat.stage == "end":
+                code = beat.number  # its work was done and its answer given
             return End(
                 code=-signal.SIGKILL if code is None else code,
-                beat=self._page.look(),
+                beat=beat,
                 output=_text(self._output_fd) if self._output_fd is not None else "",
                 stack=_text(self._stack_fd).partition("Extension modules:")[0].strip(),
                 overdue=self._overdue,
