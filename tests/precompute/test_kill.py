@@ -135,7 +135,7 @@ def test_a_second_signal_ends_at_once(tmp_path):
 def test_a_reader_killed_from_outside_loses_nothing(tmp_path, unkilled):
     process = start(tmp_path, 60, 2, 0.02)
     for _ in range(2):
-        wait_until(lambda: len(readers_of(process.pid)) == 2)
+        wait_until(lambda: len(readers_of(process.pid)) >= 2)
         time.sleep(0.25)
         os.kill(random.Random(0).choice(readers_of(process.pid)), signal.SIGKILL)
         time.sleep(0.05)

@@ -42,6 +42,7 @@ class _Tally:
     encode_seconds: float = 0.0
     readers: int = 0
     lost_readers: int = 0
+    abandoned_readers: int = 0
 
 
 def precompute(  # noqa: PLR0913  the public face: every setting by name, as in the documentation
@@ -193,6 +194,7 @@ def _encode(bench: Bench, sink: ProgressSink | None, interrupts: Interrupts, tal
             tally.encoded, tally.encode_seconds = run.encoded, group_encoder.clock.seconds
             if isinstance(feed, Supervisor):
                 tally.readers, tally.lost_readers = feed.readers, feed.losses
+                tally.abandoned_readers = feed.abandoned
             feed.close()
             bench.seal(writer)
         writer.check()
@@ -249,4 +251,5 @@ def _report(cache: Cache, folder: Folder, tally: _Tally) -> PrecomputeReport:
         encode_seconds=tally.encode_seconds,
         readers=tally.readers,
         lost_readers=tally.lost_readers,
+        abandoned_readers=tally.abandoned_readers,
     )
