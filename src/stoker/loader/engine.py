@@ -62,6 +62,8 @@ class Strip:
     examples: Any
     """Example numbers of all of them, numpy or on the device."""
     tier: str
+    after: tuple[int, int]
+    """Epoch and position after the last of them."""
 
 
 class Engine:
@@ -175,4 +177,4 @@ class Engine:
             batches = record_batches(self._names, columns, positions)
         size = chunk.span.batch
         own = chunk.examples[number * size : (number + count) * size]
-        return Strip(batches=batches, size=size, examples=own, tier=tier)
+        return Strip(batches=batches, size=size, examples=own, tier=tier, after=positions[-1])

@@ -42,6 +42,8 @@ class TrainResult:
     """Why the records are served from where they are."""
     epoch_steps: int
     """Steps of one whole epoch."""
+    mended: int = 0
+    """Damaged records of both caches that were encoded again while they were served."""
 
     @property
     def cache_reused(self) -> bool:
@@ -88,6 +90,7 @@ class TrainResult:
             },
             "cache_reused": self.cache_reused,
             "train_s": self.train_s,
+            "mended": self.mended,
             "reason": self.reason,
             "caches": [cache.to_json() for cache in self.caches],
         }
@@ -189,6 +192,7 @@ def train_prepared(
         train_s=train_s,
         reason=loader.plan.reason,
         epoch_steps=len(loader),
+        mended=loader.mended + val_loader.mended,
     )
 
 

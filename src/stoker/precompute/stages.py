@@ -165,6 +165,12 @@ class Bench:
             nan=self.settings.nan,
         )
 
+    def leave_device(self) -> None:
+        """Give the memory of a GPU back, where the encoder was: a model is about to want it."""
+        if self._encoder is not None and not self.settings.device.startswith("cpu"):
+            self._encoder.to(torch.device("cpu"))
+            torch.cuda.empty_cache()
+
     def watchdog(self, encoder: GroupEncoder) -> AbstractContextManager[object]:
         """Looks after the encoder while entered; a guardian, where there is one, can do more."""
         if guard_page() is not None:

@@ -167,10 +167,9 @@ class Shard:
         if digest.hexdigest() != self._digests.get(field):
             rows = self._bad_rows(field) or range(self.rows)
             bad = [int(self._numbers[row]) + self._offset for row in rows]
-            raise CorruptError(
+            raise self._corrupt(
                 f"{self._path}: field {field!r} does not match its digest; damaged samples: "
-                f"{', '.join(map(str, bad[:10]))}{f' and {len(bad) - 10} more' if len(bad) > 10 else ''}. "
-                + self._advice()
+                f"{', '.join(map(str, bad[:10]))}{f' and {len(bad) - 10} more' if len(bad) > 10 else ''}"
             )
 
     def damage(self, field: str) -> dict[int, str]:
@@ -234,20 +233,21 @@ class Shard:
         before = self._blocks[field][row] if f.ragged else row * layout.block_count(f, layout.axis_length(f))
         first = int(before) + low // layout.rows_per_block(f)
         if found != self._sums[field][first : first + len(found)].tolist():
-            raise CorruptError(f"{where} does not match its checksum. {self._advice()}")
+            raise self._corrupt(f"{where} does not match its checksum")
 
     def _read(self, offset: int, out: memoryview[Any], where: str) -> None:
         try:
             self._file.read_into(offset, out)
-        except OSError as error:
-            raise CorruptError(f"{where} cannot be read: {error}. {self._advice()}") from error
+        except (OSError, CorruptError) as error:  # the latter: it was cut short since it was opened
+            raise self._corrupt(f"{where} cannot be read: {error}") from error
 
-    def _advice(self) -> str:
-        """What to do about damaged records: precompute reads none, so a repair tells it."""
-        return (
+    def _corrupt(self, fact: str) -> CorruptError:
+        """The error for damaged records. Precompute reads none, so a repair has to tell it."""
+        advice = (
             f"`stoker verify {self._path.parent} --repair` sets aside all that is damaged, and precompute "
             "then encodes it again, and only that"
         )
+        return CorruptError(fact, advice=advice, shard=self.name)
 
     def _block_starts(self, name: str) -> NDArray[np.int64]:
         """Index of each row's first sum in a ragged field, and the number of all sums."""
