@@ -26,6 +26,7 @@ from stoker.precompute.queue import PartSpan, WorkQueue
 from stoker.precompute.run import Stages
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.supervisor import Supervisor
+from stoker.precompute.unchanged import Unchanged, digested_files
 from stoker.precompute.watchdog import EncodeWatchdog
 from stoker.precompute.worker import Launch
 from stoker.precompute.write_thread import WriteThread
@@ -73,6 +74,8 @@ class Bench:
         spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
         self.queue = WorkQueue(spans, group.samples, missing, bad=self.ledger.is_bad)
         self._parts = self._part_names()
+        files = digested_files(source.identity().parts, recipe.files)
+        self._reading = Unchanged(source, files, self._parts.offsets)
         self._layout, self._first_readers, self.most_readers = self._plan(cpus)
 
     def _plan(self, cpus: int) -> tuple[Layout, int, int]:
@@ -113,7 +116,7 @@ class Bench:
         if self._first_readers == 0:
             pulse = Silent()
             samples = SampleReader(
-                self._source, self._schema, self._parts, pulse=pulse, nan=self.settings.nan
+                self._reading, self._schema, self._parts, pulse=pulse, nan=self.settings.nan
             )
             return InProcess(samples, self._layout, self.queue, self.ledger, pulse=pulse)
         self._make_logs()
@@ -129,7 +132,7 @@ class Bench:
 
     def _launch(self) -> Launch:
         try:
-            payload = cloudpickle.dumps(self._source)  # pyright: ignore[reportUnknownMemberType]
+            payload = cloudpickle.dumps(self._reading)  # pyright: ignore[reportUnknownMemberType]
         except Exception as error:
             raise SourceError(
                 f"the source cannot be sent to reader processes: {type(error).__name__}: {error}. "
