@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.errors import CorruptError
+from stoker.errors import ConfigError, CorruptError
 from stoker.loader import Loader, Windows
 from stoker.precompute import PrecomputeSettings, run_precompute
 from stoker.store import Cache, open_cache
@@ -238,3 +238,35 @@ def test_of_several_ranks_one_encodes_and_all_go_on(tmp_path: Path, tier: str) -
         assert len(found) == len(batches)
         for a, b in zip(found, batches, strict=True):
             assert all(torch.equal(a[name], b[name]) for name in b)
+
+
+@pytest.mark.parametrize("windows", [None, Windows()], ids=["records", "windows"])
+@pytest.mark.parametrize(("verify", "found_in"), [("always", 1), ("first", 0), ("off", None)])
+def test_a_policy_says_when_damage_is_found(
+    tmp_path: Path, verify: Any, found_in: int | None, windows: Any
+) -> None:
+    """Damage before the first epoch is found unless nothing is checked; later damage by `always` alone."""
+    cache = open_cache(make(tmp_path / "early").path)
+    flip(cache, 5)
+    early = Loader(cache, batch_size=3, tier="disk", verify=verify, windows=windows)
+    if found_in is None:
+        list(early)
+    else:
+        with pytest.raises(CorruptError, match="sample 5 does not match"):
+            list(early)
+
+    cache = open_cache(make(tmp_path / "late").path)
+    late = Loader(cache, batch_size=3, tier="disk", verify=verify, windows=windows)
+    sound = list(late)
+    assert same(sound, list(Loader(cache, batch_size=3, tier="host", windows=windows)))
+    flip(cache, 5)
+    if found_in:
+        with pytest.raises(CorruptError, match="sample 5 does not match"):
+            list(late)
+    else:
+        assert len(list(late)) == len(sound)
+
+
+def test_a_policy_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"verify is 'never'\. Expected always, first, off"):
+        Loader(make(tmp_path), verify="never")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, IncompleteError
 from stoker.loader import state as states
 from stoker.loader.arguments import check_share, check_static
-from stoker.loader.disk import READ_DEADLINE_S
+from stoker.loader.disk import READ_DEADLINE_S, Reading
 from stoker.loader.engine import Design
 from stoker.loader.order import Order, parse_order
 from stoker.loader.outputs import Output, make_outputs
@@ -30,6 +30,7 @@ from stoker.units import format_count
 
 if TYPE_CHECKING:
     from stoker.store import Cache
+    from stoker.store.shard_read import Verify
 
 MAX_GATHER_THREADS = 4
 """More threads than this do not make one gather quicker: memory is the limit."""
@@ -56,6 +57,7 @@ class Wishes:
     drop_last: bool | None
     reserve_bytes: int | None
     timeout_s: float | None
+    verify: Verify
 
 
 def decide(cache: Cache, wishes: Wishes) -> Design:
@@ -97,7 +99,7 @@ def decide(cache: Cache, wishes: Wishes) -> Design:
         device=wishes.device,
         static=static,
         threads=max(1, min(MAX_GATHER_THREADS, int(resources.cpus))),
-        deadline_s=wishes.timeout_s or READ_DEADLINE_S,
+        reading=Reading(deadline_s=wishes.timeout_s or READ_DEADLINE_S, verify=wishes.verify),
     )
 
 

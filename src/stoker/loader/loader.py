@@ -17,6 +17,7 @@ from stoker.loader import state as states
 from stoker.loader.arguments import (
     NOT_BY_NUMBER,
     check_kinds,
+    check_verify,
     parse_device,
     refuse_workers,
     take_dataloader_arguments,
@@ -35,6 +36,7 @@ from stoker.units import format_bytes, format_count
 if TYPE_CHECKING:
     from stoker.monitor.meter import StallMeter
     from stoker.store import Cache
+    from stoker.store.shard_read import Verify
 
 
 class Loader:
@@ -62,6 +64,7 @@ class Loader:
         static: bool = False,
         drop_last: bool | None = None,
         reserve_bytes: int | None = None,
+        verify: Verify = "always",
         transforms: Sequence[Transform] = (),
         meter: StallMeter | None = None,
         **dataloader: Any,
@@ -82,6 +85,8 @@ class Loader:
             static: Every batch at the same addresses, overwriting the last; device tier only.
             drop_last: Leave out a short last batch. None: only with several ranks, not in sequential order.
             reserve_bytes: Memory of the device to leave to the model.
+            verify: When the disk tier compares what it reads with checksums: `always`, at the `first` read
+                of each block by this process, or `off`. The other tiers do once, as they are filled.
             transforms: Functions `(batch, keys) -> batch`; `keys` holds a random int64 per example.
             meter: Told how long each batch was waited for.
             dataloader: Arguments of `torch.utils.data.DataLoader`; those without a meaning here say so.
@@ -97,6 +102,7 @@ class Loader:
         )
         check_ranks(batch_size, rank, world)
         check_kinds(windows, transforms, reserve_bytes)
+        check_verify(verify)
         device = parse_device(device)
         order, timeout_s, pin = take_dataloader_arguments(dataloader, order)
         self._wishes = Wishes(
@@ -115,6 +121,7 @@ class Loader:
             drop_last=drop_last,
             reserve_bytes=reserve_bytes,
             timeout_s=timeout_s,
+            verify=verify,
         )
         self._mender = Mender()
         self._design = self._decided(completed(cache))

@@ -234,6 +234,7 @@ def _loader(
         device=device_of(config),
         seed=training.seed,
         reserve_bytes=reserve_bytes,
+        verify=config.verify.on_read,
         meter=meter,
     )
 
