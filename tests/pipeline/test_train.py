@@ -218,7 +218,7 @@ def test_without_a_free_gpu_the_device_is_the_cpu(
 
 @pytest.mark.parametrize("cached_before", [True, False], ids=["second run", "first run"])
 def test_damage_met_while_training_is_mended_and_counted(configure: Configure, cached_before: bool) -> None:
-    overrides = ("training.tier=disk", "precompute.readers=1")
+    overrides = ("training.tier=disk", "precompute.readers=1", "verify.spot_check=3")
     sound = train_config(configure(*overrides, "training.latent_cache_dir=sound", "training.run_dir=sound"))
     config = configure(*overrides)
     if cached_before:
@@ -234,5 +234,8 @@ def test_damage_met_while_training_is_mended_and_counted(configure: Configure, c
 
     assert result.mended == 1
     assert result.to_json()["mended"] == 1
+    assert sound.spot_check is not None
+    assert sound.spot_check.wanted == 3
+    assert not sound.spot_check.different
     assert result.report.val_nrmse == sound.report.val_nrmse
     assert not list(cache.path.parent.parent.glob(".readers/*"))

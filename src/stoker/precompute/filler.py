@@ -15,9 +15,10 @@ from stoker.errors import MissingRecordError, SourceError, StalledError
 from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.run import Run, Standing
 from stoker.precompute.settings import PrecomputeSettings
+from stoker.precompute.spot_check import SpotCheck
 from stoker.precompute.stages import Bench
 from stoker.sources.protocol import Source
-from stoker.store import Digests, Folder, make_recipe, open_folder
+from stoker.store import Cache, Digests, Folder, make_recipe, open_folder
 
 
 class EncodeFiller:
@@ -76,6 +77,10 @@ class EncodeFiller:
                 f"{len(missing)} samples were not encoded within {deadline_s:g} s. "
                 f"Run precompute first, or give more time"
             )
+
+    def spot_check(self, cache: Cache, count: int, *, seed: int = 0) -> SpotCheck:
+        """A comparison of `count` records of `cache` with what source and encoder give now, not begun."""
+        return SpotCheck(self._source, self._encoder, cache, self._settings, count=count, seed=seed)
 
     def _encode(
         self, folder: Folder, missing: np.ndarray[tuple[int], np.dtype[np.int64]], until: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from stoker.precompute.watchdog import EncodeWatchdog
 from stoker.precompute.worker import Launch
 from stoker.precompute.write_thread import WriteThread
 from stoker.sources.protocol import Source
-from stoker.store import Folder
+from stoker.store import Failure, Folder
 
 _LOG_FOLDER = ".readers"
 _LOGS_KEPT_S = 24 * 3600
@@ -69,14 +70,22 @@ class Bench:
                 f"time are encoded one by one. Give the encoder a group of 1"
             )
         self.quarantined = set(folder.failures()).difference(missing.tolist())
-        wanted = set(missing.tolist()) if len(missing) < recipe.count else range(recipe.count)
-        self.ledger = Ledger(self.quarantined, quarantine=folder.quarantine_many, wanted=wanted.__contains__)
-        spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
-        self.queue = WorkQueue(spans, group.samples, missing, bad=self.ledger.is_bad)
+        self._account(folder.quarantine_many)
         self._parts = self._part_names()
         files = digested_files(source.identity().parts, recipe.files)
         self._reading = Unchanged(source, files, self._parts.offsets)
         self._layout, self._first_readers, self.most_readers = self._plan(cpus)
+
+    def rehearse(self) -> None:
+        """Quarantine nothing durably: what fails from now on is stored already. Called before `feed`."""
+        self._account(lambda _: None)
+
+    def _account(self, quarantine: Callable[[Sequence[Failure]], None]) -> None:
+        recipe, missing = self.folder.recipe, self.missing
+        wanted = set(missing.tolist()) if len(missing) < recipe.count else range(recipe.count)
+        self.ledger = Ledger(self.quarantined, quarantine=quarantine, wanted=wanted.__contains__)
+        spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
+        self.queue = WorkQueue(spans, recipe.group.samples, missing, bad=self.ledger.is_bad)
 
     def _plan(self, cpus: int) -> tuple[Layout, int, int]:
         """The layout of each arena, readers to start with, and the most there may be."""
