@@ -70,7 +70,18 @@ class FormatError(StokerError, ValueError):
 
 
 class CorruptError(FormatError):
-    """Bytes do not match their checksum."""
+    """Bytes do not match their checksum.
+
+    Args:
+        fact: What is damaged.
+        advice: What to do about it; the message is both.
+        shard: File name of the shard that is damaged, where it is one.
+    """
+
+    def __init__(self, fact: str = "", *, advice: str = "", shard: str = "") -> None:
+        super().__init__(f"{fact}. {advice}" if advice else fact)
+        self.fact = fact
+        self.shard = shard
 
 
 class IncompleteError(StokerError):

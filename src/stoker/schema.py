@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -63,7 +64,7 @@ class Field:
     @property
     def row_bytes(self) -> int:
         """Bytes of one step along axis 0 (of the whole field, for a scalar)."""
-        return int(np.prod(self.shape[1:], dtype=np.int64)) * self.itemsize
+        return math.prod(self.shape[1:]) * self.itemsize
 
     def size_bytes(self, length: int | None = None) -> int:
         """Bytes of one sample's field; a ragged one needs its `length` along axis 0."""

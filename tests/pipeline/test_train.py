@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,14 @@ import pytest
 
 from stoker.errors import ConfigError, Interrupted
 from stoker.pipeline.diary import last_step_s, run_dir_of
-from stoker.pipeline.train import loop_settings, make_loader, make_val_loader, prepare, train_config
+from stoker.pipeline.train import (
+    loop_settings,
+    make_loader,
+    make_val_loader,
+    prepare,
+    train_config,
+    train_prepared,
+)
 from stoker.plan import probe
 from stoker.schema import Json
 from tests.conftest import write_burgers
@@ -206,3 +214,28 @@ def test_without_a_free_gpu_the_device_is_the_cpu(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert device_of(configure("training.device=auto")) == "cpu"
     assert device_of(configure("training.device=cuda:1")) == "cuda:1"
+
+
+@pytest.mark.parametrize("cached_before", [True, False], ids=["second run", "first run"])
+def test_damage_met_while_training_is_mended_and_counted(configure: Configure, cached_before: bool) -> None:
+    overrides = ("training.tier=disk", "precompute.readers=1", "verify.spot_check=3")
+    sound = train_config(configure(*overrides, "training.latent_cache_dir=sound", "training.run_dir=sound"))
+    config = configure(*overrides)
+    if cached_before:
+        prepare(config)
+    prepared = prepare(config)
+    cache = prepared.caches[0].cache
+    shard = cache.path / cache.index.shards[0].file
+    with shard.open("r+b") as file:
+        file.seek(cache.shard(0).columns["latent"].offset + 7)
+        file.write(b"\xff")
+
+    result = train_prepared(config, prepared, started=time.monotonic())
+
+    assert result.mended == 1
+    assert result.to_json()["mended"] == 1
+    assert sound.spot_check is not None
+    assert sound.spot_check.wanted == 3
+    assert not sound.spot_check.different
+    assert result.report.val_nrmse == sound.report.val_nrmse
+    assert not list(cache.path.parent.parent.glob(".readers/*"))

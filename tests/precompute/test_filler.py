@@ -33,7 +33,8 @@ def test_only_the_groups_asked_for_are_encoded_and_bits_agree(tmp_path):
 
 def test_a_deadline_is_kept_and_what_was_encoded_stays(tmp_path):
     encoder = FakeEncoder(sleep_s=0.3)
-    filler = EncodeFiller(FakeSource((40,)), encoder, tmp_path, name="c", settings=SETTINGS)
+    settings = PrecomputeSettings(progress=None, readers=0)  # a reader's start is within the deadline too
+    filler = EncodeFiller(FakeSource((40,)), encoder, tmp_path, name="c", settings=settings)
 
     with pytest.raises(StalledError, match="not encoded within"):
         filler.fill(range(40), 0.5)

@@ -117,3 +117,24 @@ def test_a_file_that_a_writer_holds(write, ramp, monkeypatch: pytest.MonkeyPatch
         writer.stdin.close()
         writer.wait(timeout=30)
     assert errno.EAGAIN in os_errors(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError, RuntimeError, KeyError, IndexError, ValueError, TypeError, AttributeError, ZeroDivisionError,
+     OverflowError, AssertionError, SystemError, EOFError, NotImplementedError, UnicodeDecodeError],
+)  # fmt: skip
+def test_whatever_h5py_raises_names_path_dataset_and_sample(
+    write, ramp, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    source = HDF5Source(write("a.h5", {"tensor": ramp(4, 3, 5)}), preset="pdebench")
+    source.schema()
+
+    def fails(*_: object) -> None:
+        raise UnicodeDecodeError("utf-8", b"x", 0, 1, "odd") if error is UnicodeDecodeError else error("odd")
+
+    monkeypatch.setattr(hdf5_blocks, "fetch", fails)
+
+    with pytest.raises(SourceError, match=r"a\.h5: dataset 'tensor', sample 2 cannot .*odd") as caught:
+        source.read(2)
+    assert isinstance(caught.value.__cause__, error)

@@ -210,6 +210,15 @@ class PrecomputeConfig(_Section):
     deadlines: DeadlinesConfig = DeadlinesConfig()
 
 
+class VerifyConfig(_Section):
+    """Whether what is served is what was encoded."""
+
+    on_read: Literal["always", "first", "off"] = "always"
+    """When the disk tier compares what it reads with checksums: at each read, a block's first, or never."""
+    spot_check: CountInt = 0
+    """Records to encode again in the background while training, and to compare with the stored ones."""
+
+
 class Config(_Section):
     """All settings of a run. Made by `load_config`; `notes` says what was accepted without effect."""
 
@@ -219,6 +228,7 @@ class Config(_Section):
     model: ModelConfig = ModelConfig()
     training: TrainingConfig = TrainingConfig()
     precompute: PrecomputeConfig = PrecomputeConfig()
+    verify: VerifyConfig = VerifyConfig()
     identity: Literal["auto", "full"] = "auto"
     """How source files are digested: `full` reads them whole; `auto` probes them above 4 GiB in all."""
 

@@ -1,6 +1,7 @@
 """From a cache and a plan to batches, the same bytes from every tier.
 
 loader.py      the face: settings in, batches out, state
+decide.py      what is served from where, before a record is read; mend.py: damaged records made again
 order.py       which example comes at which position of an epoch; ranks.py: which of those are ours
 windows.py     trajectories cut into examples; places.py: where each record lies
 chunks.py      positions -> rows, many batches at a time and ahead of need

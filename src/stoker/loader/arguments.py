@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, SupportsIndex, cast
+from typing import Any, SupportsIndex, cast, get_args
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ import torch
 from stoker.errors import ConfigError
 from stoker.loader.ranks import Share
 from stoker.loader.windows import Windows
+from stoker.store.shard_read import Verify
 
 IGNORED = {
     "num_workers": "batches are gathered in this process, without workers",
@@ -130,6 +131,16 @@ def check_kinds(windows: object, transforms: object, reserve_bytes: object) -> N
         raise ConfigError(
             f"transforms is {transforms!r}. Expected a list of functions (batch, keys) -> batch"
         )
+
+
+def check_verify(verify: object) -> None:
+    """Refuse what is no policy of verification.
+
+    Raises:
+        ConfigError: As said.
+    """
+    if verify not in get_args(Verify):
+        raise ConfigError(f"verify is {verify!r}. Expected {', '.join(get_args(Verify))}")
 
 
 def check_share(share: Share) -> None:

@@ -30,6 +30,7 @@ from stoker.units import KIB
 
 if TYPE_CHECKING:
     from stoker.store import Cache, Shard
+    from stoker.store.shard_read import Verify
 
 READ_THREADS = 8
 """Reads in flight. Source: designs measured for cold disks, 16 threads reach 0.90 of the direct limit."""
@@ -39,6 +40,16 @@ MAX_AHEAD = 4
 """Batches read ahead at most; it starts with one, and one more whenever a batch was not ready in time."""
 JOINED_GAP_BYTES = 64 * KIB
 """Steps of a window closer than this are read in one go."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How batches are read."""
+
+    deadline_s: float = READ_DEADLINE_S
+    """Seconds that a batch may take."""
+    verify: Verify = "always"
+    """When bytes are compared with their sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +91,14 @@ class DiskBatches:
         outputs: tuple[Output, ...],
         locator: Locator,
         memories: Sequence[Memory],
-        *,
-        deadline_s: float,
+        reading: Reading,
     ) -> None:
         self._cache = cache
         self._places = places
         self._outputs = outputs
         self._locator = locator
         self._memories = memories
-        self._deadline_s = deadline_s
+        self._reading = reading
         self._pool = Pool(READ_THREADS, "stoker-read")
         self._ahead = 1
         self._buffers: dict[tuple[str, int], Buffers] = {}
@@ -166,18 +176,21 @@ class DiskBatches:
         spaces: list[memoryview[Any] | None],
     ) -> None:
         """Read some of a batch's examples, in a thread of the pool."""
+        verify = self._reading.verify
         for j in piece.tolist():
             handle, own_row, start = self._cache.shard(int(shard[j])), int(row[j]), int(starts[j])
             for i in self._whole:
                 output, space = self._outputs[i], spaces[i]
                 if space is None:
-                    values[i][j] = _ragged(handle, output, own_row)
+                    values[i][j] = _ragged(handle, output, own_row, verify)
                 else:
                     size = output.example_bytes
                     place = space[j * size : (j + 1) * size]
-                    handle.read_into(output.field, own_row, 0, handle.length(output.field, own_row), place)
+                    length = handle.length(output.field, own_row)
+                    handle.read_into(output.field, own_row, 0, length, place, verify=verify)
             for run in self._runs:
-                data = handle.read(run.field, own_row, start + run.first, start + run.stop)
+                first, stop = start + run.first, start + run.stop
+                data = handle.read(run.field, own_row, first, stop, verify=verify)
                 steps = np.ascontiguousarray(data).reshape(run.stop - run.first, -1).view(np.uint8)
                 for i, place, step in run.targets:
                     space, width = cast("memoryview[Any]", spaces[i]), steps.shape[1]
@@ -186,7 +199,7 @@ class DiskBatches:
 
     def _finish(self, pending: Pending) -> list[Any]:
         for ticket in pending.tickets:
-            ticket.result(self._deadline_s, f"reading a batch of {self._cache.path}")
+            ticket.result(self._reading.deadline_s, f"reading a batch of {self._cache.path}")
         values = pending.values
         for place, own in pending.parts:
             self._from_memory(place, own, pending)
@@ -232,8 +245,8 @@ def _plan_runs(cache: Cache, outputs: tuple[Output, ...]) -> list[Run]:
     return runs
 
 
-def _ragged(handle: Shard, output: Output, row: int) -> Tensor:
-    data = np.array(handle.read(output.field, row))
+def _ragged(handle: Shard, output: Output, row: int, verify: Verify) -> Tensor:
+    data = np.array(handle.read(output.field, row, verify=verify))
     bits = torch.as_tensor(data.view(np.int16) if output.dtype == torch.bfloat16 else data)
     return bits.view(output.dtype)
 

@@ -13,7 +13,7 @@ from stoker.errors import StalledError
 from stoker.loader import device as device_tier
 from stoker.loader import residency
 from stoker.loader.chunks import Chunk, Chunks, Locator
-from stoker.loader.disk import DiskBatches
+from stoker.loader.disk import DiskBatches, Reading
 from stoker.loader.gather import STRIP_BATCHES, MemoryBatches, record_batches, window_batches
 from stoker.loader.mapped import map_host
 from stoker.loader.memory import Memory
@@ -45,8 +45,8 @@ class Design:
     static: bool
     threads: int
     """Threads that gather one large batch together."""
-    deadline_s: float
-    """Seconds that a batch may take to be read from disk."""
+    reading: Reading
+    """How batches are read from disk."""
     fill_s: float = 3600.0
     """Seconds that filling the device may take where nothing else can serve."""
 
@@ -61,6 +61,8 @@ class Strip:
     examples: Any
     """Example numbers of all of them, numpy or on the device."""
     tier: str
+    after: tuple[int, int]
+    """Epoch and position after the last of them."""
 
 
 class Engine:
@@ -92,9 +94,7 @@ class Engine:
                 static=design.static,
                 threads=design.threads,
             )
-        self._disk = DiskBatches(
-            cache, places, outputs, self._locator, memories, deadline_s=design.deadline_s
-        )
+        self._disk = DiskBatches(cache, places, outputs, self._locator, memories, design.reading)
         self._names = (*(output.name for output in outputs), "index")
         # Fixed addresses exist where batches are gathered, so nothing can be served before memory is filled.
         self.residency.fill(design.fill_s if design.static else residency.FIRST_WAIT_S)
@@ -174,4 +174,4 @@ class Engine:
             batches = record_batches(self._names, columns, positions)
         size = chunk.span.batch
         own = chunk.examples[number * size : (number + count) * size]
-        return Strip(batches=batches, size=size, examples=own, tier=tier)
+        return Strip(batches=batches, size=size, examples=own, tier=tier, after=positions[-1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -10,42 +9,34 @@ from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, IncompleteError
+from stoker.errors import ConfigError, CorruptError
 from stoker.loader import state as states
 from stoker.loader.arguments import (
     NOT_BY_NUMBER,
     check_kinds,
-    check_share,
-    check_static,
+    check_verify,
     parse_device,
     refuse_workers,
     take_dataloader_arguments,
     whole_numbers,
 )
-from stoker.loader.disk import READ_DEADLINE_S
-from stoker.loader.engine import Design, Engine
-from stoker.loader.order import Order, parse_order
-from stoker.loader.outputs import Output, make_outputs
-from stoker.loader.places import Places, find_places, weighted
-from stoker.loader.ranks import Share, check_ranks
+from stoker.loader.decide import Wishes, completed, decide, terms_of
+from stoker.loader.engine import Design, Engine, Strip
+from stoker.loader.mend import Mender
+from stoker.loader.ranks import check_ranks
 from stoker.loader.transform import Finish, Transform
-from stoker.loader.windows import Examples, Windows, number_examples, time_field
-from stoker.plan import Demand, Plan, Resources, plan_tiers, probe
+from stoker.loader.windows import Windows
+from stoker.plan import Plan
 from stoker.schema import Json
 from stoker.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from stoker.monitor.meter import StallMeter
     from stoker.store import Cache
-
-MAX_GATHER_THREADS = 4
-"""More threads than this do not make one gather quicker: memory is the limit."""
-FILL_DEADLINE_S = 24 * 3600.0
-"""Seconds that encoding what a cache lacks may take before the first batch."""
+    from stoker.store.shard_read import Verify
 
 
 class Loader:
@@ -73,6 +64,7 @@ class Loader:
         static: bool = False,
         drop_last: bool | None = None,
         reserve_bytes: int | None = None,
+        verify: Verify = "always",
         transforms: Sequence[Transform] = (),
         meter: StallMeter | None = None,
         **dataloader: Any,
@@ -93,6 +85,8 @@ class Loader:
             static: Every batch at the same addresses, overwriting the last; device tier only.
             drop_last: Leave out a short last batch. None: only with several ranks, not in sequential order.
             reserve_bytes: Memory of the device to leave to the model.
+            verify: When the disk tier compares what it reads with checksums: `always`, at the `first` read
+                of each block by this process, or `off`. The other tiers do once, as they are filled.
             transforms: Functions `(batch, keys) -> batch`; `keys` holds a random int64 per example.
             meter: Told how long each batch was waited for.
             dataloader: Arguments of `torch.utils.data.DataLoader`; those without a meaning here say so.
@@ -108,46 +102,36 @@ class Loader:
         )
         check_ranks(batch_size, rank, world)
         check_kinds(windows, transforms, reserve_bytes)
+        check_verify(verify)
         device = parse_device(device)
         order, timeout_s, pin = take_dataloader_arguments(dataloader, order)
-        cache = _completed(cache)
-        outputs = make_outputs(cache.schema, windows, dtype)
-        places = find_places(cache, indices)
-        examples = _number(cache, places, windows)
-        example_bytes = sum(output.example_bytes for output in outputs)
-        made = Order(
-            kind=parse_order(order, world=world, example_bytes=example_bytes),
-            count=examples.count,
-            seed=seed,
-            global_batch=batch_size * world,
-            draws=None if weights is None else weighted(weights, places, examples),
-        )
-        share = _share(made, rank, world, static or None if drop_last is None else drop_last)
-        check_share(share)
-        resources = probe(device=str(device), path=cache.path)
-        demand = _demand(cache, places, outputs, batch_size, str(device))
-        plan = _planned(cache, demand, resources, tier, reserve_bytes)
-        check_static(static, tier, share, ragged=any(output.ragged for output in outputs))
-        self._design = Design(
-            cache=cache,
-            places=places,
-            examples=examples,
-            outputs=outputs,
-            windowed=windows is not None,
-            order=made,
-            share=share,
-            plan=plan,
+        self._wishes = Wishes(
+            batch_size=batch_size,
+            windows=windows,
+            tier=tier,
             device=device,
+            seed=seed,
+            rank=rank,
+            world=world,
+            order=order,
+            indices=indices,
+            weights=weights,
+            dtype=dtype,
             static=static,
-            threads=max(1, min(MAX_GATHER_THREADS, int(resources.cpus))),
-            deadline_s=timeout_s or READ_DEADLINE_S,
+            drop_last=drop_last,
+            reserve_bytes=reserve_bytes,
+            timeout_s=timeout_s,
+            verify=verify,
         )
-        self._terms = _terms(self._design, windows)
+        self._mender = Mender()
+        self._design = self._decided(completed(cache))
+        self._terms = terms_of(self._design, windows)
         self._transforms = tuple(transforms)
         self._pin = pin and torch.cuda.is_available()
         self._meter = meter
-        self._example_bytes = sum(output.served_bytes for output in outputs)
+        self._example_bytes = sum(output.served_bytes for output in self._design.outputs)
         self._engine: Engine | None = None
+        self._stop: weakref.finalize[[], Loader] | None = None
         self._process = 0
         self._at = (0, 0)
         self._resuming = False
@@ -181,6 +165,11 @@ class Loader:
     def epoch(self) -> int:
         """The epoch of the next batch."""
         return self._at[0]
+
+    @property
+    def mended(self) -> int:
+        """Damaged records that this process has encoded again from their source."""
+        return self._mender.records
 
     @property
     def major_faults(self) -> int:
@@ -238,9 +227,7 @@ class Loader:
     def _pass(self, epoch: int, position: int) -> Iterator[Any]:
         meter = self._meter
         begin = perf_counter()
-        engine = self._running()
-        finish = self._finish(engine)
-        for strip in engine.strips(epoch, position):
+        for strip, finish in self._strips(epoch, position):
             batches = strip.batches
             if finish:
                 batches = finish.apply(batches, strip.examples, strip.size, epoch)
@@ -261,6 +248,20 @@ class Loader:
         if not self._design.share.steps(position):
             self._at = (epoch + 1, 0)
 
+    def _strips(self, epoch: int, position: int) -> Iterator[tuple[Strip, Finish]]:
+        """The rest of an epoch, and what is still to be done to its batches; mends what is damaged."""
+        at = (epoch, position)
+        while at[0] == epoch:
+            try:
+                finish = self._finish(self._running())
+                for strip in self._running().strips(*at):
+                    at = strip.after
+                    yield strip, finish
+            except CorruptError as error:
+                self._mend(error)
+            else:
+                return
+
     def _finish(self, engine: Engine) -> Finish:
         wanted = self._design.device
         return Finish(
@@ -270,16 +271,44 @@ class Loader:
             seed=self._design.order.seed,
         )
 
+    def _decided(self, cache: Cache) -> Design:
+        """A design for `cache`, or for what it is once its headers are mended."""
+        while True:
+            try:
+                return decide(cache, self._wishes)
+            except CorruptError as error:
+                cache = self._mender.mend(cache, error)
+
+    def _mend(self, error: CorruptError) -> None:
+        """Have damaged records encoded again, and serve the same examples from where they are then."""
+        if self._design.cache.filler is not None:
+            # The engine's memory is wanted for the next one, and the frames of the error hold it too.
+            error = error.with_traceback(None)
+            self._retire()
+        with torch.inference_mode(False):
+            cache = self._mender.mend(self._design.cache, error)
+            self._wishes = replace(self._wishes, indices=self._design.places.numbers)
+            self._design = self._decided(cache)
+            self._terms = terms_of(self._design, self._wishes.windows)
+
+    def _retire(self) -> None:
+        """Let go of the engine; what it has read, and is reading, goes with it."""
+        if self._stop is not None:
+            self._stop()
+        self._engine = self._stop = None
+
     def _running(self) -> Engine:
         """The engine of this process. Threads and locks do not survive a fork, so a child makes its own."""
         if self._engine is None or self._process != os.getpid():
             cache = self._design.cache
             if self._engine is not None:
-                cache = type(cache)(cache.path, cache.recipe, cache.index)
+                filler, cache = cache.filler, type(cache)(cache.path, cache.recipe, cache.index)
+                cache.filler = filler
             with torch.inference_mode(False):  # its memory outlives the caller's mode, and a thread fills it
                 self._engine = Engine(replace(self._design, cache=cache))
             self._process = os.getpid()
-            weakref.finalize(self, self._engine.residency.stop).atexit = False
+            self._stop = weakref.finalize(self, self._engine.residency.stop)
+            self._stop.atexit = False
         return self._engine
 
 
@@ -296,100 +325,3 @@ class EpochSetter:
     def set_epoch(self, epoch: int) -> None:
         """As `Loader.set_epoch`."""
         self._loader.set_epoch(epoch)
-
-
-def _completed(cache: Cache) -> Cache:
-    """The cache with nothing missing, encoding it first where somebody can."""
-    if cache.complete:
-        return cache
-    missing = np.ones(cache.recipe.count, dtype=np.bool_)
-    missing[cache.numbers] = False
-    missing[list(cache.quarantined)] = False
-    numbers = np.flatnonzero(missing)
-    if cache.filler is not None:
-        from stoker.store import open_cache
-
-        cache.filler.fill(numbers.tolist(), FILL_DEADLINE_S)
-        return open_cache(cache.path)
-    raise IncompleteError(
-        f"{cache.path} holds {format_count(len(cache))} of {format_count(cache.recipe.count)} records; "
-        f"{format_count(len(numbers))} are missing, the first is sample {int(numbers[0])}. "
-        "Run the same precompute again: it encodes exactly what is missing"
-    )
-
-
-def _number(cache: Cache, places: Places, windows: Windows | None) -> Examples:
-    lengths = None
-    if windows is not None:
-        main = time_field(cache.schema, windows.field)
-        lengths = places.of_all(cache.lengths(main))
-        for name, field in cache.schema.items():
-            if not (field.time and field.ragged):
-                continue
-            differ = places.of_all(cache.lengths(name)) != lengths
-            if differ.any():
-                number = int(places.numbers[int(np.argmax(differ))])
-                raise ConfigError(
-                    f"sample {number} has time axes of different lengths in {main!r} and {name!r}, so no "
-                    "window of one matches the other. Store them in caches of their own"
-                )
-    return number_examples(lengths, len(places.numbers), windows)
-
-
-def _share(order: Order, rank: int, world: int, drop_last: bool | None) -> Share:
-    """This rank's part; without a word on `drop_last`, training over ranks has it and evaluation has not."""
-    sequential = order.kind.kind == "sequential"
-    return Share(
-        positions=order.positions,
-        batch_size=order.global_batch // world,
-        rank=rank,
-        world=world,
-        drop_last=world > 1 and not sequential if drop_last is None else drop_last,
-        contiguous=sequential and world > 1,
-    )
-
-
-def _terms(design: Design, windows: Windows | None) -> states.Terms:
-    order, cache = design.order, design.cache
-    weights = [] if order.draws is None else [order.draws.cumulative]
-    return states.Terms(
-        seed=order.seed,
-        order=str(order.kind),
-        global_batch=order.global_batch,
-        examples=order.count,
-        fingerprint=cache.fingerprint,
-        generation=cache.index.generation,
-        records=states.digest_of(design.places.numbers, *weights),
-        windows=None if windows is None else windows.text(),
-        world=design.share.world,
-    )
-
-
-def _demand(
-    cache: Cache, places: Places, outputs: tuple[Output, ...], batch_size: int, device: str
-) -> Demand:
-    """What is to be planned for: whole shards, since memory is filled by shard."""
-    record_bytes = 0.0
-    for name, field in cache.schema.items():
-        lengths = cache.lengths(name) if field.ragged else None
-        record_bytes += field.size_bytes() if lengths is None else float(lengths.mean()) * field.row_bytes
-    whole = any(output.ragged for output in outputs)
-    return Demand(
-        records=sum(cache.index.shards[shard].rows for shard in places.shards()),
-        record_bytes=record_bytes,
-        batch_examples=batch_size,
-        example_bytes=record_bytes if whole else sum(output.example_bytes for output in outputs),
-        device=device,
-    )
-
-
-def _planned(
-    cache: Cache, demand: Demand, resources: Resources, tier: str, reserve_bytes: int | None
-) -> Plan:
-    plan = plan_tiers(demand, resources, tier=tier, reserve_bytes=reserve_bytes)
-    if not cache.quarantined:
-        return plan
-    logging.getLogger("stoker").info(
-        "%s: %d quarantined samples are not served", cache.path, len(cache.quarantined)
-    )
-    return replace(plan, reason=f"{plan.reason}; {len(cache.quarantined)} quarantined samples are absent")

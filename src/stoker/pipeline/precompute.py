@@ -24,7 +24,7 @@ from stoker.pipeline.folders import is_open, require_writable
 from stoker.pipeline.gone import find_without_source
 from stoker.pipeline.inspect import list_quarantined, shard_bytes, worst_error
 from stoker.pipeline.locate import job_recipe, windows_in
-from stoker.precompute import Deadlines, PrecomputeSettings, run_precompute
+from stoker.precompute import Deadlines, EncodeFiller, PrecomputeSettings, run_precompute
 from stoker.schema import Json, Schema, canonical_json, schema_to_json
 from stoker.sources.files import canonical_split
 from stoker.store import Cache, open_cache
@@ -237,6 +237,14 @@ def _ready(config: Config, job: Job, settings: PrecomputeSettings) -> CacheResul
         return None  # precompute mends it, or says what is wrong
     if len(cache.quarantined) > settings.max_quarantined * recipe.count:
         return None
+    cache.filler = EncodeFiller(
+        job.source,
+        job.encoder,
+        Path(config.training.latent_cache_dir),
+        name=job.name,
+        settings=settings,
+        fingerprint=cache.fingerprint,
+    )
     spent_s = time.monotonic() - began
     return CacheResult(cache=cache, split=job.split, reused=len(cache), seconds=spent_s)
 

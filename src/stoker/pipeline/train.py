@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from stoker.pipeline.folders import require_writable
 from stoker.pipeline.locate import batch_size_of, trajectory_steps, windows_of
 from stoker.pipeline.precompute import CacheResult, fill_caches
 from stoker.plan import Plan
+from stoker.precompute import EncodeFiller
+from stoker.precompute.spot_check import SpotCheck, SpotReport
 from stoker.schema import Json
 from stoker.sources.files import canonical_split
 from stoker.store import Cache
@@ -23,6 +26,8 @@ from stoker.train.config import EventSink, TrainConfig, TrainReport
 from stoker.train.loop import train
 from stoker.train.run import own_folder
 from stoker.units import format_count
+
+log = logging.getLogger("stoker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +47,10 @@ class TrainResult:
     """Why the records are served from where they are."""
     epoch_steps: int
     """Steps of one whole epoch."""
+    mended: int = 0
+    """Damaged records of both caches that were encoded again while they were served."""
+    spot_check: SpotReport | None = None
+    """Records compared with what source and encoder give now; None: not asked for."""
 
     @property
     def cache_reused(self) -> bool:
@@ -88,6 +97,8 @@ class TrainResult:
             },
             "cache_reused": self.cache_reused,
             "train_s": self.train_s,
+            "mended": self.mended,
+            "spot_check": None if self.spot_check is None else self.spot_check.to_json(),
             "reason": self.reason,
             "caches": [cache.to_json() for cache in self.caches],
         }
@@ -170,15 +181,19 @@ def train_prepared(
 
     loader = make_loader(config, train_cache, meter=meter)
     val_loader = make_val_loader(config, val_cache, beside=loader.plan)
+    check = begin_spot_check(config, train_cache)
     began = time.monotonic()
-    report = train(
-        loader,
-        val_loader,
-        loop_settings(config, len(loader), resume=resume),
-        run_dir,
-        meter=meter,
-        on_event=note,
-    )
+    try:
+        report = train(
+            loader,
+            val_loader,
+            loop_settings(config, len(loader), resume=resume),
+            run_dir,
+            meter=meter,
+            on_event=note,
+        )
+    finally:
+        checked = None if check is None else check.finish()
     train_s = time.monotonic() - began
     write_diary(run_dir, digest=digest, finished=True, step_s=report.step_s)
     return TrainResult(
@@ -189,7 +204,22 @@ def train_prepared(
         train_s=train_s,
         reason=loader.plan.reason,
         epoch_steps=len(loader),
+        mended=loader.mended + val_loader.mended,
+        spot_check=checked,
     )
+
+
+def begin_spot_check(config: Config, cache: Cache) -> SpotCheck | None:
+    """The comparison that `verify.spot_check` asks for, begun; None where it asks for none."""
+    count = config.verify.spot_check
+    if not count:
+        return None
+    if not isinstance(cache.filler, EncodeFiller):
+        log.warning("verify.spot_check: the raw data of %s is gone, so nothing can be compared", cache.path)
+        return None
+    check = cache.filler.spot_check(cache, count, seed=config.training.seed)
+    check.start()
+    return check
 
 
 def make_loader(config: Config, cache: Cache, *, meter: StallMeter | None = None) -> Loader:
@@ -230,6 +260,7 @@ def _loader(
         device=device_of(config),
         seed=training.seed,
         reserve_bytes=reserve_bytes,
+        verify=config.verify.on_read,
         meter=meter,
     )
 

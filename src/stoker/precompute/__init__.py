@@ -9,6 +9,8 @@ The path of a sample:
     write_thread.py  converts, checksums, seals                               (space)
     engine.py      puts them together                                         (pace, progress, interrupts)
 
+`filler.py` encodes single groups for a loader, `spot_check.py` compares some with what is stored.
+
 `reader.py` must start in a tenth of a second, so importing this package imports none of the rest.
 """
 

@@ -15,6 +15,7 @@ from stoker.encoders.protocol import Encoder
 from stoker.errors import Interrupted
 from stoker.plan.resources import probe
 from stoker.precompute.allocator import keep_freed_memory, release_memory
+from stoker.precompute.filler import EncodeFiller
 from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.pace import Pace
 from stoker.precompute.progress import ProgressSink, automatic
@@ -74,7 +75,8 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
             `PrecomputeSettings`.
 
     Returns:
-        The cache, complete: every sample is stored or quarantined.
+        The cache, complete: every sample is stored or quarantined. It carries source and encoder, with which
+        a loader has damaged records encoded again.
 
     Raises:
         IncompleteError: More samples than `max_quarantined` failed; everything else is stored.
@@ -119,6 +121,9 @@ def run_precompute(
             cache = cache or _fill(source, encoder, folder, settings, (interrupts, tally))
     check_quarantined(folder, settings.max_quarantined)
     check_values(cache, settings)
+    cache.filler = EncodeFiller(
+        source, encoder, cache_dir, name=name, settings=settings, fingerprint=recipe.fingerprint
+    )
     return _report(cache, folder, tally)
 
 
@@ -198,6 +203,7 @@ def _encode(bench: Bench, sink: ProgressSink | None, interrupts: Interrupts, tal
             feed.close()
             bench.seal(writer)
         writer.check()
+        bench.leave_device()
     except BaseException:
         feed.close()
         if writer is not None:

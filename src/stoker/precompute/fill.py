@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 from stoker.errors import RecordError
 from stoker.precompute.layout import PIECE_BYTES, time_length
+from stoker.precompute.unchanged import ChangedError, Reads
 from stoker.schema import FLOATS, Sample, Schema, check_sample
-from stoker.sources.protocol import Source
 
 _ERROR_CHARS = 600
+CHANGED = "changed"
+"""The stage of a fault that is no sample's: see `SampleFault.stage`."""
 
 
 class Pulse(Protocol):
@@ -41,7 +43,7 @@ class SampleFault:
     number: int
     """Sample number."""
     stage: str
-    """`open`, `read`, `check` or `encode`."""
+    """`open`, `read`, `check` or `encode`; `CHANGED`: the source is not what it was, and the run must end."""
     error: str
     """Path, type and message, at most 600 characters."""
     kind: Literal["sample", "transient"]
@@ -79,7 +81,7 @@ class PartNames:
 class SampleReader:
     """One source, read sample by sample; says where it stands and checks what comes."""
 
-    def __init__(self, source: Source, schema: Schema, parts: PartNames, *, pulse: Pulse, nan: str) -> None:
+    def __init__(self, source: Reads, schema: Schema, parts: PartNames, *, pulse: Pulse, nan: str) -> None:
         self._source = source
         self._schema = schema
         self._parts = parts
@@ -169,6 +171,8 @@ class SampleReader:
     def _fault(self, number: int, stage: str, error: Exception) -> SampleFaultError:
         passing = isinstance(error, MemoryError) or _from_the_system(error)
         text = f"{self._parts.name(number)}: {type(error).__name__}: {error}"
+        if isinstance(error, ChangedError):
+            stage, text = CHANGED, str(error)
         return SampleFaultError(
             SampleFault(
                 number=number,

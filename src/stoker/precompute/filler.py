@@ -1,29 +1,36 @@
-"""Encode single samples on demand, for a loader that meets records which are missing."""
+"""Encode single samples on demand, for a loader that meets records which are missing or damaged."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from stoker.encoders.protocol import Encoder
-from stoker.errors import MissingRecordError, StalledError
+from stoker.errors import MissingRecordError, SourceError, StalledError
 from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.run import Run, Standing
 from stoker.precompute.settings import PrecomputeSettings
+from stoker.precompute.spot_check import SpotCheck
 from stoker.precompute.stages import Bench
 from stoker.sources.protocol import Source
-from stoker.store import Digests, Folder, make_recipe, open_folder
+from stoker.store import Cache, Digests, Folder, make_recipe, open_folder
 
 
 class EncodeFiller:
-    """A `stoker.store.protocols.Filler`: reads and encodes in this process, exactly the groups asked for.
+    """A `stoker.store.protocols.Filler`: encodes in this process, exactly the groups asked for.
 
-    Works in the same fixed groups as `precompute`, so a record filled in has the bits it would have had.
+    Works in the same fixed groups as `precompute`, so a record filled in has the bits it would have had. One
+    reader process reads, under the deadlines of the settings; with `readers=0` this process does, without.
     Nothing is opened before the first call.
+
+    Args:
+        source, encoder, cache_dir, name, settings: As for `run_precompute`.
+        fingerprint: Of the cache to fill; None: whatever source and encoder give.
     """
 
     def __init__(
@@ -34,18 +41,20 @@ class EncodeFiller:
         *,
         name: str,
         settings: PrecomputeSettings,
+        fingerprint: str | None = None,
     ) -> None:
         self._source = source
         self._encoder = encoder
         self._cache_dir = cache_dir
         self._name = name
-        self._settings = replace(settings, readers=0, progress=None)
-        self._opened: Folder | None = None
+        self._settings = replace(settings, readers=settings.readers and 1, progress=None)
+        self._fingerprint = fingerprint
 
     def fill(self, numbers: Sequence[int], deadline_s: float) -> None:
         """Encode and store these samples unless they are stored, and write the index.
 
         Raises:
+            SourceError: The source or the encoder is not what the cache was made from any more.
             StalledError: `deadline_s` had passed after a group; what was encoded by then is stored.
             MissingRecordError: A sample is quarantined; the message says why.
         """
@@ -69,12 +78,15 @@ class EncodeFiller:
                 f"Run precompute first, or give more time"
             )
 
+    def spot_check(self, cache: Cache, count: int, *, seed: int = 0) -> SpotCheck:
+        """A comparison of `count` records of `cache` with what source and encoder give now, not begun."""
+        return SpotCheck(self._source, self._encoder, cache, self._settings, count=count, seed=seed)
+
     def _encode(
         self, folder: Folder, missing: np.ndarray[tuple[int], np.dtype[np.int64]], until: float
     ) -> bool:
         bench = Bench(self._source, self._encoder, folder, self._settings, missing=missing, cpus=1)
-        feed, encoder = bench.feed(), bench.encoder()
-        writer = bench.writer()
+        feed = bench.feed()
         standing = Standing(
             name=self._name,
             total=folder.recipe.count,
@@ -82,20 +94,32 @@ class EncodeFiller:
             quarantined=0,
             device=self._settings.device,
         )
-        run = Run(
-            bench.stages(feed, encoder, writer), standing, interrupts=Interrupts(), sink=None, pace=None
-        )
         try:
-            with bench.watchdog(encoder):
-                finished = run.go(until)
+            encoder, writer = bench.encoder(), bench.writer()
+            encoder.clock.limit_s = self._settings.deadlines.encode
+            stages = bench.stages(feed, encoder, writer)
+            try:
+                with bench.watchdog(encoder):
+                    finished = Run(stages, standing, interrupts=Interrupts(), sink=None, pace=None).go(until)
+            finally:
+                encoder.clock.alive(bounded=False)
+                bench.seal(writer)
+            writer.check()
         finally:
-            bench.seal(writer)
-        writer.check()
+            feed.close()
+            with suppress(OSError):  # not empty: a reader was lost, and its log is to be read
+                bench.logs.rmdir()
+        bench.leave_device()
         return finished
 
     def _folder(self) -> Folder:
-        if self._opened is None:
-            digests = Digests(self._cache_dir, self._settings.identity)
-            recipe = make_recipe(self._source, self._encoder, dtype=self._settings.dtype, digests=digests)
-            self._opened = open_folder(self._cache_dir, self._name, recipe)
-        return self._opened
+        """The cache's folder, after a look at the source: it may have changed since the cache was made."""
+        digests = Digests(self._cache_dir, self._settings.identity)
+        recipe = make_recipe(self._source, self._encoder, dtype=self._settings.dtype, digests=digests)
+        if self._fingerprint not in (None, recipe.fingerprint):
+            raise SourceError(
+                f"{self._cache_dir / self._name / str(self._fingerprint)} was made from other data or by "
+                f"another encoder: they give {recipe.fingerprint} now. Put the source back as it was, or "
+                "run precompute for a new cache"
+            )
+        return open_folder(self._cache_dir, self._name, recipe)

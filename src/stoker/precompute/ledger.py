@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from stoker.precompute.fill import SampleFault
+from stoker.errors import SourceError
+from stoker.precompute.fill import CHANGED, SampleFault
 from stoker.store import Failure
 
 ATTEMPTS = 2
@@ -59,7 +60,12 @@ class Ledger:
         """Take note of a failed attempt; True when the sample is to be tried again.
 
         A fault that another try cannot mend, or the second one, sets the sample aside.
+
+        Raises:
+            SourceError: The source changed; no sample is at fault.
         """
+        if fault.stage == CHANGED:
+            raise SourceError(fault.error)
         attempts = self._attempts.get(fault.number, 0) + 1
         self._attempts[fault.number] = attempts
         if fault.retry and attempts < ATTEMPTS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
@@ -28,10 +29,11 @@ from stoker.precompute.queue import PartSpan, WorkQueue
 from stoker.precompute.run import Stages
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.supervisor import Supervisor
+from stoker.precompute.unchanged import Unchanged, digested_files
 from stoker.precompute.watchdog import EncodeWatchdog
 from stoker.precompute.write_thread import WriteThread
 from stoker.sources.protocol import Source
-from stoker.store import Folder
+from stoker.store import Failure, Folder
 
 _LOG_FOLDER = ".readers"
 _LOGS_KEPT_S = 24 * 3600
@@ -69,12 +71,22 @@ class Bench:
                 f"time are encoded one by one. Give the encoder a group of 1"
             )
         self.quarantined = set(folder.failures()).difference(missing.tolist())
-        wanted = set(missing.tolist()) if len(missing) < recipe.count else range(recipe.count)
-        self.ledger = Ledger(self.quarantined, quarantine=folder.quarantine_many, wanted=wanted.__contains__)
-        spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
-        self.queue = WorkQueue(spans, group.samples, missing, bad=self.ledger.is_bad)
+        self._account(folder.quarantine_many)
         self._parts = self._part_names()
+        files = digested_files(source.identity().parts, recipe.files)
+        self._reading = Unchanged(source, files, self._parts.offsets)
         self._layout, self._first_readers, self.most_readers = self._plan(cpus)
+
+    def rehearse(self) -> None:
+        """Quarantine nothing durably: what fails from now on is stored already. Called before `feed`."""
+        self._account(lambda _: None)
+
+    def _account(self, quarantine: Callable[[Sequence[Failure]], None]) -> None:
+        recipe, missing = self.folder.recipe, self.missing
+        wanted = set(missing.tolist()) if len(missing) < recipe.count else range(recipe.count)
+        self.ledger = Ledger(self.quarantined, quarantine=quarantine, wanted=wanted.__contains__)
+        spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
+        self.queue = WorkQueue(spans, recipe.group.samples, missing, bad=self.ledger.is_bad)
 
     def _plan(self, cpus: int) -> tuple[Layout, int, int]:
         """The layout of each arena, readers to start with, and the most there may be."""
@@ -114,7 +126,7 @@ class Bench:
         if self._first_readers == 0:
             pulse = Silent()
             samples = SampleReader(
-                self._source, self._schema, self._parts, pulse=pulse, nan=self.settings.nan
+                self._reading, self._schema, self._parts, pulse=pulse, nan=self.settings.nan
             )
             return InProcess(samples, self._layout, self.queue, self.ledger, pulse=pulse)
         self._make_logs()
@@ -128,7 +140,7 @@ class Bench:
 
     def _launch(self) -> Launch:
         try:
-            payload = cloudpickle.dumps(self._source)  # pyright: ignore[reportUnknownMemberType]
+            payload = cloudpickle.dumps(self._reading)  # pyright: ignore[reportUnknownMemberType]
         except Exception as error:
             raise SourceError(
                 f"the source cannot be sent to reader processes: {type(error).__name__}: {error}. "
@@ -165,6 +177,12 @@ class Bench:
             with self.watchdog(encoder), encoder.clock.starting(self.settings.deadlines.encode):
                 self._encoder.to(torch.device(self.settings.device))
         return encoder
+
+    def leave_device(self) -> None:
+        """Give the memory of a GPU back, where the encoder was: a model is about to want it."""
+        if self._encoder is not None and not self.settings.device.startswith("cpu"):
+            self._encoder.to(torch.device("cpu"))
+            torch.cuda.empty_cache()
 
     def watchdog(self, encoder: GroupEncoder) -> AbstractContextManager[object]:
         """Looks after the encoder while entered; a guardian, where there is one, can do more."""

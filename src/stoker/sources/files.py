@@ -211,3 +211,8 @@ def space_rank(stem: str) -> int | None:
     """
     found = {int(rank) for rank in _RANK.findall(stem)}
     return found.pop() if len(found) == 1 else None
+
+
+def stamp_of(status: os.stat_result) -> tuple[int, ...]:
+    """Size, times, device and inode: what a write to a file, or another file in its place, changes."""
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino

@@ -17,8 +17,19 @@ import h5py  # pyright: ignore[reportMissingTypeStubs]
 
 from stoker.errors import SourceError
 
-FOREIGN_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError)
-"""What h5py raises for damaged, truncated or locked files."""
+FOREIGN_ERRORS = (
+    OSError,
+    RuntimeError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    SystemError,
+    EOFError,
+)
+"""What h5py may raise for damaged, truncated or locked files: all but a lack of memory."""
 
 OPEN_FILES = 16
 """Files one copy of a source keeps open. Leaves room under a limit of 64 descriptors."""

@@ -173,11 +173,12 @@ class Cache:
         try:
             shard = Shard(self._storage.open(entry.file), path, self.schema, offset=part.offset)
         except FileNotFoundError as error:
-            raise CorruptError(f"{path} is missing. {_AGAIN}") from error
-        except CorruptError as error:
-            raise CorruptError(f"{error}. {_AGAIN}") from error
+            raise CorruptError(f"{path} is missing", advice=_AGAIN, shard=entry.file) from error
+        except FormatError as error:  # the index pins it as a sound one
+            raise CorruptError(str(error), advice=_AGAIN, shard=entry.file) from error
         if shard.header_digest != entry.header or shard.part != part.key:
-            raise CorruptError(f"{path} is not the shard that the index pins: swapped or replaced. {_AGAIN}")
+            fact = f"{path} is not the shard that the index pins: swapped or replaced"
+            raise CorruptError(fact, advice=_AGAIN, shard=entry.file)
         return shard
 
     def lengths(self, field: str) -> NDArray[np.int64]:

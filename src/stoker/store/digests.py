@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ import numpy as np
 
 from stoker.errors import ConfigError, FormatError, ResourceError, SourceError
 from stoker.schema import canonical_json
+from stoker.sources.files import stamp_of
 from stoker.sources.protocol import FileRef
 from stoker.store.local import LocalStorage
 from stoker.store.strict_json import as_object, read_strict
@@ -54,6 +55,8 @@ class FileDigest:
     digest: str
     """sha256, 64 hex digits: of all bytes, or of size, head, tail and seeded blocks when `sampled`."""
     sampled: bool
+    stamp: tuple[int, ...] = field(default=(), compare=False)
+    """Size, times, device and inode when it was digested; not part of what it is known by."""
 
 
 class Digests:
@@ -82,14 +85,18 @@ class Digests:
             status = _stat(ref)
             before += status.st_size
             sampled = self._identity == "auto" and before > FULL_BYTES
-            known_by = (*_times(status), status.st_dev, status.st_ino)
+            known_by = stamp_of(status)
             key = " ".join((*map(str, known_by), "sampled" if sampled else "full", ref.name))
             digest = memo.get(key) or fresh.get(key)
             if digest is None:
                 digest = _digest(ref, status, sampled=sampled)
                 if time.time() - status.st_ctime > SETTLED_S:
                     fresh[key] = digest
-            found.append(FileDigest(name=ref.name, bytes=status.st_size, digest=digest, sampled=sampled))
+            found.append(
+                FileDigest(
+                    name=ref.name, bytes=status.st_size, digest=digest, sampled=sampled, stamp=known_by
+                )
+            )
         if fresh:
             self._save(fresh)
         return found
@@ -116,6 +123,19 @@ class Digests:
         with suppress(OSError, ResourceError):  # ReadOnlyError is an OSError
             self._storage.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._storage.put(MEMO, text.encode())
+
+
+def digest_file(ref: FileRef, *, sampled: bool) -> FileDigest:
+    """One file as it is now, whatever is remembered.
+
+    Raises:
+        SourceError: As `Digests.files`.
+    """
+    status = _stat(ref)
+    digest = _digest(ref, status, sampled=sampled)
+    return FileDigest(
+        name=ref.name, bytes=status.st_size, digest=digest, sampled=sampled, stamp=stamp_of(status)
+    )
 
 
 def _digest_of(files: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,10 +80,14 @@ class RepairReport:
         }
 
 
-def repair(folder: str | Path) -> RepairReport:
+def repair(folder: str | Path, *, shards: Collection[str] | None = None) -> RepairReport:
     """Read every byte of a fingerprint's folder, and set aside what is wrong.
 
     Killed at any moment, nothing is worse than before, and the next call goes on.
+
+    Args:
+        folder: What to read.
+        shards: Read only these, by file name, as long as the index is sound; None: all.
 
     Raises:
         FormatError: It is no cache, or its recipe is damaged: then nothing says what it holds.
@@ -94,26 +98,31 @@ def repair(folder: str | Path) -> RepairReport:
     recipe = load_recipe(folder)
     _use = Use(folder)
     with maintaining(folder):
-        return _Repair(folder, recipe).run()
+        return _Repair(folder, recipe, shards).run()
 
 
 class _Repair:
     """One repair of one folder."""
 
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
+    def __init__(self, folder: Path, recipe: Recipe, only: Collection[str] | None) -> None:
         self._folder, self._recipe = folder, recipe
         self._storage = LocalStorage(folder)
-        self._catalog = Catalog(self._storage, recipe, noted=False)
         self._report = RepairReport(path=str(folder))
+        self._previous = self._load_index()
+        # Without an index nothing says what is damaged in the others.
+        self._only = only if self._previous is not None else None
+        self._catalog = Catalog(self._storage, recipe, noted=self._only is not None)
         self._noted: dict[str, set[int]] = {}
         """Rows by shard that were known to be damaged before."""
 
     def run(self) -> RepairReport:
         report = self._report
         report.swept = self._storage.sweep()
-        previous = self._previous()
+        previous = self._previous
         self._noted = {shard.file: {*shard.bad} for shard in (previous.shards if previous else ())}
-        unusable = [name for name in self._storage.list() if is_shard_name(name) and not self._examine(name)]
+        names = [name for name in self._storage.list() if is_shard_name(name)]
+        chosen = [name for name in names if self._only is None or name in self._only]
+        unusable = [name for name in chosen if not self._examine(name)]
         self._note_unserved(previous, unusable)
         with claim(self._folder, "index", wait_s=INDEX_WAIT_S):
             infos = self._catalog.refresh()
@@ -130,7 +139,7 @@ class _Repair:
         report.missing = np.flatnonzero(~done).tolist()
         return report
 
-    def _previous(self) -> Index | None:
+    def _load_index(self) -> Index | None:
         try:
             return load_index(self._folder, self._recipe)
         except FileNotFoundError:

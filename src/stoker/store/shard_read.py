@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import xxhash
@@ -19,6 +19,9 @@ from stoker.store.protocols import OpenFile
 from stoker.store.strict_json import read_strict
 from stoker.store.sums import block_sums, record_seeds, schema_seed
 from stoker.units import MIB
+
+Verify: TypeAlias = Literal["always", "first", "off"]
+"""When bytes are compared with their sums: at each read, at a block's first since opening, or never."""
 
 PIECE_BYTES = MIB
 """Bytes read and hashed at a time: the piece is still in the core's cache when it is hashed."""
@@ -73,7 +76,14 @@ class Shard:
         }
         self._sums = {n: tail[f"{n}.sums"].reshape(-1) for n in schema}
         self._blocks = {n: self._block_starts(n) for n in self._offsets}
+        self._blocks_each = {
+            n: layout.block_count(f, layout.axis_length(f)) for n, f in schema.items() if not f.ragged
+        }
+        self._per_block = {n: layout.rows_per_block(f) for n, f in schema.items()}
+        self._row_bytes = {n: f.row_bytes for n, f in schema.items()}
         self._check_sums()
+        self._seen: dict[str, bytearray] = {}
+        """By field, for `verify="first"`: 1 for each block that was found right."""
         self._seeds = record_seeds(schema_seed(schema), self._numbers)
         if self._numbers.min(initial=0) < 0:
             raise FormatError(f"{name} holds a negative sample number")
@@ -108,7 +118,15 @@ class Shard:
             return int(offsets[row + 1] - offsets[row])
         return layout.axis_length(self._schema[field])
 
-    def read(self, field: str, row: int, start: int | None = None, stop: int | None = None) -> NDArray[Any]:
+    def read(
+        self,
+        field: str,
+        row: int,
+        start: int | None = None,
+        stop: int | None = None,
+        *,
+        verify: Verify = "always",
+    ) -> NDArray[Any]:
         """One record's field, or steps `start:stop` of its axis 0, verified.
 
         Returns:
@@ -120,9 +138,9 @@ class Shard:
         f = self._schema[field]
         length = self.length(field, row)
         begin, end = 0 if start is None else start, length if stop is None else stop
-        low, high = self._cover(field, length, begin, end)
+        low, high = self._cover(field, row, begin, end, verify)
         data: Any = np.empty((high - low) * f.row_bytes, np.uint8)
-        self._read_blocks(field, row, low, memoryview(data))
+        self._read_blocks(field, row, low, memoryview(data), verify)
         values = data.view(numpy_dtype(f.dtype))
         return (
             values.reshape((high - low, *f.shape[1:]))[begin - low : end - low]
@@ -130,21 +148,30 @@ class Shard:
             else values.reshape(())
         )
 
-    def read_into(self, field: str, row: int, start: int, stop: int, out: memoryview[Any]) -> None:
+    def read_into(
+        self,
+        field: str,
+        row: int,
+        start: int,
+        stop: int,
+        out: memoryview[Any],
+        *,
+        verify: Verify = "always",
+    ) -> None:
         """The same into `out`, format `B`, of exactly the bytes asked for; without a copy where `start:stop`
         falls on block bounds or the record's end.
         """
         f = self._schema[field]
-        low, high = self._cover(field, self.length(field, row), start, stop)
+        low, high = self._cover(field, row, start, stop, verify)
         if len(out) != (stop - start) * f.row_bytes:
             raise RecordError(
                 f"the buffer has {len(out)} bytes, {field!r} needs {(stop - start) * f.row_bytes}"
             )
         if (low, high) == (start, stop):
-            self._read_blocks(field, row, low, out)
+            self._read_blocks(field, row, low, out, verify)
             return
         data = memoryview(bytearray((high - low) * f.row_bytes))
-        self._read_blocks(field, row, low, data)
+        self._read_blocks(field, row, low, data, verify)
         out[:] = data[(start - low) * f.row_bytes : (stop - low) * f.row_bytes]
 
     def verify_column(self, field: str, out: memoryview[Any] | None = None) -> None:
@@ -162,15 +189,14 @@ class Shard:
         for begin in range(0, column.nbytes, PIECE_BYTES):
             size = min(PIECE_BYTES, column.nbytes - begin)
             piece = scratch[:size] if out is None else out[begin : begin + size]
-            self._read(column.offset + begin, piece, f"{self._path}: field {field!r}")
+            self._read(column.offset + begin, piece, field)
             digest.update(piece)
         if digest.hexdigest() != self._digests.get(field):
             rows = self._bad_rows(field) or range(self.rows)
             bad = [int(self._numbers[row]) + self._offset for row in rows]
-            raise CorruptError(
+            raise self._corrupt(
                 f"{self._path}: field {field!r} does not match its digest; damaged samples: "
-                f"{', '.join(map(str, bad[:10]))}{f' and {len(bad) - 10} more' if len(bad) > 10 else ''}. "
-                + self._advice()
+                f"{', '.join(map(str, bad[:10]))}{f' and {len(bad) - 10} more' if len(bad) > 10 else ''}"
             )
 
     def damage(self, field: str) -> dict[int, str]:
@@ -213,41 +239,61 @@ class Shard:
     def _described(self, entry: str) -> dict[str, Any]:
         return read_strict(self._metadata[entry].encode(), where=f"{entry} of {self._path}")
 
-    def _cover(self, field: str, length: int, start: int, stop: int) -> tuple[int, int]:
-        """The whole blocks that hold steps `start:stop`."""
+    def _cover(self, field: str, row: int, start: int, stop: int, verify: Verify) -> tuple[int, int]:
+        """The whole blocks that hold steps `start:stop`, or just these where their sums are not wanted."""
+        length = self.length(field, row)
         if not 0 <= start <= stop <= length:
             raise RecordError(f"steps {start}:{stop} of field {field!r} asked for, the record has {length}")
-        if start == stop:
+        if start == stop or verify == "off" or (verify == "first" and self._known(field, row, start, stop)):
             return start, stop
-        per_block = layout.rows_per_block(self._schema[field])
+        per_block = self._per_block[field]
         return start // per_block * per_block, min(-(-stop // per_block) * per_block, length)
 
-    def _read_blocks(self, field: str, row: int, low: int, out: memoryview[Any]) -> None:
-        """Fill `out` from step `low` on, which starts a block, and check its sums."""
+    def _blocks_of(self, field: str, row: int, start: int, stop: int) -> slice:
+        """Where the sums of the blocks that hold steps `start:stop` of a record lie."""
+        per_block = self._per_block[field]
+        first = int(self._blocks[field][row]) if field in self._blocks else row * self._blocks_each[field]
+        return slice(first + start // per_block, first - (-stop // per_block))
+
+    def _known(self, field: str, row: int, start: int, stop: int) -> bool:
+        """Whether all of these blocks were found right before, with `verify="first"`."""
+        seen = self._seen.get(field)
+        return seen is not None and 0 not in seen[self._blocks_of(field, row, start, stop)]
+
+    def _read_blocks(self, field: str, row: int, low: int, out: memoryview[Any], verify: Verify) -> None:
+        """Fill `out` from step `low` on, which starts a block where sums are wanted, and check them."""
         if not len(out):
             return
-        f, column = self._schema[field], self.columns[field]
-        record = int(self._offsets[field][row]) * f.row_bytes if f.ragged else row * column.row_bytes
-        where = f"{self._path}: field {field!r} of sample {int(self._numbers[row]) + self._offset}"
-        self._read(column.offset + record + low * f.row_bytes, out, where)
-        found = block_sums(f, out, [len(out)], [int(self._seeds[row])])
-        before = self._blocks[field][row] if f.ragged else row * layout.block_count(f, layout.axis_length(f))
-        first = int(before) + low // layout.rows_per_block(f)
-        if found != self._sums[field][first : first + len(found)].tolist():
-            raise CorruptError(f"{where} does not match its checksum. {self._advice()}")
+        f, column, row_bytes = self._schema[field], self.columns[field], self._row_bytes[field]
+        record = int(self._offsets[field][row]) * row_bytes if f.ragged else row * column.row_bytes
+        self._read(column.offset + record + low * row_bytes, out, field, row)
+        high = low + len(out) // row_bytes
+        if verify == "off" or (verify == "first" and self._known(field, row, low, high)):
+            return
+        own = self._blocks_of(field, row, low, high)
+        if block_sums(f, out, [len(out)], [int(self._seeds[row])]) != self._sums[field][own].tolist():
+            raise self._corrupt(f"{self._where(field, row)} does not match its checksum")
+        if verify == "first":
+            seen = self._seen.setdefault(field, bytearray(len(self._sums[field])))
+            seen[own] = bytes([1]) * (own.stop - own.start)
 
-    def _read(self, offset: int, out: memoryview[Any], where: str) -> None:
+    def _where(self, field: str, row: int | None) -> str:
+        of = "" if row is None else f" of sample {int(self._numbers[row]) + self._offset}"
+        return f"{self._path}: field {field!r}{of}"
+
+    def _read(self, offset: int, out: memoryview[Any], field: str, row: int | None = None) -> None:
         try:
             self._file.read_into(offset, out)
-        except OSError as error:
-            raise CorruptError(f"{where} cannot be read: {error}. {self._advice()}") from error
+        except (OSError, CorruptError) as error:  # the latter: it was cut short since it was opened
+            raise self._corrupt(f"{self._where(field, row)} cannot be read: {error}") from error
 
-    def _advice(self) -> str:
-        """What to do about damaged records: precompute reads none, so a repair tells it."""
-        return (
+    def _corrupt(self, fact: str) -> CorruptError:
+        """The error for damaged records. Precompute reads none, so a repair has to tell it."""
+        advice = (
             f"`stoker verify {self._path.parent} --repair` sets aside all that is damaged, and precompute "
             "then encodes it again, and only that"
         )
+        return CorruptError(fact, advice=advice, shard=self.name)
 
     def _block_starts(self, name: str) -> NDArray[np.int64]:
         """Index of each row's first sum in a ragged field, and the number of all sums."""
@@ -257,10 +303,7 @@ class Shard:
 
     def _check_sums(self) -> None:
         for name, f in self._schema.items():
-            if f.ragged:
-                count = int(self._blocks[name][-1])
-            else:
-                count = self.rows * layout.block_count(f, layout.axis_length(f))
+            count = int(self._blocks[name][-1]) if f.ragged else self.rows * self._blocks_each[name]
             if count != len(self._sums[name]):
                 raise FormatError(
                     f"{self._path}: {len(self._sums[name])} sums for field {name!r}, expected {count}"

@@ -1,0 +1,202 @@
+"""Encode a few records again beside training, and compare them with what is stored.
+
+A checksum says that bytes are as they were written; this says that they are what source and encoder give now.
+It runs in a thread of the lowest priority, on the CPU, with a copy of the encoder and a reader process of its
+own, so that it takes what training leaves.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stoker.encoders.protocol import Encoder
+from stoker.errors import SourceError, StokerError
+from stoker.precompute.encode import Encoded, GroupEncoder
+from stoker.precompute.parcel import Feed
+from stoker.precompute.settings import PrecomputeSettings
+from stoker.precompute.stages import Bench
+from stoker.schema import FLOATS, Json
+from stoker.sources.protocol import Source
+from stoker.store import Cache, Digests, Folder, make_recipe
+
+log = logging.getLogger("stoker")
+
+TOLERANCE = 1e-4
+"""Relative to a record's largest value: what another machine or library may change, beside the rounding of
+the storage dtype that the index notes. As much as `check_encoder` allows for a sample's neighbours.
+"""
+_POLL_S = 0.25
+_END_S = 5.0
+_LOWEST = 19
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One record that is not what its sample gives now."""
+
+    number: int
+    """Sample number."""
+    field: str
+    error: float
+    """Largest difference, as a fraction of the record's largest value."""
+    limit: float
+    """What was allowed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SpotReport:
+    """What was compared."""
+
+    wanted: int
+    """Records that were to be compared."""
+    checked: int = 0
+    """Records that were."""
+    different: list[Difference] = field(default_factory=list[Difference])
+    """Those that differ by more than rounding."""
+    failed: list[str] = field(default_factory=list[str])
+    """Why records could not be compared."""
+
+    def to_json(self) -> dict[str, Json]:
+        """The keys that scripts rely on."""
+        return {
+            "wanted": self.wanted,
+            "checked": self.checked,
+            "different": [
+                {"index": d.number, "field": d.field, "error": d.error, "limit": d.limit}
+                for d in self.different
+            ],
+            "failed": [*self.failed],
+        }
+
+
+class SpotCheck:
+    """Compares `count` records of a cache, chosen by `seed`, in a thread that `start` begins."""
+
+    def __init__(
+        self,
+        source: Source,
+        encoder: Encoder | None,
+        cache: Cache,
+        settings: PrecomputeSettings,
+        *,
+        count: int,
+        seed: int = 0,
+    ) -> None:
+        self._source, self._encoder, self._cache = source, copy.deepcopy(encoder), cache
+        readers = 1 if sys.platform.startswith("linux") else 0
+        self._settings = replace(settings, device="cpu", readers=readers, progress=None)
+        count = min(count, len(cache))
+        chosen = np.random.default_rng(seed).choice(cache.numbers, count, replace=False)
+        self._numbers = np.sort(chosen).astype(np.int64)
+        self._report = SpotReport(wanted=count)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stoker-spot-check", daemon=True)
+
+    def start(self) -> None:
+        """Begin; returns at once."""
+        self._thread.start()
+
+    def finish(self, wait_s: float = 0.0) -> SpotReport:
+        """End it, after `wait_s` seconds at most, and say what it found by then."""
+        self._thread.join(wait_s)
+        self._stop.set()
+        self._thread.join(_END_S)
+        return self._report
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            os.setpriority(
+                os.PRIO_PROCESS, threading.get_native_id(), _LOWEST
+            )  # this thread's alone, on Linux
+        try:
+            with torch.inference_mode():
+                self._check_all()
+        except (StokerError, OSError) as error:
+            self._fail(str(error))
+        except Exception as error:  # noqa: BLE001 - a thread's edge: training goes on, and the report says it
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _fail(self, why: str) -> None:
+        self._report.failed.append(why)
+        log.warning("spot check of %s: %s", self._cache.path, why)
+
+    def _check_all(self) -> None:
+        cache, settings = self._cache, self._settings
+        digests = Digests(cache.path.parent.parent, settings.identity)
+        recipe = make_recipe(self._source, self._encoder, dtype=settings.dtype, digests=digests)
+        if recipe.fingerprint != cache.fingerprint:
+            raise SourceError(
+                f"source and encoder give {recipe.fingerprint} now: they changed since the cache was made. "
+                "Run precompute for a new one"
+            )
+        folder = Folder(cache.path, cache.name, recipe)
+        bench = Bench(self._source, self._encoder, folder, settings, missing=self._numbers, cpus=1)
+        bench.rehearse()
+        feed = bench.feed()
+        try:
+            self._compare_all(bench, feed, bench.encoder())
+        finally:
+            feed.close()
+            with suppress(OSError):  # not empty: a reader was lost, and its log is to be read
+                bench.logs.rmdir()
+
+    def _compare_all(self, bench: Bench, feed: Feed, encoder: GroupEncoder) -> None:
+        while not (feed.finished or self._stop.is_set()):
+            for parcel in feed.poll(_POLL_S):
+                wanted = bench.queue.wanted(parcel.work)
+                encoded = encoder.encode(parcel, wanted, bench.ledger.fault)
+                if encoded is not None:
+                    self._compare(encoded)
+                feed.release(parcel)
+        for failure in bench.ledger.failures:
+            self._fail(f"sample {failure.number} ({failure.stage}: {failure.error})")
+
+    def _compare(self, encoded: Encoded) -> None:
+        for place, number in enumerate(encoded.numbers):
+            stored = self._cache[number]
+            for name, values in encoded.records.items():
+                floats = self._cache.schema[name].dtype in FLOATS
+                limit = float(self._cache.index.error[name]["max"]) + TOLERANCE if floats else 0.0
+                error = distance(stored[name], values[place])
+                if not error <= limit:
+                    self._report.different.append(
+                        Difference(number=number, field=name, error=error, limit=limit)
+                    )
+                    log.warning(
+                        "spot check: field %r of sample %d differs from what its source and encoder give now "
+                        "by %.2g of its largest value; %.2g is rounding. Look at what changed (stoker why), "
+                        "and make the cache anew with precompute.overwrite=true",
+                        name,
+                        number,
+                        error,
+                        limit,
+                    )
+            self._report.checked += 1
+
+
+def distance(stored: Tensor, fresh: Tensor) -> float:
+    """Largest difference as a fraction of the largest value of `fresh`; infinite for another shape.
+
+    >>> distance(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 5.0]))
+    0.2
+    """
+    if stored.shape != fresh.shape:
+        return float("inf")
+    if not fresh.numel():
+        return 0.0
+    a, b = stored.double(), fresh.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return 0.0
+    far = (a - b).abs()[~same].nan_to_num(nan=float("inf"), posinf=float("inf"))
+    return float(far.max()) / max(float(b.abs().nan_to_num(0.0).max()), 1e-300)

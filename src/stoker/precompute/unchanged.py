@@ -1,0 +1,120 @@
+"""Whether the files of a sample are still those that were digested: looked at after each read.
+
+A file that changes while it is encoded would put samples of two versions under one fingerprint. After each
+read the files of the sample's part are compared, by size, times and inode, with what they were when the
+recipe was made. Where that differs the content is digested again: an equal digest is noted and work goes on
+(a `touch`, a file put back), another one ends the run, and nothing that was read since is stored. Looking
+costs a stat for each file. This module does not import torch unless a file changed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from stoker.errors import SourceError
+from stoker.schema import Sample
+from stoker.sources.files import stamp_of
+from stoker.sources.protocol import FileRef, Part
+
+if TYPE_CHECKING:
+    from stoker.store.digests import FileDigest
+
+LOOKED_AT = 64
+"""Files looked at after a read; a part of more has its turn of others each time."""
+
+
+class Reads(Protocol):
+    """The part of a `Source` that reads."""
+
+    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+        """As `Source.read`."""
+        ...
+
+
+class ChangedError(SourceError):
+    """A file is not what was digested any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Digested:
+    """One file as the recipe knows it: a `FileDigest` in plain values, which a reader takes without torch."""
+
+    ref: FileRef
+    bytes: int
+    digest: str
+    sampled: bool
+    stamp: tuple[int, ...]
+
+
+class Unchanged:
+    """Reads from a source as long as its files are those of the recipe.
+
+    Args:
+        source: What reads.
+        files: The files of each part.
+        offsets: First number of each part.
+    """
+
+    def __init__(self, source: Reads, files: Sequence[Sequence[Digested]], offsets: Sequence[int]) -> None:
+        self._source = source
+        self._files = [list(own) for own in files]
+        self._offsets = list(offsets)
+        self._turn = 0
+
+    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+        """As `Source.read`.
+
+        Raises:
+            ChangedError: A file of the sample's part has other content than when it was digested.
+        """
+        try:
+            sample = self._source.read(number) if start is None else self._source.read(number, start, stop)
+        except Exception:
+            self._look(number)  # half-written files raise anything; that they changed is the better reason
+            raise
+        self._look(number)
+        return sample
+
+    def _look(self, number: int) -> None:
+        files = self._files[bisect_right(self._offsets, number) - 1]
+        first = self._turn if len(files) > LOOKED_AT else 0
+        for place in range(first, first + min(len(files), LOOKED_AT)):
+            self._compare(files, place % len(files), number)
+        self._turn = first + LOOKED_AT
+
+    @staticmethod
+    def _compare(files: list[Digested], place: int, number: int) -> None:
+        known = files[place]
+        path = known.ref.path
+        try:
+            status = path.stat()
+        except OSError:
+            return  # gone by name: what was read came from the file that was open, and the next read will say
+        if stamp_of(status) == known.stamp:
+            return
+        from stoker.store.digests import digest_file
+
+        now = digest_file(known.ref, sampled=known.sampled)
+        if (now.bytes, now.digest) != (known.bytes, known.digest):
+            raise ChangedError(
+                f"{path} changed while it was encoded: {known.bytes:,} bytes before, {now.bytes:,} now, with "
+                f"other content, seen when sample {number} was read. Nothing read since then is stored. Run "
+                "again once it is written: changed data gives a cache of its own"
+            )
+        files[place] = replace(known, stamp=now.stamp)
+
+
+def digested_files(parts: Sequence[Part], known: Sequence[FileDigest]) -> list[list[Digested]]:
+    """The files of each part with their digests, which come in the same order."""
+    by_name = {digest.name: digest for digest in known}
+    return [
+        [
+            Digested(ref=ref, bytes=d.bytes, digest=d.digest, sampled=d.sampled, stamp=d.stamp)
+            for ref in part.files
+            if (d := by_name.get(ref.name)) is not None
+        ]
+        for part in parts
+    ]

@@ -1,0 +1,118 @@
+"""A source that changes while it is encoded never puts samples of two versions under one fingerprint."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from stoker.errors import SourceError
+from stoker.precompute import PrecomputeSettings, run_precompute
+from stoker.sources.hdf5 import HDF5Source
+from stoker.store import make_recipe, open_cache
+from tests.conftest import write_burgers
+
+
+class Meddled:
+    """A source that has something done to its file when sample 5 is read, before or after."""
+
+    def __init__(self, path: Path, how: str, when: str) -> None:
+        self.inner = HDF5Source(path, preset="pdebench")
+        self.path, self.how, self.when = path, how, when
+
+    def __getattr__(self, name: str):
+        if name.startswith("__") or name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def read(self, number: int, start: int | None = None, stop: int | None = None):
+        if number == 5 and self.when == "before":
+            self.meddle()
+        sample = self.inner.read(number, start, stop)
+        if number == 5 and self.when == "after":
+            self.meddle()
+        return sample
+
+    def meddle(self) -> None:
+        if self.how == "written":
+            with h5py.File(self.path.with_name("copy.h5"), "r+") as file:
+                file["tensor"][11] = 3
+            self.path.write_bytes(self.path.with_name("copy.h5").read_bytes())
+        elif self.how == "replaced":
+            write_burgers(self.path.with_name("new.h5"), seed=9)
+            os.replace(self.path.with_name("new.h5"), self.path)
+        elif self.how == "keeping times":
+            status = self.path.stat()
+            with self.path.open("r+b") as file:
+                file.seek(-4, os.SEEK_END)
+                file.write(b"\1\2\3\4")
+            os.utime(self.path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        elif self.how == "touched":
+            os.utime(self.path, (1, 1))
+        elif self.how == "same bytes":
+            shutil.copy(self.path, self.path.with_name("new.h5"))
+            os.replace(self.path.with_name("new.h5"), self.path)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = write_burgers(tmp_path / "1D_Burgers_Sols_Nu0.01.hdf5")
+    shutil.copy(path, path.with_name("copy.h5"))
+    return path
+
+
+@pytest.mark.parametrize("readers", [0, 1])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("how", ["written", "replaced", "keeping times"])
+def test_a_file_that_changes_ends_the_run_and_nothing_read_since_is_stored(
+    tmp_path: Path, data: Path, how: str, when: str, readers: int
+) -> None:
+    source = Meddled(data, how, when)
+    recipe = make_recipe(source, None)
+    settings = PrecomputeSettings(progress=None, readers=readers)
+
+    with pytest.raises(SourceError, match=rf"{data.name} changed .* when sample 5 was read.* Run again"):
+        run_precompute(source, None, tmp_path / "cache", name="c", settings=settings)
+
+    stored = tmp_path / "cache" / "c" / recipe.fingerprint
+    assert not list(stored.glob("failures-*")), "no sample is at fault"
+    assert {*open_cache(stored, require_complete=False).numbers.tolist()} <= {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("readers", [0, 1])
+@pytest.mark.parametrize("how", ["touched", "same bytes"])
+def test_a_file_with_the_same_bytes_is_the_same_file(
+    tmp_path: Path, data: Path, how: str, readers: int
+) -> None:
+    settings = PrecomputeSettings(progress=None, readers=readers)
+    report = run_precompute(
+        Meddled(data, how, "after"), None, tmp_path / "cache", name="c", settings=settings
+    )
+
+    assert (report.records, report.quarantined) == (12, 0)
+    with h5py.File(data) as file:
+        assert np.array_equal(report.cache[11]["data"][:, 0, :, 0].numpy(), file["tensor"][11])
+
+
+def test_what_is_wrong_with_a_sample_is_named_by_file_and_number(tmp_path: Path, data: Path) -> None:
+    with h5py.File(data, "r+") as file:
+        file["tensor"][3, 2, 1] = np.nan
+        file["tensor"][7, 0, 0] = np.inf
+    settings = PrecomputeSettings(progress=None, readers=0, max_quarantined=1.0)
+
+    report = run_precompute(
+        HDF5Source(data, preset="pdebench"), None, tmp_path / "cache", name="c", settings=settings
+    )
+
+    assert sorted(report.cache.quarantined) == [3, 7]
+    for failure in report.cache.quarantined.values():
+        assert (failure.stage, failure.kind) == ("check", "sample")
+        assert data.name in failure.error
+        assert "field 'data' holds NaN or infinity" in failure.error
