@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import errno
 import functools
+import gc
 import io
 import json
 import random
@@ -105,7 +106,7 @@ class Bench:
         deadline_s: float = DEADLINE_S,
     ) -> None:
         self.name, self.scenario = name, SCENARIOS[name]
-        _ = self.scenario.recipe  # made once here, not in every child
+        _ = self.scenario.recipe, self.scenario.source.record(0)  # made once here, not in every child
         self._base = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=base))
         self._patch, self._deadline_s = patch, deadline_s
         self._begin = self._base / "begin"
@@ -288,6 +289,7 @@ def run(argv: Sequence[str]) -> program.Figures:
     arguments, begun = parsed(argv), time.monotonic()
     torch.save(torch.zeros(1), buffer := io.BytesIO())  # imports what each child would have to
     torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    gc.freeze()  # a collection in a child would copy every page that it shares with this process
     figures: dict[str, Any] = {"points": 0, "unfired": 0, "carried_on": 0, "by_scenario": {}}
     by_fault: Counter[str] = Counter()
     wrong: list[str] = []

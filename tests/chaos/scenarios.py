@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stoker.errors import IncompleteError
 from stoker.pipeline import import_pt
@@ -40,7 +41,16 @@ def small_shards() -> None:
 
 
 class Readable(FakeSource):
-    """The same source, also for whoever reads it sample by sample."""
+    """The same source, also for whoever reads it sample by sample; each record is made once."""
+
+    @functools.cached_property
+    def records(self) -> list[dict[str, Tensor]]:
+        """All of them: what a process has made before it forks is there for its children."""
+        return [FakeSource.record(self, number) for number in range(len(self))]
+
+    def record(self, number: int) -> dict[str, Tensor]:
+        """The record of a number."""
+        return self.records[number]
 
     def read(self, number: int, start: int | None = None, stop: int | None = None) -> dict[str, Any]:
         """Arrays of one sample; scalars have no axis to cut."""

@@ -71,12 +71,15 @@ def preloaded():
         pytest.skip(why)
 
 
-def test_a_fault_at_some_calls_of_every_scenario_breaks_no_promise(figures, preloaded):
-    found = figures("enumerate", "--points", 6, "--power", 0.02)
+def test_faults_at_some_calls_of_a_scenario_break_no_promise(figures, preloaded):
+    scenarios = ("commit", "resume", "compact", "gc", "repair", "import")
+    named = [word for name in scenarios for word in ("--scenario", name)]
+
+    found = figures("enumerate", "--points", 3, "--power", 0.02, *named)
 
     assert found["wrong"] == []
     assert found["unfired"] == 0
-    assert found["points"] >= 6 * len(SCENARIOS)
+    assert found["points"] >= 3 * len(scenarios)
 
 
 # What shows each, and as what: a power cut, or a fault where the protocol is bad.
@@ -87,7 +90,7 @@ CAUGHT_BY = {
     "manifest-first": (["--fault", "kill", "--op", "rename"], "dangling"),
     "short-write": (["--fault", "short"], "torn"),
     "fsync-again": (["--fault", "EIO", "--op", "fsync"], "torn"),
-    "lock-by-pid": (["--fault", "kill", "--op", "fsync", "--deadline-s", 3], "hung"),
+    "lock-by-pid": (["--fault", "kill", "--op", "fsync", "--deadline-s", 1], "hung"),
     "swallowed": (["--fault", "EIO", "--op", "pwrite"], "torn"),
 }
 
@@ -153,7 +156,10 @@ def test_the_library_sees_every_call_that_the_system_sees(preloaded, tmp_path, s
 
 def written(line):
     """Name of a traced call that writes; empty for one that only reads."""
-    op = re.match(r"\d+ (\w+)\(", line)[1]
+    call = re.match(r"\d+ +(\w+)\(", line)
+    if call is None:  # the end of one that was traced already, after another thread's
+        return ""
+    op = call[1]
     if op in ("open", "openat", "creat"):
         if "O_CREAT" in line or op == "creat":
             return "create"
@@ -177,14 +183,14 @@ def test_a_power_cut_on_ext4_takes_what_was_not_synced_and_nothing_else(figures,
 
 
 def test_flipped_bits_and_changed_shards_are_found_and_not_served(figures):
-    found = figures("flips", "--count", 200)
+    found = figures("flips", "--count", 100)
 
     assert found["wrong"] == []
-    assert (found["found_and_named"], found["shards_named"]) == (200, 10)
+    assert (found["found_and_named"], found["shards_named"]) == (100, 5)
 
 
 def test_damaged_and_forged_files_are_no_crash(figures):
-    found = figures("fuzz", "--count", 400)
+    found = figures("fuzz", "--count", 200)
 
     assert found["wrong"] == []
 
@@ -194,6 +200,7 @@ def test_eight_writers_with_kills_make_one_sound_cache(figures):
 
     assert found["wrong"] == []
     assert found["killed"] > 0
+    assert found["encodes_per_record"] < 1.5  # a few kills in one short round cost more than in many
 
 
 def test_a_tree_killed_at_random_resumes_and_leaves_nothing_behind(figures):
