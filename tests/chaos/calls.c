@@ -26,7 +26,7 @@
 #include <unistd.h>
 
 enum { KILL = 1, ERRNO = 2, SHORT = 3, STOP = 4 };
-enum { WRITES = 1, FAULTED = 2, MARK = 4, HAS_DATA = 8 };
+enum { WRITES = 1 };
 
 struct region {
     uint64_t size;
@@ -46,13 +46,12 @@ struct region {
 
 struct record {
     uint32_t size;
-    uint32_t flags;
+    uint32_t writes;
     uint64_t sequence;
     int64_t result;
     int64_t error;
     uint64_t inode;
     int64_t offset;
-    int64_t count;
     uint32_t path_bytes, other_bytes;
     uint64_t data_bytes;
     char op[24];
@@ -69,9 +68,8 @@ __attribute__((constructor)) static void set_up(void) {
     shared->size = size;
 }
 
-/* For Python: where the region is, and how large. */
+/* For Python: where the region is, and where its records begin. */
 void *chaos_region(void) { return shared; }
-uint64_t chaos_region_bytes(void) { return shared ? shared->size : 0; }
 uint64_t chaos_records_offset(void) { return offsetof(struct region, records); }
 
 struct call {
@@ -79,7 +77,7 @@ struct call {
     int error;   /* fail with this errno */
     int cut;     /* write only half */
     int stop;
-    uint32_t flags;
+    uint32_t writes;
     uint64_t sequence;
     const char *op;
     char path[PATH_MAX], other[PATH_MAX];
@@ -121,15 +119,15 @@ static int path_at(int dir, const char *path, char *out) {
 static int armed(void) { return shared && shared->armed; }
 
 /* A fault that stays: space and files that cannot be written refuse what adds to them, and a lost medium all. */
-static int stays(const char *op, uint32_t flags) {
-    if (!shared->sticky || !(flags & WRITES) || !strcmp(op, "close-written") || !strcmp(op, "flock")) return 0;
+static int stays(const char *op, uint32_t writes) {
+    if (!shared->sticky || !writes || !strcmp(op, "close-written") || !strcmp(op, "flock")) return 0;
     return shared->error != ENOSPC || (strcmp(op, "unlink") && strcmp(op, "rmdir"));
 }
 
 /* Give the call its place, and fault it if it is its turn. */
-static void place(struct call *c, const char *op, uint32_t flags, int64_t count) {
+static void place(struct call *c, const char *op, uint32_t writes, int64_t count) {
     c->op = op;
-    c->flags = flags;
+    c->writes = writes;
     c->counted = 1;
     c->sequence = atomic_fetch_add(&shared->sequence, 1) + 1;
     if (shared->action == STOP && shared->stop_op) {
@@ -137,7 +135,7 @@ static void place(struct call *c, const char *op, uint32_t flags, int64_t count)
         return;
     }
     int mine = shared->at && c->sequence == shared->at;
-    int later = shared->at && c->sequence > shared->at && stays(op, flags);
+    int later = shared->at && c->sequence > shared->at && stays(op, writes);
     if (!mine && !later) return;
     if (shared->action == KILL) {
         atomic_fetch_add(&shared->fired, 1);
@@ -146,12 +144,10 @@ static void place(struct call *c, const char *op, uint32_t flags, int64_t count)
     }
     if (shared->action == ERRNO) {
         c->error = (int)shared->error;
-        c->flags |= FAULTED;
         if (mine) atomic_fetch_add(&shared->fired, 1);
     }
     if (shared->action == SHORT && count > 1) {
         c->cut = 1;
-        c->flags |= FAULTED;
         atomic_fetch_add(&shared->fired, 1);
     }
 }
@@ -165,13 +161,12 @@ static void note(struct call *c, int64_t result, uint64_t inode, int64_t offset,
     uint64_t at = atomic_fetch_add(&shared->used, size);
     if (at + size + sizeof(struct region) <= shared->size) {
         struct record *r = (struct record *)(shared->records + at);
-        r->flags = c->flags | (kept ? HAS_DATA : 0);
+        r->writes = c->writes;
         r->sequence = c->sequence;
         r->result = result;
         r->error = result < 0 ? error : 0;
         r->inode = inode;
         r->offset = offset;
-        r->count = bytes;
         r->path_bytes = path_bytes;
         r->other_bytes = other_bytes;
         r->data_bytes = kept;
@@ -192,7 +187,7 @@ static void note(struct call *c, int64_t result, uint64_t inode, int64_t offset,
 /* A line of the program's own among the records: what it has promised by now. */
 void chaos_mark(const char *text) {
     if (!armed()) return;
-    struct call c = {.counted = 1, .op = "mark", .flags = MARK, .sequence = atomic_load(&shared->sequence)};
+    struct call c = {.counted = 1, .op = "mark", .sequence = atomic_load(&shared->sequence)};
     snprintf(c.path, sizeof c.path, "%s", text);
     note(&c, 0, 0, 0, NULL, 0);
 }
@@ -212,10 +207,10 @@ static uint64_t inode_of_path(int dir, const char *path) {
     if (!next) next = (type(*)(__VA_ARGS__))dlsym(RTLD_NEXT, #name)
 
 /* A call on a descriptor or a path: `use` fills in the paths, `act` is the real call. */
-#define ON(target, opname, opflags, opcount)                                     \
+#define ON(target, opname, opwrites, opcount)                                     \
     struct call c = {0};                                                         \
     if (armed() && (target) && (below(c.path) || (c.other[0] && below(c.other)))) \
-        place(&c, opname, opflags, opcount)
+        place(&c, opname, opwrites, opcount)
 #define FAILS(value)      \
     if (c.error) {        \
         errno = c.error;  \

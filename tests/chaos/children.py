@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 Say = Callable[[Any], None]
@@ -35,13 +35,10 @@ class Ended:
     """Its class and the classes that inherits from."""
     place: str = ""
     """Where it was raised."""
-    _reaped: bool = field(default=False, repr=False)
 
     def reap(self) -> None:
         """Give its process id back; until then it stays taken, as by another process of the same number."""
-        if not self._reaped:
-            self._reaped = True
-            os.waitpid(self.pid, 0)
+        os.waitpid(self.pid, 0)
 
 
 def start(function: Callable[[Say], object]) -> tuple[int, int]:
@@ -83,7 +80,7 @@ def run(function: Callable[[Say], object], *, deadline_s: float = 30.0, reap: bo
     Args:
         function: What the child does.
         deadline_s: When it is killed.
-        reap: Whether its process id is free again afterwards; else call `Ended.reap`.
+        reap: Whether its process id is free again afterwards; else call `Ended.reap`, once.
     """
     pid, pipe = start(function)
     data, hung = listen(pid, pipe, deadline_s)

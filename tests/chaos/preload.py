@@ -17,8 +17,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("calls.c")
 KILL, ERRNO, SHORT, STOP = 1, 2, 3, 4
-WRITES, FAULTED, MARK, HAS_DATA = 1, 2, 4, 8
-FIXED = struct.Struct("<IIQqqQqqIIQ24s")
+FIXED = struct.Struct("<IIQqqQqIIQ24s")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """So that forking is safe: what a child inherits is whole."""
 
@@ -50,9 +49,7 @@ class Call:
     error: int
     inode: int
     offset: int
-    count: int
     writes: bool
-    faulted: bool
     data: bytes
 
 
@@ -112,7 +109,6 @@ def _library() -> ctypes.CDLL | None:
     if not hasattr(library, "chaos_region"):
         return None
     library.chaos_region.restype = ctypes.c_void_p
-    library.chaos_region_bytes.restype = ctypes.c_uint64
     library.chaos_records_offset.restype = ctypes.c_uint64
     return library
 
@@ -180,13 +176,13 @@ def calls() -> list[Call]:
     found: list[Call] = []
     at = 0
     while at < len(data):
-        size, flags, sequence, result, error, inode, offset, count, path, other, bytes_, op = (
-            FIXED.unpack_from(data, at)
+        size, writes, sequence, result, error, inode, offset, path, other, held, op = FIXED.unpack_from(
+            data, at
         )
         if not size:  # reserved by a process that was killed before it wrote
             break
         here = at + FIXED.size
-        tail = data[here : here + path + other + bytes_]
+        tail = data[here : here + path + other + held]
         found.append(
             Call(
                 op=op.split(b"\0")[0].decode(),
@@ -197,9 +193,7 @@ def calls() -> list[Call]:
                 error=error,
                 inode=inode,
                 offset=offset,
-                count=count,
-                writes=bool(flags & WRITES),
-                faulted=bool(flags & FAULTED),
+                writes=bool(writes),
                 data=tail[path + other :],
             )
         )

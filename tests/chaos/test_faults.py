@@ -75,7 +75,7 @@ def test_faults_at_some_calls_of_a_scenario_break_no_promise(figures, preloaded)
     scenarios = ("commit", "resume", "compact", "gc", "repair", "import")
     named = [word for name in scenarios for word in ("--scenario", name)]
 
-    found = figures("enumerate", "--points", 3, "--power", 0.02, *named)
+    found = figures("enumerate", "--points", 3, *named)
 
     assert found["wrong"] == []
     assert found["unfired"] == 0
@@ -207,6 +207,7 @@ def test_a_tree_killed_at_random_resumes_and_leaves_nothing_behind(figures):
     found = figures("trees", "--runs", 1, "--cycles", 1)
 
     assert found["wrong"] == []
+    assert found["killed_before_the_end"] == 1
 
 
 FULL = {

@@ -25,7 +25,7 @@ import torch
 from stoker.store import Cache, open_cache
 from tests.chaos import children, program
 from tests.chaos.checks import left_behind
-from tests.chaos.writers import SHARD_ROWS, fill, in_child, same_records, shared_counts
+from tests.chaos.writers import SHARD_ROWS, Counts, fill, in_child, same_records, shared_counts
 
 SAMPLES = 120
 READERS = 2
@@ -33,7 +33,7 @@ GROUP = 4
 QUEUED_GROUPS = 4
 """Groups that may be between encoder and open shard when the kill comes: handed over, not yet appended."""
 DEADLINE_S = 60.0
-PAUSE_S = 0.004
+PAUSE_S = 0.01
 """What a group takes to encode, so that kills come at every stage."""
 Found = tuple[dict[str, Any], list[str]]
 
@@ -65,12 +65,21 @@ def alive(pid: int) -> bool:
         return False
 
 
-def run_of(root: Path, reference: Cache, delay_s: float) -> dict[str, Any]:
-    """Start, kill the tree after `delay_s`, start again to the end, compare."""
+def random_moment(counts: Counts, chance: random.Random) -> None:
+    """Return while nothing is encoded yet (one in four), or when a random number of records is."""
+    encoded = chance.randrange(-SAMPLES // 3, SAMPLES)
+    limit = time.monotonic() + DEADLINE_S
+    while counts.sum() < encoded and time.monotonic() < limit:
+        time.sleep(0.001)
+    time.sleep(chance.uniform(0, 0.5) if encoded < 0 else chance.uniform(0, 2 * PAUSE_S))
+
+
+def run_of(root: Path, reference: Cache, chance: random.Random) -> dict[str, Any]:
+    """Start, kill the tree at a random moment, start again to the end, compare."""
     counts = shared_counts(SAMPLES)
     work = functools.partial(fill, root, counts, PAUSE_S, READERS)
     pid, pipe = children.start(work)
-    time.sleep(delay_s)
+    random_moment(counts, chance)
     tree = kill_tree(pid)
     data, _ = children.listen(pid, pipe, DEADLINE_S)
     first = children.ended_of(pid, data)
@@ -138,7 +147,7 @@ def lose_readers(root: Path, cycles: int, seed: int, say: children.Say) -> None:
         shutil.rmtree(root / str(i))
 
 
-def cycle(base: Path, reference: Cache, cycles: int, chance: random.Random, longest_s: float) -> Found:
+def cycle(base: Path, reference: Cache, cycles: int, chance: random.Random) -> Found:
     """Kill and resume in turn, then lose readers in one process; what is left of both."""
     place = base / "temporary"
     place.mkdir()
@@ -146,7 +155,7 @@ def cycle(base: Path, reference: Cache, cycles: int, chance: random.Random, long
     before = leavings(place)
     wrong: list[str] = []
     for i in range(cycles):
-        wrong += run_of(base / f"cycle-{i}", reference, chance.uniform(0, longest_s))["wrong"]
+        wrong += run_of(base / f"cycle-{i}", reference, chance)["wrong"]
         shutil.rmtree(base / f"cycle-{i}", ignore_errors=True)
     # The first run opens what stays open: the counts are compared from the second on.
     work = functools.partial(lose_readers, base / "one", cycles, chance.randrange(1 << 32))
@@ -165,11 +174,11 @@ def cycle(base: Path, reference: Cache, cycles: int, chance: random.Random, long
     return found, wrong
 
 
-def runs_of(base: Path, reference: Cache, count: int, chance: random.Random, longest_s: float) -> Found:
+def runs_of(base: Path, reference: Cache, count: int, chance: random.Random) -> Found:
     """Kill and resume in a place of its own each time."""
     runs, wrong = list[dict[str, Any]](), list[str]()
     for i in range(count):
-        runs.append(run_of(base / str(i), reference, chance.uniform(0, longest_s)))
+        runs.append(run_of(base / str(i), reference, chance))
         wrong += runs[-1].pop("wrong")
         shutil.rmtree(base / str(i), ignore_errors=True)
     if not runs:
@@ -200,11 +209,10 @@ def run(argv: Sequence[str]) -> program.Figures:
     with program.workplace() as base:
         work = functools.partial(fill, base / "whole", shared_counts(SAMPLES), PAUSE_S, READERS)
         children.run(work, deadline_s=DEADLINE_S)
-        longest_s = time.monotonic() - begun
         reference = open_cache(base / "whole" / "c")
-        found, wrong = runs_of(base, reference, arguments.runs, chance, longest_s)
+        found, wrong = runs_of(base, reference, arguments.runs, chance)
         if arguments.cycles:
-            more, more_wrong = cycle(base, reference, arguments.cycles, chance, longest_s)
+            more, more_wrong = cycle(base, reference, arguments.cycles, chance)
             found, wrong = found | more, wrong + more_wrong
     return program.figures(found, wrong, begun)
 
