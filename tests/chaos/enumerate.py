@@ -221,16 +221,14 @@ class Bench:
         shutil.rmtree(root)
         return [f"after a power cut: {text}" for text in wrong]
 
-    def cut_everywhere(self, tally: Tally, *, seed: int, share: float, first: bool) -> None:
-        """A power cut after every call (or a share of them), in the kinds of `power.Disk.after_cut`."""
+    def cut_everywhere(self, tally: Tally, *, some: int, seed: int, first: bool) -> None:
+        """A power cut after every call: the least that it may leave, every name, and `some` parts between."""
         calls, disk = self.clean_run(keep_data=True)
-        chance = random.Random(seed)
-        for at, kind, state, promised in power.cuts(disk, calls, seed):
-            if chance.random() < share:
-                where = f"{self.name}, power cut ({kind}) after call {at} ({calls[at - 1].op})"
-                tally.add(where, "power", self._after_cut(state, promised))
-                if first and tally.wrong:
-                    return
+        for at, kind, state, promised in power.cuts(disk, calls, some=some, seed=seed):
+            where = f"{self.name}, power cut ({kind}) after call {at} ({calls[at - 1].op})"
+            tally.add(where, "power", self._after_cut(state, promised))
+            if first and tally.wrong:
+                return
 
 
 def chosen(bench: Bench, arguments: argparse.Namespace) -> list[Point]:
@@ -256,8 +254,8 @@ def each(arguments: argparse.Namespace, base: Path) -> Iterator[tuple[str, Tally
                 bench.try_point(point, tally)
                 if arguments.first and tally.wrong:
                     break
-        if arguments.power and not (arguments.first and tally.wrong):
-            bench.cut_everywhere(tally, seed=arguments.seed, share=arguments.power, first=arguments.first)
+        if arguments.cuts and not (arguments.first and tally.wrong):
+            bench.cut_everywhere(tally, some=arguments.cuts, seed=arguments.seed, first=arguments.first)
         yield name, tally
 
 
@@ -271,7 +269,9 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--points", default="all", help="all, or how many of each scenario, at random")
     parser.add_argument("--fault", action="append", help="only this fault: kill, short, EIO, EIO+ (it stays)")
     parser.add_argument("--op", action="append", help="only at calls of this name, as fsync")
-    parser.add_argument("--power", type=float, default=0.0, help="share of the power cuts to try, 0 to 1")
+    parser.add_argument(
+        "--cuts", type=int, default=0, help="power cuts too; so many random ones at each call"
+    )
     parser.add_argument(
         "--reads", action="store_true", help="fault the calls that read, not those that write"
     )

@@ -186,9 +186,15 @@ def make(state: State, root: Path) -> None:
             (root / name).write_bytes(content)
 
 
-def cuts(disk: Disk, calls: Sequence[Call], seed: int) -> Iterator[tuple[int, str, State, list[str]]]:
-    """Every different state that a power cut may leave between two calls.
+def cuts(
+    disk: Disk, calls: Sequence[Call], *, some: int, seed: int
+) -> Iterator[tuple[int, str, State, list[str]]]:
+    """Different states that a power cut may leave between two calls, each once.
 
+    Args:
+        disk, calls: What there was, and what was done.
+        some: How often to draw what is left of the kind `some`, after each call.
+        seed: Of that.
     Yields:
         How many calls had been made, the kind of cut, what it leaves, and what had been promised (marks).
     """
@@ -197,7 +203,7 @@ def cuts(disk: Disk, calls: Sequence[Call], seed: int) -> Iterator[tuple[int, st
     promised: list[str] = []
     for i, call in enumerate(calls):
         promised += disk.apply_all([call])
-        for kind in ("least", "names", "some"):
+        for kind in ("least", "names", *["some"] * some):
             state = disk.after_cut(kind, chance)
             key = (len(promised), *sorted(state.items(), key=lambda item: item[0]))
             if key not in seen:

@@ -84,8 +84,8 @@ def test_faults_at_some_calls_of_a_scenario_break_no_promise(figures, preloaded)
 
 # What shows each, and as what: a power cut, or a fault where the protocol is bad.
 CAUGHT_BY = {
-    "no-fsync": (["--points", 0, "--power", 1], "torn"),
-    "no-folder-fsync": (["--points", 0, "--power", 1], "lost"),
+    "no-fsync": (["--points", 0, "--cuts", 1], "torn"),
+    "no-folder-fsync": (["--points", 0, "--cuts", 1], "lost"),
     "in-place": (["--fault", "kill", "--op", "write"], "torn"),
     "manifest-first": (["--fault", "kill", "--op", "rename"], "dangling"),
     "short-write": (["--fault", "short"], "torn"),
@@ -213,7 +213,7 @@ def test_a_tree_killed_at_random_resumes_and_leaves_nothing_behind(figures):
 FULL = {
     "faults": ("enumerate", "--points", "all"),
     "reads": ("enumerate", "--points", "all", "--reads"),
-    "power": ("enumerate", "--points", 0, "--power", 1),
+    "power": ("enumerate", "--points", 0, "--cuts", 30),
     "images": ("image",),
     "flips": ("flips", "--count", 10_000),
     "fuzz": ("fuzz", "--count", 100_000),
