@@ -117,7 +117,8 @@ def test_compact_and_gc(cache: Path) -> None:
 
     assert [item["kind"] for item in planned["removed"]] == ["shard", "shard"]
     assert planned["removed"] == done["removed"]
-    assert all(Path(item["path"]).name in text for item in planned["removed"])
+    assert "2 × shard" in text
+    assert str(cache) in text
     assert len([*cache.glob("shard-*")]) == 1
     assert run_json("verify", CACHE)["records"] == 12
 
