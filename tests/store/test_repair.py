@@ -228,6 +228,9 @@ def test_only_one_cache_is_repaired_and_it_is_named(tmp_path: Path) -> None:
     (other.path / "recipe.json").write_bytes(b"{}")
     with pytest.raises(CorruptError, match=r"recipe\.json has digest"):
         repair(other.path)
+    (other.path / "recipe.json").unlink()
+    with pytest.raises(FormatError, match=r"holds no recipe\.json"):
+        repair(folder_to_repair(other.path))
 
 
 @pytest.mark.chaos

@@ -162,7 +162,7 @@ class _Child:
         self._oom_kills = oom_kills()
         self._output_fd = os.memfd_create("stoker-output", os.MFD_CLOEXEC) if "--json" in words else None
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "stoker.cli.main", *words],
+            [sys.executable, "-P", "-m", "stoker.cli.main", *words],
             stdout=self._output_fd,
             pass_fds=(self._page.fd, self._stack_fd),
             env={**os.environ, GUARD_VARIABLE: lifeline.to_text()},
