@@ -88,7 +88,8 @@ class Pool:
         if self._process != os.getpid():  # its threads are those of the process that forked
             return
         while self._threads > self._idle and time.monotonic() < until:
-            self._line.clear()
+            with self._change:
+                self._line.clear()
             time.sleep(0.001)
 
     def submit(self, work: Callable[[], T]) -> Ticket[T]:
@@ -119,10 +120,17 @@ class Pool:
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+_ending = threading.Event()
+
+
+def ending() -> bool:
+    """Whether the interpreter is about to exit: long work should end where it can."""
+    return _ending.is_set()
 
 
 @atexit.register
 def _wind_down() -> None:
+    _ending.set()
     until = time.monotonic() + EXIT_S
     for pool in list(_pools):
         pool.wind_down(until)

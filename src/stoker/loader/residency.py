@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from stoker.errors import StalledError
 from stoker.loader.memory import Memory
 from stoker.loader.places import Places
-from stoker.loader.pool import Pool
+from stoker.loader.pool import Pool, ending
 from stoker.plan import Plan
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Residency:
         try:
             for memory in self.memories:
                 for shard in sorted(memory.shards):
-                    if self._stopped:
+                    if self._stopped or ending():
                         return
                     if not memory.ready[shard]:
                         memory.load(shard)
