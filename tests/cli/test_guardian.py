@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import h5py
@@ -193,19 +194,106 @@ def test_the_child_ends_when_the_guardian_is_killed(project: Path) -> None:
         time.sleep(0.05)
 
 
-def test_one_sigint_to_the_guardian_alone_seals_and_resumes(project: Path) -> None:
-    env = broken_encoder(project, {"any": "import time; time.sleep(0.3)"})
-    words = ["precompute", "c.yaml", "--splits", "train"]
-    running = subprocess.Popen([*STOKER, *words], cwd=project, env=env, stderr=subprocess.PIPE, text=True)
-    try:
+class Begun:
+    """A command in a process group of its own, in its second call of the encoder."""
+
+    def __init__(self, project: Path, env: dict[str, str], *words: str, under: tuple[str, ...] = ()) -> None:
+        self.process = subprocess.Popen(
+            [*under, *STOKER, "precompute", "c.yaml", "--splits", "train", *words],
+            cwd=project,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         limit = time.monotonic() + DEADLINE_S
         while not (project / "calls").exists() or len((project / "calls").read_text()) < 2:
             assert time.monotonic() < limit
             time.sleep(0.05)
-        running.send_signal(signal.SIGINT)
-        _, said = running.communicate(timeout=DEADLINE_S)
-    finally:
-        running.kill()
 
-    assert running.returncode == 130, said
+    def end(self, limit_s: float = DEADLINE_S) -> tuple[int, str]:
+        """Exit code and what it said."""
+        try:
+            _, said = self.process.communicate(timeout=limit_s)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.returncode, said
+
+
+SLOW = {"any": "import time; time.sleep(0.3)"}
+HANGS = {
+    0: "",
+    "any": "import ctypes; lock, m = ctypes.PyDLL(None).pthread_mutex_lock, bytes(64); lock(m); lock(m)",
+}
+"""In C, with the interpreter's lock, where no signal handler of Python's runs."""
+
+
+def test_one_sigint_to_the_guardian_alone_seals_and_resumes(project: Path) -> None:
+    begun = Begun(project, broken_encoder(project, SLOW))
+
+    begun.process.send_signal(signal.SIGINT)
+
+    code, said = begun.end()
+    assert code == 130, said
+    assert "records are stored" in said
     assert "resumes" in said
+
+
+def test_a_closed_terminal_ends_the_command_for_good(project: Path) -> None:
+    begun = Begun(project, broken_encoder(project, SLOW))
+
+    os.killpg(begun.process.pid, signal.SIGHUP)
+
+    code, said = begun.end()
+    assert code == 130, said
+    assert said.endswith("interrupted; the same command resumes\n")
+    assert "again" not in said
+
+
+def test_under_nohup_a_closed_terminal_ends_nothing(project: Path) -> None:
+    begun = Begun(project, broken_encoder(project, SLOW), under=("nohup",))
+
+    os.killpg(begun.process.pid, signal.SIGHUP)
+
+    code, said = begun.end()
+    assert code == 0, said
+
+
+def test_an_encoder_that_hangs_is_not_started_again_once_the_command_was_asked_to_end(project: Path) -> None:
+    begun = Begun(project, broken_encoder(project, HANGS), "precompute.deadlines.encode=4")
+
+    begun.process.send_signal(signal.SIGTERM)
+
+    code, said = begun.end(60)
+    assert code == 130, said
+    assert said.endswith("interrupted; the same command resumes\n")
+    assert "again" not in said
+
+
+def test_a_second_signal_ends_what_hangs_with_the_interpreters_lock(project: Path) -> None:
+    begun = Begun(project, broken_encoder(project, HANGS), "precompute.deadlines.encode=3600")
+
+    begun.process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    begun.process.send_signal(signal.SIGINT)
+
+    code, said = begun.end(60)
+    assert code == 130, said
+    assert said.endswith("interrupted; the same command resumes\n")
+    assert "again" not in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_imports_is_an_interrupt(project: Path, number: int) -> None:
+    env = broken_encoder(project, {})
+    with (project / "site" / "sitecustomize.py").open("a") as file:
+        file.write(f"\nif 'stoker.cli.main' in sys.orig_argv: os.kill(os.getpid(), {number:d})\n")
+
+    done = precompute(project, env, "--json")
+
+    assert done.returncode == 130, done.stderr
+    assert json.loads(done.stdout)["exit_code"] == 130
+    assert done.stderr == "interrupted; the same command resumes\n"
