@@ -108,22 +108,37 @@ def guard(words: Sequence[str]) -> int:
     """Run a command in a child, again where that helps; its exit code."""
     watched = {signal.SIGCHLD, *(n for n in ENDING if signal.getsignal(n) is not signal.SIG_IGN)}
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)  # the child unblocks its own
-    failed = Counter[int]()
+    failed, starts = Counter[int](), 0
+    notes_fd: int | None = None
     while True:
-        end = _Child(words, watched).run()
+        try:
+            notes_fd = notes_fd or os.memfd_create("stoker-notes", os.MFD_CLOEXEC)
+            child = _Child(words, watched, notes_fd)
+        except OSError as error:
+            return _fail(_not_started(error), ResourceError.exit_code, words)
+        end = child.run()
         if not end.while_encoding:
             return _passed_on(end, words)
-        failed[end.beat.number] += 1
-        tries = failed[end.beat.number]
-        if tries >= MAX_TRIES or failed.total() >= MAX_STARTS:
+        place, starts = end.beat.number, starts + 1
+        if place < 0 and end.beat.read_bytes:  # between groups, but not between those of the last time
+            failed[place] = 0
+        failed[place] += 1
+        if failed[place] >= MAX_TRIES or starts >= MAX_STARTS:
             break
         _say(f"the encoding process {end.describe()}. Starting it again; what is stored stays")
     stack = f"\nIts last stacks:\n{end.stack[-STACK_CHARS:]}" if end.stack else ""
     message = (
-        f"the encoding process {end.describe()}: failure {tries} there, {failed.total()} in all. "
+        f"the encoding process {end.describe()}: failure {failed[place]} there, {starts} in all. "
         f"What is stored stays, and the same command resumes once the cause is mended{stack}"
     )
     return _fail(message, EXIT_STALLED if end.overdue else EXIT_FAILED, words)
+
+
+def _not_started(error: OSError) -> str:
+    return (
+        f"the command's process cannot be started: {error}. Expected room for one process and four open "
+        "files: see ulimit -u, ulimit -n and free memory, and run again"
+    )
 
 
 def _passed_on(end: End, words: Sequence[str]) -> int:
@@ -163,20 +178,26 @@ def _answer(text: str, code: int) -> int:
 class _Child:
     """One run of the command."""
 
-    def __init__(self, words: Sequence[str], watched: set[signal.Signals]) -> None:
+    def __init__(self, words: Sequence[str], watched: set[signal.Signals], notes_fd: int) -> None:
         self._watched = watched
         self._page = BeatPage.create()
         self._stack_fd = os.memfd_create("stoker-stack", os.MFD_CLOEXEC)
-        lifeline = Lifeline(page_fd=self._page.fd, stack_fd=self._stack_fd, parent=os.getpid())
+        lifeline = Lifeline(
+            page_fd=self._page.fd, stack_fd=self._stack_fd, notes_fd=notes_fd, parent=os.getpid()
+        )
         self._oom_kills = oom_kills()
         self._output_fd = os.memfd_create("stoker-output", os.MFD_CLOEXEC) if "--json" in words else None
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "stoker.cli.main", *words],
             stdout=self._output_fd,
-            pass_fds=(self._page.fd, self._stack_fd),
+            pass_fds=(self._page.fd, self._stack_fd, notes_fd),
             env={**os.environ, GUARD_VARIABLE: lifeline.to_text()},
         )
-        self._pidfd = os.pidfd_open(self._process.pid)
+        try:
+            self._pidfd = os.pidfd_open(self._process.pid)
+        except OSError:
+            self._process.kill()
+            raise
         self._overdue = False
         self._asked: list[float] = []
 
