@@ -286,10 +286,15 @@ HANGS = {
 """In C, with the interpreter's lock, where no signal handler of Python's runs."""
 
 
-def test_one_sigint_to_the_guardian_alone_seals_and_resumes(project: Path) -> None:
+@pytest.mark.parametrize("whole_group", [False, True], ids=["guardian", "group"])
+def test_one_signal_seals_and_resumes(project: Path, whole_group: bool) -> None:
+    """Sent to the whole group, as `timeout` and Slurm do, it reaches the child twice."""
     begun = Begun(project, broken_encoder(project, SLOW))
 
-    begun.process.send_signal(signal.SIGINT)
+    if whole_group:
+        os.killpg(begun.process.pid, signal.SIGTERM)
+    else:
+        begun.process.send_signal(signal.SIGINT)
 
     code, said = begun.end()
     assert code == 130, said

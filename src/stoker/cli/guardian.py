@@ -27,6 +27,7 @@ from stoker.cli.streams import INTERRUPTED, keep_standard_streams, printing
 from stoker.errors import Interrupted, ResourceError
 from stoker.precompute.beat import Beat, BeatPage
 from stoker.precompute.guarded import GUARD_VARIABLE, Lifeline
+from stoker.precompute.interrupts import TOGETHER_S
 from stoker.precompute.oom import oom_kills
 
 GUARDED = frozenset({"demo", "precompute", "train"})
@@ -40,8 +41,6 @@ DUMP_S = 0.5
 """How long a child past its deadline gets to write its stacks."""
 GRACE_S = 5.0
 """How long a killed child may take to vanish; one stuck in the kernel is left behind."""
-TOGETHER_S = 0.3
-"""Signals this close are one request: some senders signal the process and then its whole group."""
 ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 """Signals that ask for an end, as far as they are not ignored (`nohup`)."""
 SI_KERNEL = 0x80
