@@ -14,6 +14,8 @@ from pathlib import Path
 import h5py
 import pytest
 
+from stoker.cli import guardian
+
 STOKER = [sys.executable, "-m", "stoker"]
 DEADLINE_S = 120
 
@@ -398,6 +400,19 @@ def test_a_process_that_cannot_be_started_is_one_line(project: Path) -> None:
     assert done.returncode == 6, done.stderr
     assert "cannot be started" in json.loads(done.stdout)["error"]
     assert "Traceback" not in done.stderr
+
+
+def test_another_system_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(sys, "argv", ["stoker", "train", "c.yaml"])
+
+    with pytest.raises(SystemExit) as stop:
+        guardian.main()
+
+    assert stop.value.code == 3
+    assert "needs Linux" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from stoker.cli.streams import INTERRUPTED, keep_standard_streams, printing
-from stoker.errors import Interrupted, ResourceError
+from stoker.errors import ConfigError, Interrupted, ResourceError
 from stoker.precompute.beat import Beat, BeatPage
 from stoker.precompute.guarded import GUARD_VARIABLE, Lifeline
 from stoker.precompute.interrupts import TOGETHER_S
@@ -100,6 +100,9 @@ def main() -> None:
 
         command()
         return
+    if not sys.platform.startswith("linux"):
+        needed = f"`stoker {words[0]}` needs Linux (memfd, pidfd), and this is {sys.platform}. Run it there"
+        sys.exit(_fail(needed, ConfigError.exit_code, words))
     sys.exit(guard(words))
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -21,8 +20,6 @@ _THRESHOLD_BYTES = 1 << 30
 @functools.cache
 def keep_freed_memory() -> bool:
     """Raise the thresholds to 1 GiB, once per process; whether this C library has them."""
-    if not sys.platform.startswith("linux"):
-        return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
@@ -33,6 +30,6 @@ def keep_freed_memory() -> bool:
 
 def release_memory() -> None:
     """Hand freed memory back to the kernel."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

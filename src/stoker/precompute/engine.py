@@ -154,8 +154,11 @@ def _fill(
         if len(missing):
             resources = probe(path=folder.path)
             check_space(folder.path, folder.recipe.schema, len(missing), resources)
-            cpus = max(1, int(resources.cpus))
-            _pass(Bench(source, encoder, folder, settings, missing=missing, cpus=cpus), context)
+            _pass(
+                Bench(source, encoder, folder, settings, missing=missing),
+                context,
+                cpus=max(1, int(resources.cpus)),
+            )
         cache = folder.finish()
         missing = folder.missing(retry_transient=False)
         if not len(missing):
@@ -167,11 +170,11 @@ def _fill(
     )
 
 
-def _pass(bench: Bench, context: tuple[Interrupts, _Tally]) -> None:
+def _pass(bench: Bench, context: tuple[Interrupts, _Tally], *, cpus: int) -> None:
     """Encode what `bench` lacks."""
     sink = automatic() if bench.settings.progress == "auto" else bench.settings.progress
     try:
-        _encode(bench, sink, *context)
+        _encode(bench, sink, *context, cpus=cpus)
     finally:
         if sink is not None:
             sink.close()
@@ -180,7 +183,9 @@ def _pass(bench: Bench, context: tuple[Interrupts, _Tally]) -> None:
         release_memory()
 
 
-def _encode(bench: Bench, sink: ProgressSink | None, interrupts: Interrupts, tally: _Tally) -> None:
+def _encode(
+    bench: Bench, sink: ProgressSink | None, interrupts: Interrupts, tally: _Tally, *, cpus: int
+) -> None:
     """Start the stages, run them, and end them in an order that keeps what was encoded."""
     keep_freed_memory()
     settings = bench.settings
@@ -205,7 +210,7 @@ def _encode(bench: Bench, sink: ProgressSink | None, interrupts: Interrupts, tal
             ),
             interrupts=interrupts,
             sink=sink,
-            pace=Pace(most=bench.most_readers) if settings.readers is None else None,
+            pace=Pace(most=min(cpus, bench.most_readers)) if settings.readers is None else None,
         )
         try:
             with bench.watchdog(group_encoder):

@@ -85,7 +85,7 @@ class EncodeFiller:
     def _encode(
         self, folder: Folder, missing: np.ndarray[tuple[int], np.dtype[np.int64]], until: float
     ) -> bool:
-        bench = Bench(self._source, self._encoder, folder, self._settings, missing=missing, cpus=1)
+        bench = Bench(self._source, self._encoder, folder, self._settings, missing=missing)
         feed = bench.feed()
         standing = Standing(
             name=self._name,

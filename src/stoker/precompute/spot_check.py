@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -93,8 +92,7 @@ class SpotCheck:
         seed: int = 0,
     ) -> None:
         self._source, self._encoder, self._cache = source, copy.deepcopy(encoder), cache
-        readers = 1 if sys.platform.startswith("linux") else 0
-        self._settings = replace(settings, device="cpu", readers=readers, progress=None)
+        self._settings = replace(settings, device="cpu", readers=1, progress=None)
         count = min(count, len(cache))
         chosen = np.random.default_rng(seed).choice(cache.numbers, count, replace=False)
         self._numbers = np.sort(chosen).astype(np.int64)
@@ -140,8 +138,7 @@ class SpotCheck:
                 "Run precompute for a new one"
             )
         folder = Folder(cache.path, cache.name, recipe)
-        bench = Bench(self._source, self._encoder, folder, settings, missing=self._numbers, cpus=1)
-        bench.rehearse()
+        bench = Bench(self._source, self._encoder, folder, settings, missing=self._numbers, rehearsal=True)
         feed = bench.feed()
         try:
             self._compare_all(bench, feed, bench.encoder())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from stoker.encoders.protocol import Encoder
-from stoker.errors import ConfigError, EncoderError, SourceError, StokerError
+from stoker.errors import EncoderError, SourceError, StokerError
 from stoker.precompute.encode import GroupEncoder
 from stoker.precompute.fill import PartNames, SampleReader
 from stoker.precompute.guarded import guard_page
@@ -52,8 +52,9 @@ class Bench:
         settings: PrecomputeSettings,
         *,
         missing: NDArray[np.int64],
-        cpus: int,
+        rehearsal: bool = False,
     ) -> None:
+        """See `run_precompute`; `rehearsal`: nothing is quarantined, and no guardian is told."""
         self.folder = folder
         self.settings = settings
         self.missing = missing
@@ -71,49 +72,34 @@ class Bench:
                 f"time are encoded one by one. Give the encoder a group of 1"
             )
         self.quarantined = set(folder.failures()).difference(missing.tolist())
-        self._rehearsal = False
-        self._account(folder.quarantine_many)
-        self._parts = self._part_names()
-        files = digested_files(source.identity().parts, recipe.files)
-        self._reading = Unchanged(source, files, self._parts.offsets)
-        self._layout, self._first_readers, self.most_readers = self._plan(cpus)
-
-    def rehearse(self) -> None:
-        """Quarantine nothing durably, and tell no guardian: it is stored already. Called before `feed`."""
-        self._rehearsal = True
-        self._account(lambda _: None)
-
-    def _account(self, quarantine: Callable[[Sequence[Failure]], None]) -> None:
-        recipe, missing = self.folder.recipe, self.missing
+        self._rehearsal = rehearsal
         wanted = set(missing.tolist()) if len(missing) < recipe.count else range(recipe.count)
-        self.ledger = Ledger(self.quarantined, quarantine=quarantine, wanted=wanted.__contains__)
+        self.ledger = Ledger(self.quarantined, quarantine=self._quarantine, wanted=wanted.__contains__)
         spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
         self.queue = WorkQueue(spans, recipe.group.samples, missing, bad=self.ledger.is_bad)
+        parts = source.identity().parts
+        self._parts = PartNames(
+            offsets=[part.offset for part in recipe.parts],
+            names=[str(part.files[0].path) if part.files else part.name for part in parts],
+        )
+        self._reading = Unchanged(source, digested_files(parts, recipe.files), self._parts.offsets)
+        self._layout, self._first_readers, self.most_readers = self._plan()
 
-    def _plan(self, cpus: int) -> tuple[Layout, int, int]:
-        """The layout of each arena, readers to start with, and the most there may be."""
+    def _quarantine(self, failures: Sequence[Failure]) -> None:
+        if not self._rehearsal:
+            self.folder.quarantine_many(failures)
+
+    def _plan(self) -> tuple[Layout, int, int]:
+        """The layout of each arena, readers to start with, and the most that there is room and work for."""
         settings, group = self.settings, self.folder.recipe.group
         memory = int(settings.memory_bytes * _READER_SHARE)
         asked = settings.readers
-        if asked is None and not sys.platform.startswith("linux"):
-            asked = 0
-        if asked and not sys.platform.startswith("linux"):
-            raise ConfigError(
-                "reader processes need Linux (memfd, pidfd). Read in this process with readers=0"
-            )
         share = memory // (asked or 2)
         layout = plan_layout(self._schema, group.samples, group.steps, share)
         most = max(1, memory // layout.flight_bytes)
         if asked is None:
-            return layout, min(1, self.queue.groups), min(most, cpus, self.queue.groups)
+            return layout, min(1, self.queue.groups), min(most, self.queue.groups)
         return layout, min(asked, most, self.queue.groups), asked
-
-    def _part_names(self) -> PartNames:
-        parts = self._source.identity().parts
-        offsets = [part.offset for part in self.folder.recipe.parts]
-        return PartNames(
-            offsets=offsets, names=[str(part.files[0].path) if part.files else part.name for part in parts]
-        )
 
     def feed(self) -> Feed:
         """Readers, started; or this process itself.
