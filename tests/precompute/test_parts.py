@@ -73,7 +73,7 @@ def test_a_beat_says_stage_sample_and_progress():
     time.sleep(0.002)
     page.progress(100)
     second = page.look()
-    assert (second.stage, second.number, second.read_bytes) == ("read", 12, 100)
+    assert (second.stage, second.number, second.done) == ("read", 12, 100)
     assert second.time_ns > first.time_ns
     page.close()
 

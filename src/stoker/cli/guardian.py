@@ -122,7 +122,7 @@ def guard(words: Sequence[str]) -> int:
         if not end.while_encoding:
             return _passed_on(end, words)
         place, starts = end.beat.number, starts + 1
-        if place < 0 and end.beat.read_bytes:  # between groups, but not between those of the last time
+        if place < 0 and end.beat.done:  # between groups, but not between those of the last time
             failed[place] = 0
         failed[place] += 1
         if failed[place] >= MAX_TRIES or starts >= MAX_STARTS:

@@ -1,7 +1,7 @@
 """The heartbeat page: what a process is doing, readable without its help.
 
 One memfd of a page per reader, and one for a process under a guardian. The process writes
-(stage, sample, monotonic time, bytes) at every step; the
+(stage, sample, monotonic time, bytes or groups done) at every step; the
 caller looks whenever a deadline is near. A reader that hangs, spins, is stopped or holds the interpreter's
 lock simply stops writing, and that is all the caller needs to know.
 """
@@ -21,7 +21,7 @@ read: the others; wait: for work or room; encode: a call of the encoder;
 lost: the device cannot be used again in this process; end: done, its exit code in place of the sample."""
 
 _PAGE = 4096
-_LAYOUT = struct.Struct("<qqqdqqq")  # sequence, stage, number, limit s, monotonic ns, bytes, sequence again
+_LAYOUT = struct.Struct("<qqqdqqq")  # sequence, stage, number, limit s, monotonic ns, done, sequence again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,8 @@ class Beat:
     """Sample in hand, or -1."""
     time_ns: int
     """`time.monotonic_ns()` when it was written; 0 before the first beat."""
-    read_bytes: int
-    """Bytes of samples read so far; for a process that encodes, groups."""
+    done: int
+    """So far: bytes of samples read; by a process that encodes, groups."""
     limit_s: float
     """Seconds that this stage may last by the process's own word; 0: it gave none."""
 
@@ -47,7 +47,7 @@ class BeatPage:
         self.fd = fd
         self._map = mmap.mmap(fd, _PAGE)
         self._sequence = 0
-        self._bytes = 0
+        self._done = 0
         self._last = (0, -1, 0.0)
 
     @classmethod
@@ -57,17 +57,17 @@ class BeatPage:
         os.ftruncate(fd, _PAGE)
         return cls(fd)
 
-    def write(self, stage: str, number: int = -1, *, read_bytes: int = 0, limit_s: float = 0.0) -> None:
-        """Say what is being done now; `read_bytes` adds to the count."""
+    def write(self, stage: str, number: int = -1, *, done: int = 0, limit_s: float = 0.0) -> None:
+        """Say what is being done now; `done` adds to the count."""
         self._last = (STAGES.index(stage), number, limit_s)
-        self.progress(read_bytes)
+        self.progress(done)
 
-    def progress(self, read_bytes: int) -> None:
-        """Still at the same stage and sample, and `read_bytes` further."""
-        self._bytes += read_bytes
+    def progress(self, done: int) -> None:
+        """Still at the same stage and sample, and `done` further on."""
+        self._done += done
         self._sequence += 1
         _LAYOUT.pack_into(
-            self._map, 0, self._sequence, *self._last, time.monotonic_ns(), self._bytes, self._sequence
+            self._map, 0, self._sequence, *self._last, time.monotonic_ns(), self._done, self._sequence
         )
 
     def look(self) -> Beat:
@@ -77,9 +77,9 @@ class BeatPage:
             if values[0] == values[6]:
                 break
             values = _LAYOUT.unpack_from(self._map, 0)
-        _, stage, number, limit_s, time_ns, read_bytes, _ = values
+        _, stage, number, limit_s, time_ns, done, _ = values
         known = STAGES[stage] if 0 <= stage < len(STAGES) else "wait"
-        return Beat(stage=known, number=number, time_ns=time_ns, read_bytes=read_bytes, limit_s=limit_s)
+        return Beat(stage=known, number=number, time_ns=time_ns, done=done, limit_s=limit_s)
 
     def close(self) -> None:
         """Let the memory go; safe to call twice."""

@@ -68,7 +68,7 @@ class EncodeClock:
         if page is not None and not self.lost:
             number = self.numbers.start if stage != "wait" else -1
             limit_s = self.limit_s if bounded else 0.0
-            page.write(stage, number, read_bytes=groups, limit_s=limit_s)
+            page.write(stage, number, done=groups, limit_s=limit_s)
 
     def _page(self) -> BeatPage | None:
         return guard_page() if self.told else None

@@ -27,12 +27,12 @@ CHANGED = "changed"
 class Pulse(Protocol):
     """Where progress is written; a `BeatPage` in a reader."""
 
-    def write(self, stage: str, number: int = -1, *, read_bytes: int = 0) -> None:
+    def write(self, stage: str, number: int = -1, *, done: int = 0) -> None:
         """A new stage or sample begins."""
         ...
 
-    def progress(self, read_bytes: int) -> None:
-        """The sample in hand is `read_bytes` further."""
+    def progress(self, done: int) -> None:
+        """The sample in hand is `done` bytes further."""
         ...
 
 

@@ -24,11 +24,11 @@ class Silent:
         self.stage = "wait"
         self.number = -1
 
-    def write(self, stage: str, number: int = -1, *, read_bytes: int = 0) -> None:
+    def write(self, stage: str, number: int = -1, *, done: int = 0) -> None:
         """Remember stage and sample for the progress display."""
         self.stage, self.number = stage, number
 
-    def progress(self, read_bytes: int) -> None:
+    def progress(self, done: int) -> None:
         """Nobody waits for it."""
 
 
