@@ -21,7 +21,7 @@ from stoker.precompute.pace import Pace
 from stoker.precompute.progress import ProgressSink, automatic
 from stoker.precompute.run import Run, Standing
 from stoker.precompute.settings import Deadlines, PrecomputeReport, PrecomputeSettings
-from stoker.precompute.space import check_space
+from stoker.precompute.space import check_space, fit_memory
 from stoker.precompute.stages import Bench
 from stoker.precompute.supervisor import Supervisor
 from stoker.precompute.turn import take_turn
@@ -150,7 +150,10 @@ def _fill(
     if len(missing):
         resources = probe(path=folder.path)
         check_space(folder.path, folder.recipe.schema, len(missing), resources)
-        bench = Bench(source, encoder, folder, settings, missing=missing, cpus=max(1, int(resources.cpus)))
+        settings, most = fit_memory(source.schema(), folder.recipe, settings, resources)
+        bench = Bench(
+            source, encoder, folder, settings, missing=missing, cpus=max(1, min(most, int(resources.cpus)))
+        )
         sink = automatic() if settings.progress == "auto" else settings.progress
         try:
             _encode(bench, sink, *context)
