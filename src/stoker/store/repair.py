@@ -127,7 +127,8 @@ class _Repair:
         self._note_unserved(previous, unusable)
         with claim(self._folder, "index", wait_s=INDEX_WAIT_S):
             infos = self._catalog.refresh()
-            index = write_index(self._storage, self._recipe, infos, afresh=True)
+            # Rows of shards that were not read stay noted, whoever noted them meanwhile.
+            index = write_index(self._storage, self._recipe, infos, afresh=self._only is None)
         for name in unusable:
             self._set_aside(name)
         report.generation = index.generation
@@ -196,6 +197,8 @@ class _Repair:
                     os.fsync(fd)
                 finally:
                     os.close(fd)
+        except OSError as error:  # a bad sector where no record lies
+            self._report.unread.append((path.name, str(error)))
 
     def _note_unserved(self, previous: Index | None, unusable: Sequence[str]) -> None:
         """Name the records that served from shards which are gone or cannot be used."""
