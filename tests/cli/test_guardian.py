@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import h5py
 import pytest
 
 STOKER = [sys.executable, "-m", "stoker"]
@@ -29,7 +30,18 @@ if sys.argv[0] == "-m":  # the child that runs the command; neither readers nor 
     from stoker.encoders.protocol import Group
     whole = GridEncoder.encode
     GridEncoder.encode = broken
+    if "to" in FAULTS:
+        GridEncoder.to = lambda self, device: exec(FAULTS["to"])
     GridEncoder.group = lambda self, schema: Group(samples=2, steps=None)
+"""
+
+NEVER_ENDS = """\
+
+if "stoker.cli.main" in sys.orig_argv:
+    import atexit, time
+    from stoker.precompute import guarded
+    guarded.EXIT_S = 1.0
+    atexit.register(time.sleep, 600)
 """
 
 FAULTS = {
@@ -117,6 +129,40 @@ def test_an_encoder_that_never_works_is_given_up_with_stage_sample_and_stack(
     assert "failure 3 there" in answer["error"]
     assert words in answer["error"]
     assert "sitecustomize.py" in answer["error"]  # the stack
+
+
+def test_an_encoder_that_hangs_on_its_way_to_the_device_is_given_up_as_well(project: Path) -> None:
+    env = broken_encoder(project, {"to": FAULTS["hang"]})
+
+    done = precompute(project, env, "--json")
+
+    assert done.returncode == 5, done.stderr
+    error = json.loads(done.stdout)["error"]
+    assert 'made no progress for 1 s in stage "start" while the encoder was brought to its device' in error
+    assert "sitecustomize.py" in error  # the stack
+
+
+@pytest.mark.parametrize("ending", [0, 4])
+def test_a_command_that_is_done_and_does_not_end_is_ended_with_its_own_exit_code(
+    project: Path, ending: int
+) -> None:
+    """As when a thread waits for storage in the kernel."""
+    env = broken_encoder(project, {})
+    with (project / "site" / "sitecustomize.py").open("a") as file:
+        file.write(NEVER_ENDS)
+    if ending:
+        damage_one_sample(project / "raw" / "burgers1d_train.h5")
+
+    done = precompute(project, env, "--json", "precompute.max_quarantined=0")
+
+    assert done.returncode == ending, done.stderr
+    assert ("caches" in json.loads(done.stdout)) == (ending == 0)
+    assert "Starting it again" not in done.stderr
+
+
+def damage_one_sample(path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        file["tensor"][3, 0, 0] = float("nan")
 
 
 def test_an_error_of_the_command_itself_is_passed_on_at_once(project: Path) -> None:

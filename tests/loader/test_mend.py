@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from stoker.errors import ConfigError, CorruptError
-from stoker.loader import Loader, Windows
+from stoker.errors import ConfigError, CorruptError, ResourceError
+from stoker.loader import Loader, Windows, decide
 from stoker.precompute import PrecomputeSettings, run_precompute
 from stoker.store import Cache, open_cache
 from tests.precompute.fake_encoders import FakeEncoder
@@ -270,3 +271,21 @@ def test_a_policy_says_when_damage_is_found(
 def test_a_policy_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"verify is 'never'\. Expected always, first, off"):
         Loader(make(tmp_path), verify="never")
+
+
+def test_a_mend_does_not_plan_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is free once the model is there says nothing about where the records were served from."""
+    wanted = list(Loader(make(tmp_path / "sound"), batch_size=3, seed=1, tier="host"))
+    cache = make(tmp_path / "c")
+    flip(cache, 5)
+    loader = Loader(cache, batch_size=3, seed=1, tier="host")
+    full = replace(decide.probe(device="cpu", path=tmp_path), host_bytes=0)
+    monkeypatch.setattr(decide, "probe", lambda **_: full)
+    with pytest.raises(ResourceError):
+        Loader(cache, batch_size=3, seed=1, tier="host")
+
+    found = list(loader)
+
+    assert same(found, wanted)
+    assert loader.mended == 1
+    assert loader.plan.tier == "host"

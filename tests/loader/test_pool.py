@@ -50,3 +50,22 @@ def test_a_thread_that_hangs_does_not_keep_the_process_alive() -> None:
     code = "import time; from stoker.loader.pool import Pool; Pool(1, 'x').submit(lambda: time.sleep(600))"
 
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+
+
+EXIT_WITH_TORCH_AT_WORK = """
+import time
+import torch
+from stoker.loader.pool import Pool
+
+def work():
+    for _ in range(2000):
+        torch.add(source, 1, out=target)
+
+source, target, pool = torch.zeros(1 << 16), torch.zeros(1 << 16), Pool(8, "x")
+tickets = [pool.submit(work) for _ in range(8)]
+time.sleep(0.05)
+"""
+
+
+def test_an_exit_while_torch_works_in_threads_is_no_abort() -> None:
+    subprocess.run([sys.executable, "-c", EXIT_WITH_TORCH_AT_WORK], timeout=60, check=True)

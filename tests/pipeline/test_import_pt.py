@@ -15,6 +15,7 @@ from torch import Tensor
 from stoker.errors import ConfigError, SourceError
 from stoker.loader import Loader, Windows
 from stoker.pipeline.import_pt import ImportSettings, import_pt
+from stoker.pipeline.keep import repair_cache
 from stoker.pipeline.pt_reader import PtReader, Refused
 from stoker.units import MIB
 
@@ -137,7 +138,7 @@ def test_missing_and_broken_samples_are_listed_by_name(tmp_path: Path) -> None:
     assert result.missing == (4, 12, 13)
     assert "sample_00004.pt is missing" in why[4]
     for number, text in {
-        1: "not a zip archive", 2: "zip archive", 3: "UnpicklingError", 5: "is a link", 6: "is a link",
+        1: "not a zip archive", 2: "zip archive", 3: "asks for posix.system", 5: "is a link", 6: "is a link",
         7: "that of the first is float16 (9, 4, 8)", 8: "NaN", 9: "storage holds fewer",
         10: "is compressed", 11: "holds a list",
     }.items():  # fmt: skip
@@ -211,6 +212,80 @@ def test_the_reading_process_is_limited(tmp_path: Path) -> None:
     assert int(found["Max address space"]) < 1 << 40
     assert int(found["Max cpu time"]) < 200
     assert (found["Max file size"], found["Max core file size"]) == ("0", "0")
+
+
+def test_modules_in_the_working_folder_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An archive unpacked there may bring its own `torch.py`."""
+    old = make_old(tmp_path / "old", [0])
+    for name in ("torch", "safetensors", "json", "stoker"):
+        (old / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.chdir(old)
+
+    assert import_pt(".", tmp_path / "new", name="x").imported == 1
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_record_damaged_after_the_import_is_imported_again(tmp_path: Path) -> None:
+    old = make_old(tmp_path / "old")
+    cache = import_pt(old, tmp_path / "new", name="x").cache
+    file = cache.path / cache.index.shards[0].file
+    data = bytearray(file.read_bytes())
+    data[cache.shard(0).columns["latent"].offset] ^= 1
+    file.write_bytes(data)
+
+    repaired = repair_cache(cache.path)
+    again = import_pt(old, tmp_path / "new", name="x")
+
+    assert repaired.command == f"stoker import-pt DIR --out {tmp_path / 'new'} --name x"
+    assert (again.imported, again.reused) == (1, 4)
+    assert again.cache.verify().ok
+    assert torch.equal(again.cache[0]["latent"], sample(0)["latent"])
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"latent": torch.zeros(STEPS, TOKENS, WIDTH, dtype=torch.complex64)}, "is complex64"),
+        ({"latent": torch.zeros(TOKENS, WIDTH)}, "expected a tensor"),
+        ({"latent": torch.zeros(STEPS, TOKENS, WIDTH).to_sparse()}, "expected a plain one"),
+        ({"latent": torch.zeros(1).as_strided((10**6, 10**4, 100), (0, 0, 0))}, "storage holds fewer"),
+        ({"more": torch.zeros(2)}, "its fields are"),
+        ({f"k{i}": 0.0 for i in range(1200)}, "more than 1000 entries"),
+        ({f"text{i}": "x" for i in range(1200)}, "more than 1000 entries"),
+        ({"params": {"nu": torch.tensor(0.0), "x": 1}, "param_nu": torch.tensor(1.0)}, "comes twice"),
+    ],
+)
+def test_a_sample_unlike_the_first_is_named(tmp_path: Path, more: dict[str, Any], text: str) -> None:
+    old = make_old(tmp_path / "old", [0])
+    torch.save(sample(1, **more), old / "sample_00001.pt")
+
+    (failure,) = import_pt(old, tmp_path / "new", name="x").failures
+
+    assert (failure["number"], failure["stage"], failure["kind"]) == (1, "import", "sample")
+    assert "sample_00001.pt" in str(failure["error"])
+    assert text in str(failure["error"])
+
+
+def test_a_size_that_only_the_archive_claims_is_refused(tmp_path: Path) -> None:
+    old = make_old(tmp_path / "old", [0, 1])
+    data = bytearray((old / "sample_00001.pt").read_bytes())
+    entry = data.rfind(b"PK\x01\x02")
+    data[entry + 20 : entry + 28] = b"\xf0\xff\xff\xff" * 2  # 4 GiB, stored
+    (old / "sample_00001.pt").write_bytes(data)
+
+    (failure,) = import_pt(old, tmp_path / "new", name="x").failures
+
+    assert "its entries claim 429496" in str(failure["error"])
+
+
+def test_entries_as_long_as_the_latent_run_along_time(tmp_path: Path) -> None:
+    old = make_old(tmp_path / "old", bc={"left": torch.ones(STEPS, 2), "kind": torch.tensor(1)})
+
+    schema = import_pt(old, tmp_path / "new", name="x").cache.schema
+
+    assert {name for name, field in schema.items() if field.time} == {"latent", "bc_left"}
 
 
 def test_folders_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:

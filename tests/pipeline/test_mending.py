@@ -6,7 +6,8 @@ import pytest
 
 from stoker.errors import CorruptError
 from stoker.pipeline.precompute import fill_caches, precompute_config
-from stoker.store import open_cache
+from stoker.store import Cache, open_cache
+from stoker.store.repair import repair
 from tests.pipeline.conftest import Configure
 
 
@@ -35,3 +36,33 @@ def test_precompute_and_train_make_a_removed_shard_again(
     assert {name: value.tolist() for name, value in open_cache(cache.path)[0].items()} == {
         name: value.tolist() for name, value in first.items()
     }
+
+
+def flip(cache: Cache, number: int) -> None:
+    """Damage one record where it serves from."""
+    place = cache._find(number)
+    assert place is not None
+    shard = cache.fresh_shard(place[0])
+    column = shard.columns["latent"]
+    with (cache.path / shard.name).open("r+b") as file:
+        file.seek(column.offset + place[1] * column.row_bytes)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_damage_that_precompute_meets_is_encoded_again_in_the_same_run(configure: Configure) -> None:
+    """The statistics of a shard with a record set aside are counted anew, which reads its other records."""
+    config = configure("data.split=train")
+    (first,) = fill_caches(config, ["train"])
+    numbers = first.cache.numbers.tolist()
+    before = {number: first.cache[number]["latent"].tolist() for number in numbers}
+    flip(first.cache, numbers[1])
+    assert repair(first.cache.path).missing == [numbers[1]]
+    flip(open_cache(first.cache.path, require_complete=False), numbers[3])
+
+    (mended,) = fill_caches(config, ["train"])
+
+    assert (mended.cache.complete, mended.encoded) == (True, 2)
+    assert mended.cache.verify().ok
+    assert {number: open_cache(first.cache.path)[number]["latent"].tolist() for number in numbers} == before

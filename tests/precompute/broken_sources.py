@@ -17,6 +17,8 @@ def misbehave(mode):
         raise RuntimeError("this import is broken on purpose")
     if mode == "exit":
         os._exit(7)
+    if mode == "slow":
+        time.sleep(1)
     if mode == "hang":
         time.sleep(3600)
 

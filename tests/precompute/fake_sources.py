@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -94,6 +96,13 @@ class FakeSource:
             os.kill(os.getpid(), signal.SIGSTOP)
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "starts-another":
+            child = subprocess.Popen(["sleep", "600"])
+            (Path(self.marker) / f"started-{child.pid}").write_text(str(child.pid))
+            time.sleep(3600)
+        if fault == "nonsense":
+            os.write(int(sys.argv[1]), struct.pack("<IQ", 3, 0) + b"]]]")
+            time.sleep(3600)
         if fault == "exit0":
             os._exit(0)
         return sample

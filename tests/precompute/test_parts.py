@@ -53,6 +53,7 @@ def test_every_field_of_a_slot_begins_on_a_page_and_is_shared():
     layout = plan_layout(DATA, 3, None, 100 * MIB)
     assert layout.slot_bytes == slot_size(DATA, 3)
     arena = Arena.create(layout)
+    arena.reserve()
     arrays = arena.arrays(1)
 
     arrays["nu"][2] = 7
@@ -103,16 +104,35 @@ def test_a_stored_sample_that_cannot_be_read_again_is_no_failure():
     assert not kept
 
 
-def test_a_part_is_given_up_after_two_of_its_samples_unless_it_ever_answered():
+def test_a_part_is_given_up_after_three_of_its_samples_or_eight_if_it_ever_answered():
     book, kept = ledger()
     assert not book.part_is_dead(0, 5)
     assert not book.part_is_dead(0, 5)
+    assert not book.part_is_dead(0, 7)
     assert book.part_is_dead(0, 6)
     assert book.give_up(range(5, 8), fault(6)) == 3
     assert [f.number for f in kept] == [5, 6, 7]
     book.answered(1)
-    assert not book.part_is_dead(1, 15)
-    assert not book.part_is_dead(1, 16)
+    assert [book.part_is_dead(1, number) for number in range(10, 18)] == [False] * 7 + [True]
+    book.answered(1)
+    assert not book.part_is_dead(1, 18)
+
+
+def test_a_second_try_that_fails_as_expected_says_nothing_about_the_part():
+    """The second tries come one after another at the end of a run."""
+    book, _ = ledger()
+    for number in range(10):
+        book.fault(fault(number))
+        book.answered(0)
+    for number in range(10):
+        book.fault(fault(number))
+        assert not book.part_is_dead(0, number)
+
+
+def test_a_part_that_holds_a_second_reader_is_given_up_even_if_it_answered():
+    book, _ = ledger()
+    book.answered(0)
+    assert [book.part_holds_readers(part) for part in (0, 1, 0)] == [False, False, True]
 
 
 def test_a_part_given_up_is_recorded_in_one_go():

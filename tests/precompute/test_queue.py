@@ -123,3 +123,29 @@ def test_a_group_all_of_whose_members_were_set_aside_is_not_read():
     work_queue = WorkQueue([PartSpan(offset=0, count=8)], 4, np.arange(8), bad=bad.__contains__)
     bad |= {0, 1, 2, 3}
     assert [g for item in drain(work_queue) for g in item] == [[4, 5, 6, 7]]
+
+
+def test_nothing_of_a_part_on_hold_is_handed_out_and_all_of_it_afterwards():
+    spans = [PartSpan(offset=0, count=8), PartSpan(offset=8, count=8), PartSpan(offset=16, count=8)]
+    queue = WorkQueue(spans, 2, np.arange(24), bad=lambda number: False)
+    queue.follow_runs([range(0, 8), range(8, 16), range(16, 24)], 2**23)
+    taken = {}
+    for held in (frozenset({1}), frozenset()):
+        queue.on_hold = held
+        works = [work for _ in range(24) for reader in (1, 2) for work in queue.take(reader, 2)]
+        taken[held] = [work.numbers.start for work in works]
+
+    assert set(taken[frozenset({1})]).isdisjoint(range(8, 16))
+    assert sorted(taken[frozenset({1})] + taken[frozenset()]) == list(range(0, 24, 2))
+
+
+def test_a_second_try_waits_while_its_part_is_on_hold():
+    queue = WorkQueue([PartSpan(offset=0, count=2)], 2, np.arange(2), bad=lambda number: False)
+    (work,) = queue.take(1, 1)
+    queue.give_back(work, avoid=1)
+
+    queue.on_hold = frozenset({0})
+    assert queue.take(2, 2) == []
+    assert not queue.finished
+    queue.on_hold = frozenset()
+    assert queue.take(2, 2) == [work]

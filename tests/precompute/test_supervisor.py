@@ -6,13 +6,20 @@ import errno
 import gc
 import os
 import time
+from pathlib import Path
 
 import pytest
 
 from stoker.errors import ReaderError, ResourceError, SourceError
-from stoker.precompute import Deadlines, PrecomputeSettings, pace, run_precompute
-from stoker.precompute import supervisor as supervisor_module
-from stoker.precompute import worker as worker_module
+from stoker.precompute import (
+    Deadlines,
+    PrecomputeSettings,
+    limits,
+    pace,
+    process,
+    roster,
+    run_precompute,
+)
 from tests.precompute.broken_sources import BreaksAtUnpickling, LoadsOnce
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import ChattySource, FakeSource, TorchLater, TorchWatcher
@@ -31,12 +38,12 @@ def spawned(monkeypatch):
     """Every reader that is started, in order."""
     workers = []
 
-    class Recorded(supervisor_module.Worker):
+    class Recorded(roster.Worker):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             workers.append(self)
 
-    monkeypatch.setattr(supervisor_module, "Worker", Recorded)
+    monkeypatch.setattr(roster, "Worker", Recorded)
     return workers
 
 
@@ -84,7 +91,7 @@ def test_a_reader_past_its_deadline_is_killed_named_and_its_sample_quarantined(t
 
 
 @pytest.mark.chaos
-def test_a_file_that_never_answers_is_given_up_after_two_of_its_samples(tmp_path):
+def test_a_file_that_never_answers_is_given_up_after_three_of_its_samples(tmp_path):
     faults = dict.fromkeys(range(4, 16), "hang")
     source = FakeSource((4, 12, 4), faults=faults, run=4)
 
@@ -137,7 +144,7 @@ def test_readers_that_never_start_do_not_storm(tmp_path, spawned, mode, says):
 @pytest.mark.chaos
 def test_readers_lost_in_a_row_end_the_run(tmp_path, monkeypatch):
     """Every sample of every file kills: it is the machine or the code, not the data."""
-    monkeypatch.setattr(supervisor_module, "_MAX_LOSSES_IN_A_ROW", 5)
+    monkeypatch.setattr(limits, "_MAX_IN_A_ROW", 5)
     source = FakeSource((1,) * 60, faults=dict.fromkeys(range(60), "kill"))
 
     with pytest.raises(ReaderError, match="in a row without a sample read"):
@@ -186,7 +193,7 @@ def target(descriptor):
 def refuse_all_but(monkeypatch, allowed):
     """The system starts `allowed` readers and no more; returns the tries."""
     tries = []
-    spawn = worker_module._spawn
+    spawn = process._spawn
 
     def limited(*arguments):
         tries.append(arguments)
@@ -194,7 +201,7 @@ def refuse_all_but(monkeypatch, allowed):
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
         return spawn(*arguments)
 
-    monkeypatch.setattr(worker_module, "_spawn", limited)
+    monkeypatch.setattr(process, "_spawn", limited)
     return tries
 
 
@@ -237,3 +244,81 @@ def test_a_further_reader_that_cannot_load_the_source_does_not_end_the_run(
     assert report.lost_readers >= 3
     assert "another reader cannot be started; going on with 1" in caplog.text
     assert ("broken on purpose" in caplog.text) == (mode == "raise")
+
+
+@pytest.mark.chaos
+def test_a_reader_in_reserve_takes_over_without_loading_the_source_first(tmp_path, monkeypatch, spawned):
+    monkeypatch.setattr(roster, "_SPARE_AFTER_S", 0.1)
+    put_to_work, add = [], roster.Roster.add
+    monkeypatch.setattr(
+        roster.Roster, "add", lambda self: put_to_work.append(self.spare and self.spare.state) or add(self)
+    )
+    faults = {55: "kill-once"}
+    source = BreaksAtUnpickling((60,), "slow", delay_s=0.05, faults=faults, marker=str(tmp_path), run=4)
+
+    report = run(source, tmp_path / "c", readers=1)
+
+    assert put_to_work == [None, "ready"]
+    assert (report.records, report.readers, report.lost_readers) == (60, 1, 1)
+    assert_no_reader_left(spawned)
+
+
+@pytest.mark.chaos
+def test_a_reserve_that_cannot_be_had_is_not_tried_for_ever(tmp_path, monkeypatch, spawned):
+    monkeypatch.setattr(roster, "_SPARE_AFTER_S", 0)
+    source = LoadsOnce((60,), "exit", delay_s=0.05, marker=str(tmp_path))
+
+    report = run(source, tmp_path / "c", readers=1)
+
+    assert (report.records, report.readers) == (60, 1)
+    assert len(spawned) == 4
+    assert_no_reader_left(spawned)
+
+
+@pytest.mark.chaos
+def test_what_a_reader_has_started_ends_with_it(tmp_path):
+    run(FakeSource((4,), faults={1: "starts-another"}, marker=str(tmp_path)), tmp_path / "c", readers=1)
+
+    started = [int(path.read_text()) for path in tmp_path.glob("started-*")]
+    assert len(started) == 2
+    limit = time.monotonic() + 10
+    while any(alive(pid) for pid in started):
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.chaos
+def test_a_reader_that_sends_nonsense_is_replaced(tmp_path, caplog):
+    report = run(
+        FakeSource((20,), faults={9: "nonsense-once"}, marker=str(tmp_path)), tmp_path / "c", readers=1
+    )
+
+    assert (report.records, report.lost_readers) == (20, 1)
+    assert "a frame" in caplog.text
+
+
+@pytest.mark.chaos
+def test_the_log_of_a_loss_names_path_sample_stage_and_attempt(tmp_path, caplog):
+    run(FakeSource((8,), faults={5: "exit0"}), tmp_path, readers=1)
+
+    for attempt in (1, 2):
+        assert f"part0.h5: sample 5, attempt {attempt} of 2: reader " in caplog.text
+    assert 'exited with code 0 in stage "read"' in caplog.text
+
+
+@pytest.mark.chaos
+def test_many_bad_samples_of_one_group_do_not_make_its_part_look_dead(tmp_path):
+    """What was read before the bad one is lost with the reader, but it was read."""
+    bad = range(1, 20, 2)
+    source = FakeSource((20,), faults=dict.fromkeys(bad, "kill"))
+
+    report = run(source, tmp_path, readers=1, encoder=FakeEncoder(samples=20))
+
+    assert sorted(report.cache.quarantined) == list(bad)

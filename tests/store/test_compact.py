@@ -225,6 +225,35 @@ def test_records_written_meanwhile_are_kept(tmp_path: Path) -> None:
     assert_whole(folder.finish(), source)
 
 
+def test_shards_full_of_tiny_records_are_not_merged_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ragged shard is full by its bytes or by its rows."""
+    monkeypatch.setattr("stoker.store.layout.MAX_ROWS", 4)
+    source = FakeSource(RAGGED, [("a", 12)])
+    folder = open_folder(tmp_path, "x", make_recipe(source, None))
+    for begin in range(0, 12, 3):
+        fill(folder, source, range(begin, begin + 3))
+    path = folder.finish().path
+
+    assert compact(path).written == 3
+    assert compact(path).written == 0
+    assert_whole(open_cache(path), source)
+
+
+def test_a_cache_named_from_inside_its_folder_keeps_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = make_short(tmp_path, FakeSource())
+    monkeypatch.chdir(cache.path.parent)
+    compact(cache.path.name, shard_bytes=FULL)
+    monkeypatch.chdir(cache.path)
+    (cache.path / "index.json").unlink()
+
+    assert open_cache(".").name == "x"
+    assert open_cache(cache.path).name == "x"
+
+
 @pytest.mark.chaos
 def test_killed_at_every_writing_call_nothing_is_lost(tmp_path: Path) -> None:
     done = subprocess.run(

@@ -14,9 +14,10 @@ from stoker.errors import ConfigError, FormatError
 from stoker.store import Cache, load_recipe, make_recipe, open_cache, open_folder
 from stoker.store.compact import compact
 from stoker.store.gc import GcPolicy, GcReport, collect
+from stoker.store.local import LocalStorage
 from stoker.store.repair import repair
 from stoker.store.use import Use, alone, unused_for_s
-from tests.store.fakes import FakeSource, assert_whole, batch_of, fill
+from tests.store.fakes import FakeSource, assert_whole, batch_of, fill, make_cache
 from tests.store.kill_points import make_old
 
 ROOT = Path(__file__).parents[2]
@@ -276,6 +277,7 @@ def test_a_file_system_without_locks_counts_as_in_use(
     paths = make_fingerprints(tmp_path, 2)
     monkeypatch.setattr("fcntl.flock", no_locks)
 
+    fill(open_folder(tmp_path, "y", make_recipe(CURRENT, None)), CURRENT)
     open_cache(paths[1])
     report = collect(tmp_path, GcPolicy(keep=1))
 
@@ -356,6 +358,69 @@ def test_what_is_no_cache_folder_is_refused(tmp_path: Path) -> None:
         collect(tmp_path / "none")
     with pytest.raises(ConfigError, match="keep is -1"):
         GcPolicy(keep=-1)
+
+
+def test_one_cache_is_no_cache_folder(tmp_path: Path) -> None:
+    (path,) = make_fingerprints(tmp_path, 1)
+
+    for folder in (path, path.parent):
+        with pytest.raises(FormatError, match="is one cache"):
+            collect(folder, GcPolicy(keep=0, force=True))
+    assert not [*tmp_path.rglob(".claim-gc")]
+
+
+def test_weights_count_before_another_recipe_goes_for_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = make_fingerprints(tmp_path, 3)
+    monkeypatch.setattr("stoker.store.gc_scan._weights_of", lambda recipe: recipe.fingerprint * 4)
+    (tmp_path / "encoders").mkdir()
+    weights = tmp_path / "encoders" / f"{paths[0].name * 4}.safetensors"
+    weights.write_bytes(bytes(100_000))
+    limit = sum(snapshot(tmp_path).values()) - 100_000
+
+    planned = collect(tmp_path, GcPolicy(max_bytes=limit), dry_run=True)
+    done = collect(tmp_path, GcPolicy(max_bytes=limit))
+
+    assert gone(done) == [paths[0].name]
+    assert gone(done, "weights") == [weights.name]
+    assert planned.removed == done.removed
+    assert done.bytes_left <= limit
+
+
+def test_a_claim_that_finds_no_room_keeps_nobody_from_making_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = make_fingerprints(tmp_path, 2)
+    real = os.open
+
+    def no_inodes(path: object, flags: int, *args: int, **named: int) -> int:
+        if flags & os.O_CREAT and ".claim-" in str(path):
+            raise OSError(28, "No space left on device")
+        return real(path, flags, *args, **named)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "open", no_inodes)
+
+    assert gone(collect(tmp_path, GcPolicy(keep=1))) == [paths[0].name]
+
+
+def test_nothing_is_removed_from_a_sibling_whose_shards_are_being_linked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_cache(tmp_path, FakeSource(parts=[("a", 10)]))
+    grown = open_folder(tmp_path, "x", make_recipe(CURRENT, None))
+    seen: list[bool] = []
+    real = LocalStorage.link
+
+    def watched(self: LocalStorage, other: LocalStorage, name: str) -> None:
+        with alone(other.path) as nobody:
+            seen.append(nobody)
+        real(self, other, name)
+
+    monkeypatch.setattr(LocalStorage, "link", watched)
+
+    assert grown.adopt() == 10
+    assert seen == [False]
 
 
 WORK = """

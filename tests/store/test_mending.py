@@ -12,9 +12,11 @@ import pytest
 import xxhash
 
 from stoker.errors import CorruptError, FormatError
-from stoker.store import Shard, make_recipe, open_cache, open_folder
+from stoker.store import Folder, Shard, make_recipe, open_cache, open_folder
 from stoker.store.header import TensorEntry, pack_header, read_header
+from stoker.store.index import load_index
 from stoker.store.local import LocalFile, LocalStorage
+from stoker.store.repair import repair
 from tests.store.fakes import FakeSource, assert_whole, fill, make_cache
 from tests.store.test_damage import MIXED, flip
 
@@ -126,22 +128,62 @@ def test_a_bad_sector_costs_its_records_and_nothing_else(
     assert "Input/output error" in caplog.text
 
 
-def test_a_shard_that_cannot_be_read_while_the_index_is_made_is_named(
-    tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Statistics are counted anew where a record has come twice, from the rows that still serve."""
+def make_partly_served(tmp_path: Path, source: FakeSource) -> Folder:
+    """A folder in which sample 2 came twice, so that the second shard serves only in part."""
     folder = open_folder(tmp_path, "x", make_recipe(source, None))
     fill(folder, source, [0, 1, 2])
+    folder.finish()
     fill(folder, source, [2, 3])
     assert folder.stored_count() == 4
+    return folder
+
+
+def test_a_shard_that_cannot_be_read_while_the_index_is_made_is_left_out(
+    tmp_path: Path, source: FakeSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Statistics are counted anew where a record has come twice, from the rows that still serve."""
+    folder = make_partly_served(tmp_path, source)
 
     def failing(storage: LocalStorage, name: str) -> LocalFile:
         raise OSError(errno.EIO, "Input/output error", name)
 
-    monkeypatch.setattr(LocalStorage, "open", failing)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "open", failing)
+        cache = folder.finish()
 
-    with pytest.raises(CorruptError, match=r"can no longer be read: .*verify .* --repair"):
-        folder.finish()
+    assert "Input/output error" in caplog.text
+    assert not cache.complete
+    fill(folder, source, folder.missing().tolist())
+    assert_whole(folder.finish(), source)
+
+
+def test_a_damaged_record_met_while_the_index_is_made_is_missing_in_it(
+    tmp_path: Path, source: FakeSource, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_partly_served(tmp_path, source)
+    known = load_index(folder.path, folder.recipe).shards[0].file
+    (path,) = {*folder.path.glob("shard-*")} - {folder.path / known}
+    shard = Shard(LocalStorage(folder.path).open(path.name), path, folder.recipe.schema)
+    flip(path, (shard.columns["z"].offset + 40960) * 8)
+
+    cache = folder.finish()
+
+    assert "1 of 2 records are damaged" in caplog.text
+    assert cache.numbers.tolist() == [0, 1, 2]
+    assert folder.missing().tolist() == [3, 4, 5, 6, 7]
+
+
+def test_damage_that_a_repair_noted_meanwhile_stays_noted(tmp_path: Path, source: FakeSource) -> None:
+    cache = make_cache(tmp_path, source)
+    folder = open_folder(tmp_path, "x", cache.recipe)
+    assert folder.complete() is not None  # it has looked at all shards
+    shard = cache.shard(next(i for i, entry in enumerate(cache.index.shards) if entry.part == 0))
+    flip(cache.path / shard.name, (shard.columns["z"].offset + 2 * 40960) * 8)
+
+    assert repair(cache.path).missing == [2]
+    folder.finish()
+
+    assert open_cache(cache.path, require_complete=False).numbers.tolist() == [0, 1, 3, 4, 5, 6, 7]
 
 
 def without(path: Path, tensor: str, kept_bytes: int) -> None:

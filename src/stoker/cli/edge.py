@@ -25,6 +25,7 @@ from rich.console import Console
 
 from stoker.cli.streams import keep_standard_streams, printing
 from stoker.errors import Interrupted, ResourceError, StokerError
+from stoker.precompute.guarded import say_end
 
 if TYPE_CHECKING:
     from stoker.schema import Json
@@ -204,6 +205,7 @@ def run(app: typer.Typer, words: Sequence[str]) -> NoReturn:
     except ResourceError as error:
         out.note(str(error))
         code = error.exit_code
+    say_end(code or 0)
     sys.exit(code)
 
 

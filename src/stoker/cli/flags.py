@@ -83,6 +83,10 @@ class PrecomputeFlags:
     overwrite: bool | None = None
     retry_quarantined: bool = False
     limit: int | None = None
+    hdf5_timeout: float | None = None
+    dataloader_timeout: float | None = None
+    cache_write_timeout: float | None = None
+    watchdog_timeout: float | None = None
 
     def settings(self, overrides: Sequence[str]) -> list[str]:
         """`overrides` with every given flag added as `key=value`.
@@ -111,8 +115,19 @@ class PrecomputeFlags:
             "training.pin_memory": self.pin_memory,
             "precompute.overwrite": self.overwrite,
             "precompute.retry_quarantined": self.retry_quarantined or None,
-        }
+        } | self._deadlines()
         return [*overrides, *(f"{key}={_text(value)}" for key, value in given.items() if value is not None)]
+
+    def _deadlines(self) -> dict[str, float | None]:
+        """A worker that does not answer in time, whatever it does; files may be given a time of their own."""
+        file_s = self.dataloader_timeout if self.hdf5_timeout is None else self.hdf5_timeout
+        return {
+            "precompute.deadlines.start": self.dataloader_timeout,
+            "precompute.deadlines.open": file_s,
+            "precompute.deadlines.read": file_s,
+            "precompute.deadlines.write": self.cache_write_timeout,
+            "precompute.deadlines.encode": self.watchdog_timeout,
+        }
 
 
 def _text(value: object) -> str:

@@ -68,12 +68,14 @@ class End:
     @property
     def while_encoding(self) -> bool:
         """Whether starting it again is safe and may help."""
-        inside = self.beat.limit_s > 0 or self.beat.stage == "lost"
+        inside = (self.beat.limit_s > 0 and self.beat.stage != "end") or self.beat.stage == "lost"
         return inside and (self.code < 0 or self.beat.stage == "lost")
 
     def describe(self) -> str:
         """In words, with stage and samples."""
         where = "between two groups" if self.beat.number < 0 else f"at the group of sample {self.beat.number}"
+        if self.beat.stage == "start":
+            where = "while the encoder was brought to its device" if self.beat.limit_s else "before encoding"
         if self.overdue:
             return f'made no progress for {self.beat.limit_s:g} s in stage "{self.beat.stage}" {where}'
         if self.beat.stage == "lost":
@@ -160,7 +162,7 @@ class _Child:
         self._oom_kills = oom_kills()
         self._output_fd = os.memfd_create("stoker-output", os.MFD_CLOEXEC) if "--json" in words else None
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "stoker.cli.main", *words],
+            [sys.executable, "-P", "-m", "stoker.cli.main", *words],
             stdout=self._output_fd,
             pass_fds=(self._page.fd, self._stack_fd),
             env={**os.environ, GUARD_VARIABLE: lifeline.to_text()},
@@ -172,10 +174,12 @@ class _Child:
         """Wait for its end, and bring it about when it is overdue."""
         try:
             self._watch()
-            code = self._process.poll()
+            code, beat = self._process.poll(), self._page.look()
+            if self._overdue and beat.stage == "end":
+                code = beat.number  # its work was done and its answer given
             return End(
                 code=-signal.SIGKILL if code is None else code,
-                beat=self._page.look(),
+                beat=beat,
                 output=_text(self._output_fd) if self._output_fd is not None else "",
                 stack=_text(self._stack_fd).partition("Extension modules:")[0].strip(),
                 overdue=self._overdue,

@@ -139,6 +139,18 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
     limit: Annotated[
         int | None, typer.Option(help="data.limit: only the first samples of each split.")
     ] = None,
+    hdf5_timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="Seconds to open a file, and to read a sample of it.")
+    ] = None,
+    dataloader_timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="Seconds for a reader to start, open and read.")
+    ] = None,
+    cache_write_timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="precompute.deadlines.write.")
+    ] = None,
+    watchdog_timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="precompute.deadlines.encode, the first call included.")
+    ] = None,
     manifest: Annotated[Path | None, typer.Option(help="Write a JSON report of the run here.")] = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -158,6 +170,8 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
             tasks=tasks, root=root, cache_dir=cache_dir, cache_dtype=cache_dtype, latent_dim=latent_dim,
             latent_len=latent_len, device=device, num_workers=num_workers, parallel=parallel,
             pin_memory=pin_memory, overwrite=overwrite, retry_quarantined=retry_quarantined, limit=limit,
+            hdf5_timeout=hdf5_timeout, dataloader_timeout=dataloader_timeout,
+            cache_write_timeout=cache_write_timeout, watchdog_timeout=watchdog_timeout,
         )  # fmt: skip
         if batch_size is not None:
             out.note("--batch-size has no effect: samples are encoded in fixed groups, whatever the machine")

@@ -51,5 +51,5 @@ def share(text: str) -> float:
 
 
 def _split(text: str) -> tuple[float, str]:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d+)?)\s*([A-Za-z]*|%)\s*", text)
     return (float(match[1]), match[2].lower()) if match else (0.0, "?")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 def verify(result: VerifyReport, console: Console) -> None:
     """The count that is right, then what is not by shard, then what was not looked at."""
     console.print(_matching(result.records, result.bad))
-    some(console, _by_shard(result.bad), f"{format_count(len(_samples(result.bad)))} damaged")
+    count = len(_samples(result.bad))
+    title = f"{format_count(count)} damaged" if count else "damaged, and no record with it"
+    some(console, _by_shard(result.bad), title)
     if result.bad:
         console.print(
             "stoker verify PATH --repair sets them aside, and says how they are encoded again", soft_wrap=True
@@ -57,7 +60,8 @@ def repair(result: RepairResult, console: Console) -> None:
     samples = f"{have} to be encoded: {number_ranges(result.missing)}"
     console.print(escape(samples), soft_wrap=True)
     console.print(escape(f"  {result.command}"), soft_wrap=True)
-    console.print("  with the settings that made it; or stoker precompute CONFIG", soft_wrap=True)
+    made = "folder and options of the first import" if result.imported else "settings that made it"
+    console.print(f"  with the {made}", soft_wrap=True)
 
 
 def compact(result: CompactReport, console: Console) -> None:
@@ -74,19 +78,22 @@ def compact(result: CompactReport, console: Console) -> None:
     if result.superseded_bytes:
         size = format_bytes(result.superseded_bytes)
         console.print(f"{size} of superseded shards stay for open readers; stoker gc removes them")
-    some(console, [f"  {shard}: {why}" for shard, why in result.left], "left as they are, being damaged")
+    left = [f"  {shard}: {_fact(shard, why)}" for shard, why in result.left]
+    some(console, left, "left as they are, being damaged")
     if result.left:
         console.print("stoker verify PATH --repair sets the records aside")
 
 
 def gc(result: GcReport, console: Console) -> None:
     """Each thing with its size and reason, then what stays although the policy names it."""
-    verb = "would go" if result.dry_run else "went"
-    _items(console, result.removed, verb)
+    _items(console, result.removed, "would go" if result.dry_run else "went")
     _items(console, result.kept, "stay")
-    freed, before = format_bytes(result.bytes_removed), format_bytes(result.bytes_before)
-    count = format_count(len(result.removed))
-    console.print(f"{freed} of {before} {'would be' if result.dry_run else 'are'} free: {count} {verb}")
+    left = format_bytes(result.bytes_left)
+    if not result.removed:
+        console.print(f"nothing {'would go' if result.dry_run else 'went'}: {left} stay")
+        return
+    freed = format_bytes(result.bytes_removed)
+    console.print(f"{freed} {'would be' if result.dry_run else 'are'} freed, {left} stay")
 
 
 def import_pt(result: ImportResult, console: Console) -> None:
@@ -122,7 +129,14 @@ def _by_shard(bad: Sequence[BadRecord]) -> list[str]:
     by_file: dict[str, list[BadRecord]] = {}
     for record in bad:
         by_file.setdefault(record.shard, []).append(record)
-    return [f"  {file}{_damaged(_samples(found))}: {found[0].why}" for file, found in by_file.items()]
+    return [
+        f"  {file}{_damaged(_samples(found))}: {_fact(file, found[0].why)}" for file, found in by_file.items()
+    ]
+
+
+def _fact(file: str, why: str) -> str:
+    """What is wrong with a file, without its path and the advice, which the lines around it give."""
+    return why.rpartition(f"{file}: ")[2].partition(". `stoker ")[0]
 
 
 def _damaged(numbers: Sequence[int]) -> str:
@@ -144,9 +158,16 @@ def _index(result: RepairResult) -> str:
 
 
 def _items(console: Console, items: list[GcItem], title: str) -> None:
+    """One line for each thing; the shards of a folder that go or stay for one reason share one."""
+    alike: dict[tuple[str, str, str], list[GcItem]] = {}
+    for item in items:
+        place = item.path if item.kind in ("fingerprint", "weights") else str(Path(item.path).parent)
+        alike.setdefault((item.kind, item.reason, place), []).append(item)
+    rows = [bold(title, "size", "why", "")]
+    for (kind, reason, place), found in alike.items():
+        many = len(found) > 1
+        path = place if many else found[0].path
+        name = f"{format_count(len(found))} × {kind}" if many else kind
+        rows.append((name, format_bytes(sum(item.bytes for item in found)), escape(reason), escape(path)))
     if items:
-        rows = [bold(title, "size", "why", "")]
-        rows += [
-            (item.kind, format_bytes(item.bytes), escape(item.reason), escape(item.path)) for item in items
-        ]
         table(console, rows, right=(1,))

@@ -187,7 +187,7 @@ class DeadlinesConfig(_Section):
     read: PositiveFloat = 60.0
     """Reading one sample, or one piece of a long one."""
     encode: PositiveFloat = 300.0
-    """One call of the encoder."""
+    """One call of the encoder, or bringing it to its device."""
     write: PositiveFloat = 120.0
     """Writing one group, or sealing one shard."""
 

@@ -60,9 +60,11 @@ class Wishes:
     verify: Verify
 
 
-def decide(cache: Cache, wishes: Wishes) -> Design:
+def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None) -> Design:
     """What is served from where; opens shards where fields are ragged, and reads no record.
 
+    Args:
+        plan: One made before, which goes on for the cache as it is now; None: make one.
     Raises:
         ConfigError: A setting does not fit the cache or another one.
         CorruptError: A shard's header is damaged.
@@ -85,7 +87,8 @@ def decide(cache: Cache, wishes: Wishes) -> Design:
     check_share(share)
     resources = probe(device=str(wishes.device), path=cache.path)
     demand = _demand(cache, places, outputs, wishes.batch_size, str(wishes.device))
-    plan = _planned(cache, demand, resources, wishes.tier, wishes.reserve_bytes)
+    if plan is None:
+        plan = _planned(cache, demand, resources, wishes.tier, wishes.reserve_bytes)
     check_static(static, wishes.tier, share, ragged=any(output.ragged for output in outputs))
     return Design(
         cache=cache,
@@ -95,7 +98,7 @@ def decide(cache: Cache, wishes: Wishes) -> Design:
         windowed=windows is not None,
         order=order,
         share=share,
-        plan=plan,
+        plan=plan.holding(demand.records),
         device=wishes.device,
         static=static,
         threads=max(1, min(MAX_GATHER_THREADS, int(resources.cpus))),
@@ -187,7 +190,7 @@ def _demand(
         record_bytes += field.size_bytes() if lengths is None else float(lengths.mean()) * field.row_bytes
     whole = any(output.ragged for output in outputs)
     return Demand(
-        records=sum(cache.index.shards[int(shard)].rows for shard in np.unique(places.shard)),
+        records=sum(cache.index.shards[shard].rows for shard in places.shards()),
         record_bytes=record_bytes,
         batch_examples=batch_size,
         example_bytes=record_bytes if whole else sum(output.example_bytes for output in outputs),

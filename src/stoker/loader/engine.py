@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,7 +77,7 @@ class Engine:
             memories.append(device_tier.resident(cache, places, homes["device"], design.device))
         if homes["host"]:
             memories.append(map_host(cache, places, homes["host"]))
-        alone = len(memories) == 1 and set(np.unique(places.shard).tolist()) <= memories[0].shards
+        alone = len(memories) == 1 and set(places.shards()) <= memories[0].shards
         whole = memories[0] if alone else None
         self.residency = Residency(memories=memories, whole=whole)
         on_device = whole is not None and whole.tier == "device"

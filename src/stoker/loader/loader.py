@@ -271,11 +271,11 @@ class Loader:
             seed=self._design.order.seed,
         )
 
-    def _decided(self, cache: Cache) -> Design:
+    def _decided(self, cache: Cache, plan: Plan | None = None) -> Design:
         """A design for `cache`, or for what it is once its headers are mended."""
         while True:
             try:
-                return decide(cache, self._wishes)
+                return decide(cache, self._wishes, plan)
             except CorruptError as error:
                 cache = self._mender.mend(cache, error)
 
@@ -288,7 +288,8 @@ class Loader:
         with torch.inference_mode(False):
             cache = self._mender.mend(self._design.cache, error)
             self._wishes = replace(self._wishes, indices=self._design.places.numbers)
-            self._design = self._decided(cache)
+            # Not planned anew: what is free by now is what the model and the old tier have left.
+            self._design = self._decided(cache, self._design.plan)
             self._terms = terms_of(self._design, self._wishes.windows)
 
     def _retire(self) -> None:

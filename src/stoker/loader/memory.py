@@ -136,10 +136,10 @@ def record_rows(layout: Layout, places: Places) -> NDArray[np.int64]:
 def record_steps(cache: Cache, layout: Layout, places: Places, name: str) -> NDArray[np.int64]:
     """The first virtual step of each served record's ragged field; 0 for records held elsewhere."""
     found = np.zeros(len(places.numbers), dtype=np.int64)
-    for shard in np.unique(places.shard):
+    for shard in places.shards():
         if layout.rows[shard]:
             own = np.flatnonzero(places.shard == shard)
-            offsets = cache.shard(int(shard)).offsets(name)
+            offsets = cache.shard(shard).offsets(name)
             found[own] = layout.step_base[name][shard] + offsets[places.row[own]]
     return found
 

@@ -30,6 +30,10 @@ class Places:
     chosen: NDArray[np.int64] | None
     """Place of each record among all stored ones; None: all of them, in number order."""
 
+    def shards(self) -> list[int]:
+        """The shards that hold any of them, sorted. (`np.unique` would import `numpy.ma`: 20 ms.)"""
+        return np.flatnonzero(np.bincount(self.shard)).tolist()
+
     def of_all(self, per_record: NDArray[Any]) -> NDArray[Any]:
         """Pick the served records' entries from an array over all stored records."""
         return per_record if self.chosen is None else per_record[self.chosen]

@@ -1,13 +1,18 @@
 """A few daemon threads that never keep a process alive, for reads, order and large gathers.
 
 `concurrent.futures` joins its threads when the interpreter exits, so that one read that hangs would hang the
-exit; here a thread that is stuck is simply left behind. Idle threads end by themselves, so nothing needs to
-be closed.
+exit; here the exit waits `EXIT_S` for work in hand, and a thread that is stuck is left behind. It has to
+wait: the interpreter ends a daemon thread as that asks for the lock, and inside torch's C++ that is an abort.
+Idle threads end by themselves, so nothing needs to be closed.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
@@ -18,6 +23,8 @@ T = TypeVar("T")
 
 IDLE_S = 20.0
 """An idle thread ends after this long; the next piece of work starts another."""
+EXIT_S = 5.0
+"""Seconds that the exit of the interpreter waits for work in hand, all pools together."""
 
 
 class Ticket(Generic[T]):
@@ -73,6 +80,17 @@ class Pool:
         self._change = threading.Condition()
         self._threads = 0
         self._idle = 0
+        self._process = os.getpid()
+        _pools.add(self)
+
+    def wind_down(self, until: float) -> None:
+        """Drop what was not begun, and wait for what was until the monotonic time `until`."""
+        if self._process != os.getpid():  # its threads are those of the process that forked
+            return
+        while self._threads > self._idle and time.monotonic() < until:
+            with self._change:
+                self._line.clear()
+            time.sleep(0.001)
 
     def submit(self, work: Callable[[], T]) -> Ticket[T]:
         """Have `work` done by one of the threads."""
@@ -99,3 +117,20 @@ class Pool:
                 ticket = self._line.popleft()
             ticket.run()
             del ticket  # its outcome may be a large batch, which must not live until the next piece of work
+
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+_ending = threading.Event()
+
+
+def ending() -> bool:
+    """Whether the interpreter is about to exit: long work should end where it can."""
+    return _ending.is_set()
+
+
+@atexit.register
+def _wind_down() -> None:
+    _ending.set()
+    until = time.monotonic() + EXIT_S
+    for pool in list(_pools):
+        pool.wind_down(until)

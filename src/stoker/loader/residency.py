@@ -13,12 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from stoker.errors import StalledError
 from stoker.loader.memory import Memory
 from stoker.loader.places import Places
-from stoker.loader.pool import Pool
+from stoker.loader.pool import Pool, ending
 from stoker.plan import Plan
 
 if TYPE_CHECKING:
@@ -31,7 +29,7 @@ FIRST_WAIT_S = 0.05
 def assign(cache: Cache, places: Places, plan: Plan) -> dict[str, frozenset[int]]:
     """Which shards go to `device` and to `host`: whole shards, in order, up to the planned records."""
     budget = plan.records_by_tier()
-    wanted = [int(shard) for shard in np.unique(places.shard)]
+    wanted = places.shards()
     homes: dict[str, frozenset[int]] = {}
     for tier in ("device", "host"):
         left = budget[tier]
@@ -105,7 +103,7 @@ class Residency:
         try:
             for memory in self.memories:
                 for shard in sorted(memory.shards):
-                    if self._stopped:
+                    if self._stopped or ending():
                         return
                     if not memory.ready[shard]:
                         memory.load(shard)

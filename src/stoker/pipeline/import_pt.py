@@ -175,7 +175,7 @@ def import_pt(
     path, cache_dir, settings = Path(path), Path(cache_dir), settings or ImportSettings()
     found = _scan(path, settings)
     count = found.count(settings.count, path)
-    with PtReader(found.largest, deadline_s=settings.deadline_s, cpu_s=int(settings.deadline_s)) as reader:
+    with PtReader(found.largest, deadline_s=settings.deadline_s) as reader:
         source = PtFolder(path, _first_schema(reader, found, path), found.files, count)
         recipe = make_recipe(source, None, dtype=settings.dtype, digests=Digests(cache_dir, "full"))
         folder = open_folder(cache_dir, name, recipe)
@@ -186,6 +186,8 @@ def import_pt(
                 if not got:
                     raise StalledError(f"{folder.path} is being imported by {holder(folder.path, 'encode')}")
                 cache = importing.run()
+                if len(folder.missing(retry_transient=False)):  # damage that making the index met
+                    cache = importing.run()
     return ImportResult(
         cache=cache,
         imported=importing.imported,

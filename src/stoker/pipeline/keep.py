@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,12 +10,13 @@ from pathlib import Path
 from stoker.config import Config
 from stoker.errors import ConfigError
 from stoker.pipeline.build import Job, build_jobs, tasks_of
+from stoker.pipeline.import_pt import KIND
 from stoker.pipeline.locate import job_recipe
 from stoker.pipeline.precompute import settings_of
 from stoker.precompute import run_precompute
 from stoker.schema import Json
 from stoker.sources.files import canonical_split
-from stoker.store import open_folder
+from stoker.store import load_recipe, open_folder
 from stoker.store.repair import RepairReport, folder_to_repair, repair
 
 
@@ -25,8 +27,10 @@ class RepairResult:
     report: RepairReport
     encoded: int | None
     """Records encoded again; None where no settings were given."""
-    missing: tuple[int, ...]
+    missing: tuple[int, ...] = ()
     """Samples that are neither stored nor quarantined, in the end."""
+    imported: bool = False
+    """The cache was made by `import-pt`."""
 
     @property
     def ok(self) -> bool:
@@ -38,7 +42,10 @@ class RepairResult:
         """What encodes the missing samples; empty where none are missing."""
         if self.ok:
             return ""
-        return f"stoker verify {self.report.path} --repair --config CONFIG"
+        if not self.imported:
+            return f"stoker verify {shlex.quote(self.report.path)} --repair --config CONFIG"
+        cache_dir, name = map(shlex.quote, _place_of(Path(self.report.path)))
+        return f"stoker import-pt DIR --out {cache_dir} --name {name}"
 
     def to_json(self) -> dict[str, Json]:
         """The keys that scripts rely on."""
@@ -79,16 +86,24 @@ def repair_cache(path: Path, config: Config | None = None) -> RepairResult:
         StokerError: As `repair` and `run_precompute`.
     """
     folder = folder_to_repair(path)
+    cache_dir, name = _place_of(folder)
     job = None if config is None else _job_of(config, folder)
     if config is not None and job is not None:
         # Writes the recipe where it is damaged.
-        open_folder(folder.parent.parent, folder.parent.name, job_recipe(config, job))
+        open_folder(Path(cache_dir), name, job_recipe(config, job))
     report = repair(folder)
     if config is None or job is None or report.ok:
-        return RepairResult(report=report, encoded=None, missing=tuple(report.missing))
+        imported = load_recipe(folder).entries["source"]["kind"] == KIND
+        return RepairResult(report=report, encoded=None, missing=tuple(report.missing), imported=imported)
     settings = replace(settings_of(config, job), overwrite=False)
-    made = run_precompute(job.source, job.encoder, folder.parent.parent, name=job.name, settings=settings)
-    return RepairResult(report=report, encoded=made.encoded, missing=())
+    made = run_precompute(job.source, job.encoder, cache_dir, name=job.name, settings=settings)
+    return RepairResult(report=report, encoded=made.encoded)
+
+
+def _place_of(folder: Path) -> tuple[str, str]:
+    """Cache folder and name of a fingerprint's folder, however that was given."""
+    parent = folder.absolute().parent
+    return str(folder.parent.parent if len(folder.parts) > 2 else parent.parent), parent.name
 
 
 def _job_of(config: Config, folder: Path) -> Job:

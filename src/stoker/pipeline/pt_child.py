@@ -12,12 +12,14 @@ import io
 import json
 import math
 import os
+import re
 import resource
 import socket
 import stat
 import sys
 import time
 import zipfile
+from pickle import UnpicklingError
 from typing import Any, cast
 
 from stoker.units import MIB
@@ -97,12 +99,21 @@ def main() -> None:
             head, payload = load(request["path"], request["limit_bytes"])
         except Refusal as refusal:
             head, payload = {"error": str(refusal)}, b""
+        except UnpicklingError as error:
+            head, payload = {"error": _unpicklable(str(error))}, b""
         except OSError as error:
             head, payload = {"error": f"{type(error).__name__}: {error.strerror}", "transient": True}, b""
         except Exception as error:  # noqa: BLE001 (the process edge: torch raises what it likes at a bad file)
             first_line = str(error).partition("\n")[0][:500]
             head, payload = {"error": f"{type(error).__name__}: {first_line}"}, b""
         send(sock, head, payload)
+
+
+def _unpicklable(message: str) -> str:
+    """Why a pickle was refused. What torch says of it begins with how to run its code nevertheless."""
+    named = re.search(r"GLOBAL ([\w.]+)|class ([\w.]+)", message)
+    what = f"it asks for {named[1] or named[2]}" if named else "its pickle is damaged or holds objects"
+    return f"{what}; only tensors, numbers, text and containers of them are read"
 
 
 def _limit(memory_bytes: int) -> None:
@@ -191,8 +202,10 @@ def flatten(value: object) -> tuple[dict[str, Any], list[str]]:
         tensor = _tensor(key, entry)
         if tensor is None:
             left_out.append(key[:200])
-        elif found.setdefault(key, tensor) is not tensor or len(found) > MAX_FIELDS:
-            raise Refusal(f"entry {key!r} comes twice, or there are more than {MAX_FIELDS}")
+        elif found.setdefault(key, tensor) is not tensor:
+            raise Refusal(f"entry {key[:200]!r} comes twice")
+        if len(found) + len(left_out) > MAX_FIELDS:
+            raise Refusal(f"it has more than {MAX_FIELDS} entries")
     latent = found.get("latent")
     if latent is None or latent.dim() != 3:
         shape = None if latent is None else tuple(latent.shape)

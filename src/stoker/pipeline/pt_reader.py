@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 import subprocess
@@ -45,12 +46,11 @@ class PtReader:
 
     Args:
         limit_bytes: The largest file it may read.
-        deadline_s: Wall time for one file.
-        cpu_s: Processor time for one file.
+        deadline_s: Wall time for one file, and, in whole seconds, processor time.
     """
 
-    def __init__(self, limit_bytes: int, *, deadline_s: float = 60.0, cpu_s: int = 60) -> None:
-        self._limit_bytes, self._deadline_s, self._cpu_s = limit_bytes, deadline_s, cpu_s
+    def __init__(self, limit_bytes: int, *, deadline_s: float = 60.0) -> None:
+        self._limit_bytes, self._deadline_s, self._cpu_s = limit_bytes, deadline_s, math.ceil(deadline_s)
         self._child: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._fresh = True
@@ -110,8 +110,9 @@ class PtReader:
             ours, theirs = socket.socketpair()
             limits = [str(4 * self._limit_bytes), str(self._cpu_s)]
             with theirs:
+                # -P: modules come from where ours do, not from a folder of foreign files that we were run in.
                 self._child = subprocess.Popen(
-                    [sys.executable, "-m", "stoker.pipeline.pt_child", str(theirs.fileno()), *limits],
+                    [sys.executable, "-P", "-m", "stoker.pipeline.pt_child", str(theirs.fileno()), *limits],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,

@@ -136,6 +136,17 @@ class Plan:
         """Records per tier, all four tiers."""
         return {row.tier: row.records for row in self.rows}
 
+    def holding(self, records: int) -> Plan:
+        """The same decision for another number of records: the tier that holds most takes the difference."""
+        more = records - sum(row.records for row in self.rows)
+        rows = tuple(
+            replace(row, records=row.records + more, bytes=row.bytes * (row.records + more) // row.records)
+            if row.tier == self.tier and row.records
+            else row
+            for row in self.rows
+        )
+        return replace(self, rows=rows)
+
     def predicted_stall(self, step_s: float) -> float | None:
         """The stall to expect at `step_s` seconds a step, 0..1; None while records are missing.
 

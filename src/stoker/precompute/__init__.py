@@ -3,7 +3,8 @@
 The path of a sample:
 
     reader.py      a subprocess reads a group into a slot of its arena        (fill, arena, beat, wire)
-    supervisor.py  hands out work, enforces deadlines, replaces readers       (worker, queue, ledger)
+    supervisor.py  hands out work, enforces deadlines, replaces readers       (worker, queue, ledger, limits)
+    roster.py      readers at work, one in reserve, those that cannot be ended (process, output, patience)
     encode.py      the encoder, on fixed groups, in the calling process       (allocator, watchdog)
     write_thread.py  converts, checksums, seals                               (space)
     engine.py      puts them together                                         (pace, progress, interrupts)

@@ -31,20 +31,27 @@ class Arena:
 
     @classmethod
     def create(cls, layout: Layout) -> Arena:
-        """A fresh arena, its memory reserved now rather than by a fault in the middle of a run.
-
-        Raises:
-            ResourceError: There is no memory for it.
-        """
+        """A fresh arena, which takes no memory until `reserve`, or until it is written to."""
         fd = os.memfd_create("stoker-arena", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(fd, 0, layout.arena_bytes)
+            os.ftruncate(fd, layout.arena_bytes)
             return cls(fd, layout)
-        except OSError as error:
+        except OSError:
             os.close(fd)
+            raise
+
+    def reserve(self) -> None:
+        """Take its memory now rather than by a fault in the middle of a run.
+
+        Raises:
+            ResourceError: There is not enough.
+        """
+        try:
+            os.posix_fallocate(self.fd, 0, self.layout.arena_bytes)
+        except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise ResourceError(
-                    f"no memory for a reader's arena of {layout.arena_bytes:,} bytes: {error.strerror}. "
+                    f"no memory for a reader's arena of {self.layout.arena_bytes:,} bytes: {error.strerror}. "
                     f"Use fewer readers or a smaller memory_bytes"
                 ) from error
             raise

@@ -15,9 +15,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-STAGES: tuple[str, ...] = ("start", "open", "read", "wait", "encode", "lost")
-"""start: imports, unpickling; open: first sample of a part; read: the others; wait: for work or room;
-encode: a call of the encoder; lost: the device cannot be used again in this process."""
+STAGES: tuple[str, ...] = ("start", "open", "read", "wait", "encode", "lost", "end")
+"""start: imports, unpickling, an encoder brought to its device; open: first sample of a part;
+read: the others; wait: for work or room; encode: a call of the encoder;
+lost: the device cannot be used again in this process; end: done, its exit code in place of the sample."""
 
 _PAGE = 4096
 _LAYOUT = struct.Struct("<qqqdqqq")  # sequence, stage, number, limit s, monotonic ns, bytes, sequence again

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from stoker.precompute.guarded import guard_page
@@ -22,6 +24,19 @@ class EncodeClock:
     """The group in hand."""
     lost: bool = False
     """The device cannot be used again in this process; the last thing a guardian is told."""
+
+    @contextmanager
+    def starting(self, limit_s: float) -> Generator[None]:
+        """The encoder is brought to its device, which may hang as a call of it may."""
+        self.begun = time.monotonic()
+        page = guard_page()
+        if page is not None:
+            page.write("start", limit_s=limit_s)
+        try:
+            yield
+        finally:
+            self.begun = None
+            self.alive(bounded=False)
 
     def begin(self) -> None:
         """A call of the encoder begins."""

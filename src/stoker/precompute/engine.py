@@ -12,7 +12,7 @@ from typing import Literal
 
 from stoker.atomic import explained, sync_folder
 from stoker.encoders.protocol import Encoder
-from stoker.errors import Interrupted
+from stoker.errors import IncompleteError, Interrupted
 from stoker.plan.resources import probe
 from stoker.precompute.allocator import keep_freed_memory, release_memory
 from stoker.precompute.filler import EncodeFiller
@@ -31,6 +31,8 @@ from stoker.store import Cache, Digests, Folder, make_recipe, open_folder
 from stoker.units import format_count
 
 log = logging.getLogger("stoker")
+MOST_PASSES = 3
+"""Making the index may find records damaged, which costs another pass."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,6 +45,7 @@ class _Tally:
     encode_seconds: float = 0.0
     readers: int = 0
     lost_readers: int = 0
+    abandoned_readers: int = 0
 
 
 def precompute(  # noqa: PLR0913  the public face: every setting by name, as in the documentation
@@ -143,27 +146,38 @@ def _fill(
     settings: PrecomputeSettings,
     context: tuple[Interrupts, _Tally],
 ) -> Cache:
-    _, tally = context
     if not settings.overwrite:
-        tally.adopted = folder.adopt()
+        context[1].adopted = folder.adopt()
     missing = folder.missing(retry_quarantined=settings.retry_quarantined)
-    if len(missing):
-        resources = probe(path=folder.path)
-        check_space(folder.path, folder.recipe.schema, len(missing), resources)
-        settings, most = fit_memory(source.schema(), folder.recipe, settings, resources)
-        bench = Bench(
-            source, encoder, folder, settings, missing=missing, cpus=max(1, min(most, int(resources.cpus)))
-        )
-        sink = automatic() if settings.progress == "auto" else settings.progress
-        try:
-            _encode(bench, sink, *context)
-        finally:
-            if sink is not None:
-                sink.close()
-            with suppress(OSError):  # not empty: a reader was lost, and its log is to be read
-                bench.logs.rmdir()
-            release_memory()
-    return folder.finish()
+    for _ in range(MOST_PASSES):
+        if len(missing):
+            resources = probe(path=folder.path)
+            check_space(folder.path, folder.recipe.schema, len(missing), resources)
+            settings, most = fit_memory(source.schema(), folder.recipe, settings, resources)
+            cpus = max(1, min(most, int(resources.cpus)))
+            _pass(Bench(source, encoder, folder, settings, missing=missing, cpus=cpus), context)
+        cache = folder.finish()
+        missing = folder.missing(retry_transient=False)
+        if not len(missing):
+            return cache
+        log.warning("%s records proved damaged; they are encoded again", format_count(len(missing)))
+    raise IncompleteError(
+        f"{folder.path} lacks {format_count(len(missing))} of {format_count(folder.recipe.count)} after "
+        f"{MOST_PASSES} passes: something damages or removes what is written. Choose another cache folder"
+    )
+
+
+def _pass(bench: Bench, context: tuple[Interrupts, _Tally]) -> None:
+    """Encode what `bench` lacks."""
+    sink = automatic() if bench.settings.progress == "auto" else bench.settings.progress
+    try:
+        _encode(bench, sink, *context)
+    finally:
+        if sink is not None:
+            sink.close()
+        with suppress(OSError):  # not empty: a reader was lost, and its log is to be read
+            bench.logs.rmdir()
+        release_memory()
 
 
 def _encode(bench: Bench, sink: ProgressSink | None, interrupts: Interrupts, tally: _Tally) -> None:
@@ -198,9 +212,11 @@ def _encode(bench: Bench, sink: ProgressSink | None, interrupts: Interrupts, tal
                 finished = run.go()
         finally:
             group_encoder.clock.alive(bounded=False)
-            tally.encoded, tally.encode_seconds = run.encoded, group_encoder.clock.seconds
+            tally.encoded += run.encoded
+            tally.encode_seconds += group_encoder.clock.seconds
             if isinstance(feed, Supervisor):
                 tally.readers, tally.lost_readers = feed.readers, feed.losses
+                tally.abandoned_readers = feed.abandoned
             feed.close()
             bench.seal(writer)
         writer.check()
@@ -258,4 +274,5 @@ def _report(cache: Cache, folder: Folder, tally: _Tally) -> PrecomputeReport:
         encode_seconds=tally.encode_seconds,
         readers=tally.readers,
         lost_readers=tally.lost_readers,
+        abandoned_readers=tally.abandoned_readers,
     )

@@ -17,6 +17,8 @@ from stoker.precompute.beat import BeatPage
 
 GUARD_VARIABLE = "STOKER_GUARD"
 """Environment variable by which a guardian passes a `Lifeline`; read by the command line."""
+EXIT_S = 120.0
+"""How long a process may take to end once it has done its work: trackers send what they still hold."""
 _PR_SET_PDEATHSIG = 1
 _page: BeatPage | None = None
 
@@ -58,6 +60,12 @@ def attach(lifeline: Lifeline) -> None:
 def guard_page() -> BeatPage | None:
     """The page of this process, or None when nobody guards it."""
     return _page
+
+
+def say_end(code: int) -> None:
+    """Tell the guardian that only the end is left, which a thread that hangs in a write would hold up."""
+    if _page is not None and _page.look().stage != "lost":  # which is what it needs to know then
+        _page.write("end", code, limit_s=EXIT_S)
 
 
 def tie_to_parent(parent: int, number: signal.Signals) -> None:

@@ -9,7 +9,11 @@ from stoker.errors import SourceError
 from stoker.precompute.fill import CHANGED, SampleFault
 from stoker.store import Failure
 
-_ATTEMPTS = 2
+ATTEMPTS = 2
+"""Tries that a sample gets in one run."""
+_DEAD_AT_FIRST = 3
+_DEAD_LATER = 8
+_STUCK = 2
 
 
 @dataclass(slots=True, kw_only=True)
@@ -19,7 +23,9 @@ class _PartRecord:
     answered: bool = False
     """A sample of it has been read."""
     hung: set[int] = field(default_factory=set[int])
-    """Samples on which readers hung or died, before any was read."""
+    """Samples on which readers hung or died at their first try, since one was read."""
+    stuck: int = 0
+    """Readers that could not even be killed in the middle of it."""
 
 
 class Ledger:
@@ -62,7 +68,7 @@ class Ledger:
             raise SourceError(fault.error)
         attempts = self._attempts.get(fault.number, 0) + 1
         self._attempts[fault.number] = attempts
-        if fault.retry and attempts < _ATTEMPTS:
+        if fault.retry and attempts < ATTEMPTS:
             return True
         self._set_aside([fault.number], fault)
         return False
@@ -73,17 +79,30 @@ class Ledger:
 
     def answered(self, part: int) -> None:
         """A sample of `part` has been read, so its storage answers."""
-        self._parts.setdefault(part, _PartRecord()).answered = True
+        record = self._parts.setdefault(part, _PartRecord())
+        record.answered = True
+        record.hung.clear()
 
     def part_is_dead(self, part: int, number: int) -> bool:
-        """Take note that a reader hung or died on `number`; True when the whole part should be given up.
+        """Take note that a reader hung or died on `number`; True when the whole part is to be given up.
 
-        That is so once readers were lost on two different samples of a part of which none was ever read: the
-        file does not answer, and trying each of its samples would cost two deadlines each.
+        That is so once readers were lost on three different samples of a part of which none was ever read,
+        or on eight one after another of one that used to answer: trying each of its samples would cost two
+        deadlines each. A second try that fails like the first says nothing new about the part.
         """
         record = self._parts.setdefault(part, _PartRecord())
-        record.hung.add(number)
-        return not record.answered and len(record.hung) > 1
+        if self.attempts(number) < ATTEMPTS:
+            record.hung.add(number)
+        return len(record.hung) >= (_DEAD_LATER if record.answered else _DEAD_AT_FIRST)
+
+    def part_holds_readers(self, part: int) -> bool:
+        """Take note that a reader of `part` cannot be killed; True, at the second, to give the part up.
+
+        Each further try would cost a process that nothing can end, even where the part answered before.
+        """
+        record = self._parts.setdefault(part, _PartRecord())
+        record.stuck += 1
+        return record.stuck >= _STUCK
 
     def give_up(self, numbers: Iterable[int], fault: SampleFault) -> int:
         """Set aside every one of `numbers` that is not yet, for the reason in `fault`; how many."""

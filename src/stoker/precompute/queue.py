@@ -85,6 +85,8 @@ class WorkQueue:
         )
         self._group_parts = self._part_of[index]
         self._again: deque[GroupWork] = deque()
+        self.on_hold: frozenset[int] = frozenset()
+        """Parts of which nothing is handed out: whether their storage answers is about to be known."""
         self._outstanding = 0
         self._stretches = [_Stretch(owner=_NOBODY, next=0, stop=len(self._firsts))]
         self._edges = np.arange(1, len(self._firsts))
@@ -135,9 +137,8 @@ class WorkQueue:
     def take(self, reader: int, readers: int) -> list[GroupWork]:
         """The next item for `reader` out of `readers`: consecutive groups; empty if there is none for it."""
         while self._again:
-            place = next(
-                (i for i, work in enumerate(self._again) if readers < 2 or work.avoid != reader), None
-            )
+            suits = (i for i, work in enumerate(self._again) if self._suits(work, reader, readers))
+            place = next(suits, None)
             if place is None or (self._untaken and self._again[place].avoid >= 0):
                 break  # what failed once comes after everything else: its storage may be back by then
             work = self._again[place]
@@ -147,12 +148,20 @@ class WorkQueue:
                 return [work]
         while (stretch := self._stretch(reader)) is not None:
             stop = min(stretch.stop, stretch.next + self._item_groups(stretch, readers))
+            if self.on_hold:
+                stop = next((key for key in range(stretch.next, stop) if self._held(key)), stop)
             works = [self._work(key) for key in range(stretch.next, stop)]
             stretch.next = stop
             if works := [work for work in works if self.wanted(work)]:
                 self._outstanding += len(works)
                 return works
         return []
+
+    def _suits(self, work: GroupWork, reader: int, readers: int) -> bool:
+        return work.part not in self.on_hold and (readers < 2 or work.avoid != reader)
+
+    def _held(self, key: int) -> bool:
+        return bool(self.on_hold) and int(self._group_parts[key]) in self.on_hold
 
     def leave(self, reader: int) -> None:
         """A reader is gone; what was its stretch is anybody's."""
@@ -167,18 +176,19 @@ class WorkQueue:
     def _stretch(self, reader: int) -> _Stretch | None:
         """The stretch that `reader` goes on with: its own, one that nobody has, or half of the longest."""
         self._stretches = [stretch for stretch in self._stretches if stretch.next < stretch.stop]
+        ready = [stretch for stretch in self._stretches if not self._held(stretch.next)]
         for owner in (reader, _NOBODY):
-            for stretch in self._stretches:
+            for stretch in ready:
                 if stretch.owner == owner:
                     stretch.owner = reader
                     return stretch
-        for stretch in sorted(self._stretches, key=lambda one: one.next - one.stop):
+        for stretch in sorted(ready, key=lambda one: one.next - one.stop):
             cut = self._cut(stretch)
             if cut is not None:
                 rest = _Stretch(owner=reader, next=cut, stop=stretch.stop)
                 stretch.stop = cut
                 self._stretches.append(rest)
-                return rest
+                return None if self._held(cut) else rest
         return None
 
     def _cut(self, stretch: _Stretch) -> int | None:

@@ -1,4 +1,4 @@
-"""The reader process: `python -m stoker.precompute.reader SOCKET BEAT ARENA PARENT`.
+"""The reader process: `python -m stoker.precompute.reader SOCKET BEAT ARENA STACK PARENT`.
 
 It unpickles the source that comes over its private socketpair, reads the groups it is given into free slots
 of its arena, and says so. It decides nothing: retries, quarantine and deadlines are the caller's. It ends at
@@ -168,12 +168,14 @@ def _plain(faults: list[SampleFault]) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one reader; arguments are three descriptors and the parent's process id."""
-    socket_fd, beat_fd, arena_fd, parent = (int(text) for text in arguments)
+    """Run one reader; arguments are four descriptors and the parent's process id."""
+    socket_fd, beat_fd, arena_fd, stack_fd, parent = (int(text) for text in arguments)
     tie_to_parent(parent, signal.SIGKILL)  # even in the middle of a read
     _one_thread()
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    for fd in (socket_fd, beat_fd, arena_fd, stack_fd):
+        os.set_inheritable(fd, False)  # what the source starts must not hold them
+    faulthandler.enable(file=stack_fd)  # not standard error, whose pipe may be full
+    faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=True, chain=False)
     channel = ReaderChannel(socket.socket(fileno=socket_fd))
     beat = BeatPage(beat_fd)
     try:

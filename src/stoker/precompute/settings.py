@@ -19,7 +19,10 @@ OnHang: TypeAlias = Literal["report", "exit"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """How long each stage may go without progress, in seconds. Progress resets the clock."""
+    """How long each stage may go without progress, in seconds. Progress resets the clock.
+
+    A reader makes progress with every sample, and while it reads bytes: that for ten deadlines at most.
+    """
 
     start: float = 60.0
     """A reader's interpreter, its imports, and unpickling the source."""
@@ -28,7 +31,8 @@ class Deadlines:
     read: float = 60.0
     """One sample, or one piece of a long sample."""
     encode: float = 300.0
-    """One call of the encoder; in the caller's own process, so it is reported, not killed (see `on_hang`)."""
+    """One call of the encoder, or bringing it to its device; in the caller's own process, so it is reported,
+    not killed (see `on_hang`)."""
     write: float = 120.0
     """One group converted, checksummed and written, sealing included where it fills a shard; at the end,
     sealing what is open."""
@@ -128,3 +132,5 @@ class PrecomputeReport:
     """Reader processes at the end of the run."""
     lost_readers: int = 0
     """Readers that died or were killed past a deadline."""
+    abandoned_readers: int = 0
+    """Those of them that SIGKILL did not end in time: they waited in the kernel for storage."""

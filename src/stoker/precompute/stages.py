@@ -21,15 +21,16 @@ from stoker.precompute.guarded import guard_page
 from stoker.precompute.in_process import InProcess, Silent
 from stoker.precompute.layout import Layout, plan_layout, slot_size
 from stoker.precompute.ledger import Ledger
+from stoker.precompute.output import Drain
 from stoker.precompute.parcel import Feed
 from stoker.precompute.precision import PRECISION
+from stoker.precompute.process import Launch
 from stoker.precompute.queue import PartSpan, WorkQueue
 from stoker.precompute.run import Stages
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.supervisor import Supervisor
 from stoker.precompute.unchanged import Unchanged, digested_files
 from stoker.precompute.watchdog import EncodeWatchdog
-from stoker.precompute.worker import Launch
 from stoker.precompute.write_thread import WriteThread
 from stoker.sources.protocol import Source
 from stoker.store import Failure, Folder
@@ -129,9 +130,7 @@ class Bench:
             )
             return InProcess(samples, self._layout, self.queue, self.ledger, pulse=pulse)
         self._make_logs()
-        feed = Supervisor(
-            self._launch(), self.queue, self.ledger, deadlines=self.settings.deadlines, parts=self._parts
-        )
+        feed = Supervisor(self._launch(), self.queue, self.ledger, settings=self.settings, parts=self._parts)
         try:
             feed.start(self._first_readers)
         except BaseException:
@@ -155,7 +154,7 @@ class Bench:
             "names": list(self._parts.names),
             "nan": self.settings.nan,
         }
-        return Launch(payload=payload, frame=frame, layout=self._layout, logs=self.logs)
+        return Launch(payload=payload, frame=frame, layout=self._layout, logs=self.logs, drain=Drain())
 
     def _make_logs(self) -> None:
         """The folder for readers' output; what is left there from more than a day ago goes."""
@@ -166,16 +165,18 @@ class Bench:
                     path.unlink()
 
     def encoder(self) -> GroupEncoder:
-        """The encoder on its device."""
-        if self._encoder is not None:
-            self._encoder.to(torch.device(self.settings.device))
-        return GroupEncoder(
+        """The encoder on its device; getting there has the deadline of one of its calls."""
+        encoder = GroupEncoder(
             self._encoder,
             self.folder.recipe,
             self._schema,
             device=self.settings.device,
             nan=self.settings.nan,
         )
+        if self._encoder is not None:
+            with self.watchdog(encoder), encoder.clock.starting(self.settings.deadlines.encode):
+                self._encoder.to(torch.device(self.settings.device))
+        return encoder
 
     def leave_device(self) -> None:
         """Give the memory of a GPU back, where the encoder was: a model is about to want it."""

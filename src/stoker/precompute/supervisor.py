@@ -3,6 +3,9 @@
 One poll over sockets and pidfds, with the next deadline as its timeout. A reader past a deadline is asked for
 its stack, killed, and replaced; the sample it was at gets one more try on another reader and is then set
 aside. The caller encodes between polls, so a hang is noticed at the latest one encoder call late.
+
+What fails without end meets a limit: tries of a sample, samples of a part (`ledger.py`), starts of a reader,
+readers lost in all (`limits.py`). What cannot even be killed is left behind, up to a number (`roster.py`).
 """
 
 from __future__ import annotations
@@ -15,20 +18,21 @@ from dataclasses import dataclass
 from stoker.errors import ReaderError, ResourceError, SourceError
 from stoker.precompute.fill import PartNames, SampleFault
 from stoker.precompute.layout import Layout
-from stoker.precompute.ledger import Ledger
+from stoker.precompute.ledger import ATTEMPTS, Ledger
+from stoker.precompute.limits import LossLimits
 from stoker.precompute.parcel import Assembly, Parcel, ReaderView
-from stoker.precompute.queue import GroupWork, WorkQueue
-from stoker.precompute.settings import Deadlines
+from stoker.precompute.process import Launch
+from stoker.precompute.queue import WorkQueue
+from stoker.precompute.roster import Roster
+from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.wire import Frame
-from stoker.precompute.worker import GRACE_S, Launch, Loss, Worker
+from stoker.precompute.worker import GRACE_S, Loss, Worker
 from stoker.schema import Sample
 
 log = logging.getLogger("stoker")
 
 _MAX_START_FAILURES = 3
-_MAX_LOSSES_IN_A_ROW = 16
 _ITEMS_AHEAD = 2
-_CLOSE_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,32 +48,41 @@ class Supervisor:
     """A `Feed` over reader processes."""
 
     def __init__(
-        self, launch: Launch, queue: WorkQueue, ledger: Ledger, *, deadlines: Deadlines, parts: PartNames
+        self,
+        launch: Launch,
+        queue: WorkQueue,
+        ledger: Ledger,
+        *,
+        settings: PrecomputeSettings,
+        parts: PartNames,
     ) -> None:
-        self._launch = launch
         self._layout: Layout = launch.layout
         self._queue = queue
         self._ledger = ledger
-        self._deadlines = deadlines
+        self._deadlines = settings.deadlines
+        self._limits = LossLimits(settings.max_quarantined)
         self._parts = parts
-        self._workers: dict[int, Worker] = {}
-        self._ending: list[Worker] = []
+        self._roster = Roster(launch)
         self._incoming: dict[int, _Incoming] = {}
         self._ready: list[Parcel] = []
-        self._spawned = 0
-        self._wanted = 0
         self._start_failures = 0
-        self._losses_in_a_row = 0
-        self._abandoned: set[int] = set()
-        self.losses = 0
-        """Readers that died or were killed."""
         self.wake_fd = -1
         """A descriptor whose readiness ends a poll early (signals)."""
 
     @property
     def readers(self) -> int:
         """Readers that are wanted."""
-        return self._wanted
+        return self._roster.wanted
+
+    @property
+    def losses(self) -> int:
+        """Readers that died or were killed."""
+        return self._limits.losses
+
+    @property
+    def abandoned(self) -> int:
+        """Readers that could not be killed in time."""
+        return self._roster.abandoned_count
 
     @property
     def finished(self) -> bool:
@@ -79,12 +92,12 @@ class Supervisor:
     @property
     def _works(self) -> bool:
         """Some reader has delivered something, so that the run can end without those that do not start."""
-        return any(worker.delivering for worker in self._workers.values())
+        return any(worker.delivering for worker in self._roster.working.values())
 
     @property
     def all_delivering(self) -> bool:
         """Every reader has delivered something, so that waiting is no longer for their start."""
-        return all(worker.delivering for worker in self._workers.values())
+        return self._roster.all_delivering
 
     def start(self, readers: int) -> None:
         """Start that many reader processes; they get work from the first `poll` on.
@@ -92,23 +105,27 @@ class Supervisor:
         Raises:
             ResourceError: Not one can be started. Fewer than asked for are said, and do.
         """
-        self._wanted += readers
+        self._roster.wanted += readers
         for _ in range(readers):
-            self._spawn()
+            self._add()
 
-    def _spawn(self) -> None:
-        self._spawned += 1
+    def _add(self) -> None:
         try:
-            self._workers[self._spawned] = Worker(self._spawned, self._launch)
+            self._roster.add()
         except ResourceError as error:
-            if not self._workers:
+            if not self._roster.working:
                 raise
             self._do_without(str(error))
 
     def _do_without(self, why: str) -> None:
         """Go on with one reader fewer: those that work are enough to end the run."""
-        self._wanted -= 1
-        log.warning("another reader cannot be started; going on with %d: %s", self._wanted, why)
+        self._roster.wanted -= 1
+        log.warning("another reader cannot be started; going on with %d: %s", self._roster.wanted, why)
+
+    def _keep_spare(self, now: float) -> None:
+        """Have a reader in reserve once one was lost, or the run goes on for more than a moment."""
+        if self._limits.read and not self._queue.finished:
+            self._roster.keep_spare(now, at_once=self.losses > 0)
 
     def poll(self, timeout_s: float) -> list[Parcel]:
         """See `Feed.poll`. Deadlines are enforced here, after what has arrived was taken in.
@@ -125,6 +142,7 @@ class Supervisor:
             self._take_in()
             self._enforce(time.monotonic())
             self._hand_out()
+            self._keep_spare(now)
             if self._ready or self.finished or time.monotonic() >= limit or self._woken():
                 parcels, self._ready = self._ready, []
                 return parcels
@@ -133,7 +151,7 @@ class Supervisor:
         """See `Feed.release`."""
         self._queue_done(parcel)
         number, slot = parcel.origin
-        worker = self._workers.get(number)
+        worker = self._roster.working.get(number)
         if worker is None:
             return
         if slot >= 0:
@@ -152,7 +170,7 @@ class Supervisor:
     def views(self) -> list[ReaderView]:
         """See `Feed.views`."""
         now = time.monotonic_ns()
-        looks = [(number, worker.beat.look()) for number, worker in sorted(self._workers.items())]
+        looks = [(number, worker.beat.look()) for number, worker in sorted(self._roster.working.items())]
         return [
             ReaderView(
                 number=n, stage=b.stage, sample=b.number, seconds=max(0, now - (b.time_ns or now)) / 1e9
@@ -162,85 +180,76 @@ class Supervisor:
 
     def close(self) -> None:
         """End every reader: close its socket, kill it, and wait a moment for it to vanish."""
-        workers = [*self._workers.values(), *self._ending]
-        self._workers, self._ending = {}, []
-        for worker in workers:
-            if worker.state not in ("killed", "reaped"):
-                worker.kill()
-        limit = time.monotonic() + _CLOSE_S
-        for worker in workers:
-            poller = select.poll()
-            poller.register(worker.pidfd, select.POLLIN)
-            while not worker.reap() and time.monotonic() < limit:
-                poller.poll(max(1, int((limit - time.monotonic()) * 1000)))
-            if not worker.reap():
-                log.warning("reader %d (process %d) cannot be ended; left behind", worker.number, worker.pid)
-            worker.close()
+        self._roster.close()
         self._ready = []
 
     def _woken(self) -> bool:
         return self.wake_fd >= 0 and bool(select.select([self.wake_fd], [], [], 0)[0])
 
     def _next_deadline(self) -> float:
-        dues = [worker.deadline(self._deadlines, self._layout.slots) for worker in self._workers.values()]
-        dues += [
-            worker.deadline(self._deadlines, self._layout.slots)
-            for worker in self._ending
-            if worker.number not in self._abandoned
-        ]
+        watched = [*self._roster.present, *self._roster.ending]
+        dues = [worker.deadline(self._deadlines, self._layout.slots) for worker in watched]
         return min((due for due in dues if due is not None), default=float("inf"))
 
     def _wait(self, timeout_s: float) -> None:
         poller = select.poll()
-        for worker in self._workers.values():
+        for worker in self._roster.present:
             if not worker.channel.closed:
                 poller.register(
                     worker.channel, select.POLLIN | (select.POLLOUT if worker.channel.backlog else 0)
                 )
-        for worker in (*self._workers.values(), *self._ending):
-            poller.register(worker.pidfd, select.POLLIN)
+        for worker in (*self._roster.present, *self._roster.doomed):
+            poller.register(worker.process.pidfd, select.POLLIN)
         if self.wake_fd >= 0:
             poller.register(self.wake_fd, select.POLLIN)
         poller.poll(min(timeout_s, 3600.0) * 1000 + (1 if timeout_s > 0 else 0))
 
     def _take_in(self) -> None:
         """Read and write what the sockets allow; notice processes that have ended."""
-        for worker in list(self._workers.values()):
+        for worker in self._roster.present:
             ended = worker.reap()  # looked at first: what it sent before its end is in the socket by then
             if worker.channel.flush():
                 worker.touch()
-            for frame in worker.channel.receive():
-                worker.touch()
-                self._frame(worker, frame)
+            try:
+                for frame in worker.channel.receive():
+                    worker.touch()
+                    self._frame(worker, frame)
+            except ReaderError as error:
+                worker.dismiss(Loss(stage="wait", number=-1, cause=f"reader {worker.number}: {error}"))
             if ended:
                 self._lose(worker, worker.death())
-        for worker in list(self._ending):
-            if worker.reap():
-                self._ending.remove(worker)
-                self._abandoned.discard(worker.number)
-                worker.close()
+            elif worker.loss is not None:
+                self._lose(worker, worker.loss)
 
     def _enforce(self, now: float) -> None:
-        for worker in list(self._workers.values()):
+        for worker in self._roster.present:
             loss = worker.advance(self._deadlines, self._layout.slots, now)
             if loss is not None:
-                self._ending.append(worker)
                 self._lose(worker, loss)
-        for worker in self._ending:
-            due = worker.deadline(self._deadlines, self._layout.slots)
-            if due is not None and now >= due and worker.number not in self._abandoned:
-                self._abandon(worker)
+        for worker in self._roster.sweep(now):
+            self._abandon(worker)
+        lost = (worker.loss.number for worker in self._roster.ending if worker.loss is not None)
+        self._queue.on_hold = frozenset(self._parts.index(number) for number in lost if number >= 0)
 
     def _abandon(self, worker: Worker) -> None:
-        self._abandoned.add(worker.number)
+        """Note a reader that SIGKILL does not end, and stop reading a part that holds a second one."""
+        number = -1 if worker.loss is None else worker.loss.number
+        where = f"{self._place(number)}{worker.process.kernel_view()}"
         log.warning(
-            "reader %d (process %d) was not gone %g s after SIGKILL", worker.number, worker.pid, GRACE_S
+            "reader %d was not gone %g s after SIGKILL and is left behind: %s", worker.number, GRACE_S, where
         )
-        if len(self._abandoned) > max(2, self._wanted):
-            raise ReaderError(
-                f"{len(self._abandoned)} readers cannot be killed: they wait in the kernel for storage that "
-                f"does not answer. Last at {worker.log.name}. When it answers again, the same command resumes"
-            )
+        part = self._parts.index(number)
+        if number >= 0 and self._ledger.part_holds_readers(part):
+            cause = "readers stuck in it cannot be killed; no more of it is read"
+            self._give_up(part, number, f"{self._parts.name(number)}: {cause}")
+        self._roster.check_abandoned(where)
+
+    def _place(self, number: int) -> str:
+        """Path, sample and attempt, as a prefix; nothing for a reader that had no sample in hand."""
+        if number < 0:
+            return ""
+        tries = self._ledger.attempts(number)
+        return f"{self._parts.name(number)}: sample {number}, attempt {tries} of {ATTEMPTS}: "
 
     def _frame(self, worker: Worker, frame: Frame) -> None:
         kind = frame["kind"]
@@ -284,9 +293,10 @@ class Supervisor:
         work = worker.delivered(key) if last else worker.work.get(key)
         assert work is not None
         faults = [SampleFault(**fault) for fault in frame["faults"]]
-        if len(faults) < sum(not self._ledger.is_bad(number) for number in work.numbers):
+        read = sum(not self._ledger.is_bad(number) for number in work.numbers) - len(faults)
+        if read > 0:
+            self._limits.delivered(read if last else 0)
             self._ledger.answered(work.part)
-            self._losses_in_a_row = 0
             worker.delivering = True
         again = [self._ledger.fault(fault) for fault in faults]
         if any(again) or not self._queue.wanted(work):
@@ -305,25 +315,21 @@ class Supervisor:
         return True
 
     def _lose(self, worker: Worker, loss: Loss) -> None:
-        """Take back what a lost reader owes, note who is to blame, and start a replacement."""
-        del self._workers[worker.number]
+        """Take back what a lost reader owes, note who is to blame, and put another in its place."""
+        spare = worker is self._roster.spare
         self._incoming.pop(worker.number, None)
         worker.failed = True
-        if worker.state == "reaped":
-            worker.close()
-        self.losses += 1
-        self._losses_in_a_row += 1
-        log.warning("%s; stack and output: %s", loss.cause, worker.log)
-        if loss.stage == "start" and self._fail_start(worker, loss):
-            return
-        if self._losses_in_a_row > _MAX_LOSSES_IN_A_ROW + 2 * self._wanted:
-            raise ReaderError(
-                f"{self._losses_in_a_row} readers were lost in a row without a sample read. "
-                f"The last: {loss.cause}. What is stored stays; mend the cause and run the same command again"
-            )
         self._queue.leave(worker.number)
         self._blame(worker, loss)
-        self._spawn()
+        self._limits.lost(attempt=self._ledger.attempts(loss.number))
+        said = f"{self._place(loss.number)}{loss.cause}"
+        log.warning("%s; stack and output: %s", said, worker.process.log)
+        worker.process.record(said)
+        self._roster.remove(worker)
+        if spare or (loss.stage == "start" and self._fail_start(worker, loss)):
+            return
+        self._limits.check(self._roster.wanted, len(self._ledger.failures), said)
+        self._add()
 
     def _fail_start(self, worker: Worker, loss: Loss) -> bool:
         """Count a reader that could not start; True when it is not to be replaced.
@@ -338,40 +344,50 @@ class Supervisor:
             self._start_failures = 0
             self._do_without(loss.cause)
             return True
-        tail = worker.tail()
+        tail = worker.process.tail()
         raise ReaderError(
             f"{self._start_failures} readers in a row could not start. The last: {loss.cause}"
             + (f"\n{tail}" if tail else "")
-            + f"\nOutput and stack: {worker.log}. Reading in this process (readers=0) may show more"
+            + f"\nOutput and stack: {worker.process.log}. Reading in this process (readers=0) may show more"
         )
 
     def _blame(self, worker: Worker, loss: Loss) -> None:
-        works = list(worker.work.values())
-        for work in reversed(works):
+        """Give back what it owes; the sample in hand has failed once more, and its part may be dead."""
+        for work in reversed(list(worker.work.values())):
             if loss.number not in work.numbers:
                 self._queue.give_back(work)
                 continue
-            path = self._parts.name(loss.number)
+            read = sum(not self._ledger.is_bad(n) for n in range(work.numbers.start, loss.number))
+            if read:  # members before it, by this very process, though they are lost with it
+                self._ledger.answered(work.part)
+                self._limits.delivered(read)
+            error = f"{self._parts.name(loss.number)}: {loss.cause}"
             stage = loss.stage if loss.stage in ("open", "read") else "read"
-            fault = SampleFault(
-                number=loss.number,
-                stage=stage,
-                error=f"{path}: {loss.cause}"[:600],
-                kind="transient",
-                retry=True,
-            )
-            self._ledger.fault(fault)
+            self._ledger.fault(_transient(loss.number, stage, error))
             self._queue.give_back(work, avoid=worker.number)
             if self._ledger.part_is_dead(work.part, loss.number):
-                count = self._ledger.give_up(self._queue.part_numbers(work.part), fault)
-                log.warning("%s does not answer: its other %d samples are quarantined as well", path, count)
+                self._give_up(work.part, loss.number, error)
+
+    def _give_up(self, part: int, number: int, error: str) -> None:
+        """Set aside what is left of a part whose storage does not answer."""
+        fault = _transient(number, "read", error)
+        count = self._ledger.give_up(self._queue.part_numbers(part), fault)
+        if count:
+            name = self._parts.name(number)
+            log.warning("%s does not answer: its other %d samples are quarantined as well", name, count)
 
     def _hand_out(self) -> None:
         """Give readers work: one item in hand and one ahead."""
-        live = sum(worker.state == "ready" for worker in self._workers.values())
-        for worker in self._workers.values():
+        working = self._roster.working.values()
+        live = sum(worker.state == "ready" for worker in working)
+        for worker in working:
             while worker.state == "ready" and len(worker.items) < _ITEMS_AHEAD:
-                works: list[GroupWork] = self._queue.take(worker.number, live)
+                works = self._queue.take(worker.number, live)
                 if not works:
                     break
                 worker.hand_out(works, self._queue.absent)
+
+
+def _transient(number: int, stage: str, error: str) -> SampleFault:
+    """A failure that another reader, or another day, may not meet."""
+    return SampleFault(number=number, stage=stage, error=error[:600], kind="transient", retry=True)

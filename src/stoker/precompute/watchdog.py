@@ -61,9 +61,8 @@ class EncodeWatchdog:
             faulthandler.dump_traceback(file, all_threads=True)
         numbers = self._clock.numbers
         log.error(
-            "the encoder has been at samples %d-%d for more than %g s; stacks of all threads: %s. %s",
-            numbers.start,
-            numbers.stop - 1,
+            "the encoder has been %s for more than %g s; stacks of all threads: %s. %s",
+            f"at samples {numbers.start}-{numbers.stop - 1}" if numbers else "on its way to the device",
             self._deadline_s,
             path,
             "This process ends (on_hang=exit)" if self._exit else "Still waiting; stop it with Ctrl-C twice",

@@ -52,7 +52,10 @@ class Parser:
             end = _HEAD.size + text_bytes
             if len(self._bytes) < end + payload_bytes:
                 break
-            frame: Frame = json.loads(self._bytes[_HEAD.size : end])
+            try:
+                frame: Frame = json.loads(self._bytes[_HEAD.size : end])
+            except ValueError as error:
+                raise ReaderError(f"a frame arrived that is no JSON: {error}") from error
             if payload_bytes:
                 frame["payload"] = bytes(self._bytes[end : end + payload_bytes])
             del self._bytes[: end + payload_bytes]

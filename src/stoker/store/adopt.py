@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stoker.errors import FormatError
+from stoker.errors import FormatError, StalledError
 from stoker.store.catalog import (
     Catalog,
     damaged_rows,
@@ -25,6 +25,7 @@ from stoker.store.catalog import (
 from stoker.store.failures import Failure, read_failures
 from stoker.store.local import LocalStorage
 from stoker.store.recipe import Recipe, load_recipe
+from stoker.store.use import Use
 
 FINGERPRINT = re.compile(r"[0-9a-f]{16}")
 
@@ -52,6 +53,10 @@ def adopt_shards(storage: LocalStorage, recipe: Recipe, catalog: Catalog) -> tup
         ours = {part.key: part for part in recipe.parts}
         common = {part.key for part in theirs.parts if part.count} & ours.keys()
         if not common:
+            continue
+        try:
+            _use = Use(path, noted=False)  # so that no clean-up removes it while shards are linked
+        except (FormatError, StalledError, OSError):
             continue
         _link_shards(storage, recipe, catalog, LocalStorage(path), theirs)
         stored = presence(catalog.refresh(), recipe)

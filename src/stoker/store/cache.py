@@ -24,6 +24,7 @@ from stoker.errors import (
     MissingRecordError,
     ReadOnlyError,
     RecordError,
+    ResourceError,
 )
 from stoker.schema import Schema
 from stoker.store.catalog import Catalog, build_index, write_index
@@ -290,16 +291,16 @@ def _open_folder(folder: Path) -> Cache:
 def rebuild(folder: Path, recipe: Recipe) -> Cache:
     """Read every shard in full and make the index from what is sound.
 
-    Where the folder cannot be written, the index is kept in memory.
+    Where the folder cannot be written or is full, the index is kept in memory.
     """
     use = Use(folder)
     storage = LocalStorage(folder)
     catalog = Catalog(storage, recipe)
     catalog.verify()
-    with suppress(ReadOnlyError), claim(folder, "index", wait_s=INDEX_WAIT_S):
-        index = write_index(storage, folder.parent.name, recipe, catalog.refresh())
+    with suppress(ReadOnlyError, ResourceError), claim(folder, "index", wait_s=INDEX_WAIT_S):
+        index = write_index(storage, recipe, catalog.refresh())
         return Cache(folder, recipe, index, use=use)
-    index = build_index(storage, folder.parent.name, recipe, catalog.refresh(), None)
+    index = build_index(storage, recipe, catalog.refresh(), None)
     return Cache(folder, recipe, index, use=use)
 
 

@@ -72,6 +72,17 @@ def read_info(storage: LocalStorage, name: str, recipe: Recipe) -> ShardInfo:
     )
 
 
+class DamagedShardError(CorruptError):
+    """A shard that serves in part turned out to be damaged while the rest of its records was counted."""
+
+    def __init__(self, path: Path, why: Exception) -> None:
+        super().__init__(
+            f"{path} can no longer be read: {why}. `stoker verify {path.parent} --repair` sets aside what is "
+            "damaged, and precompute then encodes it again"
+        )
+        self.file = path.name
+
+
 class Catalog:
     """Shards of one folder. They are immutable, so each is read once however often `refresh` is called.
 
@@ -109,17 +120,36 @@ class Catalog:
     def exclude(self, file: str, rows: Sequence[int]) -> None:
         """Note damaged rows of a shard; they count as missing from now on."""
         if info := self._infos.get(file):
-            self._infos[file] = replace(info, bad=tuple(sorted({*info.bad, *rows})))
+            self._infos[file] = _without(info, rows)
 
     def verify(self) -> None:
         """Read every byte of every shard and exclude the rows that are damaged."""
         for info in self.refresh():
-            rows = damaged_rows(self._storage, info, self._recipe)
-            if rows:
-                log.warning(
-                    "shard %s: %d of %d records are damaged and left out", info.file, len(rows), info.rows
-                )
-                self.exclude(info.file, rows)
+            self._verify(info)
+
+    def _verify(self, info: ShardInfo) -> bool:
+        """Read every byte of a shard and exclude what is damaged; returns whether that is any more."""
+        rows = damaged_rows(self._storage, info, self._recipe)
+        if {*rows} <= {*info.bad}:
+            return False
+        log.warning("shard %s: %d of %d records are damaged and left out", info.file, len(rows), info.rows)
+        self.exclude(info.file, rows)
+        return True
+
+    def write_index(self) -> Index:
+        """`write_index` of what is here now; damage that it meets is left out, and counts as missing."""
+        while True:
+            try:
+                return write_index(self._storage, self._recipe, self.refresh())
+            except DamagedShardError as error:
+                if not self._verify(self._infos[error.file]):
+                    raise
+
+
+def _without(info: ShardInfo, rows: Sequence[int]) -> ShardInfo:
+    """The same with more rows known to be damaged."""
+    bad = {*info.bad, *(row for row in rows if row < info.rows)}
+    return info if len(bad) == len(info.bad) else replace(info, bad=tuple(sorted(bad)))
 
 
 def noted_damage(folder: Path, recipe: Recipe) -> dict[str, tuple[int, ...]]:
@@ -170,10 +200,7 @@ def choose_rows(infos: Sequence[ShardInfo], recipe: Recipe) -> list[NDArray[np.i
     numbers = np.concatenate([info.numbers + recipe.parts[info.part].offset for info in infos])
     shards = np.repeat(np.arange(len(infos)), [info.rows for info in infos])
     rows = np.concatenate([np.arange(info.rows) for info in infos])
-    sound = np.ones(len(numbers), np.bool_)
-    for i, info in enumerate(infos):
-        if info.bad:
-            sound &= ~((shards == i) & np.isin(rows, info.bad))
+    sound = np.concatenate([~np.isin(np.arange(info.rows), info.bad) for info in infos])
     numbers, shards, rows = numbers[sound], shards[sound], rows[sound]
     _, first = np.unique(numbers, return_index=True)
     numbers, shards, rows = numbers[first], shards[first], rows[first]
@@ -191,18 +218,28 @@ def choose_rows(infos: Sequence[ShardInfo], recipe: Recipe) -> list[NDArray[np.i
 
 def write_index(
     storage: LocalStorage,
-    name: str,
     recipe: Recipe,
     infos: Sequence[ShardInfo],
     first: Collection[str] = (),
+    *,
+    afresh: bool = False,
 ) -> Index:
     """Make the index of a folder and put it in place; an unchanged one stays as it is.
 
     Call it under the claim `index`, with `infos` read under it too, so that a later index never knows less.
-    `first` names shards that serve before those that the previous index knew.
+
+    Args:
+        storage, recipe, infos: The folder and its sound shards.
+        first: Shards that serve before those that the previous index knew.
+        afresh: Forget which rows it noted as damaged, since all were read again.
+    Raises:
+        DamagedShardError: Nothing was written.
     """
     previous = known_index(storage.path, recipe)
-    index = build_index(storage, name, recipe, infos, previous, first)
+    if previous is not None and not afresh:
+        noted = {shard.file: shard.bad for shard in previous.shards if shard.bad}
+        infos = [_without(info, noted.get(info.file, ())) for info in infos]
+    index = build_index(storage, recipe, infos, previous, first)
     if previous is not None:
         same = replace(index, generation=previous.generation)
         if dump_index(same, recipe) == dump_index(previous, recipe):
@@ -222,7 +259,6 @@ def known_index(folder: Path, recipe: Recipe) -> Index | None:
 
 def build_index(
     storage: LocalStorage,
-    name: str,
     recipe: Recipe,
     infos: Sequence[ShardInfo],
     previous: Index | None,
@@ -241,7 +277,7 @@ def build_index(
     }
     return Index(
         fingerprint=recipe.fingerprint,
-        name=name,
+        name=storage.path.absolute().parent.name,
         generation=1 if previous is None else previous.generation + 1,
         sequence=next_sequence(storage.path) if previous is None else previous.sequence,
         count=recipe.count,
@@ -294,20 +330,17 @@ def _recount(
     storage: LocalStorage, info: ShardInfo, segments: NDArray[np.int64], recipe: Recipe
 ) -> dict[str, Any]:
     path = storage.path / info.file
+    partial: dict[str, Any] = {}
     try:
         shard = Shard(storage.open(info.file), path, recipe.schema, offset=recipe.parts[info.part].offset)
-    except OSError as error:
-        raise CorruptError(
-            f"{path} can no longer be read: {error}. `stoker verify {storage.path} --repair` leaves it "
-            "out, and precompute then encodes its records again"
-        ) from error
-    partial: dict[str, Any] = {}
-    for name, field in recipe.schema.items():
-        accumulator = Accumulator(field)
-        for row, _, count in segments.tolist():
-            for at in range(row, row + count):
-                accumulator.update(from_array(shard.read(name, at).reshape(-1), field.dtype))
-        partial[name] = accumulator.partial()
+        for name, field in recipe.schema.items():
+            accumulator = Accumulator(field)
+            for row, _, count in segments.tolist():
+                for at in range(row, row + count):
+                    accumulator.update(from_array(shard.read(name, at).reshape(-1), field.dtype))
+            partial[name] = accumulator.partial()
+    except (FormatError, OSError) as error:
+        raise DamagedShardError(path, error) from error
     return partial
 
 

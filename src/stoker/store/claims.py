@@ -6,7 +6,6 @@ save work; nothing relies on them for correctness.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
@@ -16,29 +15,27 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from stoker.atomic import explained
-from stoker.errors import FormatError
-from stoker.store.local import NOT_A_FILE_ERRNOS, LocalStorage
+from stoker.errors import FormatError, ResourceError
+from stoker.store.local import NO_LOCKS_ERRNOS, NOT_A_FILE_ERRNOS, LocalStorage
 
 POLL_S = 0.02
-NO_LOCKS_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
 def claim(folder: Path, purpose: str, *, wait_s: float = 0.0) -> Generator[bool]:
     """Hold `<folder>/.claim-<purpose>`; yields whether it was got within `wait_s` seconds.
 
+    Where there are no locks, or no room for the file, nobody can claim anything, and all go on.
+
     Raises:
         ReadOnlyError: The folder cannot be written, so nothing in it can be claimed.
         FormatError: The claim file is a link or not a regular file.
     """
-    path = folder / f".claim-{purpose}"
     try:
-        with explained(path):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    except OSError as error:
-        if error.errno in NOT_A_FILE_ERRNOS:
-            raise FormatError(f"{path} is not a regular file. Remove it") from error
-        raise
+        fd = _open(folder / f".claim-{purpose}")
+    except ResourceError:  # a clean-up must go on to make room
+        yield True
+        return
     try:
         got = _lock(fd, time.monotonic() + wait_s)
         if got:
@@ -46,6 +43,16 @@ def claim(folder: Path, purpose: str, *, wait_s: float = 0.0) -> Generator[bool]
         yield got
     finally:
         os.close(fd)
+
+
+def _open(path: Path) -> int:
+    try:
+        with explained(path):
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno in NOT_A_FILE_ERRNOS:
+            raise FormatError(f"{path} is not a regular file. Remove it") from error
+        raise
 
 
 def holder(folder: Path, purpose: str) -> str:
@@ -75,6 +82,6 @@ def _lock(fd: int, deadline: float) -> bool:
         except OSError as error:
             if error.errno not in NO_LOCKS_ERRNOS:
                 raise
-            return True  # a file system without locks: nobody can claim anything, and all go on
+            return True
         else:
             return True

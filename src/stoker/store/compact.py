@@ -7,7 +7,6 @@ which they serve; the old ones stay for whoever opened an earlier generation, un
 
 from __future__ import annotations
 
-import logging
 import math
 import secrets
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -32,7 +31,6 @@ from stoker.store.shard_read import Shard
 from stoker.store.shard_write import OpenShard, ShardSpec
 from stoker.units import MIB
 
-log = logging.getLogger("stoker")
 CHUNK_BYTES = 4 * MIB
 """Bytes of records read before they are written."""
 CHUNK_ROWS = 1024
@@ -95,7 +93,7 @@ def compact(path: str | Path, *, shard_bytes: int = layout.SHARD_BYTES) -> Compa
         merge = _Merge(cache, shard_bytes)
         report = CompactReport(path=str(cache.path), shards_before=_serving(merge.cache.index))
         for group in merge.groups(report.left):
-            report.merged += len(group)
+            report.merged += len(group.files)
             report.records += merge.run(group)
         report.written = len(merge.written)
     index = merge.cache.index
@@ -131,11 +129,7 @@ class _Group:
 
     part: int
     environment: Mapping[str, str]
-    shards: list[int]
-    """Places in the index."""
-
-    def __len__(self) -> int:
-        return len(self.shards)
+    files: frozenset[str]
 
 
 class _Merge:
@@ -173,18 +167,16 @@ class _Merge:
                 continue
             sound = {i: fill for i, fill in fills.items() if _is_sound(cache, i, left)}
             if _gains(sound):
-                files = {cache.index.shards[i].file for i in sound}
-                # Places of the generation that is current by then: merging one group makes another.
-                here = [i for i, shard in enumerate(self.cache.index.shards) if shard.file in files]
-                environment = self.cache.shard(here[0]).environment
-                yield _Group(part=part, environment=environment, shards=here)
+                files = frozenset(cache.index.shards[i].file for i in sound)
+                yield _Group(part=part, environment=cache.shard(next(iter(sound))).environment, files=files)
 
     def run(self, group: _Group) -> int:
         """Write the records of a group into full shards, and an index in which those serve."""
-        entries = self.cache.index.shards
-        table = np.concatenate([_served_rows(entries[i], i) for i in group.shards])
+        # By name: merging one group makes another generation, with other places.
+        entries = {i: e for i, e in enumerate(self.cache.index.shards) if e.file in group.files}
+        table = np.concatenate([_served_rows(entry, i) for i, entry in entries.items()])
         table = table[np.argsort(table[:, 0], kind="stable")]
-        origins = {i: _Origin(self.cache.shard(i)) for i in group.shards}
+        origins = {i: _Origin(self.cache.shard(i)) for i in entries}
         out: OpenShard | None = None
         fresh: list[str] = []
         try:
@@ -211,15 +203,16 @@ class _Merge:
     def _index(self, first: Sequence[str] = ()) -> Cache:
         path = self._storage.path
         with claim(path, "index", wait_s=INDEX_WAIT_S):
-            index = write_index(self._storage, path.parent.name, self._recipe, self._catalog.refresh(), first)
+            index = write_index(self._storage, self._recipe, self._catalog.refresh(), first)
         return Cache(path, self._recipe, index)
 
     def _fill(self, shard: Shard, served: int) -> float:
         """How much of a full shard the records are that a shard serves."""
+        rows = served / self._capacity
         if self._fixed:
-            return served / self._capacity
+            return rows
         size = sum(column.nbytes for column in shard.columns.values())
-        return size / self._capacity_bytes * served / shard.rows
+        return max(rows, size / self._capacity_bytes * served / shard.rows)
 
     def _chunk_rows(self) -> int:
         if not self._fixed:
@@ -253,7 +246,6 @@ def _is_sound(cache: Cache, i: int, left: list[tuple[str, str]]) -> bool:
     except (FormatError, OSError) as error:
         damage = [str(error)]
     if damage:
-        log.warning("shard %s is left as it is: %s", entry.file, damage[0])
         left.append((entry.file, damage[0]))
     return not damage
 

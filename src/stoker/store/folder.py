@@ -19,7 +19,7 @@ from stoker.errors import ConfigError, FormatError, ReadOnlyError
 from stoker.schema import canonical_json
 from stoker.store.adopt import adopt_shards
 from stoker.store.cache import INDEX_WAIT_S, Cache, open_indexed
-from stoker.store.catalog import Catalog, presence, write_index
+from stoker.store.catalog import Catalog, presence
 from stoker.store.claims import claim
 from stoker.store.digests import FileDigest
 from stoker.store.failures import Failure, append_failures, read_failures
@@ -151,10 +151,11 @@ class Folder:
     def finish(self) -> Cache:
         """Write the index over everything sealed so far, by whomever, and open it.
 
-        Of several processes that finish at once, each sees at least what those before it saw.
+        Of several processes that finish at once, each sees at least what those before it saw. Records that
+        prove damaged on the way are left out of it, so `missing` may have grown afterwards.
         """
         with claim(self.path, "index", wait_s=INDEX_WAIT_S):
-            index = write_index(self._storage, self.name, self.recipe, self._catalog.refresh())
+            index = self._catalog.write_index()
         return Cache(self.path, self.recipe, index, use=self._use)
 
 

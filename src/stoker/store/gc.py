@@ -15,29 +15,32 @@ import secrets
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from stoker.atomic import explained, sync_folder
 from stoker.errors import ConfigError, FormatError, StalledError
 from stoker.schema import Json
+from stoker.store.adopt import FINGERPRINT
 from stoker.store.cache import INDEX_WAIT_S
 from stoker.store.claims import claim, holder
 from stoker.store.gc_scan import (
     GONE,
     WEIGHTS,
     FoundFolder,
-    dead_temporaries,
     digest_of,
     leftovers,
     never_begun,
+    remove_never_begun,
     remove_weights,
     scan,
     weights_in,
 )
+from stoker.store.local import dead_temporaries
+from stoker.store.recipe import RECIPE_FILE
 from stoker.store.superseded import drop_superseded, find_superseded, reasons, still_needed
-from stoker.store.use import alone
+from stoker.store.use import alone, unnoted
 from stoker.units import format_bytes
 
 log = logging.getLogger("stoker")
@@ -129,6 +132,9 @@ def collect(cache_dir: str | Path, policy: GcPolicy | None = None, *, dry_run: b
     cache_dir = Path(cache_dir)
     if not cache_dir.is_dir():
         raise FormatError(f"there is no folder {cache_dir}. Name the folder that holds caches by name")
+    inside = [cache_dir, *(path for path in cache_dir.iterdir() if FINGERPRINT.fullmatch(path.name))]
+    if any((path / RECIPE_FILE).exists() for path in inside):
+        raise FormatError(f"{cache_dir} is one cache. Name the folder above, which holds caches by name")
     with ExitStack() as stack:
         if not dry_run and not stack.enter_context(claim(cache_dir, "gc", wait_s=INDEX_WAIT_S)):
             raise StalledError(
@@ -147,7 +153,8 @@ class _Collection:
         self._report = GcReport(cache_dir=str(cache_dir), dry_run=dry_run)
         self._links = Counter(inode for folder in self._folders for inode in folder.inodes.values())
         sizes = {folder.inodes[n]: size for folder in self._folders for n, size in folder.files.items()}
-        self._report.bytes_before = sum(sizes.values()) + sum(weights_in(cache_dir).values())
+        self._weights = weights_in(cache_dir)
+        self._report.bytes_before = sum(sizes.values()) + sum(self._weights.values())
 
     def run(self) -> GcReport:
         policy = self._policy
@@ -157,9 +164,9 @@ class _Collection:
             self._fingerprints(self._by_age)
         for folder in self._own():
             self._shards(folder)
+        self._orphans()
         if policy.max_bytes is not None:
             self._fingerprints(self._by_size)
-        self._weights()
         return self._report
 
     def _own(self) -> list[FoundFolder]:
@@ -174,12 +181,9 @@ class _Collection:
         for folder in self._own():
             if never_begun(folder) and folder.unused_s > DAY_S:
                 self._folders.remove(folder)
-                size = sum(folder.files.values())
-                self._note("leftover", folder.path, size, "a kill came before its recipe was written")
+                self._note("leftover", folder.path, folder.bytes, "a kill came before its recipe was written")
                 if not self._dry_run:
-                    sum(size for _, size in dead_temporaries(folder.path, remove=True))
-                    with suppress(OSError):  # not empty: somebody has begun it after all
-                        folder.path.rmdir()
+                    remove_never_begun(folder)
 
     def _temporaries(self) -> None:
         for place in (self._cache_dir, self._cache_dir / WEIGHTS, self._cache_dir / ".statistics"):
@@ -200,7 +204,8 @@ class _Collection:
                 self._keep("shard", folder.path / name, found.shards.pop(name), needed)
             names = {**found.shards, **found.damaged}
         if why is None and names and not self._dry_run:
-            why = drop_superseded(folder.path, found, force=self._policy.force)
+            with unnoted(folder.path):
+                why = drop_superseded(folder.path, found, force=self._policy.force)
         for name, size in names.items():
             kind = "shard" if name in found.shards else "damaged"
             if why is None:
@@ -224,8 +229,9 @@ class _Collection:
                 size = sum(self._take(folder, name) for name in [*folder.files])
                 self._note("fingerprint", folder.path, size, reason)
                 self._folders.remove(folder)
+                self._orphans()  # its weights count as well, before another one goes for its size
             else:
-                self._keep("fingerprint", folder.path, sum(folder.files.values()), why)
+                self._keep("fingerprint", folder.path, folder.bytes, why)
 
     def _by_age(self, folder: FoundFolder, place: int) -> str | None:
         limit_s, keep = self._policy.older_than_s, self._policy.keep
@@ -268,15 +274,16 @@ class _Collection:
             shutil.rmtree(gone, ignore_errors=True)
         return None
 
-    def _weights(self) -> None:
+    def _orphans(self) -> None:
         """Weights of encoders that no recipe names; none while a recipe cannot be read."""
         if any(folder.broken for folder in self._folders):
             return
         named = {folder.weights for folder in self._folders}
-        for path, size in weights_in(self._cache_dir).items():
+        for path, size in [*self._weights.items()]:
             needed = digest_of(path) in named
             if needed and not path.name.startswith(GONE):
                 continue
+            del self._weights[path]
             gone = not needed if self._dry_run else remove_weights(self._cache_dir, path)
             if gone:
                 self._note("weights", path, size, "no recipe names them")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +14,7 @@ from stoker.atomic import explained
 from stoker.errors import FormatError
 from stoker.store.adopt import FINGERPRINT
 from stoker.store.catalog import known_index
-from stoker.store.local import TEMPORARY, LocalFile
+from stoker.store.local import TEMPORARY_NAME, LocalFile, dead_temporaries
 from stoker.store.lost import without_lost
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
 from stoker.store.strict_json import as_object
@@ -20,8 +23,10 @@ from stoker.units import format_seconds
 
 GONE = ".gone-"
 """Prefix of what is being removed."""
+GONE_FOLDER = re.compile(rf"{re.escape(GONE)}{FINGERPRINT.pattern}-[0-9a-f]+")
 CLAIM = ".claim-"
 WEIGHTS = "encoders"
+WEIGHTS_NAME = re.compile(rf"({re.escape(GONE)})?[0-9a-f]{{16,64}}\.safetensors")
 TWO_DAYS_S = 2 * 86400.0
 
 
@@ -30,25 +35,31 @@ class FoundFolder:
     """One fingerprint's folder."""
 
     path: Path
-    files: dict[str, int]
-    """Bytes by name of every regular file in it."""
-    inodes: dict[str, tuple[int, int]]
-    """Device and inode by name: a file may be linked from several folders."""
-    unused_s: float
     linked: bool
     """It lies behind a symbolic link, so it is not ours to remove."""
+    files: dict[str, int] = field(default_factory=dict[str, int])
+    """Bytes by name of every regular file in it."""
+    inodes: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    """Device and inode by name: a file may be linked from several folders."""
+    unused_s: float = 0.0
+    """0 where the folder cannot be looked into."""
     sequence: int | None = None
     """Of its index; None without a sound one."""
     complete: bool = False
     weights: str = ""
     """Digest of its encoder's weights, as the recipe names it."""
-    broken: str = field(default="")
+    broken: str = ""
     """Why its recipe cannot be read; empty where it can."""
 
     @property
     def name(self) -> str:
         """The cache's name."""
         return self.path.parent.name
+
+    @property
+    def bytes(self) -> int:
+        """Of all its files."""
+        return sum(self.files.values())
 
     @property
     def unused_text(self) -> str:
@@ -63,25 +74,38 @@ class FoundFolder:
 
 
 def scan(cache_dir: Path) -> list[FoundFolder]:
-    """Every fingerprint's folder below `cache_dir`, by name; folders behind links as well."""
+    """Every fingerprint's folder below `cache_dir`, by name; folders behind links as well.
+
+    Raises:
+        FormatError: A folder of caches cannot be listed, so nobody can tell which weights they need.
+    """
     found: list[FoundFolder] = []
     for parent in sorted(cache_dir.iterdir()):
         if parent.name.startswith(".") or parent.name == WEIGHTS or not parent.is_dir():
             continue
-        for path in sorted(parent.iterdir()):
+        try:
+            paths = sorted(parent.iterdir())
+        except PermissionError as error:
+            raise FormatError(
+                f"{parent} cannot be listed: {error.strerror}. Run as somebody who may see every cache in it"
+            ) from error
+        for path in paths:
             if FINGERPRINT.fullmatch(path.name) and path.is_dir():
                 found.append(_look(path, linked=parent.is_symlink() or path.is_symlink()))
     return found
 
 
 def _look(path: Path, *, linked: bool) -> FoundFolder:
-    folder = FoundFolder(path=path, files={}, inodes={}, unused_s=unused_for_s(path), linked=linked)
-    for file in path.iterdir():
-        if file.is_file() and not file.is_symlink():
-            status = file.stat()
-            folder.files[file.name] = status.st_size
-            folder.inodes[file.name] = (status.st_dev, status.st_ino)
+    folder = FoundFolder(path=path, linked=linked)
     try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # a temporary that has got its name meanwhile
+                    if entry.is_file(follow_symlinks=False):
+                        status = entry.stat(follow_symlinks=False)
+                        folder.files[entry.name] = status.st_size
+                        folder.inodes[entry.name] = (status.st_dev, status.st_ino)
+        folder.unused_s = unused_for_s(path)
         recipe = load_recipe(path)
     except (FormatError, OSError) as error:
         folder.broken = str(error)
@@ -104,7 +128,8 @@ def _is_held(path: Path) -> bool:
     except (FormatError, OSError):
         return False
     try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A shared lock meets the holder's, and a descriptor that only reads can have it everywhere.
+        fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
@@ -114,40 +139,36 @@ def _is_held(path: Path) -> bool:
     return False
 
 
-def dead_temporaries(place: Path, *, remove: bool) -> Iterator[tuple[Path, int]]:
-    """Temporaries in a folder whose writers are dead, with their bytes; removed on the way if asked."""
-    for path in sorted(place.glob(f"{TEMPORARY}*")):
-        try:
-            file = LocalFile(path)
-        except (FormatError, OSError):
-            continue
-        try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if remove:
-                path.unlink(missing_ok=True)
-        except OSError:
-            continue
-        finally:
-            file.close()
-        yield path, file.size
-
-
 def leftovers(cache_dir: Path) -> Iterator[tuple[Path, int]]:
     """Folders whose removal was cut short, with their bytes."""
     for path in sorted(cache_dir.glob(f"*/{GONE}*")):
-        if path.is_dir() and not path.is_symlink() and not path.parent.is_symlink():
+        linked = path.is_symlink() or path.parent.is_symlink()
+        if GONE_FOLDER.fullmatch(path.name) and path.is_dir() and not linked:
             yield path, sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def never_begun(folder: FoundFolder) -> bool:
     """Whether a kill came between the making of a folder and its recipe."""
-    return RECIPE_FILE not in folder.files and all(name.startswith(TEMPORARY) for name in folder.files)
+    return RECIPE_FILE not in folder.files and all(map(TEMPORARY_NAME.fullmatch, folder.files))
+
+
+def remove_never_begun(folder: FoundFolder) -> None:
+    """Remove such a folder, unless somebody has begun it after all."""
+    for _ in dead_temporaries(folder.path, remove=True):
+        pass
+    with suppress(OSError):  # not empty
+        folder.path.rmdir()
 
 
 def weights_in(cache_dir: Path) -> dict[Path, int]:
-    """Bytes of each file of weights, those included whose removal was cut short."""
+    """Bytes of each file of weights, those included whose removal was cut short.
+
+    None where `encoders` is a link: caches elsewhere may need what lies there.
+    """
     folder = cache_dir / WEIGHTS
-    paths = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith(TEMPORARY))
+    if folder.is_symlink():
+        return {}
+    paths = sorted(path for path in folder.glob("*.safetensors") if WEIGHTS_NAME.fullmatch(path.name))
     return {path: path.stat().st_size for path in paths if path.is_file() and not path.is_symlink()}
 
 

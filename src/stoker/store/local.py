@@ -6,7 +6,6 @@ belongs to somebody dead and is swept. Opening never follows a link and never wa
 
 from __future__ import annotations
 
-import builtins
 import ctypes
 import errno
 import fcntl
@@ -15,7 +14,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,12 @@ from stoker.store.protocols import Buffer
 from stoker.units import MIB, format_bytes
 
 TEMPORARY = ".tmp-"
+TEMPORARY_NAME = re.compile(r"\.tmp-[0-9a-f]+-[A-Za-z0-9_.-]+")
+"""What is swept: a folder may hold others' files that begin alike."""
 FLUSH_BYTES = 8 * MIB
 """Bytes after which the kernel is asked to begin writing them out, so that the final fsync is short."""
+NO_LOCKS_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What locking a file says on a file system that has no locks."""
 NOT_A_FILE_ERRNOS = (errno.ELOOP, errno.ENXIO)
 """What opening with `O_NOFOLLOW | O_NONBLOCK` says of a link, and of a pipe or device nobody serves."""
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
@@ -68,8 +71,16 @@ class LocalPending:
         while True:
             path = self._folder / f"{TEMPORARY}{secrets.token_hex(6)}-{self._name}"
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-            with suppress(BlockingIOError):
+            try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                if error.errno not in NO_LOCKS_ERRNOS:
+                    os.close(fd)
+                    raise
+                return fd, path  # nobody can tell that we are dead, so nobody sweeps
+            else:
                 if os.fstat(fd).st_nlink:
                     return fd, path
             os.close(fd)  # a sweeper came between creating and locking: the file is going, make another
@@ -280,12 +291,22 @@ class LocalStorage:
 
     def sweep(self) -> int:
         """Remove temporaries whose writers are dead; returns how many."""
-        swept = 0
-        names: builtins.list[str] = [n for n in os.listdir(self.path) if n.startswith(TEMPORARY)]  # noqa: PTH208 (names)
-        for name in names:
-            with suppress(OSError, FormatError):
-                file = LocalFile(self.path / name)
-                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-                (self.path / name).unlink()
-                swept += 1
-        return swept
+        return sum(1 for _ in dead_temporaries(self.path, remove=True))
+
+
+def dead_temporaries(place: Path, *, remove: bool) -> Iterator[tuple[Path, int]]:
+    """Temporaries in a folder whose writers are dead, with their bytes; removed on the way if asked.
+
+    The lock is a shared one: that is enough to meet a writer's, and a descriptor that only reads can have it
+    everywhere. On a file system without locks nobody counts as dead.
+    """
+    with suppress(FileNotFoundError), os.scandir(place) as entries:
+        for name in sorted(entry.name for entry in entries if TEMPORARY_NAME.fullmatch(entry.name)):
+            with suppress(OSError, FormatError):  # a living writer's, or it has got its name meanwhile
+                file = LocalFile(place / name)
+                fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+                if remove:
+                    (place / name).unlink()
+                else:
+                    (place / name).lstat()
+                yield place / name, file.size

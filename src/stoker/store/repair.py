@@ -18,6 +18,7 @@ import numpy as np
 from stoker.atomic import explained, sync_folder
 from stoker.errors import CorruptError, FormatError
 from stoker.schema import Json
+from stoker.store.adopt import FINGERPRINT
 from stoker.store.cache import INDEX_WAIT_S
 from stoker.store.catalog import Catalog, is_shard_name, write_index
 from stoker.store.claims import claim
@@ -126,7 +127,8 @@ class _Repair:
         self._note_unserved(previous, unusable)
         with claim(self._folder, "index", wait_s=INDEX_WAIT_S):
             infos = self._catalog.refresh()
-            index = write_index(self._storage, self._folder.parent.name, self._recipe, infos)
+            # Rows of shards that were not read stay noted, whoever noted them meanwhile.
+            index = write_index(self._storage, self._recipe, infos, afresh=self._only is None)
         for name in unusable:
             self._set_aside(name)
         report.generation = index.generation
@@ -195,6 +197,8 @@ class _Repair:
                     os.fsync(fd)
                 finally:
                     os.close(fd)
+        except OSError as error:  # a bad sector where no record lies
+            self._report.unread.append((path.name, str(error)))
 
     def _note_unserved(self, previous: Index | None, unusable: Sequence[str]) -> None:
         """Name the records that served from shards which are gone or cannot be used."""
@@ -228,7 +232,7 @@ def folder_to_repair(path: str | Path) -> Path:
         FormatError: There is none, or several: a damaged one among them must not be passed over.
     """
     path = Path(path)
-    if (path / RECIPE_FILE).exists():
+    if (path / RECIPE_FILE).exists() or (FINGERPRINT.fullmatch(path.resolve().name) and path.is_dir()):
         return path
     found: list[Path] = []
     if path.is_dir():

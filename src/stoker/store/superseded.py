@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from stoker.atomic import explained, sync_folder
-from stoker.errors import FormatError, IncompleteError
-from stoker.store.cache import INDEX_WAIT_S, Cache
+from stoker.errors import FormatError, IncompleteError, ResourceError
+from stoker.store.cache import Cache
 from stoker.store.catalog import Catalog, build_index, is_shard_name
 from stoker.store.claims import claim
 from stoker.store.index import INDEX_FILE, Index, ShardEntry, dump_index, load_index
@@ -23,7 +23,7 @@ from stoker.store.local import LocalStorage
 from stoker.store.recipe import Recipe, load_recipe
 from stoker.store.repair import DAMAGED
 from stoker.store.shard_read import Shard
-from stoker.store.use import alone
+from stoker.store.use import Use, alone
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,18 +38,17 @@ class Superseded:
 def find_superseded(folder: Path) -> Superseded:
     """Shards of a folder that serve nothing; none where it has no sound index. Reads no record."""
     view = _view(folder)
-    if view is None:
-        return Superseded()
-    _, index = view
+    return Superseded() if view is None else _superseded(folder, view[1])
+
+
+def _superseded(folder: Path, index: Index) -> Superseded:
     sizes = LocalStorage(folder).sizes()
-    hidden = {path.name: path.lstat().st_size for path in sorted(folder.glob(f"{DAMAGED}*"))}
+    aside = [path for path in sorted(folder.glob(f"{DAMAGED}shard-*")) if path.is_file()]
+    idle = [entry.file for entry in index.shards if not len(entry.segments)]
     return Superseded(
-        shards={
-            entry.file: sizes[entry.file]
-            for entry in index.shards
-            if not len(entry.segments) and entry.file in sizes
-        },
-        damaged=hidden if index.complete else {},
+        # An index is no proof that what it names are shards.
+        shards={file: sizes[file] for file in idle if file in sizes and is_shard_name(file)},
+        damaged={path.name: path.lstat().st_size for path in aside} if index.complete else {},
     )
 
 
@@ -59,7 +58,7 @@ def still_needed(folder: Path, names: Collection[str]) -> dict[str, str]:
     if view is None:
         return dict.fromkeys(names, "the index was lost meanwhile")
     recipe, index = view
-    cache = Cache(folder, recipe, index)
+    cache = Cache(folder, recipe, index, use=Use(folder, noted=False))
     lacking: dict[int, str] = {}
     read: set[int] = set()
     needed: dict[str, str] = {}
@@ -91,38 +90,53 @@ def drop_superseded(folder: Path, found: Superseded, *, force: bool = False) -> 
     with ExitStack() as stack:
         if not stack.enter_context(alone(folder)) and not force:
             return "in use since a moment"
-        if not stack.enter_context(claim(folder, "index", wait_s=INDEX_WAIT_S)):
+        # No waiting: whoever opens the folder meanwhile waits for us.
+        if not stack.enter_context(claim(folder, "index")):
             return "somebody writes its index"
-        now, view = find_superseded(folder), _view(folder)
-        if view is None or not found.shards.keys() <= now.shards.keys():
+        view = _view(folder)
+        now = Superseded() if view is None else _superseded(folder, view[1])
+        same = found.shards.keys() <= now.shards.keys() and found.damaged.keys() <= now.damaged.keys()
+        if view is None or not same:
             return "its shards changed meanwhile"
         recipe, index = view
-        storage = LocalStorage(folder)
         kept = tuple(shard for shard in index.shards if shard.file not in found.shards)
-        if found.shards:
-            known = load_index(folder, recipe).generation
-            index = replace(index, generation=known + 1, shards=kept)
-            storage.put(INDEX_FILE, dump_index(index, recipe))
-        with explained(folder):
-            for name in [*found.shards, *found.damaged]:
-                (folder / name).unlink(missing_ok=True)
-            sync_folder(folder)
+        data = dump_index(replace(index, shards=kept), recipe)
+        try:
+            _put(folder, data, found)
+        except ResourceError:
+            # The disk is full, so make room first; that an index names what serves nothing is no harm.
+            _unlink(folder, found)
+            _put(folder, data, found)
+        else:
+            _unlink(folder, found)
     return None
 
 
+def _put(folder: Path, index: bytes, found: Superseded) -> None:
+    if found.shards:
+        LocalStorage(folder).put(INDEX_FILE, index)
+
+
+def _unlink(folder: Path, found: Superseded) -> None:
+    with explained(folder):
+        for name in [*found.shards, *found.damaged]:
+            (folder / name).unlink(missing_ok=True)
+        sync_folder(folder)
+
+
 def _view(folder: Path) -> tuple[Recipe, Index] | None:
-    """Recipe and index as a writer would make it now; None where there is no sound index."""
+    """Recipe and index as a writer would make it next; None where there is no sound index."""
     try:
         recipe = load_recipe(folder)
         index = load_index(folder, recipe)
         storage = LocalStorage(folder)
         listed = {shard.file for shard in index.shards}
-        if any(is_shard_name(name) and name not in listed for name in storage.list()):
-            infos = Catalog(storage, recipe).refresh()
-            index = build_index(storage, folder.parent.name, recipe, infos, index)
+        if all(name in listed for name in storage.list() if is_shard_name(name)):
+            return recipe, replace(index, generation=index.generation + 1)
+        infos = Catalog(storage, recipe).refresh()
+        return recipe, build_index(storage, recipe, infos, index)
     except (FormatError, OSError):
         return None
-    return recipe, index
 
 
 def _good_numbers(folder: Path, recipe: Recipe, entry: ShardEntry) -> list[int]:

@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from stoker.errors import FormatError, StalledError
-from stoker.store.claims import NO_LOCKS_ERRNOS, POLL_S
-from stoker.store.local import LocalFile
+from stoker.store.claims import POLL_S
+from stoker.store.local import NO_LOCKS_ERRNOS, LocalFile
 from stoker.store.recipe import RECIPE_FILE
 
 WAIT_S = 10.0
@@ -28,14 +28,18 @@ NOTED_EVERY_S = 3600.0
 class Use:
     """Holds a folder open until nobody refers to this any more.
 
+    Args:
+        folder: Which.
+        noted: Note the time. Whoever only looks after a folder does not use it.
     Raises:
         FormatError: The folder has no recipe, or was removed meanwhile.
         StalledError: Somebody has been removing things from it for `WAIT_S` seconds.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, noted: bool = True) -> None:
         self._file = _shared(folder)
-        _note_time(self._file.fileno())
+        if noted:
+            _note_time(self._file.fileno())
 
 
 @contextmanager
@@ -58,6 +62,17 @@ def alone(folder: Path) -> Generator[bool]:
         yield got
     finally:
         file.close()
+
+
+@contextmanager
+def unnoted(folder: Path) -> Generator[None]:
+    """Remove things from a folder without making it look used."""
+    before = folder.stat()
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # not ours, or read-only
+            os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def unused_for_s(folder: Path) -> float:

@@ -1,0 +1,78 @@
+"""The earlier script's timeouts are deadlines now."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stoker.cli.flags import PrecomputeFlags
+
+DEADLINES = "precompute.deadlines."
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        pytest.param({"hdf5_timeout": 9}, {"open": "9", "read": "9"}, id="hdf5"),
+        pytest.param(
+            {"dataloader_timeout": 30}, {"start": "30", "open": "30", "read": "30"}, id="dataloader"
+        ),
+        pytest.param(
+            {"hdf5_timeout": 9, "dataloader_timeout": 30},
+            {"start": "30", "open": "9", "read": "9"},
+            id="the-file's-own-wins",
+        ),
+        pytest.param({"cache_write_timeout": 0.5}, {"write": "0.5"}, id="cache-write"),
+        pytest.param({"watchdog_timeout": 120}, {"encode": "120"}, id="watchdog"),
+    ],
+)
+def test_each_timeout_becomes_the_deadline_that_does_what_it_says(given, expected):
+    settings = dict(setting.split("=") for setting in PrecomputeFlags(**given).settings([]))
+
+    assert settings == {f"{DEADLINES}{stage}": value for stage, value in expected.items()}
+
+
+READER_HANGS = """\
+import sys
+if any("stoker.precompute.reader" in word for word in sys.orig_argv):
+    import h5py, time
+    whole = h5py.File.__init__
+    def hanging(self, *args, **kwargs):
+        time.sleep(3600)
+    h5py.File.__init__ = hanging
+"""
+
+
+@pytest.mark.chaos
+def test_hdf5_timeout_ends_readers_that_hang_in_opening_a_file(project: Path) -> None:
+    (project / "site").mkdir()
+    (project / "site" / "sitecustomize.py").write_text(READER_HANGS)
+    path = os.pathsep.join([str(project / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    words = [
+        "precompute",
+        "c.yaml",
+        "--splits",
+        "train",
+        "--num-workers",
+        "1",
+        "--hdf5-timeout",
+        "0.5",
+        "--json",
+    ]
+
+    done = subprocess.run(
+        [sys.executable, "-m", "stoker", *words],
+        cwd=project,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.returncode == 4, done.stderr
+    assert 'made no progress for 0.5 s in stage "open"' in json.loads(done.stdout)["error"]
