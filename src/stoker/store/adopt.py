@@ -55,7 +55,7 @@ def adopt_shards(storage: LocalStorage, recipe: Recipe, catalog: Catalog) -> tup
         if not common:
             continue
         try:
-            _use = Use(path, noted=False)  # so that no clean-up removes it while shards are linked
+            _use = Use(path)  # so that no clean-up removes it while shards are linked
         except (FormatError, StalledError, OSError):
             continue
         _link_shards(storage, recipe, catalog, LocalStorage(path), theirs)

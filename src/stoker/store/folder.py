@@ -27,7 +27,7 @@ from stoker.store.layout import SHARD_BYTES
 from stoker.store.local import LocalStorage
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
 from stoker.store.strict_json import as_object
-from stoker.store.use import Use
+from stoker.store.use import Use, note_use
 from stoker.store.writer import RecordWriter, WriterSettings
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class Folder:
         self._catalog = Catalog(self._storage, recipe)
         self._token = secrets.token_hex(6)
         self._use = Use(path)
+        note_use(path)
 
     def complete(self) -> Cache | None:
         """The cache, if its index is sound and says so, and its shards are those that the index pins.

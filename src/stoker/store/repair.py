@@ -27,7 +27,7 @@ from stoker.store.index import Index, load_index
 from stoker.store.local import LocalStorage
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
 from stoker.store.shard_read import Shard
-from stoker.store.use import Use
+from stoker.store.use import Use, note_use
 from stoker.store.verify import BadRecord
 
 log = logging.getLogger("stoker")
@@ -98,6 +98,7 @@ def repair(folder: str | Path, *, shards: Collection[str] | None = None) -> Repa
     folder = Path(folder)
     recipe = load_recipe(folder)
     _use = Use(folder)
+    note_use(folder)
     with maintaining(folder):
         return _Repair(folder, recipe, shards).run()
 
