@@ -20,7 +20,7 @@ from stoker.store.recipe import Recipe, RecipePart, load_recipe, make_recipe
 from stoker.store.shard_read import Column, Shard
 from stoker.store.verify import BadRecord, VerifyReport
 from stoker.store.why import Difference, diff_recipes
-from stoker.store.writer import RecordWriter
+from stoker.store.writer import RecordWriter, WriterSettings
 
 __all__ = [
     "BadRecord",
@@ -38,6 +38,7 @@ __all__ = [
     "Segments",
     "Shard",
     "VerifyReport",
+    "WriterSettings",
     "diff_recipes",
     "load_recipe",
     "make_recipe",

@@ -23,7 +23,6 @@ from stoker.store.catalog import Catalog, presence
 from stoker.store.claims import claim
 from stoker.store.digests import FileDigest
 from stoker.store.failures import Failure, append_failures, read_failures
-from stoker.store.layout import SHARD_BYTES
 from stoker.store.local import LocalStorage
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
 from stoker.store.strict_json import as_object
@@ -118,32 +117,13 @@ class Folder:
         if failures:
             append_failures(self._storage, self._token, failures, self.recipe)
 
-    def writer(
-        self,
-        *,
-        max_error: float | None = None,
-        device: str = "cpu",
-        float32: str = "unknown",
-        shard_bytes: int = SHARD_BYTES,
-        seal_after_s: float = 30.0,
-    ) -> RecordWriter:
-        """A writer of records; see `WriterSettings` for the arguments.
+    def writer(self, settings: WriterSettings | None = None) -> RecordWriter:
+        """A writer of records.
 
         Raises:
-            ConfigError: A setting is out of range.
+            ConfigError: `settings.shard_bytes` is less than 1.
         """
-        if shard_bytes < 1 or seal_after_s <= 0 or (max_error is not None and max_error < 0):
-            raise ConfigError(
-                f"shard_bytes {shard_bytes}, seal_after_s {seal_after_s}, max_error {max_error}: too small"
-            )
-        settings = WriterSettings(
-            max_error=max_error,
-            device=device,
-            float32=float32,
-            shard_bytes=shard_bytes,
-            seal_after_s=seal_after_s,
-        )
-        return RecordWriter(self._storage, self.recipe, settings)
+        return RecordWriter(self._storage, self.recipe, settings or WriterSettings())
 
     def claim(self, purpose: str = "encode") -> AbstractContextManager[bool]:
         """An advisory claim; yields False if somebody else holds it."""
