@@ -1,7 +1,8 @@
 """Advisory claims: who encodes, compacts or writes the index now.
 
-A claim is an flock on a small file in the folder, so it ends with its holder, however that ends. Claims
-save work; nothing relies on them for correctness.
+A claim is an flock on a small file in the folder, so it ends with its holder, however that ends. Records
+stay right without claims: the same ones may be encoded twice, and an index may know less than one before it
+until it is made again. That one run trains in a folder, and one gc, repair or mend works there, needs them.
 """
 
 from __future__ import annotations
