@@ -28,7 +28,7 @@ from stoker.errors import (
 )
 from stoker.schema import Schema
 from stoker.store.catalog import Catalog, build_index, is_shard_name, write_index
-from stoker.store.claims import claim
+from stoker.store.claims import INDEX_WAIT_S, claim
 from stoker.store.convert import from_array
 from stoker.store.failures import Failure
 from stoker.store.index import Index, Segments, load_index, segments_of
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from stoker.store.verify import VerifyReport
 
 log = logging.getLogger("stoker")
-INDEX_WAIT_S = 60.0
 MAX_OPEN_SHARDS = 1024
 _AGAIN = "Run precompute again: it leaves that file out and encodes its records anew"
 

@@ -57,8 +57,8 @@ def read_info(storage: LocalStorage, name: str, recipe: Recipe) -> ShardInfo:
         FormatError: It is damaged (`CorruptError`), or of no part of `recipe`.
     """
     shard = Shard(storage.open(name), storage.path / name, recipe.schema)
-    part = next((i for i, part in enumerate(recipe.parts) if part.key == shard.part), None)
-    if part is None or int(shard.numbers().max()) >= recipe.parts[part].count:
+    part = part_of(shard, recipe)
+    if part is None:
         raise FormatError(f"{storage.path / name} belongs to another cache. Remove it")
     return ShardInfo(
         file=name,
@@ -70,6 +70,12 @@ def read_info(storage: LocalStorage, name: str, recipe: Recipe) -> ShardInfo:
         statistics=shard.statistics,
         error=shard.error,
     )
+
+
+def part_of(shard: Shard, recipe: Recipe) -> int | None:
+    """The part of `recipe` whose records a shard holds; None for one of another cache."""
+    part = next((i for i, part in enumerate(recipe.parts) if part.key == shard.part), None)
+    return None if part is None or int(shard.numbers().max()) >= recipe.parts[part].count else part
 
 
 class DamagedShardError(CorruptError):

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import FormatError, StalledError
+from stoker.errors import FormatError
 from stoker.schema import Json, canonical_json, numpy_dtype
 from stoker.store import layout
-from stoker.store.cache import INDEX_WAIT_S, Cache, open_cache
+from stoker.store.cache import Cache, open_cache
 from stoker.store.catalog import Catalog, write_index
-from stoker.store.claims import claim, holder
+from stoker.store.claims import INDEX_WAIT_S, claim, maintaining
 from stoker.store.convert import StoredRows, from_array
 from stoker.store.index import Index, ShardEntry
 from stoker.store.local import LocalStorage
@@ -101,23 +100,6 @@ def compact(path: str | Path, *, shard_bytes: int = layout.SHARD_BYTES) -> Compa
     report.generation, report.shards_after = index.generation, _serving(index)
     report.superseded_bytes = sum(shard.bytes for shard in index.shards if not len(shard.segments))
     return report
-
-
-@contextmanager
-def maintaining(folder: Path) -> Generator[None]:
-    """Hold the claim of whoever rearranges a folder's shards: one at a time.
-
-    Raises:
-        StalledError: Somebody else had it for `INDEX_WAIT_S` seconds.
-        ReadOnlyError: The folder cannot be written.
-    """
-    with claim(folder, "compact", wait_s=INDEX_WAIT_S) as got:
-        if not got:
-            raise StalledError(
-                f"{folder} has been compacted or repaired by {holder(folder, 'compact')} for "
-                f"{INDEX_WAIT_S:g} s. Run again when it is done"
-            )
-        yield
 
 
 def _serving(index: Index) -> int:

@@ -18,9 +18,9 @@ from stoker.atomic import explained, sync_folder
 from stoker.errors import ConfigError, FormatError, ReadOnlyError
 from stoker.schema import canonical_json
 from stoker.store.adopt import adopt_shards
-from stoker.store.cache import INDEX_WAIT_S, Cache, open_indexed
+from stoker.store.cache import Cache, open_indexed
 from stoker.store.catalog import Catalog, presence
-from stoker.store.claims import claim
+from stoker.store.claims import INDEX_WAIT_S, claim
 from stoker.store.digests import FileDigest
 from stoker.store.failures import Failure, append_failures, read_failures
 from stoker.store.local import LocalStorage

@@ -19,10 +19,8 @@ from stoker.atomic import explained, sync_folder
 from stoker.errors import CorruptError, FormatError
 from stoker.schema import Json
 from stoker.store.adopt import FINGERPRINT
-from stoker.store.cache import INDEX_WAIT_S
-from stoker.store.catalog import Catalog, is_shard_name, write_index
-from stoker.store.claims import claim
-from stoker.store.compact import maintaining
+from stoker.store.catalog import Catalog, is_shard_name, part_of, write_index
+from stoker.store.claims import INDEX_WAIT_S, claim, maintaining
 from stoker.store.index import Index, load_index
 from stoker.store.local import LocalStorage
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
@@ -162,15 +160,15 @@ class _Repair:
         except OSError as error:
             report.unread.append((name, str(error)))
             return True
-        part = next((part for part in self._recipe.parts if part.key == shard.part), None)
-        if part is None or int(shard.numbers().max()) >= part.count:
+        place = part_of(shard, self._recipe)
+        if place is None:
             log.warning("shard set aside: %s belongs to another cache", path)
             return False
         report.records += shard.rows
         damage: dict[int, str] = {}
         for column in shard.columns:
             damage |= shard.damage(column)
-        numbers = shard.numbers() + part.offset
+        numbers = shard.numbers() + self._recipe.parts[place].offset
         report.bad += [
             BadRecord(index=int(numbers[row]), shard=name, why=why)
             for row, why in sorted(damage.items())
