@@ -22,7 +22,7 @@ from stoker.store.failures import Failure, read_failures
 from stoker.store.index import Index, ShardEntry, dump_index, load_index, read_index_entries
 from stoker.store.local import LocalStorage
 from stoker.store.recipe import Recipe
-from stoker.store.shard_read import Shard
+from stoker.store.shard_read import Shard, repair_advice
 from stoker.store.statistics import Accumulator, summarise
 
 log = logging.getLogger("stoker")
@@ -82,11 +82,9 @@ class DamagedShardError(CorruptError):
     """A shard that serves in part turned out to be damaged while the rest of its records was counted."""
 
     def __init__(self, path: Path, why: Exception) -> None:
-        super().__init__(
-            f"{path} can no longer be read: {why}. `stoker verify {path.parent} --repair` sets aside what is "
-            "damaged, and precompute then encodes it again"
-        )
-        self.file = path.name
+        fact = why.fact if isinstance(why, CorruptError) else str(why)
+        advice = repair_advice(path.parent)
+        super().__init__(f"{path} can no longer be read: {fact}", advice=advice, shard=path.name)
 
 
 class Catalog:
@@ -148,7 +146,7 @@ class Catalog:
             try:
                 return write_index(self._storage, self._recipe, self.refresh())
             except DamagedShardError as error:
-                if not self._verify(self._infos[error.file]):
+                if not self._verify(self._infos[error.shard]):
                     raise
 
 

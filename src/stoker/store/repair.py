@@ -68,7 +68,7 @@ class RepairReport:
             "path": self.path,
             "records": self.records,
             "ok": self.ok,
-            "bad": [{"index": b.index, "shard": b.shard, "why": b.why} for b in self.bad],
+            "bad": [record.to_json() for record in self.bad],
             "set_aside": [*self.set_aside],
             "lost": [*self.lost],
             "unread": [{"shard": shard, "why": why} for shard, why in self.unread],
