@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import h5py
@@ -44,6 +45,57 @@ if "stoker.cli.main" in sys.orig_argv:
     atexit.register(time.sleep, 600)
 """
 
+SEALS_AT_ONCE = """\
+
+import glob, signal, time
+
+def wait_for_shards(count):
+    while len(glob.glob("data/latent_cache/burgers1d_train/*/shard-*")) < count:
+        time.sleep(0.02)
+
+if sys.argv[0] == "-m":
+    from stoker.store.writer import RecordWriter
+    append = RecordWriter.append
+
+    def append_and_seal(self, *args, **more):
+        append(self, *args, **more)
+        self.seal()
+
+    RecordWriter.append = append_and_seal
+"""
+
+KILLED_BETWEEN_GROUPS = """\
+
+if sys.argv[0] == "-m":
+    from stoker.precompute.run import Run
+    grow = Run._grow
+
+    def killed(self, waited_s, elapsed_s, groups):
+        grow(self, waited_s, elapsed_s, groups)
+        calls = len(open("calls").read())
+        if calls <= 4:
+            wait_for_shards(calls)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Run._grow = killed
+"""
+
+SLOW_DISK = """\
+
+if sys.argv[0] == "-m":
+    import time
+    from stoker.precompute.write_thread import WriteThread
+    from stoker.store.writer import RecordWriter
+    append = RecordWriter.append
+
+    def late(self, *args, **more):
+        time.sleep(0 if self.rows else 3)
+        append(self, *args, **more)
+
+    RecordWriter.append = late
+    WriteThread._room = lambda self, encoded: not self._waiting_bytes
+"""
+
 FAULTS = {
     "hang": "import time; time.sleep(600)",
     "holds-the-lock": "import re; re.match('(a*)*b', 'a' * 60)",
@@ -64,6 +116,11 @@ def broken_encoder(project: Path, faults: dict[int | str, str]) -> dict[str, str
     (folder / "sitecustomize.py").write_text(f"FAULTS = {faults!r}\n{BREAK_ENCODER}")
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path}
+
+
+def add_to_site(project: Path, text: str) -> None:
+    with (project / "site" / "sitecustomize.py").open("a") as file:
+        file.write(text)
 
 
 def precompute(
@@ -148,8 +205,7 @@ def test_a_command_that_is_done_and_does_not_end_is_ended_with_its_own_exit_code
 ) -> None:
     """As when a thread waits for storage in the kernel."""
     env = broken_encoder(project, {})
-    with (project / "site" / "sitecustomize.py").open("a") as file:
-        file.write(NEVER_ENDS)
+    add_to_site(project, NEVER_ENDS)
     if ending:
         damage_one_sample(project / "raw" / "burgers1d_train.h5")
 
@@ -193,19 +249,164 @@ def test_the_child_ends_when_the_guardian_is_killed(project: Path) -> None:
         time.sleep(0.05)
 
 
-def test_one_sigint_to_the_guardian_alone_seals_and_resumes(project: Path) -> None:
-    env = broken_encoder(project, {"any": "import time; time.sleep(0.3)"})
-    words = ["precompute", "c.yaml", "--splits", "train"]
-    running = subprocess.Popen([*STOKER, *words], cwd=project, env=env, stderr=subprocess.PIPE, text=True)
-    try:
+class Begun:
+    """A command in a process group of its own, in its second call of the encoder."""
+
+    def __init__(self, project: Path, env: dict[str, str], *words: str, under: tuple[str, ...] = ()) -> None:
+        self.process = subprocess.Popen(
+            [*under, *STOKER, "precompute", "c.yaml", "--splits", "train", *words],
+            cwd=project,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         limit = time.monotonic() + DEADLINE_S
         while not (project / "calls").exists() or len((project / "calls").read_text()) < 2:
             assert time.monotonic() < limit
             time.sleep(0.05)
-        running.send_signal(signal.SIGINT)
-        _, said = running.communicate(timeout=DEADLINE_S)
-    finally:
-        running.kill()
 
-    assert running.returncode == 130, said
+    def end(self, limit_s: float = DEADLINE_S) -> tuple[int, str]:
+        """Exit code and what it said."""
+        try:
+            _, said = self.process.communicate(timeout=limit_s)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.returncode, said
+
+
+SLOW = {"any": "import time; time.sleep(0.3)"}
+HANGS = {
+    0: "",
+    "any": "import ctypes; lock, m = ctypes.PyDLL(None).pthread_mutex_lock, bytes(64); lock(m); lock(m)",
+}
+"""In C, with the interpreter's lock, where no signal handler of Python's runs."""
+
+
+@pytest.mark.parametrize("whole_group", [False, True], ids=["guardian", "group"])
+def test_one_signal_seals_and_resumes(project: Path, whole_group: bool) -> None:
+    """Sent to the whole group, as `timeout` and Slurm do, it reaches the child twice."""
+    begun = Begun(project, broken_encoder(project, SLOW))
+
+    if whole_group:
+        os.killpg(begun.process.pid, signal.SIGTERM)
+    else:
+        begun.process.send_signal(signal.SIGINT)
+
+    code, said = begun.end()
+    assert code == 130, said
+    assert "records are stored" in said
     assert "resumes" in said
+
+
+def test_a_closed_terminal_ends_the_command_for_good(project: Path) -> None:
+    begun = Begun(project, broken_encoder(project, SLOW))
+
+    os.killpg(begun.process.pid, signal.SIGHUP)
+
+    code, said = begun.end()
+    assert code == 130, said
+    assert said.endswith("interrupted; the same command resumes\n")
+    assert "again" not in said
+
+
+def test_under_nohup_a_closed_terminal_ends_nothing(project: Path) -> None:
+    begun = Begun(project, broken_encoder(project, SLOW), under=("nohup",))
+
+    os.killpg(begun.process.pid, signal.SIGHUP)
+
+    code, said = begun.end()
+    assert code == 0, said
+
+
+def test_an_encoder_that_hangs_is_not_started_again_once_the_command_was_asked_to_end(project: Path) -> None:
+    begun = Begun(project, broken_encoder(project, HANGS), "precompute.deadlines.encode=4")
+
+    begun.process.send_signal(signal.SIGTERM)
+
+    code, said = begun.end(60)
+    assert code == 130, said
+    assert said.endswith("interrupted; the same command resumes\n")
+    assert "again" not in said
+
+
+def test_a_second_signal_ends_what_hangs_with_the_interpreters_lock(project: Path) -> None:
+    begun = Begun(project, broken_encoder(project, HANGS), "precompute.deadlines.encode=3600")
+
+    begun.process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    begun.process.send_signal(signal.SIGINT)
+
+    code, said = begun.end(60)
+    assert code == 130, said
+    assert said.endswith("interrupted; the same command resumes\n")
+    assert "again" not in said
+
+
+def test_what_an_overwrite_has_encoded_before_a_crash_is_kept(project: Path) -> None:
+    env = broken_encoder(project, {10: f"wait_for_shards(4)\n{FAULTS['sigkill']}"})
+    add_to_site(project, SEALS_AT_ONCE)
+    assert precompute(project, env).returncode == 0
+    assert len((project / "calls").read_text()) == 6
+
+    done = precompute(project, env, "precompute.overwrite=true")
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Starting it again") == 1
+    assert len((project / "calls").read_text()) == 6 + 5 + 2  # the fifth of the second run was killed
+    assert len(records(project)) == 12
+
+
+def test_failures_between_groups_that_are_far_apart_do_not_add_up(project: Path) -> None:
+    env = broken_encoder(project, {})
+    add_to_site(project, SEALS_AT_ONCE + KILLED_BETWEEN_GROUPS)
+
+    done = precompute(project, env)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("between two groups. Starting it again") == 4
+    assert len((project / "calls").read_text()) == 6
+
+
+@pytest.mark.parametrize("readers", [0, 1])
+def test_a_disk_that_is_slower_than_the_encoder_may_be_kills_nobody(project: Path, readers: int) -> None:
+    env = broken_encoder(project, {})
+    add_to_site(project, SLOW_DISK)
+
+    done = precompute(project, env, f"training.num_workers={readers}")
+
+    assert done.returncode == 0, done.stderr
+    assert "again" not in done.stderr
+    assert len((project / "calls").read_text()) == 6
+
+
+def test_a_process_that_cannot_be_started_is_one_line(project: Path) -> None:
+    words = [*STOKER, "precompute", "c.yaml", "--json"]
+
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -n 5; exec "$@"', "sh", *words],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+    assert done.returncode == 6, done.stderr
+    assert "cannot be started" in json.loads(done.stdout)["error"]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_imports_is_an_interrupt(project: Path, number: int) -> None:
+    env = broken_encoder(project, {})
+    add_to_site(project, f"\nif 'stoker.cli.main' in sys.orig_argv: os.kill(os.getpid(), {number:d})\n")
+
+    done = precompute(project, env, "--json")
+
+    assert done.returncode == 130, done.stderr
+    assert json.loads(done.stdout)["exit_code"] == 130
+    assert done.stderr == "interrupted; the same command resumes\n"

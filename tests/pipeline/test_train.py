@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import ConfigError, Interrupted
-from stoker.pipeline.diary import last_step_s, run_dir_of
+from stoker.pipeline.diary import FILE, last_step_s, run_dir_of
 from stoker.pipeline.train import (
     loop_settings,
     make_loader,
@@ -65,6 +65,22 @@ def test_an_interrupted_run_goes_on_and_ends_as_if_it_had_not_been(
     assert resumed.report.val_nrmse == whole.report.val_nrmse
 
 
+def test_a_run_writes_nothing_into_its_folder_once_it_is_done(configure: Configure) -> None:
+    """By then it may be another run's."""
+    diary = run_dir_of(configure()) / FILE
+    told: list[bool] = []
+
+    def another_takes_over(kind: str, _facts: Mapping[str, Json]) -> None:
+        if kind == "done":
+            told.append(json.loads(diary.read_text())["finished"])
+            diary.write_text("another's")
+
+    train_config(configure(), on_event=another_takes_over)
+
+    assert told == [True]
+    assert diary.read_text() == "another's"
+
+
 def test_a_finished_run_begins_anew(configure: Configure) -> None:
     train_config(configure())
     events = Events()
@@ -108,7 +124,7 @@ def test_the_time_of_a_step_is_not_thinned_by_the_steps_of_earlier_sessions(conf
 
     assert len(epochs) == 1
     assert last_step_s(configure()) == resumed.report.step_s
-    state = json.loads((newest(run_dir_of(configure()) / "checkpoints") / "state.json").read_text())
+    state = json.loads((newest(run_dir_of(configure()) / "checkpoints") / FILE).read_text())
     progress = state["state"]["progress"]
     assert (resumed.report.steps, progress["timed"]) == (12, 11)  # the pass of one step was broken off
     assert resumed.report.step_s == pytest.approx(progress["step_s"] / 11)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stoker.precompute import EncodeFiller, PrecomputeSettings, run_precompute
+from stoker.precompute import EncodeFiller, PrecomputeSettings, guarded, run_precompute
+from stoker.precompute.beat import BeatPage
 from stoker.precompute.spot_check import distance
 from stoker.store import Cache, Folder
 from tests.precompute.fake_encoders import FakeEncoder
@@ -70,6 +71,20 @@ def test_a_record_that_differs_is_named_with_how_far_off_it_is(
     assert report.to_json()["different"][0]["index"] == 6
     assert "field 'latent' of sample 6 differs" in caplog.text
     assert "by 0.33 of its largest value" in caplog.text
+
+
+def test_a_guardian_hears_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its page says what the main thread does, which may be encoding meanwhile."""
+    cache = make(tmp_path, FakeSource((10,)), FakeEncoder())
+    page = BeatPage.create()
+    page.write("encode", 3, limit_s=9)
+    before = page.look()
+    monkeypatch.setattr(guarded, "_page", page)
+
+    report = checked(cache)
+
+    assert report.checked == 10
+    assert page.look() == before
 
 
 def test_what_cannot_be_compared_is_said_and_quarantines_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -84,6 +85,33 @@ def test_a_file_that_changes_ends_the_run_and_nothing_read_since_is_stored(
     stored = tmp_path / "cache" / "c" / recipe.fingerprint
     assert not list(stored.glob("failures-*")), "no sample is at fault"
     assert {*open_cache(stored, require_complete=False).numbers.tolist()} <= {0, 1, 2, 3, 4}
+
+
+def test_a_file_that_is_still_being_written_ends_the_run_and_is_no_samples_fault(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Meddled(data, "touched", "after")
+    digest, known = hashlib.file_digest, []
+
+    def while_it_grows(file, name):
+        found = digest(file, name)
+        if known:
+            with data.open("ab") as more:
+                more.write(b"x")
+        known.append(found)
+        return found
+
+    monkeypatch.setattr(hashlib, "file_digest", while_it_grows)
+
+    with pytest.raises(
+        SourceError, match=rf"{data.name} is being written .* when sample 5 was read.* Run again"
+    ):
+        run_precompute(
+            source, None, tmp_path / "cache", name="c", settings=PrecomputeSettings(progress=None, readers=0)
+        )
+
+    assert len(known) > 1
+    assert not list((tmp_path / "cache").rglob("failures-*"))
 
 
 @pytest.mark.parametrize("readers", [0, 1])

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO, TypeVar, cast
 import typer
 from rich.console import Console
 
-from stoker.cli.streams import keep_standard_streams, printing
+from stoker.cli.streams import INTERRUPTED, keep_standard_streams, printing
 from stoker.errors import Interrupted, ResourceError, StokerError
 from stoker.precompute.guarded import say_end
 
@@ -108,7 +108,7 @@ def edge(*, as_json: bool, debug: bool) -> Generator[Edge]:
 
             raise out.fail(in_settings(str(error)), error.exit_code) from None
         except KeyboardInterrupt:
-            raise out.fail("interrupted; the same command resumes", Interrupted.exit_code) from None
+            raise out.fail(INTERRUPTED, Interrupted.exit_code) from None
         except (typer.Exit, BrokenPipeError):
             raise
         except Exception as error:  # noqa: BLE001 (the process edge: what nobody foresaw is one line too)
@@ -200,6 +200,8 @@ def run(app: typer.Typer, words: Sequence[str]) -> NoReturn:
         else:
             with contextlib.suppress(OSError):
                 error.show()
+    except typer.Abort:  # what the parser makes of a Ctrl-C that came outside a command
+        raise KeyboardInterrupt from None
     except BrokenPipeError:
         code = 1
     except ResourceError as error:

@@ -3,7 +3,8 @@
 Commands that encode run in a child of this process. When the child crashes while it encodes, or makes no
 progress past the encoder's deadline (also with the interpreter's lock held, or stopped), it is ended and
 started again; it resumes from the sealed shards. A group that fails `MAX_TRIES` times ends that: the last
-stage and stack are printed. What happens outside encoding is passed through as it is.
+stage and stack are printed. What happens outside encoding is passed through as it is, and a command that was
+asked to end is never started again.
 
 This module imports nothing heavy: the guardian costs a tenth of a second and a few megabytes.
 """
@@ -22,10 +23,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from stoker.cli.streams import keep_standard_streams, printing
-from stoker.errors import ResourceError
+from stoker.cli.streams import INTERRUPTED, keep_standard_streams, printing
+from stoker.errors import Interrupted, ResourceError
 from stoker.precompute.beat import Beat, BeatPage
 from stoker.precompute.guarded import GUARD_VARIABLE, Lifeline
+from stoker.precompute.interrupts import TOGETHER_S
 from stoker.precompute.oom import oom_kills
 
 GUARDED = frozenset({"demo", "precompute", "train"})
@@ -39,8 +41,8 @@ DUMP_S = 0.5
 """How long a child past its deadline gets to write its stacks."""
 GRACE_S = 5.0
 """How long a killed child may take to vanish; one stuck in the kernel is left behind."""
-WATCHED = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD})
-"""Signals that are waited for, and blocked otherwise; the child unblocks its own."""
+ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+"""Signals that ask for an end, as far as they are not ignored (`nohup`)."""
 SI_KERNEL = 0x80
 """`si_code` of a signal that no process sent (Linux, `siginfo.h`)."""
 EXIT_STALLED = 5
@@ -64,12 +66,14 @@ class End:
     """It was killed past its deadline."""
     memory: bool
     """The kernel killed for memory meanwhile."""
+    asked: bool
+    """A signal had asked for it."""
 
     @property
     def while_encoding(self) -> bool:
         """Whether starting it again is safe and may help."""
         inside = (self.beat.limit_s > 0 and self.beat.stage != "end") or self.beat.stage == "lost"
-        return inside and (self.code < 0 or self.beat.stage == "lost")
+        return inside and not self.asked and (self.code < 0 or self.beat.stage == "lost")
 
     def describe(self) -> str:
         """In words, with stage and samples."""
@@ -101,28 +105,46 @@ def main() -> None:
 
 def guard(words: Sequence[str]) -> int:
     """Run a command in a child, again where that helps; its exit code."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-    failed = Counter[int]()
+    watched = {signal.SIGCHLD, *(n for n in ENDING if signal.getsignal(n) is not signal.SIG_IGN)}
+    signal.pthread_sigmask(signal.SIG_BLOCK, watched)  # the child unblocks its own
+    failed, starts = Counter[int](), 0
+    notes_fd: int | None = None
     while True:
-        end = _Child(words).run()
+        try:
+            notes_fd = notes_fd or os.memfd_create("stoker-notes", os.MFD_CLOEXEC)
+            child = _Child(words, watched, notes_fd)
+        except OSError as error:
+            return _fail(_not_started(error), ResourceError.exit_code, words)
+        end = child.run()
         if not end.while_encoding:
             return _passed_on(end, words)
-        failed[end.beat.number] += 1
-        tries = failed[end.beat.number]
-        if tries >= MAX_TRIES or failed.total() >= MAX_STARTS:
+        place, starts = end.beat.number, starts + 1
+        if place < 0 and end.beat.read_bytes:  # between groups, but not between those of the last time
+            failed[place] = 0
+        failed[place] += 1
+        if failed[place] >= MAX_TRIES or starts >= MAX_STARTS:
             break
         _say(f"the encoding process {end.describe()}. Starting it again; what is stored stays")
     stack = f"\nIts last stacks:\n{end.stack[-STACK_CHARS:]}" if end.stack else ""
     message = (
-        f"the encoding process {end.describe()}: failure {tries} there, {failed.total()} in all. "
+        f"the encoding process {end.describe()}: failure {failed[place]} there, {starts} in all. "
         f"What is stored stays, and the same command resumes once the cause is mended{stack}"
     )
     return _fail(message, EXIT_STALLED if end.overdue else EXIT_FAILED, words)
 
 
+def _not_started(error: OSError) -> str:
+    return (
+        f"the command's process cannot be started: {error}. Expected room for one process and four open "
+        "files: see ulimit -u, ulimit -n and free memory, and run again"
+    )
+
+
 def _passed_on(end: End, words: Sequence[str]) -> int:
     if end.code >= 0:
         return _answer(end.output, end.code)
+    if end.asked:
+        return _fail(INTERRUPTED, Interrupted.exit_code, words)
     return _fail(f"the command {end.describe()}. The same command resumes", EXIT_FAILED, words)
 
 
@@ -155,20 +177,28 @@ def _answer(text: str, code: int) -> int:
 class _Child:
     """One run of the command."""
 
-    def __init__(self, words: Sequence[str]) -> None:
+    def __init__(self, words: Sequence[str], watched: set[signal.Signals], notes_fd: int) -> None:
+        self._watched = watched
         self._page = BeatPage.create()
         self._stack_fd = os.memfd_create("stoker-stack", os.MFD_CLOEXEC)
-        lifeline = Lifeline(page_fd=self._page.fd, stack_fd=self._stack_fd, parent=os.getpid())
+        lifeline = Lifeline(
+            page_fd=self._page.fd, stack_fd=self._stack_fd, notes_fd=notes_fd, parent=os.getpid()
+        )
         self._oom_kills = oom_kills()
         self._output_fd = os.memfd_create("stoker-output", os.MFD_CLOEXEC) if "--json" in words else None
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "stoker.cli.main", *words],
             stdout=self._output_fd,
-            pass_fds=(self._page.fd, self._stack_fd),
+            pass_fds=(self._page.fd, self._stack_fd, notes_fd),
             env={**os.environ, GUARD_VARIABLE: lifeline.to_text()},
         )
-        self._pidfd = os.pidfd_open(self._process.pid)
+        try:
+            self._pidfd = os.pidfd_open(self._process.pid)
+        except OSError:
+            self._process.kill()
+            raise
         self._overdue = False
+        self._asked: list[float] = []
 
     def run(self) -> End:
         """Wait for its end, and bring it about when it is overdue."""
@@ -184,6 +214,7 @@ class _Child:
                 stack=_text(self._stack_fd).partition("Extension modules:")[0].strip(),
                 overdue=self._overdue,
                 memory=oom_kills() > self._oom_kills,
+                asked=bool(self._asked) or not ENDING.isdisjoint(signal.sigpending()),
             )
         finally:
             self._page.close()
@@ -194,7 +225,10 @@ class _Child:
 
     def _watch(self) -> None:
         while not self._ended(0):
-            self._pass_on(signal.sigtimedwait(WATCHED, LOOK_S))
+            self._pass_on(signal.sigtimedwait(self._watched, LOOK_S))
+            if len(self._asked) > 1 and time.monotonic() - self._asked[1] > GRACE_S:
+                self._kill()  # no handler of its own runs while C code holds the interpreter's lock
+                return
             beat = self._page.look()
             if beat.limit_s and time.monotonic() - beat.time_ns / 1e9 > beat.limit_s:
                 self._signal(signal.SIGUSR1)  # its handler writes the stacks without the interpreter's help
@@ -204,7 +238,12 @@ class _Child:
 
     def _pass_on(self, info: signal.struct_siginfo | None) -> None:
         """Hand on what was sent to us alone; Ctrl-C on a terminal goes to everybody in front by itself."""
-        if info is not None and info.si_signo != signal.SIGCHLD and info.si_code != SI_KERNEL:
+        if info is None or info.si_signo not in ENDING:
+            return
+        now = time.monotonic()
+        if not self._asked or now - self._asked[-1] > TOGETHER_S:
+            self._asked.append(now)
+        if info.si_code != SI_KERNEL:
             self._signal(signal.Signals(info.si_signo))
 
     def _kill(self) -> None:

@@ -28,7 +28,8 @@ from stoker.cli.flags import (
     split_words,
     tell_settings,
 )
-from stoker.errors import ConfigError
+from stoker.cli.streams import INTERRUPTED
+from stoker.errors import ConfigError, Interrupted
 from stoker.precompute.guarded import GUARD_VARIABLE, Lifeline, attach
 
 if TYPE_CHECKING:
@@ -46,11 +47,16 @@ app = typer.Typer(
 
 def main() -> None:
     """The commands themselves; `guardian.py` is where the `stoker` command starts."""
-    lifeline = os.environ.pop(GUARD_VARIABLE, None)
-    if lifeline:
-        attach(Lifeline.from_text(lifeline))
-    stop_on_sigterm()
-    run(app, sys.argv[1:])
+    words = sys.argv[1:]
+    try:
+        stop_on_sigterm()
+        lifeline = os.environ.pop(GUARD_VARIABLE, None)
+        if lifeline:
+            attach(Lifeline.from_text(lifeline))  # lets signals in that came while modules were imported
+        run(app, words)
+    except KeyboardInterrupt:
+        out = Edge(as_json="--json" in words, debug=False)
+        sys.exit(out.fail(INTERRUPTED, Interrupted.exit_code).exit_code)
 
 
 def _version(wanted: bool) -> None:

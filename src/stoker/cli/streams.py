@@ -10,6 +10,9 @@ from typing import TextIO
 
 from stoker.errors import ResourceError
 
+INTERRUPTED = "interrupted; the same command resumes"
+"""What a command says that a signal ended."""
+
 
 def keep_standard_streams() -> None:
     """Point closed standard streams at nothing, or the next file opened (a shard) would be one of them."""

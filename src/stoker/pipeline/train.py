@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 from stoker.config import Config
 from stoker.errors import ConfigError
@@ -176,6 +177,8 @@ def train_prepared(
     def note(kind: str, facts: Mapping[str, Json]) -> None:
         if kind == "start":
             write_diary(run_dir, digest=digest, finished=False, step_s=None)
+        elif kind == "done":  # said while the folder is still ours
+            write_diary(run_dir, digest=digest, finished=True, step_s=cast("float | None", facts["step_s"]))
         if on_event is not None:
             on_event(kind, facts)
 
@@ -195,7 +198,6 @@ def train_prepared(
     finally:
         checked = None if check is None else check.finish()
     train_s = time.monotonic() - began
-    write_diary(run_dir, digest=digest, finished=True, step_s=report.step_s)
     return TrainResult(
         report=report,
         caches=prepared.caches,

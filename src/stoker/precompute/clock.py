@@ -7,6 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from stoker.precompute.beat import BeatPage
 from stoker.precompute.guarded import guard_page
 
 
@@ -24,12 +25,14 @@ class EncodeClock:
     """The group in hand."""
     lost: bool = False
     """The device cannot be used again in this process; the last thing a guardian is told."""
+    told: bool = True
+    """Whether a guardian is told at all: its page has room for what one thread does."""
 
     @contextmanager
     def starting(self, limit_s: float) -> Generator[None]:
         """The encoder is brought to its device, which may hang as a call of it may."""
         self.begun = time.monotonic()
-        page = guard_page()
+        page = self._page()
         if page is not None:
             page.write("start", limit_s=limit_s)
         try:
@@ -61,8 +64,11 @@ class EncodeClock:
         self.lost = True
 
     def _tell(self, stage: str, *, groups: int = 0, bounded: bool = True) -> None:
-        page = guard_page()
+        page = self._page()
         if page is not None and not self.lost:
             number = self.numbers.start if stage != "wait" else -1
             limit_s = self.limit_s if bounded else 0.0
             page.write(stage, number, read_bytes=groups, limit_s=limit_s)
+
+    def _page(self) -> BeatPage | None:
+        return guard_page() if self.told else None

@@ -16,6 +16,7 @@ from stoker.errors import IncompleteError, Interrupted
 from stoker.plan.resources import probe
 from stoker.precompute.allocator import keep_freed_memory, release_memory
 from stoker.precompute.filler import EncodeFiller
+from stoker.precompute.guarded import first_time
 from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.pace import Pace
 from stoker.precompute.progress import ProgressSink, automatic
@@ -116,7 +117,7 @@ def run_precompute(
             waited = take_turn(folder, turn, interrupts, quiet_s=quiet_s)
             if interrupts.signal is not None:
                 raise Interrupted("stopped while waiting for another process; nothing was begun")
-            if settings.overwrite and not waited:
+            if settings.overwrite and not waited and first_time(f"clear {folder.path}"):
                 clear(folder)
                 folder = open_folder(cache_dir, name, recipe, weights=weights)
             cache = _ready(folder, settings) if waited else None

@@ -21,6 +21,7 @@ EXIT_S = 120.0
 """How long a process may take to end once it has done its work: trackers send what they still hold."""
 _PR_SET_PDEATHSIG = 1
 _page: BeatPage | None = None
+_notes_fd: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,35 +32,53 @@ class Lifeline:
     """The heartbeat page."""
     stack_fd: int
     """Where stacks go, on a crash and at SIGUSR1."""
+    notes_fd: int
+    """What the children of this command did once and for all, a line each."""
     parent: int
     """The guardian's process id."""
 
     def to_text(self) -> str:
         """For the environment."""
-        return f"{self.page_fd} {self.stack_fd} {self.parent}"
+        return f"{self.page_fd} {self.stack_fd} {self.notes_fd} {self.parent}"
 
     @classmethod
     def from_text(cls, text: str) -> Lifeline:
         """What `to_text` wrote."""
-        page_fd, stack_fd, parent = map(int, text.split())
-        return cls(page_fd=page_fd, stack_fd=stack_fd, parent=parent)
+        page_fd, stack_fd, notes_fd, parent = map(int, text.split())
+        return cls(page_fd=page_fd, stack_fd=stack_fd, notes_fd=notes_fd, parent=parent)
 
 
 def attach(lifeline: Lifeline) -> None:
     """Make this process a guarded one: it ends in order when its guardian dies, and says where it stands."""
-    global _page  # noqa: PLW0603  being guarded is a fact about the process
+    global _page, _notes_fd  # noqa: PLW0603  being guarded is a fact about the process
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the guardian waits for signals with all of them blocked
-    for fd in (lifeline.page_fd, lifeline.stack_fd):
+    for fd in (lifeline.page_fd, lifeline.stack_fd, lifeline.notes_fd):
         os.set_inheritable(fd, False)  # readers must not hold them
     tie_to_parent(lifeline.parent, signal.SIGTERM)
     faulthandler.enable(file=lifeline.stack_fd)
     faulthandler.register(signal.SIGUSR1, file=lifeline.stack_fd, all_threads=True, chain=False)
     _page = BeatPage(lifeline.page_fd)
+    _notes_fd = lifeline.notes_fd
 
 
 def guard_page() -> BeatPage | None:
     """The page of this process, or None when nobody guards it."""
     return _page
+
+
+def first_time(what: str) -> bool:
+    """Whether no process of this command did `what` (one line) yet, and note that it is done now.
+
+    A guardian starts the command again with the same words, and not all of them are to be done twice.
+    Without a guardian every time is the first.
+    """
+    if _notes_fd is None:
+        return True
+    size = os.fstat(_notes_fd).st_size
+    if what in os.pread(_notes_fd, size, 0).decode().splitlines():
+        return False
+    os.pwrite(_notes_fd, f"{what}\n".encode(), size)
+    return True
 
 
 def say_end(code: int) -> None:

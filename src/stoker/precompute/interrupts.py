@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
+TOGETHER_S = 0.3
+"""Signals this close are one request: one to a whole group reaches a child twice, by its guardian as well."""
 _EXIT_INTERRUPTED = 130
 
 
@@ -23,6 +26,7 @@ class Interrupts:
         """The first signal that arrived, or None."""
         self._previous: dict[signal.Signals, Any] = {}
         self._write_fd = -1
+        self._since = 0.0
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -32,9 +36,12 @@ class Interrupts:
         return self
 
     def _arrived(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
         if self.signal is not None:
-            os._exit(_EXIT_INTERRUPTED)  # sealed shards are whole whatever happens; readers die with us
-        self.signal = signal.Signals(number)
+            if now - self._since > TOGETHER_S:
+                os._exit(_EXIT_INTERRUPTED)  # sealed shards are whole whatever happens; readers die with us
+            return
+        self.signal, self._since = signal.Signals(number), now
         os.write(self._write_fd, b"x")
 
     def __exit__(

@@ -89,7 +89,7 @@ class Run:
         while not (feed.finished and not self._parcels):
             if self._interrupts.signal is not None or time.monotonic() >= until:
                 return False
-            stages.encoder.clock.alive(bounded=isinstance(feed, Supervisor))
+            self._alive()
             waited = 0.0
             begun = time.monotonic()
             if not self._parcels:
@@ -111,11 +111,16 @@ class Run:
         stages.feed.release(parcel)
         if encoded is not None:
             while not stages.writer.offer(encoded, _OFFER_S):
-                # A slow disk must not keep us from noticing readers that hang.
+                # A slow disk has a deadline of its own, and must not keep us from noticing readers that hang.
+                self._alive()
                 self._parcels.extend(stages.feed.poll(0.0))
                 self._show()
             self.encoded += len(encoded.numbers)
         return 1
+
+    def _alive(self) -> None:
+        """Say that the loop goes round; what is read in this process may take any time."""
+        self._stages.encoder.clock.alive(bounded=isinstance(self._stages.feed, Supervisor))
 
     def _grow(self, waited_s: float, elapsed_s: float, groups: int) -> None:
         feed, pace = self._stages.feed, self._pace

@@ -71,6 +71,7 @@ class Bench:
                 f"time are encoded one by one. Give the encoder a group of 1"
             )
         self.quarantined = set(folder.failures()).difference(missing.tolist())
+        self._rehearsal = False
         self._account(folder.quarantine_many)
         self._parts = self._part_names()
         files = digested_files(source.identity().parts, recipe.files)
@@ -78,7 +79,8 @@ class Bench:
         self._layout, self._first_readers, self.most_readers = self._plan(cpus)
 
     def rehearse(self) -> None:
-        """Quarantine nothing durably: what fails from now on is stored already. Called before `feed`."""
+        """Quarantine nothing durably, and tell no guardian: it is stored already. Called before `feed`."""
+        self._rehearsal = True
         self._account(lambda _: None)
 
     def _account(self, quarantine: Callable[[Sequence[Failure]], None]) -> None:
@@ -173,6 +175,7 @@ class Bench:
             device=self.settings.device,
             nan=self.settings.nan,
         )
+        encoder.clock.told = not self._rehearsal
         if self._encoder is not None:
             with self.watchdog(encoder), encoder.clock.starting(self.settings.deadlines.encode):
                 self._encoder.to(torch.device(self.settings.device))

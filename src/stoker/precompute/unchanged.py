@@ -98,7 +98,15 @@ class Unchanged:
             return
         from stoker.store.digests import digest_file
 
-        now = digest_file(known.ref, sampled=known.sampled)
+        try:
+            now = digest_file(known.ref, sampled=known.sampled)
+        except SourceError as error:
+            if isinstance(error.__cause__, OSError):
+                raise  # it cannot be read, which says nothing about its content
+            raise ChangedError(
+                f"{path} is being written while it is encoded, seen when sample {number} was read: {error}. "
+                "Nothing read since then is stored"
+            ) from error
         if (now.bytes, now.digest) != (known.bytes, known.digest):
             raise ChangedError(
                 f"{path} changed while it was encoded: {known.bytes:,} bytes before, {now.bytes:,} now, with "

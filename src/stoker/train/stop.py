@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
+
+from stoker.precompute.interrupts import TOGETHER_S
 
 
 class StopFlag:
@@ -17,6 +20,7 @@ class StopFlag:
     def __init__(self) -> None:
         self.signal_name: str | None = None
         self._before: dict[signal.Signals, Any] = {}
+        self._since = 0.0
 
     def __enter__(self) -> StopFlag:
         if threading.current_thread() is threading.main_thread():
@@ -28,8 +32,12 @@ class StopFlag:
         self._restore()
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        self.signal_name = signal.Signals(number).name
-        self._restore()
+        now = time.monotonic()
+        if self.signal_name is None:
+            self.signal_name, self._since = signal.Signals(number).name, now
+        elif now - self._since > TOGETHER_S:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
