@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,12 +37,8 @@ def test_a_file_takes_its_name_once_it_is_durable(tmp_path: Path, synced: list[s
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_a_folder_replaces_a_folder_and_its_files_are_durable_first(
-    tmp_path: Path, synced: list[str]
-) -> None:
+def test_a_folder_takes_its_name_once_its_files_are_durable(tmp_path: Path, synced: list[str]) -> None:
     path = tmp_path / "step-1"
-    path.mkdir()
-    (path / "gone").touch()
 
     with replacing(path) as temporary:
         temporary.mkdir()
@@ -70,14 +67,18 @@ def test_a_block_that_raises_leaves_everything_as_it_was(tmp_path: Path, folder:
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_file_never_replaces_a_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
+def test_a_folder_that_holds_something_is_never_replaced(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
     path = tmp_path / "data"
     path.mkdir()
     (path / "mine").touch()
 
-    with pytest.raises(IsADirectoryError), replacing(path) as temporary:
-        temporary.write_text("new")
+    with pytest.raises(OSError, match=r"[Dd]irectory"), replacing(path) as temporary:
+        make(temporary)
 
+    assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
     assert (path / "mine").exists()
 
 

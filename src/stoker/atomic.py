@@ -47,13 +47,11 @@ def replacing(path: Path) -> Generator[Path]:
 def publish(temporary: Path, path: Path) -> None:
     """Make a finished file or folder durable, give it its name, and make the name durable.
 
-    A file replaces a file in one step; for a folder, one of the same name is removed first.
+    A file replaces a file in one step. Nothing replaces a folder that holds anything: that is an error.
     """
     if temporary.is_dir():
         for file in temporary.iterdir():
             _sync(file)
-        if path.is_dir():
-            shutil.rmtree(path)
     _sync(temporary)
     temporary.replace(path)
     sync_folder(path.parent)

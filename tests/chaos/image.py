@@ -26,7 +26,7 @@ from tests.chaos.checks import Promises, broken, not_finished, silence
 from tests.chaos.enumerate import DEADLINE_S, promising
 from tests.chaos.scenarios import SCENARIOS, Scenario
 
-IMAGE_BYTES = 16 << 20
+IMAGE_BYTES = 64 << 20
 
 
 def call(*command: str) -> None:

@@ -7,13 +7,11 @@ import stat
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import stoker.atomic
 from stoker.store import cache, claims, folder, load_recipe, local
-from stoker.store.catalog import Catalog, read_info, write_index
 
 
 def none() -> None:
@@ -63,11 +61,9 @@ def manifest_first() -> None:
 
     def publish(temporary: Path, path: Path) -> None:
         if path.name.startswith("shard-"):
-            storage, recipe = local.LocalStorage(path.parent), load_recipe(path.parent)
-            os.link(temporary, path.parent / f"early-{path.name}")
-            info = replace(read_info(storage, f"early-{path.name}", recipe), file=path.name)
-            write_index(storage, path.parent.parent.name, recipe, [*Catalog(storage, recipe).refresh(), info])
-            os.unlink(path.parent / f"early-{path.name}")
+            temporary.rename(path)  # for as long as the index is made
+            folder.Folder(path.parent, path.parent.parent.name, load_recipe(path.parent)).finish()
+            path.rename(temporary)
         real(temporary, path)
 
     _replace_publish(publish)

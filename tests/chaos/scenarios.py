@@ -22,7 +22,16 @@ from stoker.errors import IncompleteError
 from stoker.pipeline import import_pt
 from stoker.pipeline.pt_reader import PtContent
 from stoker.precompute.engine import PrecomputeSettings, clear, run_precompute
-from stoker.store import Digests, Failure, Folder, Recipe, make_recipe, open_cache, open_folder
+from stoker.store import (
+    Digests,
+    Failure,
+    Folder,
+    Recipe,
+    WriterSettings,
+    make_recipe,
+    open_cache,
+    open_folder,
+)
 from stoker.store.compact import compact
 from stoker.store.gc import GcPolicy, collect
 from stoker.store.repair import repair
@@ -101,7 +110,7 @@ def nothing(kind: str, numbers: Sequence[int] = ()) -> None:
 
 def write_missing(folder: Folder, source: FakeSource, promise: Promise) -> None:
     """Append what is missing, promising whatever has been sealed."""
-    writer = folder.writer(shard_bytes=SHARD_BYTES)
+    writer = folder.writer(WriterSettings(shard_bytes=SHARD_BYTES))
     by_part: dict[int, list[int]] = {}
     for number in folder.missing().tolist():
         by_part.setdefault(folder.recipe.part_of(number)[0], []).append(number)

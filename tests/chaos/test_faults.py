@@ -170,7 +170,11 @@ def written(line):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sound"), [(["resume"], True), (["commit", "--planted", "no-folder-fsync"], False)]
+    ("arguments", "sound"),
+    [
+        pytest.param(["resume"], True, id="resume"),
+        pytest.param(["commit", "--planted", "no-folder-fsync"], False, id="folders-not-synced"),
+    ],
 )
 def test_a_power_cut_on_ext4_takes_what_was_not_synced_and_nothing_else(figures, preloaded, arguments, sound):
     if why := image.refused():

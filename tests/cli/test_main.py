@@ -14,12 +14,11 @@ import h5py
 import numpy as np
 import pytest
 import torch
-import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from stoker.cli import render
-from stoker.cli.edge import console, edge
+from stoker.cli.edge import console
 from stoker.cli.edge import run as run_app
 from stoker.cli.main import app, main
 from stoker.config import load_config

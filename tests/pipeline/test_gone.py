@@ -13,8 +13,10 @@ from stoker.errors import SourceError
 from stoker.pipeline.locate import locate
 from stoker.pipeline.precompute import fill_caches
 from stoker.pipeline.train import train_config
+from stoker.store.use import unused_for_s
 from tests.conftest import write_burgers
 from tests.pipeline.conftest import Configure
+from tests.store.kill_points import make_old
 
 
 @pytest.fixture
@@ -57,6 +59,19 @@ def test_the_one_that_matches_is_chosen_among_several(configure: Configure, tmp_
     found = fill_caches(configure(), ["train"])[0]
 
     assert found.cache.fingerprint == wanted.cache.fingerprint
+
+
+def test_only_the_one_that_is_chosen_counts_as_used(configure: Configure, tmp_path: Path) -> None:
+    wanted = fill_caches(configure(), ["train"])[0].cache.path
+    other = fill_caches(configure("latent.dim=6"), ["train"])[0].cache.path
+    shutil.rmtree(tmp_path / "raw")
+    make_old(wanted)
+    make_old(other)
+
+    assert locate(configure(), "burgers1d", "train").folder == wanted
+
+    assert unused_for_s(wanted) < 60
+    assert unused_for_s(other) > 86400
 
 
 @pytest.mark.parametrize(

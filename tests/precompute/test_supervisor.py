@@ -99,7 +99,7 @@ def test_a_file_that_never_answers_is_given_up_after_three_of_its_samples(tmp_pa
 
     assert report.cache.numbers.tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
     assert report.quarantined == 12
-    assert report.lost_readers <= 4
+    assert report.lost_readers <= 6  # three samples, two tries each, where trying all takes 24
     assert all("part1.h5" in failure.error for failure in report.cache.quarantined.values())
 
 

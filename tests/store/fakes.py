@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stoker.schema import Field, Json, Schema
 from stoker.sources.protocol import Part, SourceIdentity
-from stoker.store import Cache, Folder, Recipe, make_recipe, open_folder
+from stoker.store import Cache, Folder, Recipe, WriterSettings, make_recipe, open_folder
 from stoker.store.convert import torch_dtype
 
 SCHEMA: Schema = {
@@ -110,7 +110,7 @@ def fill(
     **settings: Any,
 ) -> None:
     """Append records part by part in groups, and seal them."""
-    writer = folder.writer(**settings)
+    writer = folder.writer(WriterSettings(**settings))
     by_part: dict[int, list[int]] = {}
     for number in range(len(source)) if numbers is None else numbers:
         by_part.setdefault(folder.recipe.part_of(number)[0], []).append(number)

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from stoker.store import make_recipe, open_folder
+from stoker.store import WriterSettings, make_recipe, open_folder
 from tests.store.fakes import FakeSource, batch_of
 
 SOURCE = FakeSource(parts=[("a", 120)])
@@ -24,7 +24,7 @@ def fill_missing(root: Path, report: int) -> None:
     folder = open_folder(root, "x", make_recipe(SOURCE, None))
     missing = folder.missing().tolist()
     os.write(report, b".")
-    writer = folder.writer(shard_bytes=SHARD_ROWS * 1156)
+    writer = folder.writer(WriterSettings(shard_bytes=SHARD_ROWS * 1156))
     for begin in range(0, len(missing), GROUP):
         group = missing[begin : begin + GROUP]
         writer.append(group, batch_of(SOURCE, group))

@@ -14,7 +14,7 @@ import torch
 
 from stoker.errors import ConfigError, FormatError, IncompleteError, MissingRecordError, RecordError
 from stoker.schema import Field
-from stoker.store import make_recipe, open_cache, open_folder
+from stoker.store import FileDigest, make_recipe, open_cache, open_folder
 from stoker.store.cache import Cache
 from stoker.store.index import LISTED_SEGMENTS
 from tests.store.fakes import RAGGED, FakeSource, assert_whole, fill, make_cache
@@ -92,6 +92,24 @@ def test_the_newest_complete_one_is_opened_by_name_and_others_are_mentioned_once
     assert [cache.fingerprint for cache in opened] == [caches[2].fingerprint] * 2
     assert caplog.text.count("holds 3 complete caches") == 1
     assert open_cache(caches[0].path).fingerprint == caches[0].fingerprint
+
+
+def test_only_shards_without_an_index_are_told_of_as_after_a_kill(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = FakeSource()
+    files = [FileDigest(name="a.h5", bytes=1, digest="0" * 32, sampled=False)]
+    with caplog.at_level(logging.INFO):
+        first_run = open_folder(tmp_path, "x", make_recipe(source, None), files=files)
+        open_cache(first_run.path, require_complete=False)
+        assert (first_run.path / "sources.jsonl").exists()
+        assert "no index" not in caplog.text
+
+        (first_run.path / "index.json").unlink()
+        fill(first_run, source, [0])
+        open_cache(first_run.path, require_complete=False)
+
+    assert "has no index, as after a kill" in caplog.text
 
 
 def test_no_cache_is_a_clear_error(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from stoker.errors import IncompleteError, StalledError
+from stoker.errors import ConfigError, IncompleteError, StalledError
 from stoker.loader import Loader
-from stoker.store import Cache, make_recipe, open_cache, open_folder
-from stoker.store import compact as compact_module
+from stoker.schema import Schema
+from stoker.store import Cache, WriterSettings, claims, make_recipe, open_cache, open_folder
 from stoker.store.compact import compact
-from tests.store.fakes import RAGGED, SCHEMA, FakeSource, assert_whole, batch_of, fill
+from tests.store.fakes import RAGGED, SCHEMA, FakeSource, assert_whole, batch_of, fill, make_cache
 
 ROOT = Path(__file__).parents[2]
 FULL = 10 * 1156
@@ -86,11 +86,19 @@ def test_nothing_is_rewritten_where_it_would_not_lessen_the_shards(tmp_path: Pat
     assert len(serving(open_cache(cache.path))) == 3
 
 
+@pytest.mark.parametrize("schema", [SCHEMA, RAGGED], ids=["fixed", "ragged"])
+def test_shards_of_no_bytes_are_refused(tmp_path: Path, schema: Schema) -> None:
+    cache = make_cache(tmp_path, FakeSource(schema))
+
+    with pytest.raises(ConfigError, match="shard_bytes is 0, expected 1 at least"):
+        compact(cache.path, shard_bytes=0)
+
+
 def test_marks_and_environments_travel_with_their_records(tmp_path: Path) -> None:
     source = FakeSource(parts=[("a", 12)])
     folder = open_folder(tmp_path, "x", make_recipe(source, None))
     for begin, device in ((0, "cpu"), (3, "cpu"), (6, "tpu"), (9, "tpu")):
-        writer = folder.writer(device=device)
+        writer = folder.writer(WriterSettings(device=device))
         numbers = range(begin, begin + 3)
         writer.append(numbers, batch_of(source, numbers), marked=[begin + 1])
         writer.seal()
@@ -185,10 +193,10 @@ def test_a_full_disk_leaves_the_cache_as_it_was(tmp_path: Path, monkeypatch: pyt
 
 def test_one_compacts_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make_short(tmp_path, FakeSource())
-    monkeypatch.setattr(compact_module, "INDEX_WAIT_S", 0.05)
+    monkeypatch.setattr(claims, "INDEX_WAIT_S", 0.05)
 
     with (
-        compact_module.maintaining(cache.path),
+        claims.maintaining(cache.path),
         pytest.raises(StalledError, match=f"process {os.getpid()} on"),
     ):
         compact(cache.path)

@@ -15,6 +15,7 @@ import torch
 
 from stoker.errors import ConfigError, ReadOnlyError, RecordError
 from stoker.store import Cache, Failure, Folder, make_recipe, open_cache, open_folder
+from stoker.store.local import LocalStorage
 from tests.store.fakes import FakeSource, assert_whole, batch_of, fill, make_cache
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +92,26 @@ def test_one_file_added_unchanged_parts_are_adopted_and_only_new_samples_are_mis
     shutil.rmtree(old.path)  # links, so the sibling may go
     assert_whole(open_cache(cache.path), after)
     assert cache.index.sequence == old.index.sequence + 1
+
+
+def test_adoption_lists_the_folder_equally_often_however_many_shards_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listings(root: Path, shard_bytes: int) -> int:
+        before = FakeSource(parts=[("a", 24)])
+        old = make_cache(root, before, shard_bytes=shard_bytes)
+        after = FakeSource(parts=[("a", 24), ("b", 2)])
+        folder = open_x(root, after)
+        seen: list[Path] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalStorage, "sizes", lambda self: (seen.append(self.path), sizes(self))[1])
+            assert folder.adopt() == 24
+        assert len([*folder.path.glob("shard-*")]) == len(old.index.shards)
+        return len(seen)
+
+    sizes = LocalStorage.sizes
+
+    assert listings(tmp_path / "one", 1 << 20) == listings(tmp_path / "many", 1)
 
 
 def test_shards_that_add_nothing_are_not_adopted(tmp_path: Path) -> None:

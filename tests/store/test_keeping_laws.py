@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stoker.store import Cache, make_recipe, open_cache, open_folder
+from stoker.store import Cache, WriterSettings, make_recipe, open_cache, open_folder
 from stoker.store.compact import compact
 from stoker.store.gc import DAY_S, GcPolicy, collect
 from stoker.store.use import unused_for_s
@@ -65,7 +65,7 @@ def test_compacting_changes_nothing_but_the_number_of_shards(
     source = FakeSource(schema, PARTS)
     folder = open_folder(tmp_path, "x", make_recipe(source, None, dtype=dtype))
     for numbers, device, marked in written:
-        writer = folder.writer(device=device)
+        writer = folder.writer(WriterSettings(device=device))
         writer.append(numbers, batch_of(source, numbers), marked=marked)
         writer.seal()
         if indexed:

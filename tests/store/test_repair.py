@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from stoker.errors import ConfigError, CorruptError, FormatError
 from stoker.store import Cache, make_recipe, open_cache, open_folder
+from stoker.store.cache import rebuild
+from stoker.store.claims import claim
 from stoker.store.compact import compact
 from stoker.store.gc import collect
 from stoker.store.repair import folder_to_repair, repair
@@ -197,6 +201,49 @@ def test_an_unreadable_disk_is_told_apart_from_damage(
     assert (cache.path / file).exists()
     assert repair(cache.path).ok
     assert_whole(open_cache(cache.path), SOURCE)
+
+
+def test_a_bad_sector_between_columns_harms_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = make_cache(tmp_path)
+    file = cache.index.shards[0].file
+    bad_sector = cache.shard(0).padding[0][0]
+    real = os.preadv
+
+    def failing(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        within = offset <= bad_sector < offset + len(buffers[0])
+        if within and os.readlink(f"/proc/self/fd/{fd}").endswith(file):
+            raise OSError(5, "Input/output error")
+        return real(fd, buffers, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing)
+        report = repair(cache.path)
+
+    assert [shard for shard, _ in report.unread] == [file]
+    assert (report.ok, report.bad, report.set_aside) == (True, [], [])
+    assert_whole(open_cache(cache.path), SOURCE)
+
+
+def test_repairing_some_shards_keeps_what_was_noted_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may note damage in them while these are read."""
+    cache = make_cache(tmp_path)
+    path = damage(cache, 3)
+    damage(cache, 12)
+
+    @contextmanager
+    def noted_by_another(folder: Path, purpose: str, *, wait_s: float) -> Generator[bool]:
+        rebuild(folder, cache.recipe)
+        with claim(folder, purpose, wait_s=wait_s) as got:
+            yield got
+
+    monkeypatch.setattr("stoker.store.repair.claim", noted_by_another)
+
+    assert repair(cache.path, shards=[path.name]).missing == [3, 12]
+    assert_whole(open_cache(cache.path, require_complete=False), SOURCE, {*range(16)} - {3, 12})
 
 
 def test_a_subset_is_seeded_and_says_what_was_not_looked_at(tmp_path: Path) -> None:

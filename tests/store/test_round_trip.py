@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from safetensors import safe_open
 
 from stoker.schema import DTYPE_BYTES, FLOATS, Field, Schema
-from stoker.store import Cache, make_recipe, open_cache, open_folder
+from stoker.store import Cache, WriterSettings, make_recipe, open_cache, open_folder
 from tests.store.fakes import FakeSource, assert_whole, batch_of, bits, expected, make_cache
 
 SIZES = st.integers(0, 4)
@@ -54,7 +54,7 @@ def test_records_read_back_bit_exact(what: object, shard_bytes: int, data: st.Da
     source = FakeSource(schema, parts)
     with tempfile.TemporaryDirectory() as root:
         folder = open_folder(Path(root), "x", make_recipe(source, None, dtype=dtypes))
-        writer = folder.writer(shard_bytes=shard_bytes)
+        writer = folder.writer(WriterSettings(shard_bytes=shard_bytes))
         order = data.draw(st.permutations(range(len(source))))
         while order:
             part = folder.recipe.part_of(order[0])[0]

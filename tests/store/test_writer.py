@@ -12,7 +12,7 @@ import torch
 
 from stoker.errors import ConfigError, RecordError, ResourceError
 from stoker.schema import Field
-from stoker.store import Folder, make_recipe, open_folder
+from stoker.store import Folder, WriterSettings, make_recipe, open_folder
 from tests.store.fakes import RAGGED, FakeSource, assert_whole, batch_of, fill, make_cache
 
 
@@ -75,7 +75,7 @@ def test_what_is_not_finite_already_is_stored_as_it_is(tmp_path: Path) -> None:
     folder = open_x(tmp_path, source, "float16")
     batch: Any = batch_of(source, range(3))
     batch["latent"][1, 0, 0, :2] = torch.tensor([float("inf"), float("nan")])
-    writer = folder.writer(max_error=0.01)
+    writer = folder.writer(WriterSettings(max_error=0.01))
 
     writer.append(range(3), batch)
     writer.seal()
@@ -110,13 +110,13 @@ def test_the_error_of_a_narrower_dtype_is_measured_kept_and_bounded(tmp_path: Pa
     with pytest.raises(
         RecordError, match=r"sample \d: field 'w' loses 0.000.* as float16, 0.0001 is allowed"
     ):
-        folder.writer(max_error=1e-4).append(range(4), batch)
+        folder.writer(WriterSettings(max_error=1e-4)).append(range(4), batch)
 
 
 def test_zeros_and_wider_dtypes_have_no_error(tmp_path: Path) -> None:
     source = FakeSource({"z": Field(shape=(3,), dtype="float32"), "h": Field(shape=(3,), dtype="float16")})
     folder = open_x(tmp_path, source, {"z": "float16", "h": "float32"})
-    writer = folder.writer(max_error=0.0)
+    writer = folder.writer(WriterSettings(max_error=0.0))
 
     writer.append([0], {"z": torch.zeros(1, 3), "h": torch.tensor([[0.1, 2.0, -3.0]], dtype=torch.float16)})
     writer.seal()
@@ -131,7 +131,7 @@ def test_an_old_shard_is_sealed_by_tick(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("stoker.store.writer.time.monotonic", lambda: now)
     source = FakeSource()
     folder = open_x(tmp_path, source)
-    writer = folder.writer(seal_after_s=30)
+    writer = folder.writer(WriterSettings(seal_after_s=30))
     writer.append([0, 1], batch_of(source, [0, 1]))
 
     now += 29
@@ -211,4 +211,4 @@ def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:
 
     for settings in ({"shard_bytes": 0}, {"seal_after_s": 0.0}, {"max_error": -1.0}):
         with pytest.raises(ConfigError):
-            folder.writer(**settings)
+            folder.writer(WriterSettings(**settings))

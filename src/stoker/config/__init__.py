@@ -3,6 +3,7 @@
 models.py     every setting with type, default and meaning
 names.py      settings by dotted name; what a value should have been, which name was meant
 earlier.py    names of earlier systems
+remedies.py   remedies of errors in the words of the settings file
 load.py       YAML file and command line to `Config`, with exact messages
 document.py   docs/config.md, made from the models
 """

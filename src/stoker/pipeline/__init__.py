@@ -3,11 +3,15 @@
 folders.py      whether what settings name can be written
 burgers.py      makes the demo's data: a pseudo-spectral solver of Burgers' equation
 build.py        settings -> sources, encoder, cache names
+locate.py       what settings ask for and what is there; gone.py where the source is not there any more
 precompute.py   fills the caches of a configuration, or finds the one whose source is gone
+statistics.py   statistics of the train split, fitted once
 plan.py         where records would be served from
-train.py        caches -> loaders -> training loop
+train.py        caches -> loaders -> training loop; diary.py is what its run folder remembers
 validate.py     rows of pass, warn and fail before a long run
 inspect.py      what a cache holds
+keep.py         repairs a cache, and encodes again what was damaged
+import_pt.py    earlier caches of `.pt` files into shards (pt_reader.py, and its process pt_child.py)
 why.py          how two recipes differ
 demo.py         all of it on generated data
 """

@@ -21,8 +21,10 @@ from stoker.errors import StokerError
 from stoker.sources.declared import declared_fields
 from stoker.sources.files import SUFFIXES, canonical_split, split_of
 from stoker.sources.splits import DEFAULT_SPLITS
-from stoker.store import Cache, Recipe, open_cache
+from stoker.store import Cache, Recipe
+from stoker.store.cache import open_unnoted
 from stoker.store.recipe import stored_schema
+from stoker.store.use import note_use
 
 
 def find_without_source(config: Config, task: str, splits: Sequence[str]) -> dict[str, Cache] | None:
@@ -36,6 +38,8 @@ def find_without_source(config: Config, task: str, splits: Sequence[str]) -> dic
         if not matching:
             return None
         found[split] = max(matching, key=lambda cache: cache.index.sequence)
+    for cache in found.values():
+        note_use(cache.path)
     return found
 
 
@@ -86,7 +90,7 @@ def _complete(folder: Path) -> list[Cache]:
     caches: list[Cache] = []
     for path in sorted(folder.iterdir()):
         try:
-            caches.append(open_cache(path))
+            caches.append(open_unnoted(path))
         except (StokerError, OSError):
             continue  # incomplete, damaged or no cache: not a candidate
     return caches

@@ -2,13 +2,15 @@
 
 The path of a sample:
 
-    reader.py      a subprocess reads a group into a slot of its arena        (fill, arena, beat, wire)
-    supervisor.py  hands out work, enforces deadlines, replaces readers       (worker, queue, ledger, limits)
-    roster.py      readers at work, one in reserve, those that cannot be ended (process, output, patience)
-    encode.py      the encoder, on fixed groups, in the calling process       (allocator, watchdog)
-    write_thread.py  converts, checksums, seals                               (space)
-    engine.py      puts them together                                         (pace, progress, interrupts)
+    reader.py      a subprocess reads a group into a slot of its arena  (fill, unchanged, arena, layout, beat)
+    supervisor.py  hands out work, enforces deadlines, replaces readers (worker, queue, ledger, limits, wire)
+    roster.py      readers at work, in reserve, that do not end         (process, output, oom, patience)
+    encode.py      the encoder, on fixed groups, in the calling process (parcel, allocator, precision)
+    write_thread.py  converts, checksums, seals                         (space)
 
+`engine.py` encodes what is missing when it is its turn (turn, interrupts, verdict), `stages.py` builds the
+stages, `run.py` is the loop over them (pace, progress, live), `in_process.py` reads without readers.
+`clock.py` says where the encoder stands: to `watchdog.py`, or through `guarded.py` to the guardian.
 `filler.py` encodes single groups for a loader, `spot_check.py` compares some with what is stored.
 
 `reader.py` must start in a tenth of a second, so importing this package imports none of the rest.

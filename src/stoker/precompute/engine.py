@@ -22,7 +22,7 @@ from stoker.precompute.pace import Pace
 from stoker.precompute.progress import ProgressSink, automatic
 from stoker.precompute.run import Run, Standing
 from stoker.precompute.settings import Deadlines, PrecomputeReport, PrecomputeSettings
-from stoker.precompute.space import check_space
+from stoker.precompute.space import check_space, fit_memory
 from stoker.precompute.stages import Bench
 from stoker.precompute.supervisor import Supervisor
 from stoker.precompute.turn import take_turn
@@ -154,11 +154,9 @@ def _fill(
         if len(missing):
             resources = probe(path=folder.path)
             check_space(folder.path, folder.recipe.schema, len(missing), resources)
-            _pass(
-                Bench(source, encoder, folder, settings, missing=missing),
-                context,
-                cpus=max(1, int(resources.cpus)),
-            )
+            settings, most = fit_memory(source.schema(), folder.recipe, settings, resources)
+            cpus = max(1, min(most, int(resources.cpus)))
+            _pass(Bench(source, encoder, folder, settings, missing=missing), context, cpus=cpus)
         cache = folder.finish()
         missing = folder.missing(retry_transient=False)
         if not len(missing):

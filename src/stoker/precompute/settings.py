@@ -31,8 +31,9 @@ class Deadlines:
     read: float = 60.0
     """One sample, or one piece of a long sample."""
     encode: float = 300.0
-    """One call of the encoder, or bringing it to its device; in the caller's own process, so it is reported,
-    not killed (see `on_hang`)."""
+    """One call of the encoder, or bringing it to its device. From Python that is in the caller's own process,
+    so a hang is reported, not killed (see `on_hang`). The command line encodes in a child, which is killed
+    and started again, whatever `on_hang` says."""
     write: float = 120.0
     """One group converted, checksummed and written, sealing included where it fills a shard; at the end,
     sealing what is open."""

@@ -1,18 +1,28 @@
-"""Whether the disk holds what is about to be written; asked before the first sample is read."""
+"""Whether disk and memory hold what is about to be written and read; asked before the first sample."""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from pathlib import Path
 
 from stoker.errors import ResourceError
 from stoker.plan.resources import Resources
+from stoker.precompute.layout import slot_size
+from stoker.precompute.settings import PrecomputeSettings
 from stoker.schema import Schema
+from stoker.store import Recipe
 from stoker.units import MIB, format_bytes, format_count
+
+log = logging.getLogger("stoker")
 
 _SHARD_BYTES = 256 * MIB
 _RESERVE_BYTES = 16 * MIB
 _OVERHEAD = 1.01
 _SPARE_INODES = 16
+_READER_BYTES = 64 * MIB
+"""What a reader takes beside its arena: an interpreter, numpy and h5py are 35 MiB of its own."""
+_RAGGED_BYTES = MIB
 
 
 def needed_bytes(schema: Schema, records: int) -> int:
@@ -41,3 +51,57 @@ def check_space(folder: Path, schema: Schema, records: int, resources: Resources
             f"{folder} has room for {format_count(inodes)} more files, {format_count(files)} are needed. "
             f"Remove files there, or choose another cache folder"
         )
+
+
+def fit_memory(
+    samples: Schema, recipe: Recipe, settings: PrecomputeSettings, resources: Resources
+) -> tuple[PrecomputeSettings, int]:
+    """Have the settings ask for no more memory than there is.
+
+    Half of what is free may be in flight and a quarter may be readers; the rest is the encoder's.
+
+    Args:
+        samples: Fields of a raw sample.
+        recipe: Its group, and its records as encoded and as stored.
+        settings: Their `memory_bytes` and `readers` are upper bounds.
+        resources: What is free for this process.
+
+    Returns:
+        The settings, and how many readers there may be at most.
+
+    Raises:
+        ResourceError: Not even one group with its records and a reader fit; nothing has been read.
+    """
+    group = recipe.group
+    needed = _READER_BYTES + sum(
+        _group_bytes(schema, group.samples, group.steps)
+        # In a slot and on its way to the encoder; as encoded; as stored.
+        for schema in (samples, samples, recipe.encoded, recipe.schema)
+    )
+    if needed > resources.host_bytes:
+        raise ResourceError(
+            f"{format_bytes(resources.host_bytes)} of host memory are free ({resources.host_limit}, "
+            f"{format_bytes(resources.host_total_bytes)} in all), a reader and one group of "
+            f"{format_count(group.samples)} samples need {format_bytes(needed)}. Raise the limit, end other "
+            "programs, or give the encoder a smaller group"
+        )
+    most = max(1, resources.host_bytes // 4 // _READER_BYTES)
+    readers = settings.readers
+    if readers is not None and readers > most:
+        log.warning(
+            "%d readers instead of %d: %s of host memory are free (%s)",
+            most,
+            readers,
+            format_bytes(resources.host_bytes),
+            resources.host_limit,
+        )
+        readers = most
+    memory_bytes = min(settings.memory_bytes, resources.host_bytes // 2)
+    return replace(settings, memory_bytes=memory_bytes, readers=readers), most
+
+
+def _group_bytes(schema: Schema, samples: int, steps: int | None) -> int:
+    """Bytes of one group, or of one chunk over time."""
+    if any(field.ragged for field in schema.values()):
+        return _RAGGED_BYTES
+    return slot_size(schema, samples, steps or 0)

@@ -33,7 +33,7 @@ from stoker.precompute.unchanged import Unchanged, digested_files
 from stoker.precompute.watchdog import EncodeWatchdog
 from stoker.precompute.write_thread import WriteThread
 from stoker.sources.protocol import Source
-from stoker.store import Failure, Folder
+from stoker.store import Failure, Folder, WriterSettings
 
 _LOG_FOLDER = ".readers"
 _LOGS_KEPT_S = 24 * 3600
@@ -187,8 +187,9 @@ class Bench:
     def writer(self) -> WriteThread:
         """The writer thread, started."""
         settings = self.settings
+        kept = WriterSettings(max_error=settings.max_error, device=settings.device, float32=PRECISION)
         return WriteThread(
-            self.folder.writer(max_error=settings.max_error, device=settings.device, float32=PRECISION),
+            self.folder.writer(kept),
             self.folder.path,
             limit_bytes=int(settings.memory_bytes * (1 - _READER_SHARE)),
             deadline_s=settings.deadlines.write,

@@ -71,7 +71,8 @@ class Unchanged:
             ChangedError: A file of the sample's part has other content than when it was digested.
         """
         try:
-            sample = self._source.read(number) if start is None else self._source.read(number, start, stop)
+            whole = start is None and stop is None
+            sample = self._source.read(number) if whole else self._source.read(number, start, stop)
         except Exception:
             self._look(number)  # half-written files raise anything; that they changed is the better reason
             raise

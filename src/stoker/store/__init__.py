@@ -7,6 +7,8 @@ cache.py       shards -> records (index.py, shard_read.py, header.py); verify.py
                lost.py says which shards are gone
 catalog.py     what shards there are, and the index made from them; adopt.py takes over a sibling's
 layout.py      where columns lie, pure arithmetic
+compact.py     short shards into full ones; repair.py sets damaged ones aside
+gc.py          removes what nobody needs (gc_scan.py, superseded.py); use.py says who needs a folder
 local.py       files that appear whole or not at all; claims.py, failures.py, strict_json.py
 protocols.py   what the store asks of storage, and a loader of whoever can fill gaps
 """
@@ -20,7 +22,7 @@ from stoker.store.recipe import Recipe, RecipePart, load_recipe, make_recipe
 from stoker.store.shard_read import Column, Shard
 from stoker.store.verify import BadRecord, VerifyReport
 from stoker.store.why import Difference, diff_recipes
-from stoker.store.writer import RecordWriter
+from stoker.store.writer import RecordWriter, WriterSettings
 
 __all__ = [
     "BadRecord",
@@ -38,6 +40,7 @@ __all__ = [
     "Segments",
     "Shard",
     "VerifyReport",
+    "WriterSettings",
     "diff_recipes",
     "load_recipe",
     "make_recipe",

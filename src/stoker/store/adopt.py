@@ -55,7 +55,7 @@ def adopt_shards(storage: LocalStorage, recipe: Recipe, catalog: Catalog) -> tup
         if not common:
             continue
         try:
-            _use = Use(path, noted=False)  # so that no clean-up removes it while shards are linked
+            _use = Use(path)  # so that no clean-up removes it while shards are linked
         except (FormatError, StalledError, OSError):
             continue
         _link_shards(storage, recipe, catalog, LocalStorage(path), theirs)
@@ -73,10 +73,13 @@ def _link_shards(
 ) -> None:
     bad = noted_damage(sibling.path, theirs)
     index = known_index(storage.path, recipe)
+    stored, here = presence(catalog.refresh(), recipe), {*storage.list()}
     # Indexed here and gone: removed as damaged, as errors advise. A sibling's link is the same damaged file.
-    removed = set[str]() if index is None else {shard.file for shard in index.shards} - {*storage.list()}
+    removed = set[str]() if index is None else {shard.file for shard in index.shards} - here
+    linked: list[str] = []
     for name in filter(is_shard_name, sibling.list()):
-        stored = presence(catalog.refresh(), recipe)
+        if name in here:
+            continue
         try:
             info = read_info(sibling, name, recipe)
         except (FormatError, OSError):
@@ -86,5 +89,8 @@ def _link_shards(
         sound = np.delete(info.numbers, bad.get(name, ())) + recipe.parts[info.part].offset
         if not stored[sound].all():
             storage.link(sibling, name)
-            catalog.refresh()
-            catalog.exclude(name, bad.get(name, ()))
+            linked.append(name)
+            stored[sound] = True
+    catalog.refresh()
+    for name in linked:
+        catalog.exclude(name, bad.get(name, ()))

@@ -27,8 +27,8 @@ from stoker.errors import (
     ResourceError,
 )
 from stoker.schema import Schema
-from stoker.store.catalog import Catalog, build_index, write_index
-from stoker.store.claims import claim
+from stoker.store.catalog import Catalog, build_index, is_shard_name, write_index
+from stoker.store.claims import INDEX_WAIT_S, claim
 from stoker.store.convert import from_array
 from stoker.store.failures import Failure
 from stoker.store.index import Index, Segments, load_index, segments_of
@@ -38,14 +38,13 @@ from stoker.store.lost import LostShard, without_lost
 from stoker.store.protocols import Filler
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
 from stoker.store.shard_read import Shard
-from stoker.store.use import Use
+from stoker.store.use import Use, note_use
 from stoker.units import format_count
 
 if TYPE_CHECKING:
     from stoker.store.verify import VerifyReport
 
 log = logging.getLogger("stoker")
-INDEX_WAIT_S = 60.0
 MAX_OPEN_SHARDS = 1024
 _AGAIN = "Run precompute again: it leaves that file out and encodes its records anew"
 
@@ -247,6 +246,13 @@ def open_cache(path: str | Path, *, require_complete: bool = True) -> Cache:
         IncompleteError: Records are missing; says how many, and which shard is gone.
         CorruptError: A shard has another size than the index says.
     """
+    cache = open_unnoted(path, require_complete=require_complete)
+    note_use(cache.path)
+    return cache
+
+
+def open_unnoted(path: str | Path, *, require_complete: bool = True) -> Cache:
+    """As `open_cache`, and does not count as a use: for whoever opens several to choose one."""
     folder = Path(path)
     try:
         cache = _open_folder(folder) if (folder / RECIPE_FILE).exists() else _newest(folder)
@@ -281,7 +287,7 @@ def _open_folder(folder: Path) -> Cache:
     try:
         return open_indexed(folder, recipe)
     except FileNotFoundError:
-        if LocalStorage(folder).list() != [RECIPE_FILE]:  # else a first run that stored nothing
+        if any(map(is_shard_name, LocalStorage(folder).list())):  # else a first run that stored nothing
             log.info("%s has no index, as after a kill; its shards are read to make one", folder)
     except FormatError as error:
         log.warning("the index of %s is made again from its shards: %s", folder, error)

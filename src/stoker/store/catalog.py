@@ -22,7 +22,7 @@ from stoker.store.failures import Failure, read_failures
 from stoker.store.index import Index, ShardEntry, dump_index, load_index, read_index_entries
 from stoker.store.local import LocalStorage
 from stoker.store.recipe import Recipe
-from stoker.store.shard_read import Shard
+from stoker.store.shard_read import Shard, repair_advice
 from stoker.store.statistics import Accumulator, summarise
 
 log = logging.getLogger("stoker")
@@ -57,8 +57,8 @@ def read_info(storage: LocalStorage, name: str, recipe: Recipe) -> ShardInfo:
         FormatError: It is damaged (`CorruptError`), or of no part of `recipe`.
     """
     shard = Shard(storage.open(name), storage.path / name, recipe.schema)
-    part = next((i for i, part in enumerate(recipe.parts) if part.key == shard.part), None)
-    if part is None or int(shard.numbers().max()) >= recipe.parts[part].count:
+    part = part_of(shard, recipe)
+    if part is None:
         raise FormatError(f"{storage.path / name} belongs to another cache. Remove it")
     return ShardInfo(
         file=name,
@@ -72,15 +72,19 @@ def read_info(storage: LocalStorage, name: str, recipe: Recipe) -> ShardInfo:
     )
 
 
+def part_of(shard: Shard, recipe: Recipe) -> int | None:
+    """The part of `recipe` whose records a shard holds; None for one of another cache."""
+    part = next((i for i, part in enumerate(recipe.parts) if part.key == shard.part), None)
+    return None if part is None or int(shard.numbers().max()) >= recipe.parts[part].count else part
+
+
 class DamagedShardError(CorruptError):
     """A shard that serves in part turned out to be damaged while the rest of its records was counted."""
 
     def __init__(self, path: Path, why: Exception) -> None:
-        super().__init__(
-            f"{path} can no longer be read: {why}. `stoker verify {path.parent} --repair` sets aside what is "
-            "damaged, and precompute then encodes it again"
-        )
-        self.file = path.name
+        fact = why.fact if isinstance(why, CorruptError) else str(why)
+        advice = repair_advice(path.parent)
+        super().__init__(f"{path} can no longer be read: {fact}", advice=advice, shard=path.name)
 
 
 class Catalog:
@@ -142,7 +146,7 @@ class Catalog:
             try:
                 return write_index(self._storage, self._recipe, self.refresh())
             except DamagedShardError as error:
-                if not self._verify(self._infos[error.file]):
+                if not self._verify(self._infos[error.shard]):
                     raise
 
 

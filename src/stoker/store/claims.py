@@ -1,7 +1,8 @@
 """Advisory claims: who encodes, compacts or writes the index now.
 
-A claim is an flock on a small file in the folder, so it ends with its holder, however that ends. Claims
-save work; nothing relies on them for correctness.
+A claim is an flock on a small file in the folder, so it ends with its holder, however that ends. Records
+stay right without claims: the same ones may be encoded twice, and an index may know less than one before it
+until it is made again. That one run trains in a folder, and one gc, repair or mend works there, needs them.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from stoker.atomic import explained
-from stoker.errors import FormatError, ResourceError
+from stoker.errors import FormatError, ResourceError, StalledError
 from stoker.store.local import NO_LOCKS_ERRNOS, NOT_A_FILE_ERRNOS, LocalStorage
 
 POLL_S = 0.02
+INDEX_WAIT_S = 60.0
+"""How long whoever writes an index or rearranges shards waits for the one before."""
 
 
 @contextmanager
@@ -43,6 +46,23 @@ def claim(folder: Path, purpose: str, *, wait_s: float = 0.0) -> Generator[bool]
         yield got
     finally:
         os.close(fd)
+
+
+@contextmanager
+def maintaining(folder: Path) -> Generator[None]:
+    """Hold the claim of whoever rearranges a folder's shards: one at a time.
+
+    Raises:
+        StalledError: Somebody else had it for `INDEX_WAIT_S` seconds.
+        ReadOnlyError: The folder cannot be written.
+    """
+    with claim(folder, "compact", wait_s=INDEX_WAIT_S) as got:
+        if not got:
+            raise StalledError(
+                f"{folder} has been compacted or repaired by {holder(folder, 'compact')} for "
+                f"{INDEX_WAIT_S:g} s. Run again when it is done"
+            )
+        yield
 
 
 def _open(path: Path) -> int:

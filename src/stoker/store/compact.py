@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import FormatError, StalledError
+from stoker.errors import FormatError
 from stoker.schema import Json, canonical_json, numpy_dtype
 from stoker.store import layout
-from stoker.store.cache import INDEX_WAIT_S, Cache, open_cache
+from stoker.store.cache import Cache, open_cache
 from stoker.store.catalog import Catalog, write_index
-from stoker.store.claims import claim, holder
+from stoker.store.claims import INDEX_WAIT_S, claim, maintaining
 from stoker.store.convert import StoredRows, from_array
 from stoker.store.index import Index, ShardEntry
 from stoker.store.local import LocalStorage
@@ -82,6 +81,7 @@ def compact(path: str | Path, *, shard_bytes: int = layout.SHARD_BYTES) -> Compa
         path: A fingerprint's folder, or `<cache_dir>/<name>`: then the newest complete one.
         shard_bytes: Bytes of records in a full shard.
     Raises:
+        ConfigError: `shard_bytes` is less than 1.
         FormatError, IncompleteError: There is no cache, or a shard is lost. `verify --repair` mends that.
         ReadOnlyError, ResourceError: The folder cannot be written, or is full.
         StalledError: Somebody else has been compacting or repairing it all the while.
@@ -100,23 +100,6 @@ def compact(path: str | Path, *, shard_bytes: int = layout.SHARD_BYTES) -> Compa
     report.generation, report.shards_after = index.generation, _serving(index)
     report.superseded_bytes = sum(shard.bytes for shard in index.shards if not len(shard.segments))
     return report
-
-
-@contextmanager
-def maintaining(folder: Path) -> Generator[None]:
-    """Hold the claim of whoever rearranges a folder's shards: one at a time.
-
-    Raises:
-        StalledError: Somebody else had it for `INDEX_WAIT_S` seconds.
-        ReadOnlyError: The folder cannot be written.
-    """
-    with claim(folder, "compact", wait_s=INDEX_WAIT_S) as got:
-        if not got:
-            raise StalledError(
-                f"{folder} has been compacted or repaired by {holder(folder, 'compact')} for "
-                f"{INDEX_WAIT_S:g} s. Run again when it is done"
-            )
-        yield
 
 
 def _serving(index: Index) -> int:
@@ -140,11 +123,7 @@ class _Merge:
         self._storage, self._recipe = LocalStorage(cache.path), cache.recipe
         self._catalog = Catalog(self._storage, self._recipe)
         self._writer = secrets.token_hex(6)
-        self._fixed = layout.is_fixed(self._recipe.schema)
-        self._capacity = (
-            layout.row_capacity(self._recipe.schema, shard_bytes) if self._fixed else layout.MAX_ROWS
-        )
-        self._capacity_bytes = min(shard_bytes, layout.RAGGED_SHARD_BYTES)
+        self._capacity = layout.capacity(self._recipe.schema, shard_bytes)
         self.cache = self._index()
 
     def groups(self, left: list[tuple[str, str]]) -> Iterator[_Group]:
@@ -183,10 +162,10 @@ class _Merge:
             begin = 0
             while begin < len(table):
                 out = out or self._create(group, len(self.written) + len(fresh))
-                end = begin + min(self._chunk_rows(), self._capacity - out.rows, len(table) - begin)
+                end = begin + min(self._chunk_rows(), self._capacity.rows - out.rows, len(table) - begin)
                 _copy(out, self.cache, origins, table[begin:end])
                 begin = end
-                if begin == len(table) or self._is_full(out):
+                if begin == len(table) or self._capacity.is_full(out.rows, out.size):
                     out.seal()
                     fresh.append(out.spec.name)
                     out = None
@@ -197,9 +176,6 @@ class _Merge:
         self.cache = self._index(fresh)
         return len(table)
 
-    def _is_full(self, out: OpenShard) -> bool:
-        return out.rows >= self._capacity or (not self._fixed and out.size >= self._capacity_bytes)
-
     def _index(self, first: Sequence[str] = ()) -> Cache:
         path = self._storage.path
         with claim(path, "index", wait_s=INDEX_WAIT_S):
@@ -208,14 +184,14 @@ class _Merge:
 
     def _fill(self, shard: Shard, served: int) -> float:
         """How much of a full shard the records are that a shard serves."""
-        rows = served / self._capacity
-        if self._fixed:
+        rows = served / self._capacity.rows
+        if self._capacity.fixed:
             return rows
         size = sum(column.nbytes for column in shard.columns.values())
-        return max(rows, size / self._capacity_bytes * served / shard.rows)
+        return max(rows, size / self._capacity.bytes * served / shard.rows)
 
     def _chunk_rows(self) -> int:
-        if not self._fixed:
+        if not self._capacity.fixed:
             return 1
         size = layout.record_bytes(self._recipe.schema)
         return max(1, min(CHUNK_ROWS, CHUNK_BYTES // max(1, size)))
@@ -228,7 +204,7 @@ class _Merge:
             seq=seq,
             environment=group.environment,
         )
-        return OpenShard(self._storage, spec, capacity=self._capacity)
+        return OpenShard(self._storage, spec, capacity=self._capacity.rows)
 
 
 def _gains(fills: Mapping[int, float]) -> bool:

@@ -18,16 +18,15 @@ from stoker.atomic import explained, sync_folder
 from stoker.errors import ConfigError, FormatError, ReadOnlyError
 from stoker.schema import canonical_json
 from stoker.store.adopt import adopt_shards
-from stoker.store.cache import INDEX_WAIT_S, Cache, open_indexed
+from stoker.store.cache import Cache, open_indexed
 from stoker.store.catalog import Catalog, presence
-from stoker.store.claims import claim
+from stoker.store.claims import INDEX_WAIT_S, claim
 from stoker.store.digests import FileDigest
 from stoker.store.failures import Failure, append_failures, read_failures
-from stoker.store.layout import SHARD_BYTES
 from stoker.store.local import LocalStorage
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
 from stoker.store.strict_json import as_object
-from stoker.store.use import Use
+from stoker.store.use import Use, note_use
 from stoker.store.writer import RecordWriter, WriterSettings
 
 if TYPE_CHECKING:
@@ -52,6 +51,7 @@ class Folder:
         self._catalog = Catalog(self._storage, recipe)
         self._token = secrets.token_hex(6)
         self._use = Use(path)
+        note_use(path)
 
     def complete(self) -> Cache | None:
         """The cache, if its index is sound and says so, and its shards are those that the index pins.
@@ -117,32 +117,13 @@ class Folder:
         if failures:
             append_failures(self._storage, self._token, failures, self.recipe)
 
-    def writer(
-        self,
-        *,
-        max_error: float | None = None,
-        device: str = "cpu",
-        float32: str = "unknown",
-        shard_bytes: int = SHARD_BYTES,
-        seal_after_s: float = 30.0,
-    ) -> RecordWriter:
-        """A writer of records; see `WriterSettings` for the arguments.
+    def writer(self, settings: WriterSettings | None = None) -> RecordWriter:
+        """A writer of records.
 
         Raises:
-            ConfigError: A setting is out of range.
+            ConfigError: `settings.shard_bytes` is less than 1.
         """
-        if shard_bytes < 1 or seal_after_s <= 0 or (max_error is not None and max_error < 0):
-            raise ConfigError(
-                f"shard_bytes {shard_bytes}, seal_after_s {seal_after_s}, max_error {max_error}: too small"
-            )
-        settings = WriterSettings(
-            max_error=max_error,
-            device=device,
-            float32=float32,
-            shard_bytes=shard_bytes,
-            seal_after_s=seal_after_s,
-        )
-        return RecordWriter(self._storage, self.recipe, settings)
+        return RecordWriter(self._storage, self.recipe, settings or WriterSettings())
 
     def claim(self, purpose: str = "encode") -> AbstractContextManager[bool]:
         """An advisory claim; yields False if somebody else holds it."""

@@ -23,8 +23,7 @@ from stoker.atomic import explained, sync_folder
 from stoker.errors import ConfigError, FormatError, StalledError
 from stoker.schema import Json
 from stoker.store.adopt import FINGERPRINT
-from stoker.store.cache import INDEX_WAIT_S
-from stoker.store.claims import claim, holder
+from stoker.store.claims import INDEX_WAIT_S, claim, holder
 from stoker.store.gc_scan import (
     GONE,
     WEIGHTS,

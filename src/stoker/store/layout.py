@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from stoker.errors import ConfigError
 from stoker.schema import Field, Schema
 from stoker.units import KIB, MIB
 
@@ -72,6 +74,37 @@ def row_capacity(schema: Schema, shard_bytes: int) -> int:
     if whole_pages <= capacity:
         capacity -= capacity % whole_pages
     return max(1, capacity)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """When a shard is full."""
+
+    rows: int
+    """Most records."""
+    bytes: int
+    """Bytes of records; what fills a shard with a ragged field, whose records differ."""
+    fixed: bool
+
+    def is_full(self, rows: int, size: int) -> bool:
+        """Whether a shard of so many records and bytes takes no more."""
+        return rows >= self.rows or (not self.fixed and size >= self.bytes)
+
+
+def capacity(schema: Schema, shard_bytes: int) -> Capacity:
+    """When a shard of about `shard_bytes` is full.
+
+    Raises:
+        ConfigError: `shard_bytes` is less than 1.
+    """
+    if shard_bytes < 1:
+        raise ConfigError(
+            f"shard_bytes is {shard_bytes}, expected 1 at least. Leave it out for {SHARD_BYTES}"
+        )
+    if not is_fixed(schema):
+        return Capacity(rows=MAX_ROWS, bytes=min(shard_bytes, RAGGED_SHARD_BYTES), fixed=False)
+    rows = row_capacity(schema, shard_bytes)
+    return Capacity(rows=rows, bytes=rows * record_bytes(schema), fixed=True)
 
 
 def column_order(schema: Schema) -> list[str]:

@@ -284,11 +284,6 @@ class LocalStorage:
             pending.discard()
             file.close()
 
-    def remove(self, name: str) -> None:
-        """Remove a file; one that is gone already is no error."""
-        with explained(self.path):
-            (self.path / name).unlink(missing_ok=True)
-
     def sweep(self) -> int:
         """Remove temporaries whose writers are dead; returns how many."""
         return sum(1 for _ in dead_temporaries(self.path, remove=True))

@@ -80,10 +80,6 @@ class Storage(Protocol):
         """Open a file for reading; refuses links, pipes and devices without touching them."""
         ...
 
-    def remove(self, name: str) -> None:
-        """Remove a file; one that is gone already is no error."""
-        ...
-
 
 class Filler(Protocol):
     """Encodes what is missing. Precompute implements it; a cache handle may carry one."""

@@ -19,15 +19,13 @@ from stoker.atomic import explained, sync_folder
 from stoker.errors import CorruptError, FormatError
 from stoker.schema import Json
 from stoker.store.adopt import FINGERPRINT
-from stoker.store.cache import INDEX_WAIT_S
-from stoker.store.catalog import Catalog, is_shard_name, write_index
-from stoker.store.claims import claim
-from stoker.store.compact import maintaining
+from stoker.store.catalog import Catalog, is_shard_name, part_of, write_index
+from stoker.store.claims import INDEX_WAIT_S, claim, maintaining
 from stoker.store.index import Index, load_index
 from stoker.store.local import LocalStorage
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
 from stoker.store.shard_read import Shard
-from stoker.store.use import Use
+from stoker.store.use import Use, note_use
 from stoker.store.verify import BadRecord
 
 log = logging.getLogger("stoker")
@@ -70,7 +68,7 @@ class RepairReport:
             "path": self.path,
             "records": self.records,
             "ok": self.ok,
-            "bad": [{"index": b.index, "shard": b.shard, "why": b.why} for b in self.bad],
+            "bad": [record.to_json() for record in self.bad],
             "set_aside": [*self.set_aside],
             "lost": [*self.lost],
             "unread": [{"shard": shard, "why": why} for shard, why in self.unread],
@@ -98,6 +96,7 @@ def repair(folder: str | Path, *, shards: Collection[str] | None = None) -> Repa
     folder = Path(folder)
     recipe = load_recipe(folder)
     _use = Use(folder)
+    note_use(folder)
     with maintaining(folder):
         return _Repair(folder, recipe, shards).run()
 
@@ -127,7 +126,8 @@ class _Repair:
         self._note_unserved(previous, unusable)
         with claim(self._folder, "index", wait_s=INDEX_WAIT_S):
             infos = self._catalog.refresh()
-            index = write_index(self._storage, self._recipe, infos, afresh=True)
+            # Rows of shards that were not read stay noted, whoever noted them meanwhile.
+            index = write_index(self._storage, self._recipe, infos, afresh=self._only is None)
         for name in unusable:
             self._set_aside(name)
         report.generation = index.generation
@@ -160,15 +160,15 @@ class _Repair:
         except OSError as error:
             report.unread.append((name, str(error)))
             return True
-        part = next((part for part in self._recipe.parts if part.key == shard.part), None)
-        if part is None or int(shard.numbers().max()) >= part.count:
+        place = part_of(shard, self._recipe)
+        if place is None:
             log.warning("shard set aside: %s belongs to another cache", path)
             return False
         report.records += shard.rows
         damage: dict[int, str] = {}
         for column in shard.columns:
             damage |= shard.damage(column)
-        numbers = shard.numbers() + part.offset
+        numbers = shard.numbers() + self._recipe.parts[place].offset
         report.bad += [
             BadRecord(index=int(numbers[row]), shard=name, why=why)
             for row, why in sorted(damage.items())
@@ -196,6 +196,8 @@ class _Repair:
                     os.fsync(fd)
                 finally:
                     os.close(fd)
+        except OSError as error:  # a bad sector where no record lies
+            self._report.unread.append((path.name, str(error)))
 
     def _note_unserved(self, previous: Index | None, unusable: Sequence[str]) -> None:
         """Name the records that served from shards which are gone or cannot be used."""

@@ -288,12 +288,8 @@ class Shard:
             raise self._corrupt(f"{self._where(field, row)} cannot be read: {error}") from error
 
     def _corrupt(self, fact: str) -> CorruptError:
-        """The error for damaged records. Precompute reads none, so a repair has to tell it."""
-        advice = (
-            f"`stoker verify {self._path.parent} --repair` sets aside all that is damaged, and precompute "
-            "then encodes it again, and only that"
-        )
-        return CorruptError(fact, advice=advice, shard=self.name)
+        """The error for damaged records."""
+        return CorruptError(fact, advice=repair_advice(self._path.parent), shard=self.name)
 
     def _block_starts(self, name: str) -> NDArray[np.int64]:
         """Index of each row's first sum in a ragged field, and the number of all sums."""
@@ -308,6 +304,14 @@ class Shard:
                 raise FormatError(
                     f"{self._path}: {len(self._sums[name])} sums for field {name!r}, expected {count}"
                 )
+
+
+def repair_advice(folder: Path) -> str:
+    """What to do about damaged records. Precompute reads none, so a repair has to tell it."""
+    return (
+        f"`stoker verify {folder} --repair` sets aside all that is damaged, and precompute "
+        "then encodes it again, and only that"
+    )
 
 
 def _is_pad(name: str) -> bool:

@@ -58,7 +58,7 @@ def still_needed(folder: Path, names: Collection[str]) -> dict[str, str]:
     if view is None:
         return dict.fromkeys(names, "the index was lost meanwhile")
     recipe, index = view
-    cache = Cache(folder, recipe, index, use=Use(folder, noted=False))
+    cache = Cache(folder, recipe, index, use=Use(folder))
     lacking: dict[int, str] = {}
     read: set[int] = set()
     needed: dict[str, str] = {}

@@ -28,18 +28,21 @@ NOTED_EVERY_S = 3600.0
 class Use:
     """Holds a folder open until nobody refers to this any more.
 
-    Args:
-        folder: Which.
-        noted: Note the time. Whoever only looks after a folder does not use it.
     Raises:
         FormatError: The folder has no recipe, or was removed meanwhile.
-        StalledError: Somebody has been removing things from it for `WAIT_S` seconds.
+        StalledError: It could not be held for `WAIT_S` seconds; says why.
     """
 
-    def __init__(self, folder: Path, *, noted: bool = True) -> None:
+    def __init__(self, folder: Path) -> None:
         self._file = _shared(folder)
-        if noted:
-            _note_time(self._file.fileno())
+
+
+def note_use(folder: Path) -> None:
+    """Note that a folder was opened now. Whoever only looks after it, or passes it over, does not."""
+    recipe = folder / RECIPE_FILE
+    with suppress(OSError):  # a folder that we may only read, or that went meanwhile
+        if abs(time.time() - recipe.lstat().st_mtime) > NOTED_EVERY_S:
+            os.utime(recipe, follow_symlinks=False)
 
 
 @contextmanager
@@ -90,22 +93,28 @@ def _shared(folder: Path) -> LocalFile:
             file = LocalFile(folder / RECIPE_FILE)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise FormatError(f"{folder} holds no {RECIPE_FILE}: it is no cache, or was removed") from error
-        try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            if time.monotonic() >= until:
-                raise StalledError(
-                    f"{folder} has been locked by a clean-up for {WAIT_S:g} s. See whether `stoker gc` hangs"
-                ) from None
-            time.sleep(POLL_S)
-            continue
-        except OSError as error:
-            if error.errno not in NO_LOCKS_ERRNOS:
-                raise
-        if _is_current(file, folder):
+        why = _lock_shared(file, folder)
+        if why is None:
             return file
-        file.close()  # the folder was moved away, or the recipe mended, while we waited
+        file.close()
+        if time.monotonic() >= until:
+            raise StalledError(f"{folder} could not be opened for {WAIT_S:g} s: {why}")
+        time.sleep(POLL_S)
+
+
+def _lock_shared(file: LocalFile, folder: Path) -> str | None:
+    """Hold the open recipe of a folder; returns why that is of no use now, or None when it is held."""
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "a clean-up holds it. See whether `stoker gc` hangs"
+    except OSError as error:
+        if error.errno not in NO_LOCKS_ERRNOS:
+            raise
+    if _is_current(file, folder):
+        return None
+    # It was moved away, or its recipe mended, while we waited; a file system may say so each time.
+    return f"its {RECIPE_FILE} is another file each time it is looked at. See what keeps replacing it"
 
 
 def _is_current(file: LocalFile, folder: Path) -> bool:
@@ -115,9 +124,3 @@ def _is_current(file: LocalFile, folder: Path) -> bool:
     except OSError:
         return False
     return os.path.samestat(os.fstat(file.fileno()), there)
-
-
-def _note_time(fd: int) -> None:
-    if abs(time.time() - os.fstat(fd).st_mtime) > NOTED_EVERY_S:
-        with suppress(OSError):  # a folder that we may only read
-            os.utime(fd)

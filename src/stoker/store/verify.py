@@ -28,6 +28,10 @@ class BadRecord:
     """File name."""
     why: str
 
+    def to_json(self) -> dict[str, Json]:
+        """The keys that scripts rely on."""
+        return {"index": self.index, "shard": self.shard, "why": self.why}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
@@ -47,7 +51,7 @@ class VerifyReport:
 
     def to_json(self) -> dict[str, Json]:
         """The keys that scripts rely on."""
-        bad: list[Json] = [{"index": b.index, "shard": b.shard, "why": b.why} for b in self.bad]
+        bad: list[Json] = [record.to_json() for record in self.bad]
         return {"records": self.records, "ok": self.ok, "bad": bad, "unchecked": [*self.unchecked]}
 
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.errors import RecordError
+from stoker.errors import ConfigError, RecordError
 from stoker.schema import Field
 from stoker.store import layout
 from stoker.store.convert import FieldScratch, StoredRows, store_rows, torch_dtype
@@ -29,7 +29,11 @@ OPEN_PARTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterSettings:
-    """How a writer cuts shards, and what it insists on."""
+    """How a writer cuts shards, and what it insists on.
+
+    Raises:
+        ConfigError: A time or an error bound is out of range. `layout.capacity` checks `shard_bytes`.
+    """
 
     shard_bytes: int = layout.SHARD_BYTES
     """Bytes of records in a full shard."""
@@ -41,6 +45,12 @@ class WriterSettings:
     """Where records are encoded; noted in the shards."""
     float32: str = "unknown"
     """How products of float32 are computed while encoding; noted in the shards."""
+
+    def __post_init__(self) -> None:
+        if self.seal_after_s <= 0:
+            raise ConfigError(f"seal_after_s is {self.seal_after_s}, expected more than 0")
+        if self.max_error is not None and self.max_error < 0:
+            raise ConfigError(f"max_error is {self.max_error}, expected 0 at least, or None for any")
 
 
 class RecordWriter:
@@ -59,15 +69,7 @@ class RecordWriter:
         self._since: dict[int, float] = {}
         self._latest: int | None = None
         self._scratch = {name: FieldScratch() for name in recipe.schema}
-        fixed = layout.is_fixed(recipe.schema)
-        self._capacity = (
-            layout.row_capacity(recipe.schema, settings.shard_bytes) if fixed else layout.MAX_ROWS
-        )
-        self._capacity_bytes = (
-            self._capacity * layout.record_bytes(recipe.schema)
-            if fixed
-            else min(settings.shard_bytes, layout.RAGGED_SHARD_BYTES)
-        )
+        self._capacity = layout.capacity(recipe.schema, settings.shard_bytes)
 
     def append(
         self,
@@ -104,7 +106,7 @@ class RecordWriter:
                 self.abort()
                 raise
             shard.mark([number for number in local[begin:end].tolist() if number in marks])
-            if self._full(shard):
+            if self._capacity.is_full(shard.rows, shard.size):
                 self._seal(part)
             begin = end
         self.rows += len(numbers)
@@ -133,7 +135,7 @@ class RecordWriter:
     def shard_fill(self) -> tuple[int, int]:
         """Bytes in the shard last appended to, and bytes at which it is full."""
         shard = None if self._latest is None else self._open.get(self._latest)
-        return (0 if shard is None else shard.size), self._capacity_bytes
+        return (0 if shard is None else shard.size), self._capacity.bytes
 
     def _local(self, numbers: list[int]) -> tuple[int, NDArray[np.int64]]:
         part, _ = self._recipe.part_of(numbers[0])
@@ -181,7 +183,7 @@ class RecordWriter:
                 seq=self._seq,
                 environment=environment(self._settings),
             )
-            shard = OpenShard(self._storage, spec, capacity=self._capacity)
+            shard = OpenShard(self._storage, spec, capacity=self._capacity.rows)
             self._seq += 1
             self._open[part] = shard
             self._since[part] = time.monotonic()
@@ -191,19 +193,15 @@ class RecordWriter:
     def _room(self, shard: OpenShard, stored: Mapping[str, StoredRows], begin: int) -> int:
         """Records from `begin` on that still go into `shard`; one at least."""
         count = len(next(iter(stored.values())).lengths)
-        room = min(count - begin, self._capacity - shard.rows)
-        if layout.is_fixed(self._recipe.schema):
+        room = min(count - begin, self._capacity.rows - shard.rows)
+        if self._capacity.fixed:
             return room
         size, taken = shard.size, 0
-        while taken < room and (size < self._capacity_bytes or not taken):
+        while taken < room and (size < self._capacity.bytes or not taken):
             row = begin + taken
             size += sum((r.starts[row + 1] - r.starts[row]) * r.values.itemsize for r in stored.values())
             taken += 1
         return taken
-
-    def _full(self, shard: OpenShard) -> bool:
-        by_bytes = not layout.is_fixed(self._recipe.schema) and shard.size >= self._capacity_bytes
-        return shard.rows >= self._capacity or by_bytes
 
     def _seal(self, part: int) -> None:
         self._since.pop(part)

@@ -1,10 +1,4 @@
-"""Checks for sources and encoders of your own: the promises of the protocols that types cannot express.
-
-Call them in a test of yours. They raise `AssertionError` with the promise that is broken.
-
-    def test_my_source():
-        check_source(MySource("data/"))
-"""
+"""The promises of `Source` and `Encoder` that types cannot express, executed."""
 
 from __future__ import annotations
 
@@ -27,8 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _Thing = TypeVar("_Thing")
-
-__all__ = ["check_encoder", "check_source"]
 
 
 def check_source(source: Source, *, samples: int = 4) -> None:

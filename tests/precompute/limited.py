@@ -1,0 +1,51 @@
+"""One run of precompute, to be started under limits: `limited.py FOLDER COUNT WIDTH GROUP READERS`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+from stoker.encoders.protocol import Group
+from stoker.errors import StokerError
+from stoker.precompute import PrecomputeSettings, run_precompute
+from tests.precompute.fake_encoders import FakeEncoder
+from tests.precompute.fake_sources import FakeSource
+
+
+class Scaled(FakeEncoder):
+    """Keeps the size of samples, so that memory and disk have something to hold."""
+
+    def schema(self, sample_schema):
+        return sample_schema
+
+    def group(self, sample_schema):
+        return Group(samples=self.samples, steps=None)
+
+    def encode(self, batch):
+        return {"data": batch["data"] * 2, "nu": batch["nu"]}
+
+
+def say(**facts) -> None:
+    sys.stdout.write(json.dumps(facts) + "\n")
+
+
+def main() -> int:
+    folder, count, width, group, readers = Path(sys.argv[1]), *map(int, sys.argv[2:6])
+    source = FakeSource((count,), steps=16, width=width, run=4)
+    settings = PrecomputeSettings(progress=None, readers=readers or None)
+    try:
+        report = run_precompute(source, Scaled(samples=group), folder, name="c", settings=settings)
+    except StokerError as error:
+        say(error=type(error).__name__, text=str(error))
+        return error.exit_code
+    digest = hashlib.sha256()
+    for number in report.cache.numbers.tolist():
+        digest.update(report.cache[number]["data"].numpy().tobytes())
+    say(records=report.records, lost=report.lost_readers, digest=digest.hexdigest())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
