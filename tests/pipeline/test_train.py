@@ -124,7 +124,7 @@ def test_the_time_of_a_step_is_not_thinned_by_the_steps_of_earlier_sessions(conf
 
     assert len(epochs) == 1
     assert last_step_s(configure()) == resumed.report.step_s
-    state = json.loads((newest(run_dir_of(configure()) / "checkpoints") / FILE).read_text())
+    state = json.loads((newest(run_dir_of(configure()) / "checkpoints") / "state.json").read_text())
     progress = state["state"]["progress"]
     assert (resumed.report.steps, progress["timed"]) == (12, 11)  # the pass of one step was broken off
     assert resumed.report.step_s == pytest.approx(progress["step_s"] / 11)
