@@ -13,6 +13,8 @@ hdf5.py            HDF5Source: the public face of everything below
   hdf5_open.py       few open files, per process, clear errors
 torch_dataset.py   TorchSource: any map-style Dataset (the only module here that may import torch)
   torch_items.py     items as flat dictionaries of arrays
-  torch_identity.py  what names a Dataset: source text, files it holds, probes
+  torch_identity.py  what names a Dataset: what it holds, and its code
+  torch_code.py      source text, and what functions use from outside
+  torch_arrays.py    digest of arrays and tensors held in memory
 subset.py          the first samples of a source
 """

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, SourceError
 from stoker.schema import Field, Json, Sample, Schema, digest_json
 from stoker.sources.protocol import Part, SourceIdentity
-from stoker.sources.torch_identity import describe, qualified_name
-from stoker.sources.torch_items import flatten_item
+from stoker.sources.torch_code import qualified_name
+from stoker.sources.torch_identity import describe
+from stoker.sources.torch_items import flatten_item, narrowed_fields
 from stoker.sources.watched import watched
 from stoker.units import MIB
 
@@ -38,6 +39,7 @@ Item: TypeAlias = "dict[str, tuple[NDArray[Any], str]]"
 """Fields of one item: array, and dtype as a schema names it."""
 
 _log = logging.getLogger("stoker")
+_said: set[tuple[str, str]] = set()
 
 
 class MapDataset(Protocol):
@@ -108,6 +110,7 @@ class TorchSource:
         self._time, self._ragged = tuple(time), tuple(ragged)
         self._keys = None if keys is None else [str(key) for key in keys]
         self._probed: _Probed | None = None
+        self._narrowed: set[str] = set()
         self._live: MapDataset | None = None
         self._last: tuple[int, Sample] | None = None
 
@@ -168,10 +171,23 @@ class TorchSource:
             return SourceIdentity(kind=f"torch/{VERSION}", parts=(part,), settings=settings)
         probed = self._probe()
         seen = describe(self._dataset)
-        settings.update({"class": self._name, "code": seen.code, "folders": seen.folders})
-        digest = digest_json({"probes": list(probed.digests), "indices": seen.indices})
+        settings.update({"class": self._name, "code": seen.code, "held": seen.held, "folders": seen.folders})
+        digest = digest_json({"probes": list(probed.digests), "held": seen.held})
+        self._say(seen.unseen)
         part = Part(name=self._name, count=self._count, files=seen.files, digest=digest)
         return SourceIdentity(kind=f"torch/{VERSION}", parts=(part,), settings=settings, sampled=True)
+
+    def _say(self, unseen: Sequence[str]) -> None:
+        """What the cache does not notice, once for each Dataset."""
+        text = "; ".join(unseen)
+        if text and (self._name, text) not in _said:
+            _said.add((self._name, text))
+            _log.warning(
+                "%s: the cache is recognised by code, values held and %d probed samples, but of these a part "
+                "alone is looked at: %s. Name the content yourself to be sure: "
+                "stoker.TorchSource(dataset, identity='v1')",
+                *(self._name, PROBES, text),
+            )
 
     def _item(self, number: int) -> Item:
         """One item of this process's copy of the Dataset.
@@ -181,7 +197,10 @@ class TorchSource:
         """
         if self._live is None:
             self._live = copy.copy(self._dataset)
-        return flatten_item(self._live[number], where=f"{self._name}: sample {number}")
+        item = self._live[number]
+        if self._probed is None:
+            self._narrowed.update(narrowed_fields(item))
+        return flatten_item(item, where=f"{self._name}: sample {number}")
 
     def _checked(self, number: int, schema: Schema) -> Sample:
         found = self._item(number)
@@ -214,6 +233,8 @@ class TorchSource:
                         advice="Mend what it waits for, or give it more time: source.probe_deadline_s = 300",
                     )
             schema = self._common_schema(items)
+            if wide := sorted(self._narrowed):
+                _log.warning("%s: float64 is read as float32: %s", self._name, ", ".join(wide))
             self._probed = _Probed(schema=schema, digests=tuple(_digest(item) for item in items.values()))
         return self._probed
 

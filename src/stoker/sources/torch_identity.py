@@ -1,17 +1,28 @@
-"""What names a Dataset: the text of its classes and transforms, the files it holds, its indices.
+"""What names a Dataset: its code with the values that code uses, what it holds in memory, and its files.
 
 A Dataset is code, so nothing can prove that two of them give the same samples. What can be seen is
-compared: source text, length, files by content, folders by names and sizes, and a few probed samples
-(`torch_dataset`). Recipes made from this are labelled as sampled.
+compared: source text, values held by attributes, functions and closures (arrays and tensors by content),
+length, files by content, folders by names and sizes, and a few probed samples (`torch_dataset`). Recipes
+made from this are labelled as sampled. Nothing of the Dataset is called: values are read where they lie.
 """
 
 from __future__ import annotations
 
+import argparse
+import datetime
+import decimal
+import enum
+import fractions
+import functools
 import hashlib
-import inspect
+import operator
 import os
+import pathlib
+import re
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -20,11 +31,32 @@ import numpy as np
 
 from stoker.schema import Json, digest_json
 from stoker.sources.protocol import FileRef
+from stoker.sources.torch_arrays import LIMIT_BYTES, digest_array, plain_array
+from stoker.sources.torch_code import (
+    code_digest,
+    functions_in,
+    is_foreign,
+    is_library,
+    qualified_name,
+    used_values,
+)
+from stoker.units import format_bytes
 
 MOST_FILES = 2000
 """Files named one by one; beyond that names and sizes stand for them, so that a start stays cheap."""
+DEEPEST = 100
+"""Levels that are followed: far more than data has, and less than Python's stack."""
 
-_FOREIGN = ("builtins", "torch", "torchvision", "numpy", "typing", "abc", "collections", "functools", "PIL")
+_NUMBERS = (int, float, complex, bool, type(None))
+_PLAIN = (
+    *(*_NUMBERS, range, slice, type(...), decimal.Decimal, fractions.Fraction),
+    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta),
+)
+"""Types whose text says all there is to say."""
+_REDUCED = (functools.partial, operator.itemgetter, operator.attrgetter, operator.methodcaller)
+_BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
+_TORCH_NAMES = ("torch.dtype", "torch.device", "torch.layout", "torch.memory_format")
+_OPEN = (types.SimpleNamespace, argparse.Namespace)
 
 
 @dataclass(slots=True)
@@ -33,115 +65,271 @@ class Description:
 
     code: dict[str, Json] = field(default_factory=dict[str, Json])
     """Qualified name to digest of source text."""
-    indices: list[Json] = field(default_factory=list[Json])
-    """Digests of integer lists, such as the indices of a torch `Subset`."""
+    held: dict[str, Json] = field(default_factory=dict[str, Json])
+    """Attribute to digest of what it holds; `(code)` is what the code uses."""
     files: tuple[FileRef, ...] = ()
     """Files it holds by path; their content is digested by the store."""
     folders: list[Json] = field(default_factory=list[Json])
     """Digests over names and sizes of the folders it holds, and of files beyond `MOST_FILES`."""
+    unseen: list[str] = field(default_factory=list[str])
+    """What stands for more than was looked at, in words."""
 
 
 def describe(dataset: object) -> Description:
-    """Look at a Dataset, the datasets inside it (Subset, ConcatDataset, wrappers) and its transforms."""
-    found = Description()
-    paths: dict[Path, None] = {}
-    _look(dataset, found, paths, set(), 0)
-    files = sorted(path for path in paths if path.is_file())
+    """Look at a Dataset, what it holds (datasets inside it, transforms, values), and the code behind it."""
+    walk = _Walk()
+    walk.begin(dataset)
+    found = Description(code=walk.code)
+    files = sorted(path for path in walk.paths if path.is_file())
     root = Path(os.path.commonpath([path.parent for path in files])) if files else Path()
     if len(files) > MOST_FILES:
         found.folders.append(_stat_digest(root, files))
+        found.unseen.append(f"{len(files):,} files by names and sizes alone")
     else:
         found.files = tuple(FileRef(name=path.relative_to(root).as_posix(), path=path) for path in files)
-    for folder in sorted(path for path in paths if path.is_dir()):
+    for folder in sorted(path for path in walk.paths if path.is_dir()):
         found.folders.append(
             _stat_digest(folder, sorted(path for path in folder.rglob("*") if path.is_file()))
         )
+        found.unseen.append(f"folder {folder} by names and sizes alone")
+    _digest_held(walk, found)
     return found
 
 
-def qualified_name(kind: object) -> str:
-    """`module.Class`, as far as the object tells."""
-    return f"{getattr(kind, '__module__', '?')}.{getattr(kind, '__qualname__', type(kind).__qualname__)}"
+def _digest_held(walk: _Walk, found: Description) -> None:
+    total = sum(token.nbytes for tokens in walk.held.values() for token in tokens if _is_array(token))
+    if total > LIMIT_BYTES:
+        found.unseen.append(f"{format_bytes(LIMIT_BYTES)} out of {format_bytes(total)} held in memory")
+    places = {path: place for place, path in enumerate(sorted(walk.paths))}  # the same wherever they are
+    for name, tokens in walk.held.items():
+        digest = hashlib.sha256()
+        for token in tokens:
+            if isinstance(token, Path):
+                text = f"path {places[token]}"
+            else:
+                text = token if isinstance(token, str) else digest_array(token, LIMIT_BYTES / max(1, total))
+            data = text.encode(errors="surrogatepass")
+            digest.update(f"{len(data)}:".encode() + data)
+        found.held[name] = digest.hexdigest()
+    found.unseen.extend(f"{name} is a {kind}" for name, kind in walk.unseen.items())
+
+
+def _is_array(token: Any) -> bool:
+    return not isinstance(token, str | Path)
 
 
 def _stat_digest(root: Path, files: Iterable[Path]) -> str:
     return digest_json([[path.relative_to(root).as_posix(), path.stat().st_size] for path in files])
 
 
-def _look(value: Any, found: Description, paths: dict[Path, None], seen: set[int], depth: int) -> None:
-    """Note the code behind `value` and what its attributes hold."""
-    if id(value) in seen or depth > 5:
-        return
-    seen.add(id(value))
-    if isinstance(value, types.FunctionType | types.MethodType):
-        _note_code(value, found)
-        return
+class _Walk:
+    """Goes through what a Dataset holds, and notes it as a row of texts, paths and arrays."""
+
+    def __init__(self) -> None:
+        self.code: dict[str, Json] = {}
+        self.held: dict[str, list[Any]] = {}
+        self.paths: dict[Path, None] = {}
+        self.unseen: dict[str, str] = {}
+        self._classes: dict[int, object] = {}
+        self._seen: dict[int, tuple[int, object]] = {}  # holds what it names: an id may be given again
+        self._tokens: list[Any] = []
+        self._attribute = ""  # empty in code, where much is met that holds no data
+        self._depth = 0
+
+    def begin(self, dataset: object) -> None:
+        """Note the code of the Dataset, then each attribute by name."""
+        self._seen[id(dataset)] = (0, dataset)
+        self._tokens = self.held.setdefault("(code)", [])
+        for kind in type(dataset).__mro__:
+            self._class(kind)
+        self._contents(dataset)
+        for name, value in _attributes(dataset).items():
+            self._tokens = self.held.setdefault(name, [])
+            self._attribute = name
+            self.look(value)
+
+    def look(self, value: Any) -> None:
+        """Note one value with all that it holds."""
+        if type(value) in _PLAIN:
+            self._tokens.append(f"{type(value).__name__} {value!r}")
+        elif isinstance(value, str | pathlib.PurePath):
+            self._text(value)
+        elif id(value) in self._seen:
+            self._tokens.append(f"again {self._seen[id(value)][0]}")
+        elif self._depth >= DEEPEST:
+            self._opaque(value)
+        else:
+            self._seen[id(value)] = (len(self._seen), value)
+            self._depth += 1
+            self._look_inside(value)
+            self._depth -= 1
+
+    def _look_inside(self, value: Any) -> None:
+        array = plain_array(value)
+        if isinstance(array, tuple):
+            self._items(f"sparse {tuple(value.shape)}", cast("tuple[Any, ...]", array))
+        elif array is not None:
+            self._array(array)
+        elif isinstance(value, type):
+            for kind in type.mro(cast("type[Any]", value)):
+                self._class(kind)
+        elif isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, types.MethodType):
+            self.look(value.__func__)
+            self.look(value.__self__)
+        elif isinstance(value, _BOUND):
+            self._tokens.append(f"callable {value.__qualname__}")
+            if not isinstance(value.__self__, type | types.ModuleType):
+                self.look(value.__self__)
+        elif isinstance(value, enum.Enum):
+            self._tokens.append(f"{qualified_name(type(value))} {_attributes(value)['_name_']}")
+            self.look(_attributes(value)["_value_"])
+        elif isinstance(value, re.Pattern):
+            self._items("pattern", [cast("Any", value).pattern, cast("Any", value).flags])
+        elif isinstance(value, np.dtype) or qualified_name(type(value)) in _TORCH_NAMES:
+            self._tokens.append(repr(value))
+        elif reduced := next((kind for kind in _REDUCED if isinstance(value, kind)), None):
+            self._items(reduced.__name__, cast("Any", reduced).__reduce__(value)[1:])
+        else:
+            self._object(value)
+
+    def _object(self, value: Any) -> None:
+        """Containers and objects: their content, then what the attributes of a user's own class hold."""
+        kind: type[Any] = type(value)
+        whole = self._contents(value)
+        followed = callable(value) or _is_dataset(kind) or isinstance(value, _OPEN) or not is_library(kind)
+        attributes = _attributes(value) if followed else {}
+        if attributes or (followed and not is_foreign(kind)):
+            self._tokens.append(f"object {qualified_name(kind)}")
+            for parent in kind.__mro__:
+                self._class(parent)
+            for name, held in attributes.items():
+                self._tokens.append(f"attribute {name}")
+                self.look(held)
+        elif callable(value):
+            self._tokens.append(f"callable {qualified_name(value)} {getattr(value, '__name__', '')}")
+        elif not whole:
+            self._opaque(value)
+
+    def _contents(self, value: Any) -> bool:
+        """Note the items of a container; False if it is none whose items can be read without its code."""
+        kind: type[Any] = type(value)  # not isinstance: a proxy may claim to be what it is not
+        if issubclass(kind, dict):
+            pairs = list(dict.items(cast("dict[Any, Any]", value)))
+            self._items("dict", [part for pair in pairs for part in pair])
+            return True
+        if issubclass(kind, set | frozenset):
+            base = set if issubclass(kind, set) else frozenset
+            items = list(cast("Any", base).__iter__(value))
+            if not all(type(item) in (*_PLAIN, str, bytes) for item in items):
+                return False
+            self._items("set", sorted(items, key=repr))  # their order is the process's own
+            return True
+        for number in (int, float, complex):
+            if issubclass(kind, number):  # a class of the user's: its own text may say anything
+                self._tokens.append(f"{number.__name__} {cast('Any', number).__repr__(value)}")
+                return True
+        for base in (list, tuple, deque):
+            if issubclass(kind, base):
+                self._items(base.__name__, list(cast("Any", base).__iter__(value)))
+                return True
+        return False
+
+    def _items(self, kind: str, items: Iterable[Any]) -> None:
+        values = list(items)
+        self._tokens.append(f"{kind} of {len(values)}")
+        if all(type(value) in _NUMBERS for value in values):
+            self._tokens.append(repr(values))
+            return
+        for value in values:
+            self.look(value)
+
+    def _array(self, array: Any) -> None:
+        dtype: Any = array.dtype
+        if getattr(dtype, "hasobject", False) or getattr(dtype, "kind", "") == "T":
+            self._items(f"array {tuple(array.shape)}", array.reshape(-1).tolist())
+        else:
+            self._tokens.append(array)
+
+    def _text(self, value: str | pathlib.PurePath) -> None:
+        """A path stands for what it leads to, other text for itself."""
+        text = os.fspath(value) if isinstance(value, pathlib.PurePath) else str.__str__(value)
+        path = _as_path(text, sure=isinstance(value, Path))
+        if path is not None:
+            self.paths[path] = None
+        self._tokens.append(f"text {text}" if path is None else path)
+
+    def _opaque(self, value: object) -> None:
+        self._tokens.append(f"opaque {qualified_name(type(value))}")
+        if self._attribute:
+            self.unseen[self._attribute] = qualified_name(type(value))
+
+    def _class(self, kind: type[Any]) -> None:
+        """Note a class, and what its functions use; what it holds itself counts too."""
+        known = id(kind) in self._classes
+        self._classes[id(kind)] = kind
+        self._code(kind)
+        if known or is_library(kind):
+            return
+        attribute, self._attribute = self._attribute, ""
+        for name, member in list(vars(kind).items()):
+            functions = functions_in(member)
+            for function in functions:
+                self.look(function)
+            if not functions and not _is_special(name, member):
+                self._tokens.append(f"attribute {name}")
+                self.look(member)
+        self._attribute = attribute
+
+    def _function(self, function: types.FunctionType) -> None:
+        self._code(function)
+        if not is_library(function):
+            attribute, self._attribute = self._attribute, ""
+            for value in used_values(function):
+                self.look(value)
+            self._attribute = attribute
+
+    def _code(self, kind: Any) -> None:
+        name = qualified_name(kind)
+        self._tokens.append(f"code {name}")
+        if not is_foreign(kind):
+            digest = code_digest(kind)
+            if self.code.setdefault(name, digest) != digest:
+                self._tokens.append(digest)  # two functions of one name
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    """What an object holds by name, slots included; nothing is computed."""
+    try:
+        found = dict(cast("dict[str, Any]", object.__getattribute__(value, "__dict__")))
+    except (AttributeError, TypeError):
+        found = {}
     for kind in type(value).__mro__:
-        _note_code(kind, found)
-    attributes: Mapping[str, Any] = getattr(value, "__dict__", {})
-    for held in attributes.values():
-        _look_inside(held, found, paths, seen, depth)
+        for name, member in vars(kind).items() if "__slots__" in vars(kind) else ():
+            if isinstance(member, types.MemberDescriptorType):
+                with suppress(AttributeError):  # not set
+                    found[name] = member.__get__(value)
+    return found
 
 
-def _look_inside(held: Any, found: Description, paths: dict[Path, None], seen: set[int], depth: int) -> None:
-    if isinstance(held, str | os.PathLike):
-        _note_path(cast("str | os.PathLike[str]", held), paths)
-    elif isinstance(held, Mapping):
-        _look_inside(list(cast("Mapping[Any, Any]", held).values()), found, paths, seen, depth + 1)
-    elif isinstance(held, list | tuple):
-        values = cast("Sequence[Any]", held)
-        if values and all(isinstance(value, int | np.integer) for value in values):
-            found.indices.append(hashlib.sha256(np.asarray(values, dtype=np.int64).tobytes()).hexdigest())
-        elif len(values) > MOST_FILES and all(isinstance(value, str | os.PathLike) for value in values):
-            found.folders.append(digest_json([Path(value).name for value in values]))
-        elif depth <= 5:
-            for value in values:
-                _look_inside(value, found, paths, seen, depth + 1)
-    elif _is_dataset(held) or (callable(held) and not isinstance(held, type)):
-        _look(held, found, paths, seen, depth + 1)
+def _is_special(name: str, member: object) -> bool:
+    """What Python itself keeps in a class."""
+    slot = isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType)
+    return slot or (name.startswith("__") and name.endswith("__"))
 
 
-def _is_dataset(value: object) -> bool:
-    kind = type(value)
-    return hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and not _is_foreign(kind.__module__)
-
-
-def _is_foreign(module: str) -> bool:
+def _is_dataset(kind: type[Any]) -> bool:
     # torch's own containers (Subset, ConcatDataset) are looked into, though their text is not noted.
-    return module.partition(".")[0] in _FOREIGN and not module.startswith("torch.utils.data")
+    own = not is_foreign(kind) or kind.__module__.startswith("torch.utils.data")
+    return own and hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
 
 
-def _note_path(value: str | os.PathLike[str], paths: dict[Path, None]) -> None:
-    """Remember what is clearly a path: an existing one that is a Path, absolute, or has a separator."""
-    text = os.fspath(value)
-    if isinstance(value, str) and os.sep not in text and not Path(text).suffix:
-        return
+def _as_path(text: str, *, sure: bool) -> Path | None:
+    """What is clearly a path: an existing one that is a Path, absolute, or has a separator or suffix."""
+    if not text or (not sure and os.sep not in text and not Path(text).suffix):
+        return None
     try:
-        exists = bool(text) and Path(text).exists()
+        return Path(text).absolute() if Path(text).exists() else None
     except (OSError, ValueError):  # text that no file system takes as a name
-        return
-    if exists:
-        paths[Path(text).absolute()] = None
-
-
-def _note_code(kind: Any, found: Description) -> None:
-    module = getattr(kind, "__module__", None) or "builtins"
-    if module.partition(".")[0] in _FOREIGN:
-        return
-    try:
-        text = inspect.getsource(kind)
-    except (OSError, TypeError):
-        text = _code_text(kind)  # typed at a prompt: there is no file to read
-    found.code[qualified_name(kind)] = hashlib.sha256(text.encode()).hexdigest()
-
-
-def _code_text(kind: Any) -> str:
-    """Bytecode, constants and names of a function, or of all functions of a class."""
-    functions = vars(kind).values() if isinstance(kind, type) else [kind]
-    codes = [getattr(function, "__code__", None) for function in functions]
-    return "\n".join(_one_code(code) for code in codes if isinstance(code, types.CodeType))
-
-
-def _one_code(code: types.CodeType) -> str:
-    constants = [_one_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
-    return f"{code.co_name} {code.co_code.hex()} {constants} {code.co_names}"
+        return None

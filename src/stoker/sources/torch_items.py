@@ -29,6 +29,20 @@ def flatten_item(item: Any, *, where: str) -> dict[str, tuple[NDArray[Any], str]
     }
 
 
+def narrowed_fields(item: Any) -> set[str]:
+    """Fields that are arrays or tensors of more precision than is stored.
+
+    >>> sorted(narrowed_fields({"a": np.ones(2), "b": np.ones(2, "f4"), "c": 0.5}))
+    ['a']
+    """
+    wide = ("float64", "complex128", "longdouble", "float128", "clongdouble", "complex256")
+    return {
+        name or "data"
+        for name, value in _walk(item, "")
+        if str(getattr(value, "dtype", "")).rpartition(".")[2].lstrip("<>=") in wide
+    }
+
+
 def _walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Leaves of nested dictionaries, tuples and lists; lists of plain numbers below the top are leaves."""
     if isinstance(value, Mapping):

@@ -1,0 +1,286 @@
+"""A Dataset that differs where it can be seen has another identity, and the same one has it everywhere."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+from stoker.sources import torch_arrays, torch_identity
+from stoker.sources.torch_dataset import TorchSource
+
+ROWS = 2000
+HIDDEN = 777
+"""A sample that is not among the sixteen that are probed."""
+
+
+class Holder(Dataset):
+    """Holds something, and gives what does not depend on it."""
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int):
+        return torch.ones(2) * index
+
+
+class Config:
+    """Settings of a user's own."""
+
+    def __init__(self, scale: object) -> None:
+        self.scale = scale
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self, scale: object) -> None:
+        self.scale = scale
+
+
+def scaled(x, factor: float = 1.0):
+    return x * factor
+
+
+def twice(x):
+    return x * 2
+
+
+def times(factor: object):
+    return lambda x: x * factor
+
+
+def lambdas(which: int):
+    return [lambda x: x, lambda x: x * 2][which]
+
+
+def identity(dataset) -> str:
+    return repr(TorchSource(dataset).identity())
+
+
+def changed(array, place=HIDDEN):
+    array[place] = 5
+    return array
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param(torch.zeros(ROWS, 4), changed(torch.zeros(ROWS, 4)), id="tensor"),
+        pytest.param(torch.zeros(4, ROWS).T, changed(torch.zeros(4, ROWS).T), id="transposed"),
+        pytest.param(torch.zeros(2).bfloat16(), changed(torch.zeros(2).bfloat16(), 1), id="bfloat16"),
+        pytest.param(torch.zeros(2, 2).to_sparse(), torch.ones(2, 2).to_sparse(), id="sparse"),
+        pytest.param(np.zeros(ROWS), changed(np.zeros(ROWS)), id="array"),
+        pytest.param(np.zeros((ROWS, 600)), changed(np.zeros((ROWS, 600)), (-1, -1)), id="last-value"),
+        pytest.param(np.asarray(["a", "b"]), np.asarray(["a", "c"]), id="text-array"),
+        pytest.param(np.asarray(["a", 1], "O"), np.asarray(["a", 2], "O"), id="object-array"),
+        pytest.param(np.float32(1), np.float32(2), id="numpy-number"),
+        pytest.param(1, 2, id="int"),
+        pytest.param(True, False, id="bool"),
+        pytest.param(0.5, 0.25, id="float"),
+        pytest.param("mean", "sum", id="text"),
+        pytest.param(b"a", b"b", id="bytes"),
+        pytest.param([0.5] * ROWS, changed([0.5] * ROWS), id="floats"),
+        pytest.param(["cat"] * 3000, changed(["cat"] * 3000), id="texts"),
+        pytest.param({"a": 1}, {"a": 2}, id="dict"),
+        pytest.param({"a": 1}, {"b": 1}, id="keys"),
+        pytest.param({"a", "b"}, {"a", "c"}, id="set"),
+        pytest.param([[1], [2, 3]], [[1, 2], [3]], id="nesting"),
+        pytest.param(torch.float32, torch.float16, id="dtype"),
+        pytest.param(Config(1), Config(2), id="object"),
+        pytest.param(Slotted(1), Slotted(2), id="slots"),
+        pytest.param(types.SimpleNamespace(a=1), types.SimpleNamespace(a=2), id="namespace"),
+        pytest.param(functools.partial(scaled, factor=2), functools.partial(scaled, factor=3), id="partial"),
+        pytest.param(functools.partial(scaled), functools.partial(twice), id="partial-of-another"),
+        pytest.param(operator.itemgetter(0), operator.itemgetter(1), id="itemgetter"),
+        pytest.param(np.sin, np.cos, id="ufunc"),
+        pytest.param({"a": 1}.get, {"a": 2}.get, id="bound"),
+        pytest.param(times(2), times(3), id="closure"),
+        pytest.param(lambda x, f=2: x * f, lambda x, f=3: x * f, id="default"),
+        pytest.param([lambdas(0), lambdas(1)], [lambdas(1), lambdas(1)], id="lambdas-of-one-line"),
+        pytest.param(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), id="module"),
+    ],
+)
+def test_what_a_dataset_holds_is_part_of_it(one, other) -> None:
+    assert identity(Holder(one)) != identity(Holder(other))
+    assert identity(Holder(one)) == identity(Holder(one))
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda d: d, lambda d: Subset(d, range(ROWS)), lambda d: ConcatDataset([d, d])]
+)
+def test_one_value_changed_in_place_is_another_dataset(wrap) -> None:
+    x = torch.zeros(ROWS, 4)
+    before = identity(wrap(TensorDataset(x)))
+
+    x[HIDDEN] = 5
+
+    assert identity(wrap(TensorDataset(x))) != before
+    x[HIDDEN] = 0
+    assert identity(wrap(TensorDataset(x))) == before
+
+
+BODY = """
+import functools
+import numpy as np
+SCALE = {scale}
+def inner(x): return x {inner}
+def outer(x): return [inner(x) for _ in range(1)][0]
+def deco(f):
+    @functools.wraps(f)
+    def wrapped(*args): return f(*args)
+    return wrapped
+class Table:
+    @staticmethod
+    def static(x): return x {static}
+    @property
+    def prop(self): return 1 {prop}
+    @functools.lru_cache
+    def kept(self): return 1 {kept}
+class Mine:
+    level = {level}
+    def __init__(self): self.table = Table()
+    def __len__(self): return 2000
+    @deco
+    def __getitem__(self, i): return outer(np.ones(2)) if i == 777 and SCALE else np.zeros(2)
+"""
+USUAL = {"scale": "1", "inner": "* 2", "static": "+ 1", "prop": "+ 1", "kept": "+ 1", "level": "3"}
+
+
+def fingerprint(folder: Path, changes: dict[str, str], *, executed: str = "", seed: str = "0") -> str:
+    """The identity of `Mine` from a process of its own."""
+    folder.mkdir(exist_ok=True)
+    body = BODY.format(**{**USUAL, **changes})
+    if executed:
+        space = "{}" if executed == "bare" else "globals()"
+        body = f"space = {space}\nexec({body!r}, space)\nMine = space['Mine']\n"
+    body += "from stoker.sources.torch_dataset import TorchSource\nprint(TorchSource(Mine()).identity())\n"
+    (folder / "script.py").write_text(body)
+    done = subprocess.run(
+        [sys.executable, folder / "script.py"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize("executed", ["", "bare"])
+def test_code_that_the_dataset_calls_is_part_of_it(tmp_path: Path, executed: str) -> None:
+    changes = [{}, {"scale": "2"}, {"inner": "* 3"}, {"level": "4"}, {"static": "+ 2"}, {"prop": "+ 2"}]
+    changes.append({"kept": "+ 2"})
+
+    seen = [fingerprint(tmp_path, change, executed=executed) for change in changes]
+
+    assert len(set(seen)) == len(changes)
+
+
+@pytest.mark.parametrize("executed", ["", "bare", "main"])
+def test_another_process_names_it_alike(tmp_path: Path, executed: str) -> None:
+    """Sets have another order in each process."""
+    names = {"scale": "{'a', 'b', 'c', 'd'}", "inner": "* (2 if str(x) in {'a', 'b', 'c', 'd'} else 3)"}
+
+    seen = {fingerprint(tmp_path / seed, names, executed=executed, seed=seed) for seed in ("0", "1", "2")}
+
+    assert len(seen) == 1
+
+
+def test_nothing_of_the_dataset_is_called() -> None:
+    class Loud(list):
+        def __getattr__(self, name):
+            raise AssertionError(name)
+
+        __iter__ = __len__ = __repr__ = __eq__ = __hash__ = None
+
+    class Shy(Holder):
+        def __init__(self, held) -> None:
+            super().__init__(held)
+            self.told = True
+
+        def __getattr__(self, name):
+            raise AssertionError(name)
+
+        @property
+        def computed(self):
+            raise AssertionError("computed")
+
+    described = torch_identity.describe(Shy([Loud([1, 2]), Config(1)]))
+
+    assert set(described.held) == {"(code)", "held", "told"}
+    assert described.held["held"] != torch_identity.describe(Shy([Loud([1, 3]), Config(1)])).held["held"]
+
+
+def test_a_loop_in_what_is_held_ends() -> None:
+    config = Config(1)
+    config.scale = [config]
+
+    assert identity(Holder(config)) == identity(Holder(config))
+
+
+def test_large_arrays_are_drawn_from_and_said(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(torch_identity, "LIMIT_BYTES", 2 * 2**20)
+    hashed = []
+    monkeypatch.setattr(torch_arrays, "_bytes", lambda block: hashed.append(block.nbytes) or b"")
+
+    first, second = (identity(Holder(np.zeros((64, 2**17)))) for _ in range(2))
+
+    assert first == second
+    assert 2**20 <= sum(hashed) / 2 <= 16 * 2**20
+    assert "2.0 MiB out of 64.0 MiB held in memory" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_what_was_not_looked_at_is_said_once(caplog, tmp_path: Path) -> None:
+    with caplog.at_level(logging.INFO, logger="stoker"):
+        for _ in range(2):
+            identity(Holder([tmp_path, np.random.default_rng(0)]))
+        identity(Holder(1))
+
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert f"folder {tmp_path} by names and sizes alone" in record.message
+    assert "held is a numpy.random._generator.Generator" in record.message
+    assert "stoker.TorchSource(dataset, identity='v1')" in record.message
+
+
+def test_labels_stay_with_their_files_wherever_they_are(tmp_path: Path) -> None:
+    pairs = {}
+    for place in ("one", "two"):
+        for name in ("a", "b"):
+            (tmp_path / place / name).mkdir(parents=True)
+            (tmp_path / place / name / "x.bin").write_bytes(b"1")
+        pairs[place] = [(str(tmp_path / place / name / "x.bin"), i) for i, name in enumerate("ab")]
+    swapped = [(pairs["one"][1][0], 0), (pairs["one"][0][0], 1)]
+
+    held = [torch_identity.describe(Holder(value)).held for value in (*pairs.values(), swapped)]
+
+    assert held[0] == held[1] != held[2]
+
+
+def test_float64_is_narrowed_with_a_word(caplog) -> None:
+    class Wide(Holder):
+        def __getitem__(self, index: int):
+            return {"u": torch.ones(2).double(), "v": torch.ones(2), "w": np.ones(2), "n": 0.5}
+
+    source = TorchSource(Wide(1))
+    for _ in range(2):
+        source.schema()
+        source.read(HIDDEN)
+
+    assert [r.message for r in caplog.records if r.levelno == logging.WARNING] == [
+        f"{TorchSource(Wide(1))!r}".partition("(")[2].partition(",")[0] + ": float64 is read as float32: u, w"
+    ]
