@@ -12,7 +12,7 @@ from stoker.errors import ConfigError
 from stoker.loader import Loader, Windows
 from stoker.monitor import StallMeter
 from stoker.pipeline.build import device_of, tasks_of
-from stoker.pipeline.diary import run_dir_of, settings_digest, unfinished, write_diary
+from stoker.pipeline.diary import run_dir_of, settings_digest, unfinished, work_digest, write_diary
 from stoker.pipeline.folders import require_writable
 from stoker.pipeline.locate import batch_size_of, trajectory_steps, windows_of
 from stoker.pipeline.precompute import CacheResult, fill_caches
@@ -171,11 +171,11 @@ def train_prepared(
     train_cache, val_cache = (result.cache for result in prepared.caches)
     run_dir, meter = run_dir_of(config), StallMeter()
     digest = settings_digest(config, {result.split: result.cache.fingerprint for result in prepared.caches})
-    resume = unfinished(config, digest)
+    resume, work = unfinished(config, digest), work_digest(config, train_cache.schema)
 
     def note(kind: str, facts: Mapping[str, Json]) -> None:
         if kind == "start":
-            write_diary(run_dir, digest=digest, finished=False, step_s=None)
+            write_diary(run_dir, digest=digest, finished=False, work=work, step_s=None)
         if on_event is not None:
             on_event(kind, facts)
 
@@ -195,7 +195,7 @@ def train_prepared(
     finally:
         checked = None if check is None else check.finish()
     train_s = time.monotonic() - began
-    write_diary(run_dir, digest=digest, finished=True, step_s=report.step_s)
+    write_diary(run_dir, digest=digest, finished=True, work=work, step_s=report.step_s)
     return TrainResult(
         report=report,
         caches=prepared.caches,
