@@ -236,6 +236,26 @@ def test_inspect_shows_the_cache(project: Path) -> None:
     text, _ = run("inspect", "data/latent_cache/burgers1d_train")
     assert summary["fingerprint"] in text
     assert "latent" in text
+    assert "12 of 12 stored\n" in text
+
+
+def test_inspect_tells_what_is_quarantined_from_what_is_missing(project: Path) -> None:
+    with h5py.File(project / "raw" / "burgers1d_train.h5", "r+") as file:
+        file["tensor"][3, 0, 0] = np.nan
+    run("precompute", "c.yaml", "--splits", "train", exit_code=4)
+
+    text, _ = run("inspect", "data/latent_cache/burgers1d_train")
+
+    assert "11 of 12 stored, 1 quarantined\n" in text
+
+
+def test_the_folder_above_the_caches_names_them(project: Path) -> None:
+    run("precompute", "c.yaml")
+
+    error = run_json("inspect", "data/latent_cache", exit_code=4)["error"]
+
+    assert "holds caches by name: burgers1d_train, burgers1d_val" in error
+    assert error.endswith("Name one, as data/latent_cache/burgers1d_train")
 
 
 def flip_a_record_byte(project: Path) -> None:
@@ -534,6 +554,7 @@ def test_without_json_a_command_typed_wrong_shows_its_usage(capsys: pytest.Captu
 
     shown = capsys.readouterr()
     assert (stop.value.code, shown.out) == (2, "")
+    assert "Usage: stoker plan" in shown.err
     assert "Usage:" in shown.err
 
 

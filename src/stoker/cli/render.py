@@ -116,13 +116,15 @@ def demo(result: DemoResult, console: Console) -> None:
 
 def inspect(result: CacheSummary, console: Console) -> None:
     """One line per fact, then one per field."""
-    state = "complete" if result.complete else "incomplete"
+    missing = result.count - result.records - len(result.quarantined)
+    counts = [f"{format_count(result.records)} of {format_count(result.count)} stored"]
+    counts += [f"{format_count(len(result.quarantined))} quarantined"] if result.quarantined else []
+    counts += [f"{format_count(missing)} not encoded yet"] if missing else []
     facts: list[Cells] = [
         ("cache", escape(result.name)),
         ("path", escape(result.path)),
         ("fingerprint", result.fingerprint),
-        ("records", f"{format_count(result.records)} of {format_count(result.count)}, {state}"),
-        ("quarantined", format_count(len(result.quarantined))),
+        ("records", ", ".join(counts)),
         ("shards", f"{format_count(result.shards)}, {format_bytes(result.bytes)}"),
     ]
     table(console, facts)
