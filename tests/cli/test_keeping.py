@@ -213,6 +213,7 @@ def test_import_lists_what_is_missing_with_exit_code_4(project: Path) -> None:
     Path("old").mkdir()
     for number in (0, 2):
         torch.save({"latent": torch.randn(9, 4, 8), "params": None}, f"old/sample_{number:05d}.pt")
+    Path("old/readme.txt").write_text("")
     args = ["import-pt", "old", "--out", "data/latent_cache", "--name", "old", "--dtype", "float16"]
 
     report = run_json(*args, exit_code=4)
@@ -221,4 +222,7 @@ def test_import_lists_what_is_missing_with_exit_code_4(project: Path) -> None:
     assert (report["records"], report["missing"], report["broken"]) == (2, [1], [])
     assert "2 there before, 1 missing or broken" in text
     assert "sample 1: sample_00001.pt is missing" in text
+    assert f"stoker.open_cache({report['path']!r}) serves what is there" in text
+    assert "once the files are mended, the same command" in text
+    assert "1 other file ignored" in text
     assert run_json("inspect", "data/latent_cache/old")["complete"]

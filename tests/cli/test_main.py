@@ -678,7 +678,7 @@ def test_a_run_cut_short_says_how_much_of_an_epoch_it_was(project: Path) -> None
     part, _ = run("train", "c.yaml", "training.max_steps=3")
     whole, _ = run("train", "c.yaml", "training.epochs=2")
 
-    assert "0.5 epochs, 3 steps" in part
+    assert "3 steps of the 6 of an epoch" in part
     assert "2 epochs, 12 steps" in whole
 
 

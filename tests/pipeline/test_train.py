@@ -67,14 +67,17 @@ def test_an_interrupted_run_goes_on_and_ends_as_if_it_had_not_been(
     assert resumed.report.val_nrmse == whole.report.val_nrmse
 
 
-def test_a_finished_run_begins_anew(configure: Configure) -> None:
+def test_a_finished_run_begins_anew(configure: Configure, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="stoker")
     train_config(configure())
+    assert "begins anew" not in caplog.text
     events = Events()
 
     again = train_config(configure(), on_event=events)
 
     assert "resume" not in events.kinds
     assert again.report.steps == 12
+    assert "checkpoints.previous" in caplog.text
 
 
 @pytest.mark.parametrize("change", ["training.lr=1e-4", "latent.dim=6", "model.width=32", "training.seed=5"])
