@@ -27,8 +27,10 @@ from stoker.errors import StalledError
 from stoker.pipeline.inspect import inspect_cache
 from stoker.pipeline.plan import plan_config
 from stoker.pipeline.validate import validate_config
+from stoker.pipeline.why import Explanation
 from stoker.precompute.space import needed_bytes
 from stoker.schema import Field
+from stoker.store import Difference
 from stoker.units import MIB
 from tests.conftest import write_burgers
 
@@ -212,6 +214,7 @@ def test_train_reports_and_leaves_its_pictures(project: Path) -> None:
     assert wanted <= report.keys()
     assert {"cache_s", "first_batch_s", "total_s"} <= report["startup"].keys()
     assert (report["epochs"], report["steps"], report["cache_reused"]) == (2, 2 * 6, False)
+    assert report["epoch_steps"] == 6
     assert (project / report["run_dir"] / "curves.png").stat().st_size > 0
     assert (project / report["run_dir"] / "report.html").stat().st_size > 0
 
@@ -491,6 +494,19 @@ def test_why_compares_settings_with_the_nearest_cache(project: Path) -> None:
     shown, _ = run("why", "other.yaml", "c.yaml")
     assert "encoder.config.dim" in shown
     assert "6  ->  8" in shown
+
+
+def test_why_shows_values_whole_but_for_digests(project: Path) -> None:
+    part = {"name": "burgers1d_train_and_more.h5", "count": 10_000, "selection": [0, 9_000]}
+    found = [Difference(entry="p", a=part, b=None, note="only in the first"),
+             Difference(entry="d", a="0123456789abcdef" * 4, b="f" * 64, note="the bytes differ")]  # fmt: skip
+    screen = Screen()
+
+    render.why(Explanation(a="a", b="b", differences=tuple(found)), console(screen))
+
+    text = " ".join(strip_ansi(screen.getvalue()).split())
+    assert '{"name": "burgers1d_train_and_more.h5", "count": 10000, "selection": [0, 9000]}' in text
+    assert "0123456789abcdef…89abcdef -> ffffffffffffffff…ffffffff" in text
 
 
 def test_a_wrong_name_is_one_line_with_the_nearest_one(project: Path) -> None:
