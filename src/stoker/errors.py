@@ -95,7 +95,9 @@ class MissingRecordError(IncompleteError, KeyError):
 
 
 class ReadOnlyError(StokerError, OSError):
-    """A cache folder cannot be written."""
+    """A cache folder, or another that a setting names, cannot be written."""
+
+    exit_code = 3
 
 
 class StaleStateError(StokerError):

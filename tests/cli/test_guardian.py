@@ -190,6 +190,7 @@ def test_an_encoder_that_never_works_is_given_up_with_stage_sample_and_stack(
     assert "sitecustomize.py" in answer["error"]  # the stack
 
 
+@pytest.mark.slow
 def test_an_encoder_that_hangs_on_its_way_to_the_device_is_given_up_as_well(project: Path) -> None:
     env = broken_encoder(project, {"to": FAULTS["hang"]})
 
@@ -201,6 +202,7 @@ def test_an_encoder_that_hangs_on_its_way_to_the_device_is_given_up_as_well(proj
     assert "sitecustomize.py" in error  # the stack
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", [0, 4])
 def test_a_command_that_is_done_and_does_not_end_is_ended_with_its_own_exit_code(
     project: Path, ending: int
@@ -315,6 +317,7 @@ def test_a_closed_terminal_ends_the_command_for_good(project: Path) -> None:
     assert "again" not in said
 
 
+@pytest.mark.slow
 def test_under_nohup_a_closed_terminal_ends_nothing(project: Path) -> None:
     begun = Begun(project, broken_encoder(project, SLOW), under=("nohup",))
 
@@ -362,6 +365,7 @@ def test_what_an_overwrite_has_encoded_before_a_crash_is_kept(project: Path) -> 
     assert len(records(project)) == 12
 
 
+@pytest.mark.slow
 def test_failures_between_groups_that_are_far_apart_do_not_add_up(project: Path) -> None:
     env = broken_encoder(project, {})
     add_to_site(project, SEALS_AT_ONCE + KILLED_BETWEEN_GROUPS)
@@ -373,6 +377,7 @@ def test_failures_between_groups_that_are_far_apart_do_not_add_up(project: Path)
     assert len((project / "calls").read_text()) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("readers", [0, 1])
 def test_a_disk_that_is_slower_than_the_encoder_may_be_kills_nobody(project: Path, readers: int) -> None:
     env = broken_encoder(project, {})

@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from stoker.cli.main import app
+from stoker.errors import ReadOnlyError
 from stoker.store import open_cache
 from tests.store.kill_points import make_old
 
@@ -54,10 +55,26 @@ def test_repair_names_the_samples_and_the_command(cache: Path) -> None:
 
     (number,) = found["missing"]
     assert (found["ok"], found["encode_again"], found["encoded"]) == (False, str(number), None)
-    assert found["command"] == f"stoker verify {cache} --repair --config CONFIG"
+    assert found["command"] == f"stoker verify {cache} --repair --config CONFIG [KEY=VALUE...]"
+    assert "--repair" not in str(found["bad"])
     text = run("verify", CACHE, "--repair", exit_code=4)
     assert f"1 sample has to be encoded: {number}" in text
     assert found["command"] in text
+
+
+def test_repair_of_a_folder_that_cannot_be_written_asks_for_nothing_where_it_is_sound(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ReadOnlyError(f"{cache} cannot be written: Read-only file system")
+
+    monkeypatch.setattr("stoker.pipeline.keep.repair", refuse)
+
+    found = run_json("verify", CACHE, "--repair")
+
+    assert (found["ok"], found["records"], found["bad"]) == (True, 12, [])
+    damage(cache)
+    assert "cannot be written" in run_json("verify", CACHE, "--repair", exit_code=3)["error"]
 
 
 def test_repair_with_the_settings_encodes_again(cache: Path) -> None:
@@ -196,6 +213,7 @@ def test_import_lists_what_is_missing_with_exit_code_4(project: Path) -> None:
     Path("old").mkdir()
     for number in (0, 2):
         torch.save({"latent": torch.randn(9, 4, 8), "params": None}, f"old/sample_{number:05d}.pt")
+    Path("old/readme.txt").write_text("")
     args = ["import-pt", "old", "--out", "data/latent_cache", "--name", "old", "--dtype", "float16"]
 
     report = run_json(*args, exit_code=4)
@@ -204,4 +222,7 @@ def test_import_lists_what_is_missing_with_exit_code_4(project: Path) -> None:
     assert (report["records"], report["missing"], report["broken"]) == (2, [1], [])
     assert "2 there before, 1 missing or broken" in text
     assert "sample 1: sample_00001.pt is missing" in text
+    assert f"stoker.open_cache({report['path']!r}) serves what is there" in text
+    assert "once the files are mended, the same command" in text
+    assert "1 other file ignored" in text
     assert run_json("inspect", "data/latent_cache/old")["complete"]

@@ -26,8 +26,10 @@ from stoker.errors import StalledError
 from stoker.pipeline.inspect import inspect_cache
 from stoker.pipeline.plan import plan_config
 from stoker.pipeline.validate import validate_config
+from stoker.pipeline.why import Explanation
 from stoker.precompute.space import needed_bytes
 from stoker.schema import Field
+from stoker.store import Difference
 from stoker.units import MIB
 from tests.conftest import write_burgers
 
@@ -189,6 +191,9 @@ def test_plan_says_where_and_why(project: Path) -> None:
     assert after["tiers"] == {"device": 0, "host": 12, "disk": 0, "encode": 0} == before["tiers"]
     assert (before["missing"], after["missing"]) == (12, 0)
     assert before["reason"].startswith("12 records are to be encoded first")
+    notes = [next(row["note"] for row in p["rows"] if row["tier"] == "encode") for p in (before, after)]
+    assert notes[0].startswith("12 are encoded first, and counted above as stored; storing them takes")
+    assert notes[1] == "nothing is missing"
 
 
 def test_plan_shows_every_tier(project: Path) -> None:
@@ -208,6 +213,7 @@ def test_train_reports_and_leaves_its_pictures(project: Path) -> None:
     assert wanted <= report.keys()
     assert {"cache_s", "first_batch_s", "total_s"} <= report["startup"].keys()
     assert (report["epochs"], report["steps"], report["cache_reused"]) == (2, 2 * 6, False)
+    assert report["epoch_steps"] == 6
     assert (project / report["run_dir"] / "curves.png").stat().st_size > 0
     assert (project / report["run_dir"] / "report.html").stat().st_size > 0
 
@@ -232,6 +238,26 @@ def test_inspect_shows_the_cache(project: Path) -> None:
     text, _ = run("inspect", "data/latent_cache/burgers1d_train")
     assert summary["fingerprint"] in text
     assert "latent" in text
+    assert "12 of 12 stored\n" in text
+
+
+def test_inspect_tells_what_is_quarantined_from_what_is_missing(project: Path) -> None:
+    with h5py.File(project / "raw" / "burgers1d_train.h5", "r+") as file:
+        file["tensor"][3, 0, 0] = np.nan
+    run("precompute", "c.yaml", "--splits", "train", exit_code=4)
+
+    text, _ = run("inspect", "data/latent_cache/burgers1d_train")
+
+    assert "11 of 12 stored, 1 quarantined\n" in text
+
+
+def test_the_folder_above_the_caches_names_them(project: Path) -> None:
+    run("precompute", "c.yaml")
+
+    error = run_json("inspect", "data/latent_cache", exit_code=4)["error"]
+
+    assert "holds caches by name: burgers1d_train, burgers1d_val" in error
+    assert error.endswith("Name one, as data/latent_cache/burgers1d_train")
 
 
 def flip_a_record_byte(project: Path) -> None:
@@ -469,6 +495,19 @@ def test_why_compares_settings_with_the_nearest_cache(project: Path) -> None:
     assert "6  ->  8" in shown
 
 
+def test_why_shows_values_whole_but_for_digests(project: Path) -> None:
+    part = {"name": "burgers1d_train_and_more.h5", "count": 10_000, "selection": [0, 9_000]}
+    found = [Difference(entry="p", a=part, b=None, note="only in the first"),
+             Difference(entry="d", a="0123456789abcdef" * 4, b="f" * 64, note="the bytes differ")]  # fmt: skip
+    screen = Screen()
+
+    render.why(Explanation(a="a", b="b", differences=tuple(found)), console(screen))
+
+    text = " ".join(strip_ansi(screen.getvalue()).split())
+    assert '{"name": "burgers1d_train_and_more.h5", "count": 10000, "selection": [0, 9000]}' in text
+    assert "0123456789abcdef…89abcdef -> ffffffffffffffff…ffffffff" in text
+
+
 def test_a_wrong_name_is_one_line_with_the_nearest_one(project: Path) -> None:
     _, message = run("train", "c.yaml", "training.latent_cache_dirr=x", exit_code=3)
 
@@ -530,6 +569,7 @@ def test_without_json_a_command_typed_wrong_shows_its_usage(capsys: pytest.Captu
 
     shown = capsys.readouterr()
     assert (stop.value.code, shown.out) == (2, "")
+    assert "Usage: stoker plan" in shown.err
     assert "Usage:" in shown.err
 
 
@@ -653,7 +693,7 @@ def test_a_run_cut_short_says_how_much_of_an_epoch_it_was(project: Path) -> None
     part, _ = run("train", "c.yaml", "training.max_steps=3")
     whole, _ = run("train", "c.yaml", "training.epochs=2")
 
-    assert "0.5 epochs, 3 steps" in part
+    assert "3 steps of the 6 of an epoch" in part
     assert "2 epochs, 12 steps" in whole
 
 

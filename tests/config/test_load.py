@@ -324,6 +324,18 @@ def test_empty_files_and_empty_sections_are_defaults(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, "training:\ndata:\n")).to_dict() == Config().to_dict()
 
 
+@pytest.mark.parametrize(
+    ("override", "where"), [("model.width=10", "command line"), ("training.lr=1", "train")]
+)
+def test_a_width_that_no_head_divides_is_blamed_on_whoever_gave_it(
+    tmp_path: Path, override: str, where: str
+) -> None:
+    path = write(tmp_path, "model: {width: 30, heads: 4}\n")
+
+    with pytest.raises(ConfigError, match=rf"{where}.*model\.width [13]0 is not a multiple"):
+        load_config(path, [override])
+
+
 def test_the_same_override_twice_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"command line: training.lr is given twice"):
         load_config(None, ["training.lr=1", "training.lr=2"])

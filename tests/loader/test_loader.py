@@ -505,6 +505,7 @@ def test_it_looks_like_a_dataloader(cache: Cache, caplog: pytest.LogCaptureFixtu
     loader.sampler.set_epoch(7)
     assert loader.epoch == 7
     assert "24 examples in 5 batches of 5, full order" in repr(loader)
+    assert "24 examples in 1 batch of 24, full order" in repr(Loader(cache, batch_size=24))
     with pytest.raises(TypeError, match="unexpected keyword argument 'batchsize'"):
         Loader(cache, batchsize=3)
     with pytest.raises(ConfigError, match="transforms="):

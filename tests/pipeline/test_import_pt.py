@@ -112,6 +112,23 @@ def test_other_bytes_make_another_cache(tmp_path: Path) -> None:
     assert second.imported == 5
 
 
+def test_a_second_cache_of_a_name_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="stoker")
+    old = make_old(tmp_path / "old", [0, 2])
+    first = import_pt(old, tmp_path / "new", name="x")
+    import_pt(old, tmp_path / "new", name="x")
+    assert "another cache" not in caplog.text
+
+    torch.save(sample(1), old / "sample_00001.pt")
+    second = import_pt(old, tmp_path / "new", name="x")
+    import_pt(old, tmp_path / "new", name="x")
+
+    (said,) = [text for text in caplog.messages if "another cache" in text]
+    assert first.cache.fingerprint in said
+    assert second.cache.fingerprint in said
+    assert f"stoker gc {tmp_path / 'new'} --keep 1" in said
+
+
 def test_missing_and_broken_samples_are_listed_by_name(tmp_path: Path) -> None:
     old = make_old(tmp_path / "old", [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11])
     ran = tmp_path / "ran"

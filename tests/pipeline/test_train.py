@@ -12,6 +12,8 @@ import pytest
 
 from stoker.errors import ConfigError, Interrupted
 from stoker.pipeline.diary import FILE, last_step_s, run_dir_of
+from stoker.pipeline.plan import plan_config
+from stoker.pipeline.precompute import fill_caches
 from stoker.pipeline.train import (
     loop_settings,
     make_loader,
@@ -81,14 +83,17 @@ def test_a_run_writes_nothing_into_its_folder_once_it_is_done(configure: Configu
     assert diary.read_text() == "another's"
 
 
-def test_a_finished_run_begins_anew(configure: Configure) -> None:
+def test_a_finished_run_begins_anew(configure: Configure, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="stoker")
     train_config(configure())
+    assert "begins anew" not in caplog.text
     events = Events()
 
     again = train_config(configure(), on_event=events)
 
     assert "resume" not in events.kinds
     assert again.report.steps == 12
+    assert "checkpoints.previous" in caplog.text
 
 
 @pytest.mark.parametrize("change", ["training.lr=1e-4", "latent.dim=6", "model.width=32", "training.seed=5"])
@@ -123,7 +128,7 @@ def test_the_time_of_a_step_is_not_thinned_by_the_steps_of_earlier_sessions(conf
     )
 
     assert len(epochs) == 1
-    assert last_step_s(configure()) == resumed.report.step_s
+    assert last_step_s(configure(), resumed.caches[0].fields) == resumed.report.step_s
     state = json.loads((newest(run_dir_of(configure()) / "checkpoints") / "state.json").read_text())
     progress = state["state"]["progress"]
     assert (resumed.report.steps, progress["timed"]) == (12, 11)  # the pass of one step was broken off
@@ -135,18 +140,27 @@ def newest(checkpoints: Path) -> Path:
 
 
 def test_a_run_leaves_the_time_of_its_step(configure: Configure) -> None:
-    assert last_step_s(configure()) is None
+    schema = fill_caches(configure(), ["train"])[0].fields
+    assert last_step_s(configure(), schema) is None
 
     train_config(configure())
 
-    assert 0 < (last_step_s(configure()) or 0) < 60
+    assert 0 < (last_step_s(configure(), schema) or 0) < 60
+
+
+@pytest.mark.parametrize("change", ["model.width=32", "training.batch_size=8", "latent.dim=4"])
+def test_the_time_of_a_step_counts_for_no_other_work(configure: Configure, change: str) -> None:
+    train_config(configure("training.max_steps=2"))
+
+    assert plan_config(configure()).plan.step_s is not None
+    assert plan_config(configure(change)).to_json()["predicted_stall"] is None
 
 
 def test_a_damaged_diary_is_no_diary(configure: Configure) -> None:
-    train_config(configure("training.max_steps=2"))
+    schema = train_config(configure("training.max_steps=2")).caches[0].fields
     (run_dir_of(configure()) / "run.json").write_text("{")
 
-    assert last_step_s(configure()) is None
+    assert last_step_s(configure(), schema) is None
     train_config(configure("training.max_steps=2"))
 
 

@@ -3,7 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
+from stoker import cached
 from stoker.errors import ConfigError, FormatError
 from stoker.pipeline.precompute import fill_caches
 from stoker.pipeline.why import explain
@@ -23,6 +26,27 @@ def test_the_nearest_cache_is_the_one_that_differs_least(configure: Configure, t
 
     assert found.b == str(near.cache.path)
     assert [d.entry for d in found.differences] == ["encoder.weights"]
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_normalising_is_one_difference(configure: Configure, tmp_path: Path, swap: bool) -> None:
+    plain = write_settings(configure, tmp_path / "a.yaml")
+    normalised = write_settings(configure, tmp_path / "b.yaml", "data.normalize=true")
+
+    found = explain(normalised, plain) if swap else explain(plain, normalised)
+
+    assert [(d.entry, d.a, d.b) for d in found.differences] == [
+        ("encoder.normalised", *(("yes", "no") if swap else ("no", "yes")))
+    ]
+
+
+def test_samples_of_a_torch_dataset_were_probed(tmp_path: Path) -> None:
+    for value in (0.0, 1.0):
+        cached(TensorDataset(torch.full((4, 3), value)), cache_dir=tmp_path, name="x", batch_size=2)
+
+    found = {d.entry: d.note for d in explain(*(tmp_path / "x").iterdir()).differences}
+
+    assert found["source.parts[0].digest"] == "probed samples or code differ"
 
 
 def test_a_folder_is_compared_with_its_neighbours_not_with_itself(configure: Configure) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from stoker.errors import (
     SourceError,
 )
 from stoker.precompute import PrecomputeSettings, precompute, run_precompute
+from stoker.precompute.progress import LineProgress
 from stoker.precompute.worker import Worker
 from stoker.store import open_cache
 from tests.precompute.fake_encoders import FakeEncoder
@@ -408,3 +410,21 @@ def test_two_threads_fill_one_cache_once(tmp_path):
 
     assert sorted(report.encoded for report in reports) == [0, 24]
     assert not list(Path(tmp_path).rglob("*.txt"))
+
+
+def test_a_log_ends_with_what_the_run_came_to(tmp_path):
+    out = io.StringIO()
+
+    run(FakeSource((20,)), FakeEncoder(), tmp_path, readers=0, progress=LineProgress(out, first_s=0))
+
+    lines = out.getvalue().splitlines()
+    assert "/20 " in lines[-2]
+    assert lines[-1].startswith("c  20 of 20 encoded, 0:00:")
+
+
+def test_a_run_too_short_for_a_line_says_nothing(tmp_path):
+    out = io.StringIO()
+
+    run(FakeSource((20,)), FakeEncoder(), tmp_path, readers=1, progress=LineProgress(out, first_s=60))
+
+    assert out.getvalue() == ""

@@ -136,7 +136,7 @@ def test_a_length_that_varies_where_no_probe_looked() -> None:
     [
         (lambda i: {"x": torch.ones(2), "label": "cat"}, r"sample 0, field 'label' is text \('cat'\)"),
         (lambda i: {"x": None}, "field 'x' is None"),
-        (lambda i: {"x": object()}, "field 'x' is a object"),
+        (lambda i: {"x": object()}, "field 'x' is of type object"),
         (lambda i: torch.ones(2).to_sparse(), "of layout torch.sparse_coo"),
         (lambda i: np.array(["a"]), "has dtype <U1, which cannot be stored"),
         (

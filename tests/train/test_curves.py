@@ -53,6 +53,12 @@ def test_each_error_is_drawn_beside_its_own_persistence(figures: list[Any], tmp_
     assert lines["roll-out"][1] == lines["roll-out, persistence"][1] != lines["one step"][1]
 
 
+def test_the_loss_says_what_its_unit_is(figures: list[Any], tmp_path: Path) -> None:
+    loss, _, _ = draw([epoch(1)], figures, tmp_path)
+
+    assert loss.get_title(loc="left") == "training loss: error² / (change in a step)²"
+
+
 @pytest.mark.parametrize("epochs", [1, 2, 3, 20, 150])
 def test_epochs_are_whole_numbers(figures: list[Any], tmp_path: Path, epochs: int) -> None:
     for axes in draw([epoch(number) for number in range(1, epochs + 1)], figures, tmp_path)[1:]:

@@ -191,7 +191,7 @@ def run(app: typer.Typer, words: Sequence[str]) -> NoReturn:
     out = Edge(as_json="--json" in words, debug=False)
     try:
         with printing(sys.stdout):  # help and version; each command looks after its own result
-            code = app([*words], standalone_mode=False)
+            code = app([*words], prog_name="stoker", standalone_mode=False)
     except UsageError as raised:
         error: Any = raised
         code = error.exit_code

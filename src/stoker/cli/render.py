@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
@@ -30,6 +32,8 @@ LEAST_WIDTH = 40
 """Columns that are worth wrapping text into."""
 SHOWN = 20
 """Lines of one kind (damaged records, quarantined samples) before the rest becomes a count."""
+DIGEST = re.compile(r"[0-9a-f]{32,}$")
+"""How a value ends that nobody reads whole."""
 STATUS_STYLE = {"pass": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -116,13 +120,15 @@ def demo(result: DemoResult, console: Console) -> None:
 
 def inspect(result: CacheSummary, console: Console) -> None:
     """One line per fact, then one per field."""
-    state = "complete" if result.complete else "incomplete"
+    missing = result.count - result.records - len(result.quarantined)
+    counts = [f"{format_count(result.records)} of {format_count(result.count)} stored"]
+    counts += [f"{format_count(len(result.quarantined))} quarantined"] if result.quarantined else []
+    counts += [f"{format_count(missing)} not encoded yet"] if missing else []
     facts: list[Cells] = [
         ("cache", escape(result.name)),
         ("path", escape(result.path)),
         ("fingerprint", result.fingerprint),
-        ("records", f"{format_count(result.records)} of {format_count(result.count)}, {state}"),
-        ("quarantined", format_count(len(result.quarantined))),
+        ("records", ", ".join(counts)),
         ("shards", f"{format_count(result.shards)}, {format_bytes(result.bytes)}"),
     ]
     table(console, facts)
@@ -270,5 +276,6 @@ def _number(value: object) -> str:
 
 
 def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:16]}…{text[-8:]}"
+    """A value; of a long digest only as much as tells it from others."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return f"{text[:16]}…{text[-8:]}" if DIGEST.search(text) and len(text) <= 80 else text

@@ -109,10 +109,17 @@ def import_pt(result: ImportResult, console: Console) -> None:
         ],
     )
     some(console, [f"  sample {f['number']:,}: {f['error']}" for f in result.failures], "not imported")
-    lines = [f"  {name}: in {format_count(count)} files" for name, count in result.left_out.items()]
+    lines = [
+        f"  {name}: in {format_count(count)} file{'s' * (count > 1)}"
+        for name, count in result.left_out.items()
+    ]
     some(console, lines, "left out, since no field can hold text, lists or nothing")
     if result.ignored:
-        console.print(f"{format_count(result.ignored)} other files ignored")
+        files = "1 other file" if result.ignored == 1 else f"{format_count(result.ignored)} other files"
+        console.print(f"{files} ignored")
+    console.print(escape(f"stoker.open_cache({str(cache.path)!r}) serves what is there"), soft_wrap=True)
+    if result.failures:
+        console.print("once the files are mended, the same command makes a cache of all", soft_wrap=True)
 
 
 def _matching(records: int, bad: Sequence[BadRecord]) -> str:

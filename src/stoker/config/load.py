@@ -59,7 +59,7 @@ def _build(settings: Mapping[str, object], overrides: Mapping[str, object], wher
         config = Config.model_validate(_nest(_resolve(merged, where)))
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(error, merged, file, command))) from error
-    _check_together(config, where)
+    _check_together(config, file, command)
     return config.noted(where, (*file.notes, *command.notes))
 
 
@@ -286,10 +286,11 @@ def _check_batch(layer: Layer) -> None:
         )
 
 
-def _check_together(config: Config, where: str) -> None:
+def _check_together(config: Config, file: Layer, command: Layer) -> None:
     """What no setting can be judged for alone."""
     if config.model.width % config.model.heads:
+        layer = command if {"model.width", "model.heads"} & command.values.keys() else file
         raise ConfigError(
-            f"{where}: model.width {config.model.width} is not a multiple of model.heads "
+            f"{layer.where}: model.width {config.model.width} is not a multiple of model.heads "
             f"{config.model.heads}. Each head takes an equal part of the width"
         )

@@ -186,11 +186,11 @@ class Loader:
 
     def __repr__(self) -> str:
         design, size = self._design, sum(row.bytes for row in self.plan.rows)
+        batches = "1 batch" if len(self) == 1 else f"{format_count(len(self))} batches"
         return (
             f"Loader({design.cache.name!r}, {design.cache.fingerprint}, "
-            f"{format_count(design.examples.count)} examples in {format_count(len(self))} batches of "
-            f"{self.batch_size}, {self._terms.order} order, "
-            f"{self.plan.tier} tier, {format_bytes(size)})"
+            f"{format_count(design.examples.count)} examples in {batches} of {self.batch_size}, "
+            f"{self._terms.order} order, {self.plan.tier} tier, {format_bytes(size)})"
         )
 
     def set_epoch(self, epoch: int) -> None:

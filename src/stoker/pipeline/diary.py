@@ -1,7 +1,8 @@
 """What a run folder remembers between commands: whether its run finished, and how long a step took.
 
 `run.json` lies beside the checkpoints. An interrupted run with the same settings goes on where it stopped; a
-finished one, or one with other settings, begins anew.
+finished one, or one with other settings, begins anew. The time of a step counts for steps of the
+same work only.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 
 from stoker.config import Config
 from stoker.errors import FormatError
-from stoker.pipeline.build import tasks_of
-from stoker.schema import Json, canonical_json, digest_json
+from stoker.pipeline.build import device_of, tasks_of
+from stoker.pipeline.locate import batch_size_of, trajectory_steps
+from stoker.schema import Json, Schema, canonical_json, digest_json, schema_to_json
 from stoker.store.local import LocalStorage
 from stoker.store.strict_json import read_strict
 
@@ -45,19 +47,36 @@ def unfinished(config: Config, digest: str) -> bool:
     return diary.get("settings") == digest and diary.get("finished") is False
 
 
-def last_step_s(config: Config) -> float | None:
-    """Seconds that a step of the last run here took, loading left out; None when there was none."""
-    step_s = _read(run_dir_of(config)).get("step_s")
-    return step_s if isinstance(step_s, float) and step_s > 0 else None
+def work_digest(config: Config, schema: Schema) -> str:
+    """What decides how long a step takes: the model, its batch of records like `schema`, and the device."""
+    training = config.training
+    work: dict[str, Json] = {
+        "model": config.to_dict()["model"],
+        "fields": schema_to_json(schema),
+        "batch_size": batch_size_of(config, trajectory_steps(schema)),
+        "horizon": training.rollout_horizon,
+        "device": device_of(config),
+        "amp": training.amp,
+    }
+    return digest_json(work)
 
 
-def write_diary(run_dir: Path, *, digest: str, finished: bool, step_s: float | None) -> None:
-    """Note the state of a run.
+def last_step_s(config: Config, schema: Schema) -> float | None:
+    """Seconds that a step of the last run here took, loading left out; None when there was none like it."""
+    diary = _read(run_dir_of(config))
+    step_s = diary.get("step_s")
+    if not isinstance(step_s, float) or step_s <= 0 or diary.get("work") != work_digest(config, schema):
+        return None
+    return step_s
+
+
+def write_diary(run_dir: Path, *, digest: str, finished: bool, work: str, step_s: float | None) -> None:
+    """Note the state of a run; `digest` and `work` as `settings_digest` and `work_digest` make them.
 
     Raises:
         ReadOnlyError: The folder cannot be written.
     """
-    text = canonical_json({"settings": digest, "finished": finished, "step_s": step_s})
+    text = canonical_json({"settings": digest, "finished": finished, "work": work, "step_s": step_s})
     LocalStorage(run_dir).put(FILE, text.encode())
 
 

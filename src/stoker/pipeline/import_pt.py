@@ -25,6 +25,7 @@ from stoker.schema import Field, Json, Sample, Schema
 from stoker.sources.protocol import FileRef, Part, SourceIdentity
 from stoker.store import Cache, Digests, Failure, Folder, make_recipe, open_folder
 from stoker.store.claims import holder
+from stoker.store.recipe import RECIPE_FILE
 from stoker.units import GIB, format_count
 
 log = logging.getLogger("stoker")
@@ -181,6 +182,7 @@ def import_pt(
         folder = open_folder(cache_dir, name, recipe)
         importing = _Import(folder, found, reader, settings)
         cache = folder.complete()
+        _say_others(folder)
         if cache is None or len(folder.missing()):
             with folder.claim() as got:
                 if not got:
@@ -197,6 +199,21 @@ def import_pt(
         left_out=importing.left_out,
         seconds=time.monotonic() - began,
     )
+
+
+def _say_others(folder: Folder) -> None:
+    """Say why all is imported although the name has a cache: with one file more it is another."""
+    others = [path.parent.name for path in sorted(folder.path.parent.glob(f"[!.]*/{RECIPE_FILE}"))]
+    others = [name for name in others if name != folder.path.name]
+    if others and not folder.stored_count():
+        log.info(
+            "files or options are not those of %s (%s), so all is imported into another cache, %s. "
+            "`stoker gc %s --keep 1` removes the older ones once they are unused for a day",
+            folder.path.parent,
+            ", ".join(others),
+            folder.path.name,
+            folder.path.parent.parent,
+        )
 
 
 def _scan(path: Path, settings: ImportSettings) -> _Found:

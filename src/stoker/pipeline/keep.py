@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stoker.config import Config
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, ReadOnlyError
 from stoker.pipeline.build import Job, build_jobs, tasks_of
 from stoker.pipeline.import_pt import KIND
 from stoker.pipeline.locate import job_recipe
@@ -16,8 +17,10 @@ from stoker.pipeline.precompute import settings_of
 from stoker.precompute import run_precompute
 from stoker.schema import Json
 from stoker.sources.files import canonical_split
-from stoker.store import load_recipe, open_folder
+from stoker.store import load_recipe, open_cache, open_folder
 from stoker.store.repair import RepairReport, folder_to_repair, repair
+
+log = logging.getLogger("stoker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,7 @@ class RepairResult:
         if self.ok:
             return ""
         if not self.imported:
-            return f"stoker verify {shlex.quote(self.report.path)} --repair --config CONFIG"
+            return f"stoker verify {shlex.quote(self.report.path)} --repair --config CONFIG [KEY=VALUE...]"
         cache_dir, name = map(shlex.quote, _place_of(Path(self.report.path)))
         return f"stoker import-pt DIR --out {cache_dir} --name {name}"
 
@@ -91,13 +94,30 @@ def repair_cache(path: Path, config: Config | None = None) -> RepairResult:
     if config is not None and job is not None:
         # Writes the recipe where it is damaged.
         open_folder(Path(cache_dir), name, job_recipe(config, job))
-    report = repair(folder)
+    try:
+        report = repair(folder)
+    except ReadOnlyError as error:
+        report = _nothing_to_repair(folder, error)
     if config is None or job is None or report.ok:
         imported = load_recipe(folder).entries["source"]["kind"] == KIND
         return RepairResult(report=report, encoded=None, missing=tuple(report.missing), imported=imported)
     settings = replace(settings_of(config, job), overwrite=False)
     made = run_precompute(job.source, job.encoder, cache_dir, name=job.name, settings=settings)
     return RepairResult(report=report, encoded=made.encoded)
+
+
+def _nothing_to_repair(folder: Path, error: ReadOnlyError) -> RepairReport:
+    """What a folder that cannot be written needs: nothing.
+
+    Raises:
+        ReadOnlyError: `error`, where something is damaged or missing.
+    """
+    cache = open_cache(folder, require_complete=False)
+    found = cache.verify()
+    if not (found.ok and cache.complete):
+        raise error
+    log.info("%s cannot be written; it was read in full, and nothing needs repair", folder)
+    return RepairReport(path=str(folder), records=found.records, generation=cache.index.generation)
 
 
 def _place_of(folder: Path) -> tuple[str, str]:

@@ -61,7 +61,7 @@ def plan_located(config: Config, located: Located) -> PlanResult:
         probe(device=device, path=cache_dir),
         tier=config.training.tier,
         reserve_bytes=config.training.reserve_bytes,
-        step_s=last_step_s(config),
+        step_s=last_step_s(config, located.recipe.schema),
         rates=measure_rates(located.folder if located.cache is not None else None, device=device),
     )
     records = sum(plan.records_by_tier().values())
@@ -82,6 +82,7 @@ def demand_of(config: Config, located: Located, device: str) -> Demand:
         batch_examples=batch_size_of(config, trajectory_steps(schema)),
         example_bytes=example_bytes(config, schema, size),
         device=device,
+        encoded_first=located.missing,
     )
 
 

@@ -13,7 +13,7 @@ from stoker.errors import ConfigError
 from stoker.loader import Loader, Windows
 from stoker.monitor import StallMeter
 from stoker.pipeline.build import device_of, tasks_of
-from stoker.pipeline.diary import run_dir_of, settings_digest, unfinished, write_diary
+from stoker.pipeline.diary import run_dir_of, settings_digest, unfinished, work_digest, write_diary
 from stoker.pipeline.folders import require_writable
 from stoker.pipeline.locate import batch_size_of, trajectory_steps, windows_of
 from stoker.pipeline.precompute import CacheResult, fill_caches
@@ -61,9 +61,11 @@ class TrainResult:
     @property
     def extent(self) -> str:
         """How long training was, in words; a last epoch that was cut short (`max_steps`) counts in part."""
-        epochs = self.report.steps / self.epoch_steps
-        shown = f"{epochs:.2g}" if epochs < 1 else f"{round(epochs, 2):g}"
-        return f"{shown} epochs, {format_count(self.report.steps)} steps"
+        steps, epochs = self.report.steps, round(self.report.steps / self.epoch_steps, 2)
+        shown = f"{format_count(steps)} step{'s' * (steps != 1)}"
+        if steps < self.epoch_steps:
+            return f"{shown} of the {format_count(self.epoch_steps)} of an epoch"
+        return f"{epochs:g} epoch{'s' * (epochs != 1)}, {shown}"
 
     @property
     def first_batch_s(self) -> float:
@@ -83,6 +85,7 @@ class TrainResult:
             "tier": report.tier,
             "stall": report.stall,
             "epochs": report.epochs,
+            "epoch_steps": self.epoch_steps,
             "steps": report.steps,
             "val_nrmse": report.val_nrmse,
             "best_val_nrmse": report.best_val_nrmse,
@@ -172,13 +175,20 @@ def train_prepared(
     train_cache, val_cache = (result.cache for result in prepared.caches)
     run_dir, meter = run_dir_of(config), StallMeter()
     digest = settings_digest(config, {result.split: result.cache.fingerprint for result in prepared.caches})
-    resume = unfinished(config, digest)
+    resume, work = unfinished(config, digest), work_digest(config, train_cache.schema)
+    if not resume and (run_dir / "checkpoints").exists():
+        log.info(
+            "%s holds a run that is finished or of other settings: training begins anew, and its checkpoints "
+            "and metrics move to checkpoints.previous and metrics.previous.jsonl",
+            run_dir,
+        )
 
     def note(kind: str, facts: Mapping[str, Json]) -> None:
         if kind == "start":
-            write_diary(run_dir, digest=digest, finished=False, step_s=None)
+            write_diary(run_dir, digest=digest, finished=False, work=work, step_s=None)
         elif kind == "done":  # said while the folder is still ours
-            write_diary(run_dir, digest=digest, finished=True, step_s=cast("float | None", facts["step_s"]))
+            step_s = cast("float | None", facts["step_s"])
+            write_diary(run_dir, digest=digest, finished=True, work=work, step_s=step_s)
         if on_event is not None:
             on_event(kind, facts)
 

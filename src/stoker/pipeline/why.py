@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stoker.config import load_config
@@ -13,6 +13,10 @@ from stoker.pipeline.locate import recipe_of
 from stoker.schema import Json
 from stoker.sources.files import canonical_split
 from stoker.store import Difference, Recipe, diff_recipes, load_recipe, open_cache
+from stoker.store.strict_json import as_object
+
+NORMALIZED = "stoker.Normalized"
+"""Class in the identity of an encoder that normalises first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +74,36 @@ def explain(a: Path, b: Path | None = None, *, overrides: Sequence[str] = ()) ->
         second = _nearest(first)
     else:
         second = _side(b, first.folder.parent.name if _is_config(b) else None, overrides)
-    differences = diff_recipes(first.recipe, second.recipe)
+    differences = differences_of(first.recipe, second.recipe)
     return Explanation(a=first.label, b=second.label, differences=tuple(differences))
+
+
+def differences_of(a: Recipe, b: Recipe) -> list[Difference]:
+    """As `diff_recipes`, in the terms of the settings: what wraps one encoder is one difference.
+
+    Parts of a torch Dataset have no bytes that were compared, but probed samples.
+    """
+    inside = [_inside(recipe) for recipe in (a, b)]
+    found: list[Difference] = []
+    if (inside[0] is None) != (inside[1] is None):
+        said = ["no" if recipe is None else "yes" for recipe in inside]
+        note = "the encoder takes normalised values on one side only"
+        found.append(Difference(entry="encoder.normalised", a=said[0], b=said[1], note=note))
+        a, b = inside[0] or a, inside[1] or b
+    found += diff_recipes(a, b)
+    if not str(b.entries["source"]["kind"]).startswith("torch/"):
+        return found
+    return [
+        replace(d, note="probed samples or code differ") if d.entry.endswith(".digest") else d for d in found
+    ]
+
+
+def _inside(recipe: Recipe) -> Recipe | None:
+    """The recipe as it were without normalising; None where nothing is normalised."""
+    encoder = as_object(recipe.entries["encoder"]) or {}
+    if encoder.get("class") != NORMALIZED:
+        return None
+    return Recipe(entries={**recipe.entries, "encoder": encoder["config"]["inner"]})
 
 
 def _is_config(path: Path) -> bool:
@@ -110,7 +142,7 @@ def _nearest(side: _Side) -> _Side:
         except (StokerError, OSError):
             continue
         other = _Side(label=str(folder), recipe=recipe, folder=folder)
-        found.append((len(diff_recipes(side.recipe, recipe)), folder.name, other))
+        found.append((len(differences_of(side.recipe, recipe)), folder.name, other))
     if not found:
         raise FormatError(f"{parent} holds no other cache to compare with. Give B, or run precompute first")
     return min(found, key=lambda item: item[:2])[2]

@@ -52,6 +52,8 @@ class Demand:
     """Where batches are wanted: `cpu` or `cuda[:i]`."""
     missing_records: int = 0
     """How many of `records` are not stored yet, so that only the encoder can serve them."""
+    encoded_first: int = 0
+    """How many of the others are to be encoded before anything is served; they are placed as stored ones."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be planned for."""
@@ -331,11 +333,14 @@ def _note(tier: Tier, records: int, facts: Facts) -> str:
         )
     if tier == "disk":
         return "read and verified at each use"
-    if not records:
+    first = facts.demand.encoded_first
+    if not records and not first:
         return "nothing is missing"
-    need = records * facts.demand.record_bytes
+    need = (records + first) * facts.demand.record_bytes
     free = "" if resources.disk_bytes is None else f", {format_bytes(resources.disk_bytes)} free"
-    return f"not stored yet; storing them takes {format_bytes(need)} of disk{free}"
+    counted = f"{format_count(first)} are encoded first, and counted above as stored"
+    which = counted if first else "not stored yet"
+    return f"{which}; storing them takes {format_bytes(need)} of disk{free}"
 
 
 def _mean_loads(rows: tuple[TierShare, ...]) -> tuple[float, float] | None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Protocol
 
 from stoker.precompute.parcel import ReaderView
 from stoker.units import format_bytes, format_count, format_percent
+
+_RATE_WINDOW_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,28 @@ class Snapshot:
         return (self.total - self.done) / self.rate if self.rate > 0 else None
 
 
+class Rate:
+    """Samples a second over the last ten seconds, or over the last two groups where these took longer.
+
+    >>> rate = Rate(0.0)
+    >>> [round(rate(now, done), 2) for now, done in ((0, 0), (20, 8), (40, 16), (50, 16), (60, 24))]
+    [0.0, 0.4, 0.4, 0.32, 0.4]
+    """
+
+    def __init__(self, begun_s: float) -> None:
+        self._history: deque[tuple[float, int]] = deque([(begun_s, 0)])
+
+    def __call__(self, now_s: float, done: int) -> float:
+        """The rate when `done` samples were done at `now_s`."""
+        history = self._history
+        if done != history[-1][1]:
+            history.append((now_s, done))
+        while len(history) > 3 and now_s - history[1][0] > _RATE_WINDOW_S:
+            history.popleft()
+        then_s, before = history[0]
+        return (done - before) / (now_s - then_s) if now_s > then_s else 0.0
+
+
 class ProgressSink(Protocol):
     """Shows snapshots."""
 
@@ -79,12 +104,17 @@ class ProgressSink(Protocol):
 
 
 class LineProgress:
-    """A line every ten seconds, the first within two, so that a hang before the first group is seen."""
+    """A line every ten seconds, the first within two, so that a hang before the first group is seen.
+
+    Where there was one, the last line says what the run came to.
+    """
 
     def __init__(self, stream: IO[str], *, every_s: float = 10.0, first_s: float = 1.5) -> None:
         self._stream = stream
         self._every_s = every_s
         self._due = time.monotonic() + first_s
+        self._said = False
+        self._last: Snapshot | None = None
 
     @property
     def interval_s(self) -> float:
@@ -93,8 +123,10 @@ class LineProgress:
 
     def update(self, snapshot: Snapshot) -> None:
         """Write a line if one is due."""
+        self._last = snapshot
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + self._every_s
+            self._said = True
             self.note(line(snapshot))
 
     def note(self, text: str) -> None:
@@ -103,7 +135,18 @@ class LineProgress:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Write the last line; a run that was short enough has said nothing, and ends so."""
+        if self._said and self._last is not None:
+            self.note(outcome(self._last))
+
+
+def outcome(snapshot: Snapshot) -> str:
+    """What a run came to, in one line."""
+    stored, aside = snapshot.done - snapshot.quarantined, snapshot.quarantined
+    return (
+        f"{snapshot.name}  {format_count(stored)} of {format_count(snapshot.total)} encoded"
+        f"{f', {format_count(aside)} quarantined' if aside else ''}, {clock(snapshot.seconds)}"
+    )
 
 
 def line(snapshot: Snapshot) -> str:

@@ -12,14 +12,13 @@ from stoker.precompute.ledger import Ledger
 from stoker.precompute.pace import Pace
 from stoker.precompute.parcel import Feed, Parcel
 from stoker.precompute.precision import full_precision
-from stoker.precompute.progress import ProgressSink, Snapshot
+from stoker.precompute.progress import ProgressSink, Rate, Snapshot
 from stoker.precompute.queue import WorkQueue
 from stoker.precompute.supervisor import Supervisor
 from stoker.precompute.write_thread import WriteThread
 
 _LOOK_S = 0.25
 _OFFER_S = 0.02
-_RATE_WINDOW_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,7 @@ class Run:
         self._begun = time.monotonic()
         self._first: float | None = None
         self._shown = 0.0
-        self._history: deque[tuple[float, int]] = deque([(self._begun, 0)])
+        self._rate = Rate(self._begun)
         self.encoded = 0
         """Records handed to the writer."""
 
@@ -88,6 +87,7 @@ class Run:
         feed = stages.feed
         while not (feed.finished and not self._parcels):
             if self._interrupts.signal is not None or time.monotonic() >= until:
+                self._show(last=True)
                 return False
             self._alive()
             waited = 0.0
@@ -101,6 +101,7 @@ class Run:
             self._stages.writer.check()
             self._grow(waited, time.monotonic() - begun, groups)
             self._show()
+        self._show(last=True)
         return True
 
     def _encode(self, parcel: Parcel) -> int:
@@ -133,19 +134,15 @@ class Run:
         if pace.another(feed.readers):
             feed.start(1)
 
-    def _show(self) -> None:
+    def _show(self, *, last: bool = False) -> None:
         now = time.monotonic()
-        if self._sink is None or now - self._shown < self._sink.interval_s:
+        if self._sink is None or (not last and now - self._shown < self._sink.interval_s):
             return
         self._shown = now
         self._sink.update(self._snapshot(now))
 
     def _snapshot(self, now: float) -> Snapshot:
         standing, clock, failures = self._standing, self._stages.encoder.clock, self._stages.ledger.failures
-        self._history.append((now, self.encoded))
-        while len(self._history) > 2 and now - self._history[0][0] > _RATE_WINDOW_S:
-            self._history.popleft()
-        then, count = self._history[0]
         done = standing.total - standing.missing + self.encoded + len(failures)
         last = (
             f"sample {failures[-1].number:,} ({failures[-1].stage}: {failures[-1].error})" if failures else ""
@@ -156,7 +153,7 @@ class Run:
             done=done,
             encoded=self.encoded,
             seconds=now - self._begun,
-            rate=(self.encoded - count) / (now - then) if now > then else 0.0,
+            rate=self._rate(now, self.encoded),
             written_bytes=self._stages.writer.bytes,
             readers=tuple(self._stages.feed.views()),
             device=standing.device,

@@ -84,9 +84,8 @@ def _to_array(value: Any, where: str) -> tuple[NDArray[Any], str]:
         return np.asarray(value, dtype=np.float32), "float32"
     if isinstance(value, list | tuple | complex | np.ndarray | np.generic):
         return _from_numpy(np.asarray(value), where)
-    raise SourceError(
-        f"{where} is a {type(cast('object', value)).__name__}. Return tensors, arrays, numbers or images"
-    )
+    kind = type(cast("object", value)).__name__
+    raise SourceError(f"{where} is of type {kind}. Return tensors, arrays, numbers or images")
 
 
 def _from_tensor(tensor: Any, where: str) -> tuple[NDArray[Any], str]:

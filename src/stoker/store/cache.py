@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("stoker")
 MAX_OPEN_SHARDS = 1024
+MOST_NAMED = 20
+"""Names of caches that an error lists."""
 _AGAIN = "Run precompute again: it leaves that file out and encodes its records anew"
 
 
@@ -318,13 +320,25 @@ def _newest(folder: Path) -> Cache:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FormatError(f"there is no cache at {folder}. Check the path, or run precompute") from error
     if not found:
-        raise FormatError(f"{folder} holds no cache: no folder in it has a {RECIPE_FILE}. Run precompute")
+        raise FormatError(_no_cache(folder))
     caches = _readable(found)
     complete = [cache for cache in caches if cache.complete]
     newest = max(complete or caches, key=lambda cache: (cache.index.sequence, cache.fingerprint))
     if len(complete) > 1:
         _warn_several(folder, len(complete), newest.fingerprint)
     return newest
+
+
+def _no_cache(folder: Path) -> str:
+    """The error for a folder without recipes: it may be the one that holds caches by name."""
+    names = sorted({path.parent.parent.name for path in folder.glob(f"[!.]*/[!.]*/{RECIPE_FILE}")})
+    if not names:
+        return f"{folder} holds no cache: no folder in it has a {RECIPE_FILE}. Run precompute"
+    more = f" and {format_count(len(names) - MOST_NAMED)} more" if len(names) > MOST_NAMED else ""
+    return (
+        f"{folder} is no cache but holds caches by name: {', '.join(names[:MOST_NAMED])}{more}. "
+        f"Name one, as {folder / names[0]}"
+    )
 
 
 def _readable(found: Sequence[Path]) -> list[Cache]:

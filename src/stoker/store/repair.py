@@ -31,6 +31,8 @@ from stoker.store.verify import BadRecord
 log = logging.getLogger("stoker")
 DAMAGED = ".damaged-"
 """Prefix of shards that were set aside."""
+REPAIR_ADVICE = ". `stoker verify"
+"""Where errors of damaged records begin to say what a repair need not."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -170,7 +172,7 @@ class _Repair:
             damage |= shard.damage(column)
         numbers = shard.numbers() + self._recipe.parts[place].offset
         report.bad += [
-            BadRecord(index=int(numbers[row]), shard=name, why=why)
+            BadRecord(index=int(numbers[row]), shard=name, why=why.partition(REPAIR_ADVICE)[0])
             for row, why in sorted(damage.items())
             if row not in self._noted.get(name, ())
         ]

@@ -46,7 +46,7 @@ def draw_curves(rows: Rows, path: Path) -> None:
 
 def _draw_loss(axes: Any, steps: Rows, epochs: Rows) -> None:
     """Loss over steps: between two lines of the log, and over each epoch."""
-    _label(axes, "training loss, in usual steps squared", "step")
+    _label(axes, "training loss: error² / (change in a step)²", "step")
     _line(
         axes, _points(steps, "step", "loss"), BLUE, "recent steps", alpha=0.4, linewidth=1.0, markersize=0.0
     )
