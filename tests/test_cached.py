@@ -99,6 +99,14 @@ def test_a_bare_module_is_an_encoder(tmp_path: Path) -> None:
         ({"transforms": torch.neg}, r"Expected a list of functions"),
         ({"shuffle": True}, r"order='sequential' say the same thing twice"),
         ({"collate_fn": list}, r"collate_fn= is DataLoader's"),
+        ({"batchsize": 4}, r"argument 'batchsize'\. Did you mean batch_size\?"),
+        ({"cachedir": "x"}, r"argument 'cachedir'\. Did you mean cache_dir\?"),
+        ({"shufle": True}, r"argument 'shufle'\. Did you mean shuffle\?"),
+        ({"zzz": True}, r"argument 'zzz'$"),
+        ({"dtype": "float12"}, r"dtype 'float12' cannot be served"),
+        ({"precompute": {"deadlines": {"reed": 4}}}, r"\{'reed': 4\}.*the stages are start, open, read"),
+        ({"precompute": {"deadlines": {"read": "4"}}}, r"deadlines.read must be above 0 seconds, got '4'"),
+        ({"precompute": {"deadlines": 4}}, r"deadlines is 4\. Expected seconds by stage"),
         ({"readers": 4}, r"readers= is a setting of precompute.*precompute=\{'readers': \.\.\.\}"),
         ({"precompute": {"reader": 4}}, r"'reader'.*Did you mean readers\?"),
         ({"precompute": {"speed": 4}}, r"'speed'.*Expected one of .*nan.*readers"),
@@ -119,7 +127,54 @@ def test_wrong_arguments_are_named_before_anything_is_read(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_argument_of_nobody_is_a_type_error(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'batchsize'"):
-        cached(tmp_path, batchsize=4)
+@pytest.mark.parametrize("encoder", [None, torch.nn.Identity()])
+def test_a_field_named_index_is_refused_before_anything_is_encoded(tmp_path: Path, encoder: Any) -> None:
+    class Named(Rows):
+        def __getitem__(self, index: int) -> Any:
+            return {"index": index, "data": super().__getitem__(index)}
+
+    with pytest.raises(ConfigError, match="records have a field 'index'"):
+        cached(tmp_path, Named(), encoder, precompute={"readers": 0})
     assert not list(tmp_path.iterdir())
+
+
+def test_deadlines_by_name(tmp_path: Path) -> None:
+    assert len(cached(tmp_path, precompute={"readers": 0, "deadlines": {"read": 4}})) == 1
+
+
+def test_a_value_changed_in_place_is_encoded_again(tmp_path: Path) -> None:
+    values = torch.zeros(2000, 4)
+    dataset = torch.utils.data.TensorDataset(values)
+    first = cached(tmp_path, dataset, precompute={"readers": 0}, batch_size=2000)
+    assert cached(tmp_path, dataset).dataset.path == first.dataset.path
+
+    values[777] = 5
+
+    again = cached(tmp_path, dataset, precompute={"readers": 0}, batch_size=2000)
+    assert next(iter(again))["0"][777].tolist() == [5, 5, 5, 5]
+
+
+def test_too_many_broken_samples_are_listed_once_with_the_cures(tmp_path: Path) -> None:
+    class Sink:
+        interval_s = 0.0
+
+        def __init__(self) -> None:
+            self.lines: list[str] = []
+
+        def update(self, snapshot: object) -> None: ...
+
+        def note(self, text: str) -> None:
+            self.lines.append(text)
+
+        def close(self) -> None: ...
+
+    sink = Sink()
+    settings = {"readers": 0, "progress": sink}
+    with pytest.raises(IncompleteError) as caught:
+        cached(tmp_path, Rows(40, broken=(17,)), precompute=settings)
+
+    said = str(caught.value)
+    assert "".join([*sink.lines, said]).count("sample 17") == 1
+    assert "retry_quarantined=True from Python" in said
+    assert "max_quarantined=0.05 from Python" in said
+    cached(tmp_path, Rows(40, broken=(17,)), precompute={**settings, "max_quarantined": 0.05})

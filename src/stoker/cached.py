@@ -12,7 +12,17 @@ from stoker.encoders.module import ModuleEncoder
 from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError
 from stoker.loader import Loader
-from stoker.loader.arguments import check_kinds, parse_device, take_dataloader_arguments, whole_numbers
+from stoker.loader.arguments import (
+    IGNORED,
+    REFUSED,
+    TAKEN,
+    check_kinds,
+    parse_device,
+    take_dataloader_arguments,
+    unknown_argument,
+    whole_numbers,
+)
+from stoker.loader.outputs import check_dtype, check_names
 from stoker.precompute.engine import precompute as fill_cache
 from stoker.sources.protocol import Source
 from stoker.sources.torch_dataset import TorchSource
@@ -62,9 +72,10 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     device, encoding["device"] = str(parse_device(device)), str(parse_device(encoding["device"]))
     _check_loader(batch_size, loader)
     source = dataset if isinstance(dataset, Source) else TorchSource(cast("Any", dataset))
-    cache = fill_cache(
-        source, _as_encoder(encoder), Path(cache_dir), name=name or name_of(dataset), **encoding
-    )
+    encoder = _as_encoder(encoder)
+    if loader.get("windows") is None and "index" in source.schema():
+        check_names(source.schema() if encoder is None else encoder.schema(source.schema()))
+    cache = fill_cache(source, encoder, Path(cache_dir), name=name or name_of(dataset), **encoding)
     return Loader(cache, batch_size=batch_size, device=device, **loader)
 
 
@@ -112,13 +123,17 @@ def _check_loader(batch_size: object, loader: Mapping[str, Any]) -> None:
     if whole_numbers(batch_size=batch_size)[0] < 1:
         raise ConfigError(f"batch_size is {batch_size}. Expected at least 1")
     check_kinds(loader.get("windows"), loader.get("transforms", ()), loader.get("reserve_bytes"))
-    own = inspect.signature(Loader.__init__).parameters
+    if (dtype := loader.get("dtype")) is not None:
+        check_dtype(dtype)
+    own, ours = inspect.signature(Loader.__init__).parameters, inspect.signature(cached).parameters
     beyond = {name: value for name, value in loader.items() if name not in own}
     for name in beyond:
         if name in _precompute_names():
             raise ConfigError(
                 f"{name}= is a setting of precompute, not of the loader. Give precompute={{{name!r}: ...}}"
             )
+        if name not in (*IGNORED, *REFUSED, *TAKEN):
+            raise ConfigError(f"cached() {unknown_argument(name, {**ours, **own})}")
     take_dataloader_arguments(beyond, loader.get("order"))
 
 

@@ -498,7 +498,7 @@ def test_why_compares_settings_with_the_nearest_cache(project: Path) -> None:
 def test_why_shows_values_whole_but_for_digests(project: Path) -> None:
     part = {"name": "burgers1d_train_and_more.h5", "count": 10_000, "selection": [0, 9_000]}
     found = [Difference(entry="p", a=part, b=None, note="only in the first"),
-             Difference(entry="d", a="0123456789abcdef" * 4, b="f" * 64, note="the bytes differ")]  # fmt: skip
+             Difference(entry="d", a="0123456789abcdef" * 4, b="f" * 64, note="other bytes")]  # fmt: skip
     screen = Screen()
 
     render.why(Explanation(a="a", b="b", differences=tuple(found)), console(screen))

@@ -347,3 +347,15 @@ def test_outputs_must_count_the_samples() -> None:
 def test_outputs_that_cannot_be_stored_are_refused() -> None:
     with pytest.raises(EncoderError, match="complex64"):
         ModuleEncoder(torch.fft.fft, version="1").schema(VECTOR)
+
+
+def test_that_a_module_is_frozen_in_place_is_said_when_it_changes(caplog) -> None:
+    module = nn.Linear(2, 2)
+
+    for _ in range(2):
+        ModuleEncoder(module)
+
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "Linear (2 weights) is frozen in place" in record.message
+    assert "copy.deepcopy(module)" in record.message

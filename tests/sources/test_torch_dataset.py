@@ -125,10 +125,14 @@ def test_a_length_that_varies_where_no_probe_looked() -> None:
     dataset = Items(lambda i: torch.ones(5 if i == 123 else 3), count=1000)
 
     with pytest.raises(
-        SourceError, match=r"sample 123, field 'data' is float32 \(5,\).*say ragged=\('data',\)"
+        SourceError,
+        match=r"sample 123, field 'data' is float32 \(5,\).*TorchSource\(dataset, ragged=\('data',\)\)",
     ):
         TorchSource(dataset).read(123)
     assert TorchSource(dataset, ragged=("data",)).read(123)["data"].shape == (5,)
+    other = Items(lambda i: torch.ones(3, dtype=torch.int32 if i == 123 else torch.float32), count=1000)
+    with pytest.raises(SourceError, match=r"is int32 \(3,\), expected float32 .*Mend the item$"):
+        TorchSource(other).read(123)
 
 
 @pytest.mark.parametrize(

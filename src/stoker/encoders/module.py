@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast
 
@@ -14,6 +15,8 @@ from stoker.encoders.protocol import Group
 from stoker.encoders.weights import digest_weights, module_weights, named_parts
 from stoker.errors import EncoderError
 from stoker.schema import DTYPE_BYTES, Field, Json, Schema
+
+_log = logging.getLogger("stoker")
 
 Time: TypeAlias = Literal["none", "steps", "whole"]
 """What a module does with time. `none`: its output has no time axis. `steps`: it is given single time steps
@@ -201,7 +204,15 @@ class ModuleEncoder:
 
 def _freeze(module: nn.Module) -> None:
     """Put in evaluation mode, without gradients; refuse what would still differ from call to call."""
-    module_weights(module)
+    weights = module_weights(module)
+    if any(part.training for part in module.modules()) or any(
+        parameter.requires_grad for parameter in module.parameters()
+    ):
+        _log.warning(
+            "%s (%d weights) is frozen in place: eval(), and its parameters no longer require gradients. To "
+            "train it as well, give a copy: copy.deepcopy(module)",
+            *(type(module).__qualname__, len(weights)),
+        )
     module.eval().requires_grad_(False)
     for name, part in named_parts(module).items():
         where = f"{name or 'the module'} ({type(part).__qualname__})"

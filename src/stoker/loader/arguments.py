@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, SupportsIndex, cast, get_args
 
 import numpy as np
@@ -34,6 +35,9 @@ REFUSED = {
 }
 """Would change which examples are served, so they cannot be taken in silence."""
 
+TAKEN = ("shuffle", "timeout", "pin_memory")
+"""Names of a DataLoader's that are honoured."""
+
 NOT_BY_NUMBER = (
     "a Loader has no items by number: it is what goes where a DataLoader went, and gives whole batches. "
     "Iterate over the Loader itself, as `for batch in loader`; one record by its sample number is "
@@ -44,12 +48,25 @@ NOT_BY_NUMBER = (
 _said: set[str] = set()
 
 
-def take_dataloader_arguments(given: Mapping[str, Any], order: str | None) -> tuple[str, float | None, bool]:
+def unknown_argument(name: str, own: Iterable[str]) -> str:
+    """That nobody knows an argument, with the nearest one of `own` and those of a DataLoader.
+
+    >>> unknown_argument("batchsize", ["batch_size"])
+    "got an unexpected keyword argument 'batchsize'. Did you mean batch_size?"
+    """
+    near = get_close_matches(name, [*own, *IGNORED, *TAKEN], n=1)
+    return f"got an unexpected keyword argument {name!r}" + (f". Did you mean {near[0]}?" if near else "")
+
+
+def take_dataloader_arguments(
+    given: Mapping[str, Any], order: str | None, own: Iterable[str] = ()
+) -> tuple[str, float | None, bool]:
     """Sort out arguments named as in `torch.utils.data.DataLoader`.
 
     Args:
         given: What the loader was called with beyond its own arguments.
         order: The loader's own setting.
+        own: Names of the caller's arguments, to suggest one.
 
     Returns:
         The order, a deadline for reads in seconds (`timeout`, None if not given), and `pin_memory`.
@@ -65,9 +82,9 @@ def take_dataloader_arguments(given: Mapping[str, Any], order: str | None) -> tu
         elif name in IGNORED:
             if value and name not in _said:
                 _said.add(name)
-                logging.getLogger("stoker").info("%s=%r has no effect: %s", name, value, IGNORED[name])
-        elif name not in ("shuffle", "timeout", "pin_memory"):
-            raise TypeError(f"Loader.__init__() got an unexpected keyword argument {name!r}")
+                logging.getLogger("stoker").warning("%s=%r has no effect: %s", name, value, IGNORED[name])
+        elif name not in TAKEN:
+            raise TypeError(f"Loader.__init__() {unknown_argument(name, own)}")
     shuffle = given.get("shuffle")
     if shuffle is not None and order is not None:
         raise ConfigError(

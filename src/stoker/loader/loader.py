@@ -104,7 +104,7 @@ class Loader:
         check_kinds(windows, transforms, reserve_bytes)
         check_verify(verify)
         device = parse_device(device)
-        order, timeout_s, pin = take_dataloader_arguments(dataloader, order)
+        order, timeout_s, pin = take_dataloader_arguments(dataloader, order, Wishes.__slots__)
         self._wishes = Wishes(
             batch_size=batch_size,
             windows=windows,

@@ -72,14 +72,10 @@ def make_outputs(schema: Schema, windows: Windows | None, dtype: str | None) -> 
     Raises:
         ConfigError: No field has time, or one cannot be a condition; `dtype` is no float.
     """
-    if dtype is not None and dtype not in FLOATS:
-        raise ConfigError(f"dtype {dtype!r} cannot be served. Known: {', '.join(sorted(FLOATS))}")
-    if windows is None and "index" in schema:
-        raise ConfigError(
-            "records have a field 'index', which is what batches call the sample number. "
-            "Give the field another name in its source"
-        )
+    if dtype is not None:
+        check_dtype(dtype)
     if windows is None:
+        check_names(schema)
         return tuple(_output(name, name, field, dtype) for name, field in schema.items())
     main = time_field(schema, windows.field)
     check_conditions(schema, main)
@@ -94,6 +90,29 @@ def make_outputs(schema: Schema, windows: Windows | None, dtype: str | None) -> 
         if name != main
     ]
     return tuple(outputs)
+
+
+def check_dtype(dtype: str) -> None:
+    """Refuse a dtype of batches that is no float.
+
+    Raises:
+        ConfigError: As said.
+    """
+    if dtype not in FLOATS:
+        raise ConfigError(f"dtype {dtype!r} cannot be served. Known: {', '.join(sorted(FLOATS))}")
+
+
+def check_names(schema: Schema) -> None:
+    """Refuse a field of the name that batches give to something else.
+
+    Raises:
+        ConfigError: As said.
+    """
+    if "index" in schema:
+        raise ConfigError(
+            "records have a field 'index', which is what batches call the sample number. "
+            "Give the field another name in its source"
+        )
 
 
 def _output(  # noqa: PLR0913 - the ways in which outputs differ, private to this module

@@ -21,12 +21,12 @@ from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.pace import Pace
 from stoker.precompute.progress import ProgressSink, automatic
 from stoker.precompute.run import Run, Standing
-from stoker.precompute.settings import Deadlines, PrecomputeReport, PrecomputeSettings
+from stoker.precompute.settings import Deadlines, PrecomputeReport, PrecomputeSettings, as_deadlines
 from stoker.precompute.space import check_space, fit_memory
 from stoker.precompute.stages import Bench
 from stoker.precompute.supervisor import Supervisor
 from stoker.precompute.turn import take_turn
-from stoker.precompute.verdict import check_quarantined, check_values, describe_failures
+from stoker.precompute.verdict import check_quarantined, check_values, describe_failures, too_many
 from stoker.sources.protocol import Source
 from stoker.store import Cache, Digests, Folder, make_recipe, open_folder
 from stoker.units import format_count
@@ -58,7 +58,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     dtype: str | Mapping[str, str] | None = None,
     readers: int | None = None,
     device: str = "cpu",
-    deadlines: Deadlines | None = None,
+    deadlines: Deadlines | Mapping[str, float] | None = None,
     max_quarantined: float = 0.001,
     retry_quarantined: bool = False,
     nan: Literal["reject", "allow"] = "reject",
@@ -74,7 +74,8 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         dtype: Storage dtype of float fields, for all or by field name.
         readers: Reader processes; None: automatic; 0: read in this process, without deadlines.
         device: Where the encoder runs.
-        deadlines, max_quarantined, retry_quarantined, nan, overwrite, max_error, progress: See
+        deadlines: Seconds by stage, as `{"read": 120}`, or `Deadlines`.
+        max_quarantined, retry_quarantined, nan, overwrite, max_error, progress: See
             `PrecomputeSettings`.
 
     Returns:
@@ -90,7 +91,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         dtype=dtype,
         readers=readers,
         device=device,
-        deadlines=deadlines or Deadlines(),
+        deadlines=as_deadlines(deadlines),
         max_quarantined=max_quarantined,
         retry_quarantined=retry_quarantined,
         nan=nan,
@@ -247,6 +248,8 @@ def _raise_interrupted(folder: Folder, interrupts: Interrupts) -> None:
 def _note_failures(bench: Bench, sink: ProgressSink | None) -> None:
     if sink is None or not bench.ledger.failures:
         return
+    if too_many(bench.folder, bench.settings.max_quarantined):
+        return  # the error that follows lists them
     for text in describe_failures({failure.number: failure for failure in bench.ledger.failures}):
         sink.note(text)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 
 from stoker.errors import ConfigError
 
@@ -42,8 +42,28 @@ class Deadlines:
         """Refuse what is not a time."""
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if not value > 0:
-                raise ConfigError(f"precompute.deadlines.{entry.name} must be above 0 seconds, got {value}")
+            if not (isinstance(value, int | float) and value > 0):
+                raise ConfigError(f"precompute.deadlines.{entry.name} must be above 0 seconds, got {value!r}")
+
+
+def as_deadlines(given: Deadlines | Mapping[str, float] | None) -> Deadlines:
+    """Deadlines from those that are given by name; the others are the defaults.
+
+    >>> as_deadlines({"read": 4.0}).read
+    4.0
+
+    Raises:
+        ConfigError: A name is unknown, or a value is no time.
+    """
+    if given is None or isinstance(given, Deadlines):
+        return given or Deadlines()
+    names = [entry.name for entry in fields(Deadlines)]
+    if not isinstance(cast("object", given), Mapping) or not given.keys() <= {*names}:
+        raise ConfigError(
+            f"deadlines is {given!r}. Expected seconds by stage, as {{'read': 120}}; the stages are "
+            f"{', '.join(names)}"
+        )
+    return Deadlines(**given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

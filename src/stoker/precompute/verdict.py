@@ -20,15 +20,23 @@ def check_quarantined(folder: Folder, max_quarantined: float) -> None:
     """
     failures = folder.failures()
     count = folder.recipe.count
-    if not failures or len(failures) <= max_quarantined * count:
+    if not too_many(folder, max_quarantined):
         return
+    enough = _allowing(len(failures) / count)
     raise IncompleteError(
         f"{format_count(count - len(failures))} of {format_count(count)} samples stored, "
         f"{format_count(len(failures))} quarantined ({format_percent(len(failures) / count)}; "
-        f"at most {format_percent(max_quarantined)} are allowed by precompute.max_quarantined)\n"
+        f"at most {format_percent(max_quarantined)} are allowed)\n"
         + "\n".join(describe_failures(failures))
-        + f"\nAll of them, with stage and error: failures-*.jsonl in {folder.path}. {_advice(failures)}"
+        + f"\nAll of them, with stage and error: failures-*.jsonl in {folder.path}. {_advice(failures)}\n"
+        f"To go on without them: precompute.max_quarantined={enough} in the settings, or "
+        f"max_quarantined={enough} from Python"
     )
+
+
+def too_many(folder: Folder, max_quarantined: float) -> bool:
+    """Whether more samples were set aside than is allowed."""
+    return len(folder.failures()) > max_quarantined * folder.recipe.count
 
 
 def check_values(cache: Cache, settings: PrecomputeSettings) -> None:
@@ -67,4 +75,16 @@ def describe_failures(failures: Mapping[int, Failure]) -> list[str]:
 def _advice(failures: Mapping[int, Failure]) -> str:
     if all(failure.kind == "transient" for failure in failures.values()):
         return "These may pass: when the storage answers, the same command tries them again"
-    return "Mend or exclude these samples, or run again with --retry-quarantined"
+    return (
+        "Once they are mended, have them tried again: --retry-quarantined on the command line, "
+        "retry_quarantined=True from Python"
+    )
+
+
+def _allowing(share: float) -> float:
+    """A round share that is no smaller: 0.01, 0.05, 0.1, ...
+
+    >>> _allowing(0.026), _allowing(0.6)
+    (0.05, 1.0)
+    """
+    return next((step for step in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5) if step >= share), 1.0)

@@ -214,9 +214,11 @@ class TorchSource:
             field = schema[name]
             shape = (-1, *array.shape[1:]) if field.ragged and array.ndim else array.shape
             if shape != field.shape or dtype != field.dtype:
+                longer = dtype == field.dtype and array.ndim and array.shape[1:] == field.shape[1:]
+                cure = f"; if its length may vary, give stoker.TorchSource(dataset, ragged=({name!r},))"
                 raise SourceError(
                     f"{where}, field {name!r} is {dtype} {array.shape}, expected {field.dtype} {field.shape} "
-                    f"as in the probed samples. Mend the item; if its length may vary, say ragged=({name!r},)"
+                    f"as in the probed samples. Mend the item{cure if longer else ''}"
                 )
         return {name: array for name, (array, _) in found.items()}
 
