@@ -54,6 +54,7 @@ _PLAIN = (
 )
 """Types whose text says all there is to say."""
 _REDUCED = (functools.partial, operator.itemgetter, operator.attrgetter, operator.methodcaller)
+_WITHOUT_DATA = ("logging", "threading", "_thread")
 _BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
 _TORCH_NAMES = ("torch.dtype", "torch.device", "torch.layout", "torch.memory_format")
 _OPEN = (types.SimpleNamespace, argparse.Namespace)
@@ -262,7 +263,7 @@ class _Walk:
 
     def _opaque(self, value: object) -> None:
         self._tokens.append(f"opaque {qualified_name(type(value))}")
-        if self._attribute:
+        if self._attribute and type(value).__module__ not in _WITHOUT_DATA:
             self.unseen[self._attribute] = qualified_name(type(value))
 
     def _class(self, kind: type[Any]) -> None:
