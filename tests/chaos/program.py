@@ -9,9 +9,11 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from stoker.store import Folder, RecordWriter, WriterSettings
 from stoker.units import MIB
 
 Figures = dict[str, Any]
@@ -43,3 +45,13 @@ def main(run: Callable[[Sequence[str]], Figures]) -> int:
     found = run(sys.argv[1:])
     sys.stdout.write(json.dumps(found) + "\n")
     return 1 if found["wrong_count"] else 0
+
+
+def limit_shards(size_bytes: int) -> None:
+    """Let whatever writes in this process fill shards of `size_bytes`."""
+    whole = Folder.writer
+
+    def writer(folder: Folder, settings: WriterSettings | None = None) -> RecordWriter:
+        return whole(folder, replace(settings or WriterSettings(), shard_bytes=size_bytes))
+
+    Folder.writer = writer

@@ -35,6 +35,7 @@ from stoker.store import (
 from stoker.store.compact import compact
 from stoker.store.gc import GcPolicy, collect
 from stoker.store.repair import repair
+from tests.chaos import program
 from tests.store.fakes import RAGGED, FakeSource, batch_of, fill
 
 NAME = "x"
@@ -46,7 +47,7 @@ Promise = Callable[[str, Sequence[int]], None]
 
 def small_shards() -> None:
     """Let whatever writes in this process fill shards of `SHARD_BYTES`."""
-    Folder.writer = functools.partialmethod(Folder.writer, shard_bytes=SHARD_BYTES)  # type: ignore[method-assign]
+    program.limit_shards(SHARD_BYTES)
 
 
 class Readable(FakeSource):

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from stoker.precompute import PrecomputeSettings, run_precompute
-from stoker.store import Folder, load_recipe, open_cache
+from stoker.store import load_recipe, open_cache
 from stoker.store.catalog import damaged_rows, is_shard_name, read_info
 from stoker.store.claims import holder
 from stoker.store.local import LocalStorage
@@ -65,7 +65,7 @@ def shared_counts(samples: int) -> Counts:
 def fill(root: Path, counts: Counts, pause_s: float, readers: int, say: children.Say) -> None:
     """What a process does: precompute until the cache is whole."""
     logging.getLogger("stoker").setLevel(logging.ERROR)
-    Folder.writer = functools.partialmethod(Folder.writer, shard_bytes=SHARD_ROWS * ROW_BYTES)  # type: ignore[method-assign]
+    program.limit_shards(SHARD_ROWS * ROW_BYTES)
     settings = PrecomputeSettings(readers=readers, progress=None)
     source = FakeSource((len(counts),), run=SHARD_ROWS)
     report = run_precompute(source, CountedEncoder(counts, pause_s), root, name="c", settings=settings)
