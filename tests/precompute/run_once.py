@@ -5,18 +5,21 @@ Shards are sealed after a fifth of a second instead of half a minute, so that a 
 
 from __future__ import annotations
 
-import functools
 import resource
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from stoker.errors import StokerError
 from stoker.precompute import PrecomputeSettings, run_precompute
-from stoker.store import Folder
+from stoker.store import Folder, WriterSettings
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 
-Folder.writer = functools.partialmethod(Folder.writer, seal_after_s=0.2)
+_writer = Folder.writer
+Folder.writer = lambda folder, settings=None: _writer(
+    folder, replace(settings or WriterSettings(), seal_after_s=0.2)
+)
 
 
 def main(folder, samples, readers, delay_s, steps=6):
