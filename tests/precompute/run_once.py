@@ -16,13 +16,16 @@ from stoker.store import Folder, WriterSettings
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 
-_writer = Folder.writer
-Folder.writer = lambda folder, settings=None: _writer(
-    folder, replace(settings or WriterSettings(), seal_after_s=0.2)
-)
+
+def seal_early():
+    whole = Folder.writer
+    Folder.writer = lambda folder, settings=None: whole(
+        folder, replace(settings or WriterSettings(), seal_after_s=0.2)
+    )
 
 
 def main(folder, samples, readers, delay_s, steps=6):
+    seal_early()  # not when imported: tests are collected in one process
     source = FakeSource((int(samples),), delay_s=float(delay_s), run=3, steps=int(steps))
     settings = PrecomputeSettings(readers=int(readers), progress=None)
     try:
