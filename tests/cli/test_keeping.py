@@ -106,19 +106,22 @@ def test_settings_of_another_cache_are_refused(cache: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "args",
+    ("args", "said"),
     [
-        ["verify", CACHE, "--repair", "--subset", "5%"],
-        ["verify", CACHE, "--config", "c.yaml"],
-        ["verify", CACHE, "--subset", "120%"],
-        ["verify", CACHE, "--subset", "0"],
-        ["gc", "data", "--max-size", "20 cows"],
-        ["gc", "data", "--older-than", "soon"],
-        ["import-pt", "old", "--out", "data"],
+        (["verify", CACHE, "--repair", "--subset", "5%"], "--repair reads every record"),
+        (["verify", CACHE, "--config", "c.yaml"], "--config and settings go with --repair"),
+        (["verify", CACHE, "--subset", "120%"], "'120%' is no share"),
+        (["verify", CACHE, "--subset", "0"], "'0' is no share"),
+        (["gc", "data", "--max-size", "20 cows"], "'20 cows' is no size"),
+        (["gc", "data", "--older-than", "soon"], "'soon' is no time"),
+        (["import-pt", "old", "--out", "data"], "'--name'"),
     ],
 )
-def test_wrong_usage_is_2(project: Path, args: list[str]) -> None:
-    run(*args, exit_code=2)
+def test_wrong_usage_is_2_and_says_what_is_wrong(project: Path, args: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, args, catch_exceptions=False)
+
+    assert result.exit_code == 2
+    assert said in result.stderr
 
 
 def test_compact_and_gc(cache: Path) -> None:

@@ -358,12 +358,19 @@ def test_validate_shows_memory_also_when_the_disk_does_not_answer(
 
 @pytest.mark.parametrize("command", ["precompute", "train", "plan"])
 @pytest.mark.parametrize(
-    "override", ["data.files=nowhere.h5", "encoder.checkpoint=nowhere.safetensors", "encoder.patch_size=5"]
+    ("override", "said"),
+    [
+        ("data.files=nowhere.h5", "nowhere.h5 does not exist"),
+        ("encoder.checkpoint=nowhere.safetensors", "nowhere.safetensors: cannot be read as encoder weights"),
+        ("encoder.patch_size=5", "patch (1, 5) does not divide grid"),
+    ],
 )
 def test_a_setting_that_names_what_is_not_there_exits_with_3(
-    project: Path, command: str, override: str
+    project: Path, command: str, override: str, said: str
 ) -> None:
-    run(command, "c.yaml", override, exit_code=3)
+    _, message = run(command, "c.yaml", override, exit_code=3)
+
+    assert said in message
 
 
 @pytest.mark.parametrize(
@@ -583,7 +590,10 @@ def test_a_tier_that_cannot_hold_the_records_is_a_lack_of_resources(project: Pat
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_a_lack_of_resources(project: Path) -> None:
-    run("plan", "c.yaml", "training.device=cuda", exit_code=6)
+    _, message = run("plan", "c.yaml", "training.device=cuda", exit_code=6)
+
+    assert "device cuda is not there" in message
+    assert "training.device=cpu" in message
 
 
 def test_a_sample_that_cannot_be_encoded_makes_the_cache_incomplete(project: Path) -> None:

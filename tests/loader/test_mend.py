@@ -288,4 +288,6 @@ def test_a_mend_does_not_plan_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     assert same(found, wanted)
     assert loader.mended == 1
-    assert loader.plan.tier == "host"
+    stored = sum(shard.rows for shard in open_cache(cache.path).index.shards)
+    assert stored > len(cache)  # the damaged row stays where it is
+    assert loader.plan.records_by_tier()["host"] == stored

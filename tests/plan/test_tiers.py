@@ -110,6 +110,20 @@ def test_a_second_loader_is_planned_into_what_the_first_one_leaves(
     assert [counts(plan)[:2] for plan in (first, second)] == expected
 
 
+@pytest.mark.parametrize("more", [0, 7])
+def test_a_plan_goes_on_for_another_number_of_records(more: int) -> None:
+    plan = plan_tiers(demand(100, device="cuda"), machine(host=20, device=10), rates=RATES)
+
+    device, host, disk, missing = counts(plan)
+
+    grown = plan.holding(100 + more)
+
+    assert plan.tier == "disk"
+    assert counts(grown) == (device, host, disk + more, missing)
+    assert sum(row.bytes for row in grown.rows) == sum(row.bytes for row in plan.rows) + more * RECORD
+    assert (grown.tier, grown.reason) == (plan.tier, plan.reason)
+
+
 def test_printed_a_plan_is_a_short_table() -> None:
     plan = plan_tiers(demand(100, device="cuda"), machine(device=20, host=25), rates=RATES)
 

@@ -35,6 +35,9 @@ def test_second_tries_that_fail_as_expected_are_no_row():
     limits = LossLimits(0.001)
     limits.delivered(1000)
     lose(limits, 100, attempt=2, quarantined=50)
+    assert limits.losses == 100
+    with pytest.raises(ReaderError, match="in a row"):  # first tries are a row
+        lose(limits, 21, attempt=1, quarantined=50)
 
 
 def test_one_reader_for_every_other_sample_is_too_many_unless_allowed():
