@@ -83,6 +83,15 @@ def test_resume_encodes_only_the_missing_and_changes_no_bit(tmp_path):
     assert_same(records(whole.cache), records(second.cache))
 
 
+def test_a_source_is_asked_once_who_it_is(tmp_path, monkeypatch):
+    """A Dataset of many values takes seconds to answer."""
+    asked = []
+    answer = FakeSource.identity
+    monkeypatch.setattr(FakeSource, "identity", lambda source: asked.append(1) or answer(source))
+    run(FakeSource((10, 7)), FakeEncoder(), tmp_path, readers=0)
+    assert len(asked) == 1
+
+
 def test_a_complete_cache_returns_at_once(tmp_path, no_readers):
     run(FakeSource((9,)), FakeEncoder(), tmp_path, readers=0)
     encoder = FakeEncoder()

@@ -77,12 +77,12 @@ class Bench:
         self.ledger = Ledger(self.quarantined, quarantine=self._quarantine, wanted=wanted.__contains__)
         spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
         self.queue = WorkQueue(spans, recipe.group.samples, missing, bad=self.ledger.is_bad)
-        parts = source.identity().parts
+        refs = recipe.refs
         self._parts = PartNames(
             offsets=[part.offset for part in recipe.parts],
-            names=[str(part.files[0].path) if part.files else part.name for part in parts],
+            names=[str(of[0].path) if of else part.name for part, of in zip(recipe.parts, refs, strict=True)],
         )
-        self._reading = Unchanged(source, digested_files(parts, recipe.files), self._parts.offsets)
+        self._reading = Unchanged(source, digested_files(refs, recipe.files), self._parts.offsets)
         self._layout, self._first_readers, self.most_readers = self._plan()
 
     def _quarantine(self, failures: Sequence[Failure]) -> None:
