@@ -8,6 +8,7 @@ chunks.py      positions -> rows, many batches at a time and ahead of need
 outputs.py     what a batch is made of; gather.py: batches from memory; disk.py: from shards
 residency.py   which shards are in memory now (memory.py, mapped.py: host, device.py: GPU)
 buffers.py     memory of large batches; pool.py: threads; batch.py, transform.py, state.py, arguments.py
+keyed.py       random numbers for transforms, by example
 """
 
 from stoker.loader.batch import RecordBatch, WindowBatch
