@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stoker.cached import cached
     from stoker.encoders.grid import GridEncoder
     from stoker.encoders.module import ModuleEncoder
-    from stoker.loader import Loader, Windows
+    from stoker.loader import Loader, Mixture, Windows
     from stoker.precompute import precompute
     from stoker.sources.hdf5 import HDF5Source
     from stoker.sources.torch_dataset import TorchSource
@@ -37,6 +37,7 @@ __all__ = [
     "GridEncoder",
     "HDF5Source",
     "Loader",
+    "Mixture",
     "ModuleEncoder",
     "StokerError",
     "TorchSource",
@@ -52,6 +53,7 @@ _HOMES = {
     "GridEncoder": "stoker.encoders.grid",
     "HDF5Source": "stoker.sources.hdf5",
     "Loader": "stoker.loader",
+    "Mixture": "stoker.loader",
     "ModuleEncoder": "stoker.encoders.module",
     "TorchSource": "stoker.sources.torch_dataset",
     "Windows": "stoker.loader",
