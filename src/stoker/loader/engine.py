@@ -26,6 +26,7 @@ from stoker.loader.windows import Examples
 from stoker.plan import Plan
 
 if TYPE_CHECKING:
+    from stoker.monitor.meter import StallMeter
     from stoker.store import Cache
 
 
@@ -49,6 +50,8 @@ class Design:
     """How batches are read from disk."""
     fill_s: float = 3600.0
     """Seconds that filling the device may take where nothing else can serve."""
+    meter: StallMeter | None = None
+    """Told what a batch was waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +87,7 @@ class Engine:
         self.device = design.device if on_device else torch.device("cpu")
         self._locator = self._make_locator()
         self._chunks = Chunks(design.order, design.share, self._locator, self.device, self.residency.serving)
+        self._chunks.meter = design.meter
         self._batches: MemoryBatches | None = None
         if whole is not None:
             self._batches = MemoryBatches(
@@ -95,6 +99,7 @@ class Engine:
                 threads=design.threads,
             )
         self._disk = DiskBatches(cache, places, outputs, self._locator, memories, design.reading)
+        self._disk.meter = design.meter
         self._names = (*(output.name for output in outputs), "index")
         # Fixed addresses exist where batches are gathered, so nothing can be served before memory is filled.
         self.residency.fill(design.fill_s if design.static else residency.FIRST_WAIT_S)
