@@ -202,12 +202,7 @@ def train_prepared(
 
     loader = make_loader(config, train_cache, meter=meter)
     val_loader = make_val_loader(config, val_cache, beside=loader.plan)
-    if on_event is not None:
-        plan = loader.plan
-        on_event(
-            "serve",
-            {"name": train_cache.name, "tiers": dict(plan.records_by_tier()), "reason": plan.reason},
-        )
+    _tell_plan(on_event, train_cache, loader.plan)
     check = begin_spot_check(config, train_cache)
     began = time.monotonic()
     try:
@@ -234,6 +229,12 @@ def train_prepared(
         spot_check=checked,
         over_budget=verdict_of(config, train_cache, report),
     )
+
+
+def _tell_plan(on_event: EventSink | None, cache: Cache, plan: Plan) -> None:
+    if on_event is not None:
+        tiers: dict[str, Json] = dict(plan.records_by_tier())
+        on_event("serve", {"name": cache.name, "tiers": tiers, "reason": plan.reason})
 
 
 def begin_spot_check(config: Config, cache: Cache) -> SpotCheck | None:
