@@ -29,6 +29,7 @@ from stoker.cli.flags import (
     tell_settings,
 )
 from stoker.cli.streams import INTERRUPTED
+from stoker.cli.together import joined, refuse_ranks
 from stoker.errors import ConfigError, Interrupted
 from stoker.precompute.guarded import GUARD_VARIABLE, Lifeline, attach
 
@@ -105,6 +106,7 @@ def demo(overrides: Overrides = None, as_json: Json = False, debug: Debug = Fals
         from stoker.cli import render
         from stoker.pipeline.demo import run_demo
 
+        refuse_ranks("demo")
         result = run_demo(overrides or [], started=_process_start(), on_event=render.events(out.note))
         out.show(result, render.demo)
 
@@ -185,7 +187,9 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
         from stoker.cli import render
         from stoker.pipeline.precompute import precompute_config
 
-        result = precompute_config(settings, splits=split_words(splits or []), manifest=manifest)
+        with joined(settings) as ranks:
+            wanted = split_words(splits or [])
+            result = precompute_config(settings, splits=wanted, manifest=manifest, ranks=ranks)
         out.show(result, render.precompute)
 
 
@@ -230,13 +234,16 @@ def train(config: Config, overrides: Overrides = None, as_json: Json = False, de
     \b
     Example:
       stoker train configs/train_burgers_32dim.yaml training.epochs=10
+      torchrun --nproc-per-node 2 -m stoker train configs/train_burgers_32dim.yaml
     """
     with edge(as_json=as_json, debug=debug) as out:
         settings = _load(out, config, overrides)
         from stoker.cli import render
         from stoker.pipeline.train import train_config
 
-        result = train_config(settings, started=_process_start(), on_event=render.events(out.note))
+        started = _process_start()
+        with joined(settings) as ranks:
+            result = train_config(settings, started=started, on_event=render.events(out.note), ranks=ranks)
         out.show(result, render.train)
 
 
