@@ -2,6 +2,7 @@
 
 protocol.py   what an encoder promises
 grid.py       fields on a regular grid to tokens
+keeping.py    fields of the raw sample, kept beside what an encoder makes
 module.py     any frozen `nn.Module` or function
 normalize.py  statistics of the training samples, applied before an encoder
 groups.py     the fixed group, from schemas alone

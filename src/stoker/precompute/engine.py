@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from stoker.atomic import explained, sync_folder
+from stoker.encoders.keeping import keeping
 from stoker.encoders.protocol import Encoder
 from stoker.errors import IncompleteError, Interrupted
 from stoker.plan.resources import probe
@@ -64,6 +65,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     nan: Literal["reject", "allow"] = "reject",
     overwrite: bool = False,
     max_error: float | None = None,
+    keep: str | Sequence[str] = (),
     progress: ProgressSink | Literal["auto"] | None = "auto",
 ) -> Cache:
     """Encode what the cache lacks, and return it; a complete cache comes back at once.
@@ -75,6 +77,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         readers: Reader processes; None: automatic; 0: read in this process, without deadlines.
         device: Where the encoder runs.
         deadlines: Seconds by stage, as `{"read": 120}`, or `Deadlines`.
+        keep: Fields of the raw sample to store beside what the encoder makes of it.
         max_quarantined, retry_quarantined, nan, overwrite, max_error, progress: See
             `PrecomputeSettings`.
 
@@ -99,7 +102,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         max_error=max_error,
         progress=progress,
     )
-    return run_precompute(source, encoder, cache_dir, name=name, settings=settings).cache
+    return run_precompute(source, keeping(encoder, keep), cache_dir, name=name, settings=settings).cache
 
 
 def run_precompute(
