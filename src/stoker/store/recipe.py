@@ -31,7 +31,7 @@ from stoker.schema import (
     schema_from_json,
     schema_to_json,
 )
-from stoker.sources.protocol import Part, Source
+from stoker.sources.protocol import FileRef, Part, Source, SourceIdentity
 from stoker.store.digests import Digests, FileDigest
 from stoker.store.layout import FORMATS, format_of
 from stoker.store.local import LocalStorage
@@ -67,6 +67,8 @@ class Recipe:
     """The recipe as JSON; not to be changed."""
     files: tuple[FileDigest, ...] = field(default=(), compare=False)
     """The files behind the parts' digests, if it was made from a source; empty when it was loaded."""
+    refs: tuple[tuple[FileRef, ...], ...] = field(default=(), compare=False)
+    """Per part the same files as its source names them; empty when it was loaded."""
 
     @cached_property
     def text(self) -> str:
@@ -160,7 +162,8 @@ def make_recipe(
     _check_names(encoded)
     stored = stored_schema(encoded, dtype)
     group = _default_group(sample_schema) if encoder is None else encoder.group(sample_schema)
-    source_entries, files = _source_entries(source, digests or Digests())
+    identity = source.identity()
+    source_entries, files = _source_entries(identity, len(source), digests or Digests())
     entries: dict[str, Json] = {
         "format": format_of(stored),
         "source": source_entries,
@@ -175,7 +178,9 @@ def make_recipe(
     except (TypeError, ValueError) as error:
         raise EncoderError(f"the encoder's identity() cannot be written as JSON: {error}") from error
     return Recipe(
-        entries=read_strict(canonical_json(entries).encode(), where="the recipe"), files=tuple(files)
+        entries=read_strict(canonical_json(entries).encode(), where="the recipe"),
+        files=tuple(files),
+        refs=tuple(part.files for part in identity.parts),
     )
 
 
@@ -297,11 +302,12 @@ def _default_group(sample_schema: Schema) -> Group:
     return Group(samples=max(1, min(MAX_GROUP, GROUP_BYTES // max(1, size))))
 
 
-def _source_entries(source: Source, digests: Digests) -> tuple[dict[str, Json], list[FileDigest]]:
-    identity = source.identity()
+def _source_entries(
+    identity: SourceIdentity, count: int, digests: Digests
+) -> tuple[dict[str, Json], list[FileDigest]]:
     total = sum(part.count for part in identity.parts)
-    if total != len(source):
-        raise SourceError(f"the source's parts hold {total} samples, len(source) is {len(source)}")
+    if total != count:
+        raise SourceError(f"the source's parts hold {total} samples, len(source) is {count}")
     names = [part.name for part in identity.parts]
     if twice := sorted(
         {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()
