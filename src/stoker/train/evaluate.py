@@ -1,8 +1,9 @@
 """Validation: the error of one step beside that of doing nothing, and of whole roll-outs.
 
 An error is always `sqrt(sum |prediction - truth|^2 / sum |truth|^2)` over the whole set, in latent space,
-summed in float64. Doing nothing (persistence, z1 = z0) is the guess that a model must beat to have learnt
-anything: with short time steps its error is small, so an error alone says little.
+summed in float64; with a decoder also of the decoded fields, in their own units. Doing nothing (persistence,
+z1 = z0) is the guess that a model must beat to have learnt anything: with short time steps its error is
+small, so an error alone says little.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from stoker.encoders.decode import Decode
 from stoker.train.batches import PairBatch, Pairs, to_pairs
 from stoker.train.operator import LatentOperator
 
@@ -33,9 +35,24 @@ class Evaluation:
     """Steps of the longest roll-out."""
     windows: int
     """Windows evaluated."""
+    physical: PhysicalErrors | None = None
+    """The same four errors of the decoded fields; None without a decoder."""
 
 
-def evaluate(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhysicalErrors:
+    """Errors of decoded predictions against decoded truth, by the names of `Evaluation`.
+
+    What the encoder itself loses is in neither side; it is given beside them.
+    """
+
+    nrmse: float
+    persistence: float
+    rollout: float | None
+    rollout_persistence: float | None
+
+
+def evaluate(  # noqa: PLR0913 - what is judged, on what, and how; each is named by the caller
     model: LatentOperator,
     batches: Iterable[PairBatch],
     widths: Mapping[str, int],
@@ -43,6 +60,7 @@ def evaluate(
     stride: int,
     samples: int,
     amp: bool = False,
+    decode: Decode | None = None,
 ) -> Evaluation:
     """Go once over the batches.
 
@@ -53,9 +71,10 @@ def evaluate(
         model, amp: The operator, on its device, and whether to compute in bfloat16.
         batches, widths: The validation set, and its conditions as in training.
         stride, samples: Stored steps between z0 and z1; trajectories kept in memory for roll-outs.
+        decode: From states to fields, to judge those as well.
     """
     device = next(model.parameters()).device
-    one, still, far, far_still = _Error(), _Error(), _Error(), _Error()
+    one, still, far, far_still = (_Errors(decode) for _ in range(4))
     chains = _Chains(stride, samples)
     windows = steps = 0
     with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=amp):
@@ -81,14 +100,36 @@ def evaluate(
                 state = model(state, cond)
                 far.add(state, target)
                 far_still.add(start, target)
+    physical = None
+    if decode is not None:
+        physical = PhysicalErrors(
+            nrmse=one.physical.value(),
+            persistence=still.physical.value(),
+            rollout=far.physical.value() if steps else None,
+            rollout_persistence=far_still.physical.value() if steps else None,
+        )
     return Evaluation(
-        nrmse=one.value(),
-        persistence=still.value(),
-        rollout=far.value() if steps else None,
-        rollout_persistence=far_still.value() if steps else None,
+        nrmse=one.latent.value(),
+        persistence=still.latent.value(),
+        rollout=far.latent.value() if steps else None,
+        rollout_persistence=far_still.latent.value() if steps else None,
         rollout_steps=steps,
         windows=windows,
+        physical=physical,
     )
+
+
+class _Errors:
+    """One error in latent space and, with a decoder, in physical space."""
+
+    def __init__(self, decode: Decode | None) -> None:
+        self.latent, self.physical = _Error(), _Error()
+        self._decode = decode
+
+    def add(self, guess: Tensor, truth: Tensor) -> None:
+        self.latent.add(guess, truth)
+        if self._decode is not None:
+            self.physical.add(self._decode(guess), self._decode(truth))
 
 
 class _Error:

@@ -22,9 +22,9 @@ from stoker.monitor.meter import StallMeter
 from stoker.schema import Json
 from stoker.train.batches import PairBatch, PairLoader, to_pairs
 from stoker.train.checkpoint import Kind, newest_checkpoint
-from stoker.train.config import EventSink, TrainConfig, TrainReport
+from stoker.train.config import EventSink, PhysicalSpace, TrainConfig, TrainReport
 from stoker.train.curves import draw_curves
-from stoker.train.evaluate import evaluate
+from stoker.train.evaluate import Evaluation, evaluate
 from stoker.train.guard import FiniteGuard, StepFacts
 from stoker.train.report import write_report
 from stoker.train.run import Run, begin, changed, own_folder, take_up
@@ -32,11 +32,17 @@ from stoker.train.stop import StopFlag
 
 MOST_BETWEEN_LINES, LINES = 50, 40
 """Steps between two lines of the log, unless settings say otherwise; a short run has this many lines."""
+ERRORS = (
+    "val_nrmse", "persistence_nrmse", "rollout_nrmse", "rollout_persistence_nrmse",
+    "physical_nrmse", "physical_persistence_nrmse", "physical_rollout_nrmse",
+    "physical_rollout_persistence_nrmse",
+)  # fmt: skip
+"""What an evaluation is written down as: in latent space, then in physical space."""
 FINAL_RATE = 0.01
 """Part of the peak learning rate at which the cosine ends."""
 
 
-def train(
+def train(  # noqa: PLR0913 - the public face; every setting is named by the caller
     train_loader: PairLoader,
     val_loader: PairLoader | None,
     config: TrainConfig,
@@ -44,6 +50,7 @@ def train(
     *,
     meter: StallMeter | None = None,
     on_event: EventSink | None = None,
+    physical: PhysicalSpace | None = None,
 ) -> TrainReport:
     """Train an operator; leave metrics, curves, a report and checkpoints in `run_dir`.
 
@@ -53,6 +60,7 @@ def train(
         run_dir: Without `resume`, a run that is there is moved aside (`*.previous`).
         meter: The one that `train_loader` writes into.
         on_event: Told of what happens, see `EventSink`.
+        physical: Validation decodes states with it, and reports errors of fields beside those of states.
 
     Raises:
         ConfigError: The training loader has no batch, or another training is writing to `run_dir`.
@@ -71,6 +79,7 @@ def train(
             stop=stop,
             meter=meter,
             sink=on_event,
+            physical=physical,
         )
         session.train()
         return session.finish()
@@ -110,6 +119,7 @@ class Session:
     stop: StopFlag
     meter: StallMeter | None
     sink: EventSink | None
+    physical: PhysicalSpace | None = None
     begun_s: float = field(default_factory=time.perf_counter)
     """Clock at the call."""
     startup: dict[str, float] = field(default_factory=dict[str, float])
@@ -161,13 +171,11 @@ class Session:
             step_s=progress.step_s / progress.timed if progress.timed else None,
             epochs=progress.epoch,
             steps=progress.step,
-            val_nrmse=errors.get("val_nrmse"),
             best_val_nrmse=progress.best,
-            persistence_nrmse=errors.get("persistence_nrmse"),
-            rollout_nrmse=errors.get("rollout_nrmse"),
-            rollout_persistence_nrmse=errors.get("rollout_persistence_nrmse"),
             run_dir=self.folder,
             startup=self.startup,
+            reconstruction_nrmse=self.physical.reconstruction() if self.physical is not None else None,
+            **{name: errors.get(name) for name in ERRORS},
         )
         rows = self.run.log.rows()
         draw_curves(rows, self.folder / "curves.png")
@@ -273,13 +281,9 @@ class Session:
                 stride=self.config.stride,
                 samples=self.config.rollout_samples,
                 amp=run.amp,
+                decode=None if self.physical is None else self.physical.decode,
             )
-            progress.errors = {
-                "val_nrmse": _finite(found.nrmse),
-                "persistence_nrmse": _finite(found.persistence),
-                "rollout_nrmse": _finite(found.rollout),
-                "rollout_persistence_nrmse": _finite(found.rollout_persistence),
-            }
+            progress.errors = {name: _finite(value) for name, value in _by_name(found).items()}
         row: dict[str, Json] = {
             "kind": "epoch",
             "epoch": progress.epoch + 1,
@@ -354,6 +358,13 @@ class Session:
     def _tell(self, kind: str, facts: Mapping[str, Json]) -> None:
         if self.sink is not None:
             self.sink(kind, facts)
+
+
+def _by_name(found: Evaluation) -> dict[str, float | None]:
+    """Errors by the names of `TrainReport`."""
+    spaces = [found, found.physical] if found.physical is not None else [found]
+    values = [v for s in spaces for v in (s.nrmse, s.persistence, s.rollout, s.rollout_persistence)]
+    return dict(zip(ERRORS, values, strict=False))
 
 
 def _finite(value: float | None) -> float | None:
