@@ -172,6 +172,8 @@ class TrainingConfig(_Section):
     """Where batches are served from; `auto`: the fastest that fits (docs/plan.md)."""
     reserve_bytes: CountInt | None = None
     """Memory of the device to leave to the model; null: by the rules of docs/plan.md."""
+    max_stall: Fraction | None = None
+    """Largest part of the time that may be waited for data; above it the command ends with exit code 5."""
     seed: CountInt = 0
     """Decides the order of examples and the model's first weights."""
     run_dir: Place | None = None

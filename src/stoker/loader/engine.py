@@ -27,6 +27,7 @@ from stoker.loader.windows import Examples
 from stoker.plan import Plan
 
 if TYPE_CHECKING:
+    from stoker.monitor.meter import StallMeter
     from stoker.store import Cache
 
 
@@ -50,6 +51,8 @@ class Design:
     """How batches are read from disk."""
     fill_s: float = 3600.0
     """Seconds that filling the device may take where nothing else can serve."""
+    meter: StallMeter | None = None
+    """Told what a batch was waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,7 @@ class Engine:
         self.device = design.device if on_device else torch.device("cpu")
         self._locator = self._make_locator()
         self._chunks = Chunks(design.order, design.share, self._locator, self.device, self.residency.serving)
+        self._chunks.meter = design.meter
         self._batches: MemoryBatches | None = None
         if whole is not None:
             self._batches = MemoryBatches(
@@ -98,6 +102,7 @@ class Engine:
         self._disk = DiskBatches(cache, places, outputs, self._locator, memories, design.reading)
         self._unpack = unpacker(design.outputs, design.share.batch_size, static=design.static)
         self._names = (*(output.name for output in design.outputs), "index")
+        self._disk.meter = design.meter
         # Fixed addresses exist where batches are gathered, so nothing can be served before memory is filled.
         self.residency.fill(design.fill_s if design.static else residency.FIRST_WAIT_S)
         if design.static and self.residency.serving() is None:
