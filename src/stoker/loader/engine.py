@@ -93,7 +93,7 @@ class Engine:
         if whole is not None:
             self._batches = MemoryBatches(
                 whole,
-                cache.columns,
+                cache.recipe.columns,
                 outputs,
                 design.share.batch_size,
                 static=design.static,
@@ -122,7 +122,7 @@ class Engine:
             first=torch.as_tensor(first).to(self.device) if on_device else first,
             numbers=torch.as_tensor(numbers.copy()).to(self.device) if on_device else numbers,
             windowed=design.windowed,
-            step_lengths=step_lengths(outputs, design.cache.columns),
+            step_lengths=step_lengths(outputs, design.cache.recipe.columns),
             ragged=whole_ragged,
             lengths={name: design.places.of_all(design.cache.lengths(name)) for name in whole_ragged},
         )

@@ -18,6 +18,7 @@ from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import run_dir_of, settings_digest, work_digest, write_diary
 from stoker.pipeline.folders import require_writable
 from stoker.pipeline.locate import batch_size_of, trajectory_steps, windows_of
+from stoker.pipeline.physical import physical_space
 from stoker.pipeline.precompute import CacheResult, fill_caches
 from stoker.pipeline.together import Shared, on_own_device, own_trajectories, share_steps
 from stoker.plan import Plan
@@ -103,6 +104,11 @@ class TrainResult:
             "persistence_nrmse": report.persistence_nrmse,
             "rollout_nrmse": report.rollout_nrmse,
             "rollout_persistence_nrmse": report.rollout_persistence_nrmse,
+            "physical_nrmse": report.physical_nrmse,
+            "physical_persistence_nrmse": report.physical_persistence_nrmse,
+            "physical_rollout_nrmse": report.physical_rollout_nrmse,
+            "physical_rollout_persistence_nrmse": report.physical_rollout_persistence_nrmse,
+            "reconstruction_nrmse": report.reconstruction_nrmse,
             "run_dir": str(report.run_dir),
             "startup": {
                 **report.startup,
@@ -229,6 +235,7 @@ def train_prepared(
             meter=meter,
             on_event=note,
             ranks=ranks,
+            physical=physical_space(val_cache),
         )
     finally:
         checked = None if check is None else check.finish()
