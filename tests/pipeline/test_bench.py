@@ -18,7 +18,7 @@ from tests.loader.caches import trajectories, write_cache
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
-    return write_cache(tmp_path_factory.mktemp("c"), trajectories(40))
+    return write_cache(tmp_path_factory.mktemp("c"), trajectories(40), timed=("latent",))
 
 
 @pytest.fixture(autouse=True)
