@@ -22,7 +22,10 @@ Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, st
 Flag: TypeAlias = Annotated[bool, Field(strict=True)]
 Names: TypeAlias = str | Annotated[tuple[str, ...], Field(min_length=1)]
 
-_SHORT = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
+_SHORT = {
+    "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16",
+    "fp8": "float8_e4m3fn", "float8": "float8_e4m3fn", "e4m3": "float8_e4m3fn",
+}  # fmt: skip
 
 
 def _expanded(path: str) -> str:
@@ -35,7 +38,9 @@ def _long_dtype(value: object) -> object:
 
 
 Place: TypeAlias = Annotated[str, AfterValidator(_expanded)]
-StorageDtype: TypeAlias = Annotated[Literal["float32", "float16", "bfloat16"], BeforeValidator(_long_dtype)]
+StorageDtype: TypeAlias = Annotated[
+    Literal["float32", "float16", "bfloat16", "int8", "float8_e4m3fn"], BeforeValidator(_long_dtype)
+]
 
 
 class _Section(BaseModel):
@@ -176,7 +181,7 @@ class TrainingConfig(_Section):
     latent_cache_dir: Place = "data/latent_cache"
     """Folder of the caches."""
     latent_cache_dtype: StorageDtype | None = "float16"
-    """How floats are stored; null: as encoded."""
+    """How floats are stored; `int8` and `float8_e4m3fn` with scales; null: as encoded."""
 
 
 class DeadlinesConfig(_Section):

@@ -107,7 +107,7 @@ class DiskBatches:
         self.meter: StallMeter | None = None
         self._runs = _plan_runs(cache, outputs)
         self._whole = [i for i, output in enumerate(outputs) if output.index == RECORD]
-        schema = cache.schema
+        schema = cache.columns
         self._views = [[view_for(o, schema[o.field], m.sources[o.field]) for o in outputs] for m in memories]
 
     def batches(self, chunk: Chunk, first: int) -> Iterator[list[Any]]:
@@ -241,7 +241,7 @@ def _plan_runs(cache: Cache, outputs: tuple[Output, ...]) -> list[Run]:
                 wanted.setdefault(output.field, {}).setdefault(lag, []).append((i, place))
     runs: list[Run] = []
     for field, by_lag in wanted.items():
-        gap = 1 + JOINED_GAP_BYTES // max(1, cache.schema[field].row_bytes)
+        gap = 1 + JOINED_GAP_BYTES // max(1, cache.columns[field].row_bytes)
         lags = sorted(by_lag)
         cuts = [0, *(k for k in range(1, len(lags)) if lags[k] - lags[k - 1] > gap), len(lags)]
         for begin, end in pairwise(cuts):
