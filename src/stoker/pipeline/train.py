@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 from stoker.config import Config
@@ -205,12 +206,8 @@ def train_prepared(
     run_dir, meter = run_dir_of(config), StallMeter()
     digest = settings_digest(config, {result.split: result.cache.fingerprint for result in prepared.caches})
     shared, work = share_steps(config, digest, train_cache, ranks), work_digest(config, train_cache.schema)
-    if not shared.resume and (run_dir / "checkpoints").exists():
-        log.info(
-            "%s holds a run that is finished or of other settings: training begins anew, and its checkpoints "
-            "and metrics move to checkpoints.previous and metrics.previous.jsonl",
-            run_dir,
-        )
+    if not shared.resume:
+        _tell_anew(run_dir)
 
     def note(kind: str, facts: Mapping[str, Json]) -> None:
         if kind == "start":
@@ -252,6 +249,15 @@ def train_prepared(
         spot_check=checked,
         over_budget=verdict_of(config, train_cache, report),
     )
+
+
+def _tell_anew(run_dir: Path) -> None:
+    if (run_dir / "checkpoints").exists():
+        log.info(
+            "%s holds a run that is finished or of other settings: training begins anew, and its checkpoints "
+            "and metrics move to checkpoints.previous and metrics.previous.jsonl",
+            run_dir,
+        )
 
 
 def _tell_plan(on_event: EventSink | None, cache: Cache, plan: Plan) -> None:
