@@ -1,4 +1,4 @@
-"""The real `Trainer`: it makes the iterator before it sets the epoch, and never asks beyond the last batch."""
+"""The real `Trainer`: it makes the iterator before it sets the epoch, and never asks beyond the last."""
 
 from __future__ import annotations
 
