@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from stoker.cached import cached
     from stoker.encoders.grid import GridEncoder
     from stoker.encoders.module import ModuleEncoder
-    from stoker.loader import Loader, Windows
+    from stoker.loader import Loader, Mixture, Windows
     from stoker.precompute import precompute
     from stoker.sources.hdf5 import HDF5Source
     from stoker.sources.torch_dataset import TorchSource
@@ -38,6 +38,7 @@ __all__ = [
     "GridEncoder",
     "HDF5Source",
     "Loader",
+    "Mixture",
     "ModuleEncoder",
     "StokerError",
     "TorchSource",
@@ -53,6 +54,7 @@ _HOMES = {
     "GridEncoder": "stoker.encoders.grid",
     "HDF5Source": "stoker.sources.hdf5",
     "Loader": "stoker.loader",
+    "Mixture": "stoker.loader",
     "ModuleEncoder": "stoker.encoders.module",
     "TorchSource": "stoker.sources.torch_dataset",
     "Windows": "stoker.loader",

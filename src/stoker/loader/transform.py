@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, cast
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from torch import Tensor
 from stoker.errors import ConfigError
 from stoker.loader.batch import RecordBatch, WindowBatch
 from stoker.loader.keyed import child_keys, example_keys
+
+if TYPE_CHECKING:
+    from stoker.monitor.meter import StallMeter
 
 Transform: TypeAlias = "Callable[[Any, Tensor], Any]"
 """`transform(batch, keys)` returns the batch to hand on. `keys` is `(B,)` int64 on the batch's device, one
@@ -40,6 +44,8 @@ class Finish:
     """Copy batches into page-locked memory."""
     transforms: Sequence[Transform]
     seed: int
+    meter: StallMeter | None = None
+    """Told how much of a wait was for this."""
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
@@ -48,15 +54,19 @@ class Finish:
     def apply(self, batches: Iterable[Any], examples: Any, size: int, epoch: int) -> Iterator[Any]:
         """Finish consecutive batches of `size` examples; `examples` are those of all of them."""
         for number, made in enumerate(batches):
-            batch = made
+            batch, begin = made, perf_counter()
             if self.pin:
                 batch = _each(batch, Tensor.pin_memory)
             if self.device is not None:
                 batch = _each(batch, partial(Tensor.to, device=self.device, non_blocking=True))
+            copied = perf_counter()
             if self.transforms:
                 own = torch.as_tensor(examples[number * size : (number + 1) * size], device=_device_of(batch))
                 keys = example_keys(self.seed, epoch, own)
                 batch = _placed(run(self.transforms, batch, keys), batch.position)
+            if self.meter is not None:
+                self.meter.spent("copy", copied - begin)
+                self.meter.spent("transform", perf_counter() - copied)
             yield batch
 
 
