@@ -224,10 +224,12 @@ class Loader:
         refuse_workers()
         if not self._resuming:
             self._at = (self._at[0], 0)
-        self._resuming = False
-        return self._pass(*self._at)
+        return self._pass()
 
-    def _pass(self, epoch: int, position: int) -> Iterator[Any]:
+    def _pass(self) -> Iterator[Any]:
+        # Where to begin is decided with the first batch: trainers make the iterator, then call `set_epoch`.
+        epoch, position = self._at
+        self._resuming = False
         meter = self._meter
         begin = perf_counter()
         for strip, finish in self._strips(epoch, position):
