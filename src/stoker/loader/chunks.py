@@ -83,7 +83,9 @@ class Chunk:
     index: Tensor
     """What batches hand out as `index`: `(n,)` sample numbers, or `(n, 2)` with starts."""
     rows: Mapping[str, Any] | None
-    """`Locator.rows` of the memory that serves; None if it was being filled when this was made."""
+    """`Locator.rows` of `memory`; None if nothing was filled yet when this was made."""
+    memory: Memory | None
+    """The memory that everything came from when this was made; another one may serve by now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +245,7 @@ class Chunks:
                     starts=starts[own],
                     index=index[own],
                     rows=None if rows is None else {name: values[own] for name, values in rows.items()},
+                    memory=memory,
                 )
             )
         return chunks

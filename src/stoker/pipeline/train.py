@@ -17,7 +17,6 @@ from stoker.pipeline.diary import run_dir_of, settings_digest, unfinished, work_
 from stoker.pipeline.folders import require_writable
 from stoker.pipeline.locate import batch_size_of, trajectory_steps, windows_of
 from stoker.pipeline.precompute import CacheResult, fill_caches
-from stoker.plan import Plan
 from stoker.precompute import EncodeFiller
 from stoker.precompute.spot_check import SpotCheck, SpotReport
 from stoker.schema import Json
@@ -193,7 +192,7 @@ def train_prepared(
             on_event(kind, facts)
 
     loader = make_loader(config, train_cache, meter=meter)
-    val_loader = make_val_loader(config, val_cache, beside=loader.plan)
+    val_loader = make_val_loader(config, val_cache)
     check = begin_spot_check(config, train_cache)
     began = time.monotonic()
     try:
@@ -236,12 +235,11 @@ def begin_spot_check(config: Config, cache: Cache) -> SpotCheck | None:
 
 def make_loader(config: Config, cache: Cache, *, meter: StallMeter | None = None) -> Loader:
     """The loader of the training cache that the settings describe."""
-    reserve_bytes = config.training.reserve_bytes
-    return _loader(config, cache, windows_of(config), order="full", reserve_bytes=reserve_bytes, meter=meter)
+    return _loader(config, cache, windows_of(config), order="full", meter=meter)
 
 
-def make_val_loader(config: Config, cache: Cache, *, beside: Plan | None = None) -> Loader:
-    """The loader of the validation cache, in order, in the memory that the plan of another one leaves.
+def make_val_loader(config: Config, cache: Cache) -> Loader:
+    """The loader of the validation cache, in order, in the memory that other loaders leave.
 
     At horizon 1 windows begin `time_stride` apart whatever `start_every` says: one begins where the last
     ended, so that they chain to the whole trajectories that are rolled out.
@@ -249,8 +247,7 @@ def make_val_loader(config: Config, cache: Cache, *, beside: Plan | None = None)
     windows = windows_of(config)
     if windows.horizon == 1:
         windows = replace(windows, start_every=windows.stride)
-    reserve_bytes = config.training.reserve_bytes if beside is None else beside.next_reserve_bytes
-    return _loader(config, cache, windows, order="sequential", reserve_bytes=reserve_bytes)
+    return _loader(config, cache, windows, order="sequential")
 
 
 def _loader(
@@ -259,7 +256,6 @@ def _loader(
     windows: Windows,
     *,
     order: str,
-    reserve_bytes: int | None,
     meter: StallMeter | None = None,
 ) -> Loader:
     training = config.training
@@ -271,7 +267,7 @@ def _loader(
         tier=training.tier,
         device=device_of(config),
         seed=training.seed,
-        reserve_bytes=reserve_bytes,
+        reserve_bytes=training.reserve_bytes,
         verify=config.verify.on_read,
         meter=meter,
     )

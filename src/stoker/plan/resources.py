@@ -40,6 +40,9 @@ class Resources:
     """Free memory of the GPU as its driver reports it; 0 on a CPU, whose memory is the host's."""
     device_total_bytes: int = 0
     device_name: str = "cpu"
+    device_again_bytes: int | None = None
+    """Free bytes of the GPU that this process had taken at its peak and will want again (`device_again`);
+    None: the model has not shown its peak yet."""
     cpus: float = 1.0
     """CPUs for this process: quota, affinity, divided by the processes that share them."""
     cpu_limit: str = "not asked"
@@ -149,6 +152,15 @@ def device_memory(device: str) -> tuple[int, int, str]:
         )
     free, total = torch.cuda.mem_get_info(index)
     return int(free), int(total), torch.cuda.get_device_name(index)
+
+
+def device_again(device: str) -> int:
+    """Bytes of a GPU that torch held in this process at its peak and has given back since."""
+    import torch
+
+    if not device.startswith("cuda") or not torch.cuda.is_initialized():
+        return 0
+    return max(0, torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device))
 
 
 def disk_space(path: Path) -> tuple[int, int | None]:
