@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stoker.loader import Loader, Windows, partial
+from stoker.schema import PACKED_DTYPES
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
 from tests.loader.test_loader import same, values_of
@@ -205,3 +206,15 @@ def test_the_demand_is_kept_for_a_plan_made_again(cache: Cache) -> None:
 
     assert design.ask.plan(design.ask.look()).records_by_tier() == design.plan.records_by_tier()
     assert replace(design.ask, tier="disk").plan(design.ask.look()).tier == "disk"
+
+
+@pytest.mark.parametrize("dtype", PACKED_DTYPES)
+@pytest.mark.parametrize("windows", [None, Windows(field="latent", horizon=2)])
+def test_packed_fields_are_moved_packed(tmp_path: Path, dtype: str, windows: Windows | None) -> None:
+    fields = trajectories(COUNT, 9, (4, 40), torch.float32)
+    packed = write_cache(tmp_path, fields, timed=("latent", "time"), shards=SHARDS, dtype=dtype)
+    expected = list(Loader(packed, batch_size=5, windows=windows, tier="host"))
+
+    loader = loader_at(packed, ["device", "host", "disk"] * 2, batch_size=5, windows=windows)
+
+    assert all(equal(a, b) for a, b in zip(loader, expected, strict=True))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -29,6 +30,7 @@ from stoker.loader.pool import Pool, Ticket
 from stoker.units import KIB
 
 if TYPE_CHECKING:
+    from stoker.monitor.meter import StallMeter
     from stoker.store import Cache, Shard
     from stoker.store.shard_read import Verify
 
@@ -105,6 +107,7 @@ class DiskBatches:
         self._pool = Pool(READ_THREADS, "stoker-read")
         self._ahead = 1
         self._buffers: dict[tuple[str, int], Buffers] = {}
+        self.meter: StallMeter | None = None
         self._runs = _plan_runs(cache, outputs)
         self._whole = [i for i, output in enumerate(outputs) if output.index == RECORD]
         self._views: tuple[Memory, list[Tensor]] | None = None
@@ -204,15 +207,19 @@ class DiskBatches:
                     space[begin : begin + width] = steps[step].data
 
     def _finish(self, pending: Pending) -> list[Any]:
-        values = self.finish(pending)
+        values = self.finish(pending, self.meter)
         for i, output in enumerate(self._outputs):
             if output.cast is not None:
                 given = values[i]
                 values[i] = [v.to(output.cast) for v in given] if output.ragged else given.to(output.cast)
         return [*values, pending.index]
 
-    def finish(self, pending: Pending) -> list[Any]:
+    def finish(self, pending: Pending, meter: StallMeter | None = None) -> list[Any]:
         """The values that `begin` was given, filled; floats as they are stored.
+
+        Args:
+            pending: What is being read.
+            meter: Told how long the caller waited for reads.
 
         Raises:
             CorruptError: A record's bytes do not match their checksums.
@@ -220,8 +227,11 @@ class DiskBatches:
         """
         if pending.memory is not None and len(pending.held):
             self._from_memory(pending.memory, pending)  # while the reads go on
+        begin = perf_counter()
         for ticket in pending.tickets:
             ticket.result(self._reading.deadline_s, f"reading a batch of {self._cache.path}")
+        if meter is not None:
+            meter.spent("read", perf_counter() - begin)
         return pending.values
 
     def _from_memory(self, memory: Memory, pending: Pending) -> None:
@@ -242,7 +252,7 @@ class DiskBatches:
 
     def _views_of(self, memory: Memory) -> list[Tensor]:
         if self._views is None or self._views[0] is not memory:
-            schema = self._cache.schema
+            schema = self._cache.columns
             views = [view_for(o, schema[o.field], memory.sources[o.field]) for o in self._outputs]
             self._views = (memory, views)
         return self._views[1]
@@ -257,7 +267,7 @@ def _plan_runs(cache: Cache, outputs: tuple[Output, ...]) -> list[Run]:
                 wanted.setdefault(output.field, {}).setdefault(lag, []).append((i, place))
     runs: list[Run] = []
     for field, by_lag in wanted.items():
-        gap = 1 + JOINED_GAP_BYTES // max(1, cache.schema[field].row_bytes)
+        gap = 1 + JOINED_GAP_BYTES // max(1, cache.columns[field].row_bytes)
         lags = sorted(by_lag)
         cuts = [0, *(k for k in range(1, len(lags)) if lags[k] - lags[k - 1] > gap), len(lags)]
         for begin, end in pairwise(cuts):

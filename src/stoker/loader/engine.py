@@ -18,6 +18,7 @@ from stoker.loader.gather import STRIP_BATCHES, MemoryBatches, record_batches, w
 from stoker.loader.memory import Memory
 from stoker.loader.order import Order
 from stoker.loader.outputs import Output, step_lengths
+from stoker.loader.packed import stored_outputs, unpacker
 from stoker.loader.partial import PartialBatches
 from stoker.loader.places import Places
 from stoker.loader.ranks import Share
@@ -27,6 +28,7 @@ from stoker.loader.windows import Examples
 from stoker.plan import Claim, Plan
 
 if TYPE_CHECKING:
+    from stoker.monitor.meter import StallMeter
     from stoker.store import Cache
 
 QUICK_S = 0.25
@@ -58,6 +60,8 @@ class Design:
     """How batches are read from disk."""
     fill_s: float = 3600.0
     """Seconds that filling the device may take where nothing else can serve."""
+    meter: StallMeter | None = None
+    """Told what a batch was waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,17 +106,19 @@ class Engine:
         self.residency = Residency(design)
         self.device = design.device
         """Where batches are."""
+        self._outputs = stored_outputs(design.outputs)
         self._pace = Pace()
         self._locators: dict[str, Locator] = {}
         self._chunked: dict[str, Chunks] = {}
         self._batches: tuple[Memory, MemoryBatches] | None = None
-        cpu = self._locator(torch.device("cpu"))
-        cache, places, outputs = design.cache, design.places, design.outputs
+        cache, places, cpu = design.cache, design.places, self._locator(torch.device("cpu"))
         self._disk = DiskBatches(
-            cache, places, outputs, cpu, lambda: self.residency.held.host, design.reading
+            cache, places, self._outputs, cpu, lambda: self.residency.held.host, design.reading
         )
+        self._disk.meter = design.meter
         self._partial: PartialBatches | None = None
-        self._names = (*(output.name for output in outputs), "index")
+        self._unpack = unpacker(design.outputs, design.share.batch_size, static=design.static)
+        self._names = (*(output.name for output in design.outputs), "index")
         # Fixed addresses exist where batches are gathered, so nothing can be served before memory is filled.
         self.residency.fill(design.fill_s if design.static else residency.FIRST_WAIT_S)
         if design.static and self.residency.serving() is None:
@@ -133,6 +139,7 @@ class Engine:
             design, locator = self._design, self._locator(device)
             serving = partial(self._whole_on, device)
             self._chunked[device.type] = Chunks(design.order, design.share, locator, device, serving)
+            self._chunked[device.type].meter = design.meter
         return self._chunked[device.type]
 
     def _whole_on(self, device: torch.device) -> Memory | None:
@@ -143,14 +150,13 @@ class Engine:
         design = self._design
         numbers, first = design.places.numbers, design.examples.first
         on_device = device.type != "cpu"
-        schema = design.cache.schema
-        whole_ragged = tuple(output.field for output in design.outputs if output.ragged)
+        whole_ragged = tuple(output.field for output in self._outputs if output.ragged)
         return Locator(
             examples=design.examples,
             first=torch.as_tensor(first).to(device) if on_device else first,
             numbers=torch.as_tensor(numbers.copy()).to(device) if on_device else numbers,
             windowed=design.windowed,
-            step_lengths=step_lengths(design.outputs, schema),
+            step_lengths=step_lengths(self._outputs, design.cache.columns),
             ragged=whole_ragged,
             lengths={name: design.places.of_all(design.cache.lengths(name)) for name in whole_ragged},
         )
@@ -191,8 +197,8 @@ class Engine:
         if self._batches is None or self._batches[0] is not memory:
             gathers = MemoryBatches(
                 memory,
-                design.cache.schema,
-                design.outputs,
+                design.cache.columns,
+                self._outputs,
                 design.share.batch_size,
                 static=design.static,
                 threads=design.threads,
@@ -219,8 +225,9 @@ class Engine:
     def _from_several(self, chunk: Chunk, held: Held) -> Iterator[Strip]:
         if self._partial is None:
             design, locator = self._design, self._locator(torch.device("cpu"))
-            schema, places = design.cache.schema, design.places
-            self._partial = PartialBatches(design.outputs, schema, places, locator, self._disk, self.device)
+            schema, places = design.cache.columns, design.places
+            self._partial = PartialBatches(self._outputs, schema, places, locator, self._disk, self.device)
+            self._partial.meter = design.meter
         number, most = 0, self._pace.next()
         for columns, count, tier in self._partial.strips(chunk, 0, held.device, most):
             yield self._strip(columns, chunk, number, count, tier)
@@ -228,6 +235,8 @@ class Engine:
 
     def _strip(self, columns: list[Iterable[Any]], chunk: Chunk, number: int, count: int, tier: str) -> Strip:
         positions = chunk.span.positions(number, count)
+        if self._unpack is not None:
+            columns = self._unpack(columns)
         if self._design.windowed:
             batches: Iterable[Any] = window_batches(self._design.outputs, columns, positions)
         else:

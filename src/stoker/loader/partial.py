@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -33,6 +34,7 @@ from stoker.loader.pool import Pool, Ticket
 from stoker.units import MIB
 
 if TYPE_CHECKING:
+    from stoker.monitor.meter import StallMeter
     from stoker.schema import Schema
 
 GROUP_BYTES = 4 * MIB
@@ -88,6 +90,7 @@ class PartialBatches:
         self._stream: Any = torch.cuda.Stream(device) if self._cuda else None
         self._pool = Pool(1, "stoker-stage")
         self._ahead = 1
+        self.meter: StallMeter | None = None
         self._example_bytes = sum(output.example_bytes for output in outputs)
         self._views: tuple[Memory, list[Tensor]] | None = None
 
@@ -118,7 +121,10 @@ class PartialBatches:
             batches, ticket = line.popleft()
             if not ticket.done() and following - batches > first:
                 self._ahead = min(MAX_AHEAD, self._ahead + 1)
+            begin = perf_counter()
             group = ticket.result(READ_DEADLINE_S * WAIT_FACTOR, "bringing a batch to the device")
+            if self.meter is not None:
+                self.meter.spent("read" if group.tier == "disk" else "copy", perf_counter() - begin)
             columns = [_cut(value, size) for value in [*self._place(group), group.index]]
             yield columns, batches, group.tier
 

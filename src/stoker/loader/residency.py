@@ -66,10 +66,9 @@ def assign(cache: Cache, places: Places, plan: Plan) -> dict[str, frozenset[int]
 def parts_of(
     cache: Cache, shards: Iterable[int], record_bytes: float, *, own: Hashable = None
 ) -> dict[Hashable, int]:
-    """Bytes of each shard, by keys that are equal for all loaders of a cache, or for this `own` alone."""
-    return {
-        (str(cache.path), own, shard): int(cache.index.shards[shard].rows * record_bytes) for shard in shards
-    }
+    """Bytes of each shard, by keys that are equal for all loaders that serve it, or for this `own` alone."""
+    entries = cache.index.shards
+    return {(own, entries[s].file, entries[s].header): int(entries[s].rows * record_bytes) for s in shards}
 
 
 def claim_plan(claim: Claim, cache: Cache, places: Places, plan: Plan, demand: Demand) -> None:
