@@ -354,7 +354,7 @@ def test_fixed_addresses_are_never_moved(cache: Cache, clock: Callable[[float], 
     assert loader._engine.residency.serving() is not None
 
 
-def test_a_long_epoch_is_left_within_a_second_of_a_shortage(
+def test_a_long_epoch_is_left_within_seconds_of_a_shortage(
     cache: Cache, expected: list[Any], clock: Callable[[float], None]
 ) -> None:
     """Batches come in strips of up to 128; with slow steps the strips are short."""

@@ -29,6 +29,7 @@ from stoker.loader.residency import claim_plan, parts_of
 from stoker.loader.watch import Ask
 from stoker.loader.windows import Examples, Windows, number_examples, time_field
 from stoker.plan import LEDGER, Demand, Ledger, Plan, Resources, plan_tiers, probe
+from stoker.plan.resources import memory_now
 from stoker.units import format_count
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
     check_share(share)
     demand = _demand(cache, places, outputs, wishes.batch_size, str(wishes.device))
     claim, keys = ledger.claim(), parts_of(cache, places.shards(), demand.record_bytes)
-    resources = claim.usable(probe(device=str(wishes.device), path=cache.path), keys)
+    found = probe(device=str(wishes.device), path=cache.path)
+    resources = claim.usable(found, keys)
     if plan is None:
         plan = _planned(cache, demand, resources, wishes.tier, wishes.reserve_bytes)
     plan = plan.holding(demand.records)
@@ -110,7 +112,7 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
             demand=demand,
             tier=wishes.tier,
             reserve_bytes=wishes.reserve_bytes,
-            look=partial(probe, device=str(wishes.device)),
+            look=partial(memory_now, found),
         ),
         claim=claim,
         device=wishes.device,

@@ -1,7 +1,7 @@
 """Look at the machine while a loader runs, and say when its plan should change.
 
-A look happens at most once a second, between two batches of the thread that serves. What follows from it is
-arithmetic (`plan.moves`); `residency` carries it out.
+A look happens every two seconds at most, between two batches of the thread that serves. What follows from it
+is arithmetic (`plan.moves`); `residency` carries it out.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from stoker.plan.resources import device_again
 from stoker.plan.tiers import reserves_of
 from stoker.units import format_bytes
 
-LOOK_S = 1.0
-"""Seconds between two looks at the machine, at least."""
+LOOK_S = 2.0
+"""Seconds between two looks at the machine, at least; one takes about a millisecond."""
 STEPS_SEEN = 3
 """Steps after which a model has shown how much of its device it needs."""
 FAULTS_SEEN = 64

@@ -11,7 +11,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -87,6 +87,19 @@ def probe(*, device: str = "cpu", path: Path | None = None, local_world: int = 1
         cpu_limit=cpu.label,
         disk_bytes=disk_bytes,
         disk_inodes=disk_inodes,
+    )
+
+
+def memory_now(earlier: Resources) -> Resources:
+    """The same with the memory that is free now, host's and device's: what a running loader looks at."""
+    host = host_memory(Path("/proc"), Path("/"))
+    free, _, _ = device_memory(earlier.device)
+    return replace(
+        earlier,
+        host_bytes=host.usable_bytes,
+        host_total_bytes=host.limit_bytes,
+        host_limit=host.label,
+        device_bytes=free,
     )
 
 
