@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -221,10 +222,15 @@ def test_another_process_that_takes_the_device_costs_the_tier_and_no_batch(
     got = [next(batches), next(batches)]
     assert running.held() == (SHARDS, 0)
 
+    held = running.residency.held.device
+    assert held is not None
+    gone = weakref.ref(held.sources["latent"])
+    del held
     machine.device = 0.1  # and the loader's own memory, which is not free
     clock(2.0)
     got += [next(batches) for _ in range(len(expected) - len(got))]
     running.settle()
+    assert gone() is None, "nobody refers to it, so the device has it back"
     assert running.held() == (0, SHARDS)
     machine.device = 10
     clock(1.0)

@@ -9,6 +9,7 @@ the epoch.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,8 +89,8 @@ class Chunk:
     """What batches hand out as `index`: `(n,)` sample numbers, or `(n, 2)` with starts."""
     rows: Mapping[str, Any] | None
     """`Locator.rows` of `memory`; None if nothing was filled yet when this was made."""
-    memory: Memory | None
-    """The memory that everything came from when this was made; another one may serve by now."""
+    memory: Callable[[], Memory | None] | None
+    """Gives the memory that `rows` are of while it is there; another one may serve by now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +254,7 @@ class Chunks:
                     starts=starts[own],
                     index=index[own],
                     rows=None if rows is None else {name: values[own] for name, values in rows.items()},
-                    memory=memory,
+                    memory=None if memory is None else weakref.ref(memory),
                 )
             )
         return chunks

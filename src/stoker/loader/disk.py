@@ -250,6 +250,11 @@ class DiskBatches:
             else:
                 values[i].index_copy_(0, where, torch.index_select(view, 0, rows[output.index]))
 
+    def forget(self, memory: Memory | None) -> None:
+        """Refer to no memory but this one."""
+        if self._views is not None and self._views[0] is not memory:
+            self._views = None
+
     def _views_of(self, memory: Memory) -> list[Tensor]:
         if self._views is None or self._views[0] is not memory:
             schema = self._cache.columns

@@ -171,6 +171,7 @@ class Engine:
         at = (epoch, position)
         while at[0] == epoch:
             held = self.residency.turn(0)
+            self._forget(held)
             for strip in self._from(held, *at):
                 at = strip.after
                 yield strip
@@ -178,6 +179,14 @@ class Engine:
                     break
             else:
                 return
+
+    def _forget(self, held: Held) -> None:
+        """Refer to no memory that is not held any more, so that it is free for what comes in its place."""
+        if self._batches is not None and self._batches[0] not in held.memories:
+            self._batches = None
+        self._disk.forget(held.host)
+        if self._partial is not None:
+            self._partial.forget(held.device)
 
     def _from(self, held: Held, epoch: int, position: int) -> Iterator[Strip]:
         """The same from what is held now, until that changes."""
@@ -206,7 +215,8 @@ class Engine:
             self._batches = (memory, gathers)
         gathers = self._batches[1]
         rows = chunk.rows
-        if rows is None or chunk.memory is not memory:  # another one served when the chunk was made
+        if rows is None or chunk.memory is None or chunk.memory() is not memory:
+            # Another one served when the chunk was made, or none.
             rows = self._locator(memory.device).rows(memory, chunk.records, chunk.starts)
         number = 0
         while number < chunk.span.batches:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from stoker.store import Cache
 
 
-@dataclass(slots=True, kw_only=True, eq=False, repr=False)  # showing rows that are not there would be fatal
+@dataclass(slots=True, kw_only=True, eq=False, repr=False, weakref_slot=True)
 class Memory:
-    """What a tier in memory holds."""
+    """What a tier in memory holds. Not to be shown: rows of shards that are not mapped are no memory."""
 
     tier: Literal["device", "host"]
     device: torch.device

@@ -130,11 +130,16 @@ class PartialBatches:
 
     def _stage(self, chunk: Chunk, own: slice, near: Memory | None) -> Group:
         """Bring what is not near to the device; in the thread of the pool."""
-        records, starts = host(chunk.records[own]), host(chunk.starts[own])
+        with torch.cuda.stream(self._stream) if self._cuda else nullcontext():
+            return self._staged(host(chunk.records[own]), host(chunk.starts[own]), chunk.index[own], near)
+
+    def _staged(
+        self, records: NDArray[np.int64], starts: NDArray[np.int64], index: Tensor, near: Memory | None
+    ) -> Group:
         here = np.zeros(len(records), dtype=np.bool_)
         if near is not None:
             here = np.frombuffer(near.ready, dtype=np.uint8)[self._places.shard[records]] == 1
-        where, index = np.flatnonzero(~here), chunk.index[own]
+        where = np.flatnonzero(~here)
         pending = self._disk.begin(
             records[where], starts[where], index, [self._room(output, len(where)) for output in self._outputs]
         )
@@ -144,18 +149,16 @@ class PartialBatches:
         if some:  # the first one that is near stands in for those that are not
             at = int(np.argmax(here))
             records, starts = np.where(here, records, records[at]), np.where(here, starts, starts[at])
-        stream = torch.cuda.stream(self._stream) if self._cuda else nullcontext()
-        with stream:
-            return Group(
-                near=near if some else None,
-                records=self._located(records) if some else None,
-                starts=self._located(starts) if some else None,
-                far=self._over(torch.as_tensor(where)) if len(where) else None,
-                values=[self._over(value) for value in values],
-                index=self._over(index),
-                tier=tier,
-                done=self._stream.record_event() if self._cuda else None,
-            )
+        return Group(
+            near=near if some else None,
+            records=self._located(records) if some else None,
+            starts=self._located(starts) if some else None,
+            far=self._over(torch.as_tensor(where)) if len(where) else None,
+            values=[self._over(value) for value in values],
+            index=self._over(index),
+            tier=tier,
+            done=self._stream.record_event() if self._cuda else None,
+        )
 
     def _room(self, output: Output, count: int) -> Any:
         if output.ragged:
@@ -208,6 +211,11 @@ class PartialBatches:
                     found.index_copy_(0, group.far, far)
             made.append(found)
         return made
+
+    def forget(self, memory: Memory | None) -> None:
+        """Refer to no memory but this one."""
+        if self._views is not None and self._views[0] is not memory:
+            self._views = None
 
     def _views_of(self, memory: Memory) -> list[Tensor]:
         if self._views is None or self._views[0] is not memory:
