@@ -141,8 +141,8 @@ class Loader:
 
     @property
     def plan(self) -> Plan:
-        """Which tier holds how many records, and why."""
-        return self._design.plan
+        """Which tier holds how many records, and why; once batches were made, as it is by now."""
+        return self._design.plan if self._engine is None else self._engine.residency.plan
 
     @property
     def dataset(self) -> Cache:

@@ -219,7 +219,7 @@ def train_prepared(
             on_event(kind, facts)
 
     loader = make_loader(config, train_cache, meter=meter, ranks=ranks, shared=shared)
-    val_loader = make_val_loader(config, val_cache, beside=loader.plan, ranks=ranks)
+    val_loader = make_val_loader(config, val_cache, ranks=ranks)
     _tell_plan(on_event, train_cache, loader.plan)
     check = begin_spot_check(config, train_cache) if ranks.leads else None
     began = time.monotonic()
@@ -302,10 +302,8 @@ def make_loader(
     )
 
 
-def make_val_loader(
-    config: Config, cache: Cache, *, beside: Plan | None = None, ranks: Ranks = ALONE
-) -> Loader | None:
-    """The loader of the validation cache, in order, in the memory that the plan of another one leaves.
+def make_val_loader(config: Config, cache: Cache, *, ranks: Ranks = ALONE) -> Loader | None:
+    """The loader of the validation cache, in order, in the memory that other loaders leave.
 
     At horizon 1 windows begin `time_stride` apart whatever `start_every` says: one begins where the last
     ended, so that they chain to the whole trajectories that are rolled out. Ranks have whole trajectories,
@@ -323,7 +321,7 @@ def make_val_loader(
         order="sequential",
         batch_size=_batch_size(config, cache),
         indices=own,
-        reserve_bytes=config.training.reserve_bytes if beside is None else beside.next_reserve_bytes,
+        reserve_bytes=config.training.reserve_bytes,
         **_common(config),
     )
 
