@@ -222,7 +222,15 @@ def plan(config: Config, overrides: Overrides = None, as_json: Json = False, deb
 
 
 @app.command()
-def train(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    no_wait: Annotated[
+        bool, typer.Option("--no-wait", help="precompute.wait=false: begin at once, encode meanwhile.")
+    ] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
     """Encode what is missing, then train.
 
     Trains the latent operator; a run that was interrupted goes on when the command is given again.
@@ -232,7 +240,8 @@ def train(config: Config, overrides: Overrides = None, as_json: Json = False, de
       stoker train configs/train_burgers_32dim.yaml training.epochs=10
     """
     with edge(as_json=as_json, debug=debug) as out:
-        settings = _load(out, config, overrides)
+        given = [*(overrides or []), *(["precompute.wait=false"] if no_wait else [])]
+        settings = _load(out, config, given)
         from stoker.cli import render
         from stoker.pipeline.train import train_config
 

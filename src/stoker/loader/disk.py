@@ -107,6 +107,10 @@ class DiskBatches:
         schema = cache.schema
         self._views = [[view_for(o, schema[o.field], m.sources[o.field]) for o in outputs] for m in memories]
 
+    def over(self, cache: Cache, places: Places) -> None:
+        """Read from another handle of the same cache from now on; not while batches are being made."""
+        self._cache, self._places = cache, places
+
     def batches(self, chunk: Chunk, first: int) -> Iterator[list[Any]]:
         """Values per output, then `index`, of each batch of the chunk from the `first` on.
 

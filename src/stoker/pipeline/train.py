@@ -210,7 +210,10 @@ def train_prepared(
     train_s = time.monotonic() - began
     return TrainResult(
         report=report,
-        caches=prepared.caches,
+        caches=tuple(
+            result.served(used.dataset)
+            for result, used in zip(prepared.caches, (loader, val_loader), strict=True)
+        ),
         cache_s=prepared.seconds,
         total_s=began - started + report.startup["first_batch_s"],
         train_s=train_s,
@@ -225,6 +228,9 @@ def begin_spot_check(config: Config, cache: Cache) -> SpotCheck | None:
     """The comparison that `verify.spot_check` asks for, begun; None where it asks for none."""
     count = config.verify.spot_check
     if not count:
+        return None
+    if not cache.complete:
+        log.warning("verify.spot_check: %s is being filled now, so nothing was stored to compare", cache.path)
         return None
     if not isinstance(cache.filler, EncodeFiller):
         log.warning("verify.spot_check: the raw data of %s is gone, so nothing can be compared", cache.path)

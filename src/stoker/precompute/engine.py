@@ -65,6 +65,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     overwrite: bool = False,
     max_error: float | None = None,
     progress: ProgressSink | Literal["auto"] | None = "auto",
+    wait: bool = True,
 ) -> Cache:
     """Encode what the cache lacks, and return it; a complete cache comes back at once.
 
@@ -77,10 +78,11 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         deadlines: Seconds by stage, as `{"read": 120}`, or `Deadlines`.
         max_quarantined, retry_quarantined, nan, overwrite, max_error, progress: See
             `PrecomputeSettings`.
+        wait: False: return at once, while another process encodes; a `Loader` serves what is there.
 
     Returns:
-        The cache, complete: every sample is stored or quarantined. It carries source and encoder, with which
-        a loader has damaged records encoded again.
+        The cache, complete unless `wait=False`: every sample is stored or quarantined. It carries source and
+        encoder, with which a loader has damaged records encoded again.
 
     Raises:
         IncompleteError: More samples than `max_quarantined` failed; everything else is stored.
@@ -99,7 +101,34 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         max_error=max_error,
         progress=progress,
     )
-    return run_precompute(source, encoder, cache_dir, name=name, settings=settings).cache
+    run = run_precompute if wait else begin_precompute
+    return run(source, encoder, cache_dir, name=name, settings=settings).cache
+
+
+def begin_precompute(
+    source: Source, encoder: Encoder | None, cache_dir: str | Path, *, name: str, settings: PrecomputeSettings
+) -> PrecomputeReport:
+    """As `run_precompute`, but what is missing is encoded by another process, in the background.
+
+    The report is of what is there so far. Errors of that process are raised by whoever serves the cache.
+
+    Raises:
+        SourceError: Source and encoder cannot be sent to a process.
+    """
+    tally, cache_dir = _Tally(), Path(cache_dir)
+    digests = Digests(cache_dir, settings.identity)
+    recipe = make_recipe(source, encoder, dtype=settings.dtype, digests=digests)
+    weights = None if encoder is None else encoder.weights()
+    folder = open_folder(cache_dir, name, recipe, weights=weights)
+    if not settings.overwrite and _ready(folder, settings) is not None:
+        return run_precompute(source, encoder, cache_dir, name=name, settings=settings)
+    filler = EncodeFiller(
+        source, encoder, cache_dir, name=name, settings=settings, fingerprint=recipe.fingerprint
+    )
+    filling = filler.begin()
+    cache, _ = filling.look()
+    cache.filler, cache.filling = filler, filling
+    return _report(cache, folder, tally)
 
 
 def run_precompute(

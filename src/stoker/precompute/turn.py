@@ -40,7 +40,7 @@ def take_turn(folder: Folder, stack: ExitStack, interrupts: Interrupts, *, quiet
                 stack.push(attempt.pop_all())
                 return waited
         waited = True
-        now, present = time.monotonic(), _mark(folder.path)
+        now, present = time.monotonic(), folder_mark(folder.path)
         if present != mark:
             mark, changed = present, now
         if now - said > _SAY_EVERY_S:
@@ -55,7 +55,7 @@ def take_turn(folder: Folder, stack: ExitStack, interrupts: Interrupts, *, quiet
     return waited
 
 
-def _mark(path: Path) -> tuple[int, int]:
+def folder_mark(path: Path) -> tuple[int, int]:
     """Files in a folder and their bytes: a holder that writes changes it, in the open shard as well."""
     sizes: list[int] = []
     with os.scandir(path) as entries:
