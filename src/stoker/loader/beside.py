@@ -32,6 +32,7 @@ from stoker.loader.gather import record_batches, window_batches
 from stoker.loader.mend import Mender
 from stoker.loader.order import Order, parse_order
 from stoker.loader.outputs import make_outputs
+from stoker.loader.packed import stored_outputs, unpacker
 from stoker.loader.places import Places, find_places
 from stoker.loader.ranks import Share
 from stoker.loader.state import Terms, digest_of
@@ -39,6 +40,7 @@ from stoker.plan import Demand, Plan, plan_tiers, probe
 from stoker.units import format_count
 
 if TYPE_CHECKING:
+    from stoker.monitor.meter import StallMeter
     from stoker.store import Cache
     from stoker.store.protocols import Filling
 
@@ -69,7 +71,10 @@ class Beside:
     def __init__(self, cache: Cache, wishes: Wishes) -> None:
         _check(cache, wishes)
         self._cache, self._wishes, self._process = cache, wishes, os.getpid()
-        self._outputs = make_outputs(cache.schema, wishes.windows, wishes.dtype)
+        self._outputs = make_outputs(cache.schema, wishes.windows, wishes.dtype, device=wishes.device.type)
+        self._unpack = unpacker(self._outputs, wishes.batch_size, static=False)
+        self.meter: StallMeter | None = None
+        """Told how long encoding was waited for."""
         self._order = FillOrder(
             cache.recipe,
             wishes.windows,
@@ -186,6 +191,8 @@ class Beside:
                 yield self._strip(columns, chunk.examples[k * length : (k + 1) * length], after[k])
 
     def _strip(self, columns: list[Iterable[Any]], examples: Any, after: tuple[int, int]) -> Strip:
+        if self._unpack is not None:
+            columns = self._unpack(columns)
         if self._design.windowed:
             batches: Iterable[Any] = window_batches(self._outputs, columns, [after])
         else:
@@ -220,12 +227,17 @@ class Beside:
                 ragged=(),
                 lengths={},
             )
-            self._disk = DiskBatches(self._cache, design.places, self._outputs, locator, [], design.reading)
+            outputs = stored_outputs(self._outputs)
+            self._disk = DiskBatches(self._cache, design.places, outputs, locator, [], design.reading)
+            self._disk.meter = self.meter
         return self._disk
 
     def _stored(self, window: Window, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Examples of a window that can be served, in the order of the epoch, and their positions."""
+        begin = time.perf_counter()
         self._await(self._numbers[window.slots])
+        if self.meter is not None:
+            self.meter.spent("read", time.perf_counter() - begin)
         examples, positions = self._order.shuffled(window, epoch)
         here = self._here[self._numbers[examples // self._order.per_record]]
         return examples[here], positions[here]
@@ -308,7 +320,7 @@ class Beside:
     def _plan(self, example_bytes: int) -> Plan:
         cache, wishes = self._cache, self._wishes
         here = int(np.isin(self._numbers, cache.numbers).sum())
-        sizes = (f.row_bytes if f.ragged else f.size_bytes() for f in cache.schema.values())
+        sizes = (f.row_bytes if f.ragged else f.size_bytes() for f in cache.columns.values())
         demand = Demand(
             records=len(self._numbers),
             record_bytes=float(sum(sizes)),

@@ -71,7 +71,7 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None) -> Design:
         ResourceError: The tier asked for cannot hold the records.
     """
     windows, rank, world = wishes.windows, wishes.rank, wishes.world
-    outputs = make_outputs(cache.schema, windows, wishes.dtype)
+    outputs = make_outputs(cache.schema, windows, wishes.dtype, device=wishes.device.type)
     places = find_places(cache, wishes.indices)
     examples = _number(cache, places, windows)
     example_bytes = sum(output.example_bytes for output in outputs)
@@ -115,14 +115,14 @@ def completed(cache: Cache) -> Cache:
     if cache.complete:
         return cache
     if cache.filling is not None and cache.filling.done():
-        return reopened(cache)
+        return opened_anew(cache)
     missing = np.ones(cache.recipe.count, dtype=np.bool_)
     missing[cache.numbers] = False
     missing[list(cache.quarantined)] = False
     numbers = np.flatnonzero(missing)
     if cache.filler is not None:
         cache.filler.fill(numbers.tolist(), FILL_DEADLINE_S)
-        return reopened(cache)
+        return opened_anew(cache)
     raise IncompleteError(
         f"{cache.path} holds {format_count(len(cache))} of {format_count(cache.recipe.count)} records; "
         f"{format_count(len(numbers))} are missing, the first is sample {int(numbers[0])}. "
@@ -130,7 +130,7 @@ def completed(cache: Cache) -> Cache:
     )
 
 
-def reopened(cache: Cache) -> Cache:
+def opened_anew(cache: Cache) -> Cache:
     """The same cache as it is now, complete, with whoever can encode for it."""
     from stoker.store import open_cache
 
@@ -192,7 +192,7 @@ def _demand(
 ) -> Demand:
     """What is to be planned for: whole shards, since memory is filled by shard."""
     record_bytes = 0.0
-    for name, field in cache.schema.items():
+    for name, field in cache.columns.items():
         lengths = cache.lengths(name) if field.ragged else None
         record_bytes += field.size_bytes() if lengths is None else float(lengths.mean()) * field.row_bytes
     whole = any(output.ragged for output in outputs)
