@@ -112,6 +112,10 @@ class DiskBatches:
         self._whole = [i for i, output in enumerate(outputs) if output.index == RECORD]
         self._views: tuple[Memory, list[Tensor]] | None = None
 
+    def over(self, cache: Cache, places: Places) -> None:
+        """Read from another handle of the same cache from now on; not while batches are being made."""
+        self._cache, self._places = cache, places
+
     def batches(self, chunk: Chunk, first: int) -> Iterator[list[Any]]:
         """Values per output, then `index`, of each batch of the chunk from the `first` on.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -239,7 +239,7 @@ def train_prepared(
     train_s = time.monotonic() - began
     return TrainResult(
         report=report,
-        caches=prepared.caches,
+        caches=_served(prepared.caches, (loader, val_loader)),
         cache_s=prepared.seconds,
         total_s=began - started + report.startup["first_batch_s"],
         train_s=train_s,
@@ -266,10 +266,21 @@ def _tell_plan(on_event: EventSink | None, cache: Cache, plan: Plan) -> None:
         on_event("serve", {"name": cache.name, "tiers": tiers, "reason": plan.reason})
 
 
+def _served(results: Sequence[CacheResult], loaders: Sequence[Loader | None]) -> tuple[CacheResult, ...]:
+    """The caches as they are now; those that were filled meanwhile have more records."""
+    return tuple(
+        result if used is None else result.served(used.dataset)
+        for result, used in zip(results, loaders, strict=True)
+    )
+
+
 def begin_spot_check(config: Config, cache: Cache) -> SpotCheck | None:
     """The comparison that `verify.spot_check` asks for, begun; None where it asks for none."""
     count = config.verify.spot_check
     if not count:
+        return None
+    if not cache.complete:
+        log.warning("verify.spot_check: %s is being filled now, so nothing was stored to compare", cache.path)
         return None
     if not isinstance(cache.filler, EncodeFiller):
         log.warning("verify.spot_check: the raw data of %s is gone, so nothing can be compared", cache.path)
