@@ -38,7 +38,8 @@ def settings_digest(config: Config, fingerprints: Mapping[str, str]) -> str:
 
 
 _FREE = (
-    "tier", "reserve_bytes", "run_dir", "latent_cache_dir", "checkpoint_every", "device", "rank_deadline",
+    "tier", "reserve_bytes", "run_dir", "latent_cache_dir", "checkpoint_every", "device", "max_stall",
+    "rank_deadline",
 )  # fmt: skip
 """Settings of `training` that change no batch."""
 

@@ -13,6 +13,7 @@ from stoker.config import Config
 from stoker.errors import ConfigError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
+from stoker.pipeline.budget import verdict_of
 from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import run_dir_of, settings_digest, work_digest, write_diary
 from stoker.pipeline.folders import require_writable
@@ -55,6 +56,8 @@ class TrainResult:
     """Damaged records of both caches that were encoded again while they were served."""
     spot_check: SpotReport | None = None
     """Records compared with what source and encoder give now; None: not asked for."""
+    over_budget: str | None = None
+    """Why the run waited longer than `training.max_stall` allows, and the cure; None: it did not."""
 
     @property
     def cache_reused(self) -> bool:
@@ -87,6 +90,11 @@ class TrainResult:
         return {
             "tier": report.tier,
             "stall": report.stall,
+            "stall_parts": dict(report.parts),
+            "step_s": report.step_s,
+            "ceiling_step_s": report.ceiling_step_s,
+            "lost": report.lost,
+            "over_budget": self.over_budget,
             "epochs": report.epochs,
             "epoch_steps": self.epoch_steps,
             "steps": report.steps,
@@ -188,7 +196,7 @@ def train_prepared(
 ) -> TrainResult:
     """Train on ready caches; see `train_config`."""
     train_cache, val_cache = (result.cache for result in prepared.caches)
-    run_dir, meter = run_dir_of(config), StallMeter()
+    run_dir, meter = run_dir_of(config), StallMeter(ranks.rank)
     digest = settings_digest(config, {result.split: result.cache.fingerprint for result in prepared.caches})
     shared, work = share_steps(config, digest, train_cache, ranks), work_digest(config, train_cache.schema)
     if not shared.resume and (run_dir / "checkpoints").exists():
@@ -209,6 +217,7 @@ def train_prepared(
 
     loader = make_loader(config, train_cache, meter=meter, ranks=ranks, shared=shared)
     val_loader = make_val_loader(config, val_cache, beside=loader.plan, ranks=ranks)
+    _tell_plan(on_event if ranks.leads else None, train_cache, loader.plan)
     check = begin_spot_check(config, train_cache) if ranks.leads else None
     began = time.monotonic()
     try:
@@ -234,7 +243,14 @@ def train_prepared(
         epoch_steps=len(loader),
         mended=loader.mended + (0 if val_loader is None else val_loader.mended),
         spot_check=checked,
+        over_budget=verdict_of(config, train_cache, report),
     )
+
+
+def _tell_plan(on_event: EventSink | None, cache: Cache, plan: Plan) -> None:
+    if on_event is not None:
+        tiers: dict[str, Json] = dict(plan.records_by_tier())
+        on_event("serve", {"name": cache.name, "tiers": tiers, "reason": plan.reason})
 
 
 def begin_spot_check(config: Config, cache: Cache) -> SpotCheck | None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
 from stoker.errors import ConfigError
 from stoker.schema import Json
 
+FINAL_RATE = 0.01
+"""Part of the peak learning rate at which the cosine ends."""
+
 EventSink: TypeAlias = Callable[[str, Mapping[str, Json]], None]
-"""Told what happens: a kind (`start resume skip step epoch checkpoint best stop done`) and its facts."""
+"""Told what happens: a kind (`start resume skip step stall epoch checkpoint best stop done`), its facts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +101,19 @@ def _finite(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
+def learning_rate(config: TrainConfig, step: int, total: int) -> float:
+    """Rate of a step, counted from 0: a linear rise, then a cosine down to a hundredth of the peak.
+
+    >>> [round(learning_rate(TrainConfig(lr=1.0, warmup=0.5), step, 4), 3) for step in range(4)]
+    [0.5, 1.0, 1.0, 0.505]
+    """
+    rise = round(config.warmup * total)
+    if step < rise:
+        return config.lr * (step + 1) / rise
+    part = (step - rise) / max(1, total - rise)
+    return config.lr * (FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * part)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
     """What a finished run came to."""
@@ -126,3 +142,9 @@ class TrainReport:
     """Folder with `metrics.jsonl`, `curves.png`, `report.html` and `checkpoints`."""
     startup: dict[str, float]
     """Seconds from the call: `first_batch_s` until the first batch was there."""
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Seconds waited for data, by what for: `read`, `gather`, `copy`, `transform`, `wait`."""
+    ceiling_step_s: float | None = None
+    """Seconds of a step that never waits, measured in this run; None: the run was too short for it."""
+    lost: float | None = None
+    """How far the run was below that ceiling, 0..1: waiting, and whatever made its steps longer."""

@@ -7,6 +7,7 @@ one number of threads) from any step.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -23,21 +24,20 @@ from stoker.monitor.meter import StallMeter
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
 from stoker.train.batches import PairBatch, PairLoader, to_pairs
+from stoker.train.ceiling import time_steps, twin_of, worth_measuring
 from stoker.train.checkpoint import Kind, newest_checkpoint
-from stoker.train.config import EventSink, TrainConfig, TrainReport
+from stoker.train.config import EventSink, TrainConfig, TrainReport, learning_rate
 from stoker.train.curves import draw_curves
 from stoker.train.evaluate import evaluate
 from stoker.train.guard import FiniteGuard, StepFacts
 from stoker.train.operator import Objective
+from stoker.train.pace import Pace
 from stoker.train.report import write_report
 from stoker.train.run import Run, begin, changed, check_same, check_validation, own_folder, take_up
 from stoker.train.stop import StopFlag
 
 MOST_BETWEEN_LINES, LINES = 50, 40
 """Steps between two lines of the log, unless settings say otherwise; a short run has this many lines."""
-TIERS = ("device", "host", "disk", "encode")
-FINAL_RATE = 0.01
-"""Part of the peak learning rate at which the cosine ends."""
 
 
 def train(  # noqa: PLR0913  the face: two loaders, and all else by name
@@ -85,19 +85,6 @@ def train(  # noqa: PLR0913  the face: two loaders, and all else by name
         return session.finish()
 
 
-def learning_rate(config: TrainConfig, step: int, total: int) -> float:
-    """Rate of a step, counted from 0: a linear rise, then a cosine down to a hundredth of the peak.
-
-    >>> [round(learning_rate(TrainConfig(lr=1.0, warmup=0.5), step, 4), 3) for step in range(4)]
-    [0.5, 1.0, 1.0, 0.505]
-    """
-    rise = round(config.warmup * total)
-    if step < rise:
-        return config.lr * (step + 1) / rise
-    part = (step - rise) / max(1, total - rise)
-    return config.lr * (FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * part)))
-
-
 @dataclass(slots=True, kw_only=True)
 class Session:
     """One call of `train`."""
@@ -120,10 +107,13 @@ class Session:
     validates: bool = field(init=False)
     """Some rank has a validation loader."""
     guard: FiniteGuard = field(init=False)
+    pace: Pace = field(init=False)
     total: int = field(init=False)
     """Steps that the learning rate is laid out for."""
     log_every: int = field(init=False)
     """Steps between two `step` lines."""
+    rehearsed: bool = False
+    """The ceiling was measured, or the run is too short for it."""
     logged: int = 0
     """Step of the last `step` line, or at which this pass began."""
     place: Mapping[str, Any] = field(init=False)
@@ -138,6 +128,7 @@ class Session:
         self.objective = self.ranks.wrapped(Objective(self.run.model))
         self.validates = self.ranks.any(self.val_loader is not None, "the start of training")
         self.guard = FiniteGuard(self.run.device, self.ranks)
+        self.pace = Pace(self.meter, self.folder, self._tell, self.ranks)
         self.place = self.train_loader.state_dict()
         steps = config.epochs * len(self.train_loader)
         self.total = steps if config.max_steps is None else min(steps, config.max_steps)
@@ -177,7 +168,11 @@ class Session:
             rollout_persistence_nrmse=errors.get("rollout_persistence_nrmse"),
             run_dir=self.folder,
             startup=self.startup,
+            parts=progress.parts,
+            ceiling_step_s=progress.ceiling_step_s,
+            lost=progress.lost,
         )
+        self.pace.close(progress)
         if self.ranks.leads:
             rows = self.run.log.rows()
             draw_curves(rows, self.folder / "curves.png")
@@ -205,23 +200,42 @@ class Session:
         if progress.batch == 0:
             self.train_loader.set_epoch(progress.epoch)
             run.loss_sum.zero_()
-        if self.meter is not None:
-            self.meter.reset()
+        self.pace.begin_pass()
         if progress.batch < len(self.train_loader) and progress.step < self.total:
             self.logged = progress.step
             recent = torch.zeros_like(run.loss_sum)
             for batch in self.train_loader:
                 self._first_batch()
+                self._measure_ceiling(batch)
                 norm = self._step(batch, recent)
                 if progress.step % self.log_every == 0:
                     self._log_step(recent, norm)
+                self.pace.tick(progress, self.total)
                 self._after_step()
                 if progress.step >= self.total:
                     break
         self.guard.check()
         if progress.batch >= len(self.train_loader):
             self.place = self.train_loader.state_dict()
-        self._read_meter()
+        self.pace.end_pass(progress)
+
+    def _measure_ceiling(self, batch: PairBatch) -> None:
+        """Time steps on a twin when the first batch is at hand; after that, nothing."""
+        meter, progress = self.meter, self.run.progress
+        if self.rehearsed or meter is None:
+            return
+        self.rehearsed = True
+        if not worth_measuring(self.total - progress.step):
+            return
+        begin, twin = time.perf_counter(), copy.copy(self)
+        # Without the other ranks: they would time other numbers of steps, or lack the memory for a twin.
+        twin.run, twin.guard, twin.ranks = twin_of(self.run), FiniteGuard(self.run.device), ALONE
+        twin.objective = Objective(twin.run.model)
+        recent = torch.zeros_like(self.run.loss_sum)
+        progress.ceiling_step_s = time_steps(lambda: twin._step(batch, recent), self.run.device)
+        if progress.ceiling_step_s is not None:
+            meter.ceiling(progress.ceiling_step_s)
+        meter.outside(time.perf_counter() - begin)
 
     def _step(self, batch: PairBatch, recent: Tensor) -> Tensor:
         """Move the weights once; returns the norm of the gradient."""
@@ -351,19 +365,6 @@ class Session:
         self.logged = progress.step
         self.run.log.append(row)
         self._tell("step", row)
-
-    def _read_meter(self) -> None:
-        if self.meter is None:
-            return
-        report, progress = self.meter.epoch(), self.run.progress
-        own = [report.wait_s, report.step_s, report.batches, *(report.tiers.get(tier, 0) for tier in TIERS)]
-        wait_s, step_s, batches, *examples = self.ranks.sums(own, "the end of a pass")
-        progress.wait_s += wait_s
-        progress.step_s += step_s
-        progress.timed += int(batches)
-        for tier, count in zip(TIERS, examples, strict=True):
-            if count:
-                progress.tiers[tier] = progress.tiers.get(tier, 0) + int(count)
 
     def _first_batch(self) -> None:
         self.startup.setdefault("first_batch_s", time.perf_counter() - self.begun_s)
