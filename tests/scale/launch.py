@@ -41,15 +41,20 @@ def torchrun(count: int, *words: str, cwd: Path) -> Generator[subprocess.Popen[s
         process.communicate()
 
 
-def rank_process(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
-    """The process that does the work of a rank, below its guardian."""
+def rank_processes(launcher: subprocess.Popen[str], rank: int, module: str) -> list[psutil.Process]:
+    """The processes of a rank that run a module."""
     found: list[psutil.Process] = []
     for child in psutil.Process(launcher.pid).children(recursive=True):
         with suppress(psutil.Error):
-            if "stoker.cli.main" in child.cmdline() and child.environ().get("RANK") == str(rank):
+            if module in child.cmdline() and child.environ().get("RANK") == str(rank):
                 found.append(child)
-    assert len(found) == 1, f"{len(found)} processes of rank {rank}"
-    return found[0]
+    return found
+
+
+def rank_process(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
+    """The process that does the work of a rank, below its guardian."""
+    (found,) = rank_processes(launcher, rank, "stoker.cli.main")
+    return found
 
 
 def wait_until(happened: Callable[[], bool], launcher: subprocess.Popen[str]) -> None:
