@@ -41,19 +41,19 @@ def torchrun(count: int, *words: str, cwd: Path) -> Generator[subprocess.Popen[s
         process.communicate()
 
 
-def rank_processes(launcher: subprocess.Popen[str], rank: int, module: str) -> list[psutil.Process]:
-    """The processes of a rank that run a module."""
-    found: list[psutil.Process] = []
+def rank_processes(launcher: subprocess.Popen[str], module: str) -> list[tuple[psutil.Process, int]]:
+    """The processes that run a module, each with its rank."""
+    found: list[tuple[psutil.Process, int]] = []
     for child in psutil.Process(launcher.pid).children(recursive=True):
         with suppress(psutil.Error):
-            if module in child.cmdline() and child.environ().get("RANK") == str(rank):
-                found.append(child)
+            if module in child.cmdline():
+                found.append((child, int(child.environ()["RANK"])))
     return found
 
 
 def rank_process(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
     """The process that does the work of a rank, below its guardian."""
-    (found,) = rank_processes(launcher, rank, "stoker.cli.main")
+    (found,) = (process for process, own in rank_processes(launcher, "stoker.cli.main") if own == rank)
     return found
 
 
@@ -63,4 +63,4 @@ def wait_until(happened: Callable[[], bool], launcher: subprocess.Popen[str]) ->
     while not happened():
         assert launcher.poll() is None, launcher.communicate()
         assert time.monotonic() < until
-        time.sleep(0.05)
+        time.sleep(0.02)
