@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import psutil
 import typer
 
-from stoker.cli import keeping
+from stoker.cli import bench, keeping
 from stoker.cli.edge import Edge, edge, run, stop_on_sigterm
 from stoker.cli.flags import (
     CachePath,
@@ -263,16 +263,15 @@ def train(
         from stoker.pipeline.train import train_config
 
         drawn = out.notes.is_terminal if live is None else live
-        with watching(out.notes, out.note, live=drawn) as watch:
+        started = _process_start()
+        with joined(settings) as ranks, watching(out.notes, out.note, live=drawn) as watch:
             listeners = (watch, render.events(out.note))
 
             def listen(kind: str, facts: Mapping[str, Any]) -> None:
                 for listener in listeners:
                     listener(kind, facts)
 
-            started = _process_start()
-            with joined(settings) as ranks:
-                result = train_config(settings, started=started, on_event=listen, ranks=ranks)
+            result = train_config(settings, started=started, on_event=listen, ranks=ranks)
         out.show(result, render.train)
         _judge(out, result)
 
@@ -304,6 +303,7 @@ def inspect(path: CachePath, as_json: Json = False, debug: Debug = False) -> Non
 
 
 keeping.register(app)
+bench.register(app)
 
 
 @app.command()

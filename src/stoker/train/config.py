@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from stoker.encoders.decode import Decode
 from stoker.errors import ConfigError
 from stoker.schema import Json
-
-FINAL_RATE = 0.01
-"""Part of the peak learning rate at which the cosine ends."""
 
 EventSink: TypeAlias = Callable[[str, Mapping[str, Json]], None]
 """Told what happens: a kind (`start resume skip step stall epoch checkpoint best stop done`), its facts."""
@@ -101,17 +99,14 @@ def _finite(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def learning_rate(config: TrainConfig, step: int, total: int) -> float:
-    """Rate of a step, counted from 0: a linear rise, then a cosine down to a hundredth of the peak.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhysicalSpace:
+    """How validation gets from states to the fields they stand for."""
 
-    >>> [round(learning_rate(TrainConfig(lr=1.0, warmup=0.5), step, 4), 3) for step in range(4)]
-    [0.5, 1.0, 1.0, 0.505]
-    """
-    rise = round(config.warmup * total)
-    if step < rise:
-        return config.lr * (step + 1) / rise
-    part = (step - rise) / max(1, total - rise)
-    return config.lr * (FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * part)))
+    decode: Decode
+    """From states `(..., L, D)` to fields."""
+    reconstruction: Callable[[], float | None]
+    """What encoder and storage lose, asked once when training is over; None where it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,3 +143,13 @@ class TrainReport:
     """Seconds of a step that never waits, measured in this run; None: the run was too short for it."""
     lost: float | None = None
     """How far the run was below that ceiling, 0..1: waiting, and whatever made its steps longer."""
+    physical_nrmse: float | None = None
+    """One-step error of decoded fields against decoded truth; None without a decoder."""
+    physical_persistence_nrmse: float | None = None
+    """The same error of the guess z1 = z0."""
+    physical_rollout_nrmse: float | None = None
+    """Error of decoded roll-outs."""
+    physical_rollout_persistence_nrmse: float | None = None
+    """The same error of the guess that nothing changes after z0."""
+    reconstruction_nrmse: float | None = None
+    """What encoder and storage lose: decoded records against their raw fields; None: not measured."""

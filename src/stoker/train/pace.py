@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from stoker.monitor.journal import EVERY_S, StallJournal, journal_name
-from stoker.monitor.meter import StallMeter
+from stoker.monitor.meter import PARTS, StallMeter
+from stoker.plan.tiers import TIERS
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
 from stoker.train.run import Progress
@@ -62,19 +62,21 @@ class Pace:
         written.tick(facts)
 
     def end_pass(self, progress: Progress) -> None:
-        """Add the pass, of all ranks, to `progress`."""
+        """Add the pass of all ranks to `progress`."""
         if self._meter is None:
             return
-        own = self._meter.epoch()
-        figures = [own.wait_s, own.step_s, own.batches, dict(own.tiers), dict(own.parts)]
-        for told in self._ranks.tell(json.dumps(figures), "the end of a pass"):
-            wait_s, step_s, batches, tiers, parts = json.loads(told)
-            progress.wait_s += wait_s
-            progress.step_s += step_s
-            progress.timed += batches
-            for tier, examples in tiers.items():
-                progress.tiers[tier] = progress.tiers.get(tier, 0) + examples
-            for part, seconds in parts.items():
+        report = self._meter.epoch()
+        own = [report.wait_s, report.step_s, report.batches]
+        own += [report.tiers.get(tier, 0) for tier in TIERS] + [report.parts.get(part, 0.0) for part in PARTS]
+        wait_s, step_s, batches, *rest = self._ranks.sums(own, "the end of a pass")
+        progress.wait_s += wait_s
+        progress.step_s += step_s
+        progress.timed += int(batches)
+        for tier, examples in zip(TIERS, rest, strict=False):
+            if examples:
+                progress.tiers[tier] = progress.tiers.get(tier, 0) + int(examples)
+        for part, seconds in zip(PARTS, rest[len(TIERS) :], strict=True):
+            if seconds:
                 progress.parts[part] = progress.parts.get(part, 0.0) + seconds
 
     def close(self, progress: Progress) -> None:

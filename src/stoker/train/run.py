@@ -215,8 +215,10 @@ def begin(
     )
     run = _make(folder, config, shape, widths, ranks)
     run.model.set_scales(scales)
-    if ranks.leads:
-        _set_aside(folder)
+    kept = ("checkpoints", "metrics.jsonl", *(path.name for path in folder.glob("stall*.jsonl")))
+    for name in kept if ranks.leads else ():
+        if ".previous" not in name:
+            _move_aside(folder / name)
     return run
 
 
@@ -343,13 +345,6 @@ def _device(config: TrainConfig) -> torch.device:
             f"Use training.device=cpu, or install a driver and a CUDA build of torch"
         )
     return device
-
-
-def _set_aside(folder: Path) -> None:
-    """Move the run that is there out of the way."""
-    for name in ("checkpoints", "metrics.jsonl", *(path.name for path in folder.glob("stall*.jsonl"))):
-        if ".previous" not in name:
-            _move_aside(folder / name)
 
 
 def _move_aside(path: Path) -> None:
