@@ -203,7 +203,7 @@ def train_prepared(
 ) -> TrainResult:
     """Train on ready caches; see `train_config`."""
     train_cache, val_cache = (result.cache for result in prepared.caches)
-    run_dir, meter = run_dir_of(config), StallMeter()
+    run_dir, meter = run_dir_of(config), StallMeter(ranks.rank)
     digest = settings_digest(config, {result.split: result.cache.fingerprint for result in prepared.caches})
     shared, work = share_steps(config, digest, train_cache, ranks), work_digest(config, train_cache.schema)
     if not shared.resume:
@@ -220,7 +220,7 @@ def train_prepared(
 
     loader = make_loader(config, train_cache, meter=meter, ranks=ranks, shared=shared)
     val_loader = make_val_loader(config, val_cache, ranks=ranks)
-    _tell_plan(on_event, train_cache, loader.plan)
+    _tell_plan(on_event if ranks.leads else None, train_cache, loader.plan)
     check = begin_spot_check(config, train_cache) if ranks.leads else None
     began = time.monotonic()
     try:
