@@ -7,13 +7,14 @@ tiers.py       records per tier, seconds per batch, stall: arithmetic
 words.py       the reason in words
 """
 
-from stoker.plan.rates import Rates, measure_rates
+from stoker.plan.rates import Load, Rates, measure_rates
 from stoker.plan.resources import Resources, probe
 from stoker.plan.tiers import TIERS, Demand, Plan, Tier, TierShare, plan_tiers, stall_of
 
 __all__ = [
     "TIERS",
     "Demand",
+    "Load",
     "Plan",
     "Rates",
     "Resources",
