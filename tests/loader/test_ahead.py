@@ -98,21 +98,33 @@ def test_one_slow_strip_does_not_end_it() -> None:
     assert chooser.beside
 
 
-def test_batches_are_the_same_and_places_too(cache: Cache) -> None:
-    def epoch(*, ahead: bool) -> list[tuple[Any, ...]]:
+def test_batches_are_the_same_and_places_too(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {False: 0, True: 0}
+
+    def epoch(*, beside: bool) -> list[tuple[Any, ...]]:
+        chooser = Ahead(cores=2)
+        chooser.beside = beside
+        chooser._made.append(1e-4)
+        monkeypatch.setattr(chooser, "ended", lambda: None)
+        submit = chooser._pool.submit
+
+        def counted(work: Any) -> Any:
+            made[beside] += 1
+            return submit(work)
+
+        monkeypatch.setattr(chooser._pool, "submit", counted)
         loader = Loader(cache, batch_size=7, windows=Windows(field="latent"), tier="host", seed=3)
-        loader._ahead = Ahead(cores=2)
-        loader._ahead.beside = ahead
-        loader._ahead._made.append(1e-4)
-        loader._ahead.ended = lambda: None
+        loader._new_ahead = lambda: chooser
         return [(batch.z0.clone(), batch.index.clone(), loader.state_dict()) for batch in loader]
 
     for (z0, index, state), (other_z0, other_index, other_state) in zip(
-        epoch(ahead=False), epoch(ahead=True), strict=True
+        epoch(beside=False), epoch(beside=True), strict=True
     ):
         assert torch.equal(z0, other_z0)
         assert torch.equal(index, other_index)
         assert state == other_state
+    assert made[False] == 0
+    assert made[True] > 2
 
 
 def test_an_abandoned_pass_leaves_no_thread_at_work() -> None:

@@ -131,7 +131,7 @@ class Loader:
         self._transforms = tuple(transforms)
         self._pin = pin and torch.cuda.is_available()
         self._meter = meter
-        self._ahead = Ahead(cores=self._design.threads)
+        self._ahead = self._new_ahead()
         self._example_bytes = sum(output.served_bytes for output in self._design.outputs)
         self._engine: Engine | None = None
         self._stop: weakref.finalize[[], Loader] | None = None
@@ -141,8 +141,8 @@ class Loader:
 
     @property
     def plan(self) -> Plan:
-        """Which tier holds how many records, and why."""
-        return self._design.plan
+        """Which tier holds how many records, and why; once batches were made, as it is by now."""
+        return self._design.plan if self._engine is None else self._engine.residency.plan
 
     @property
     def dataset(self) -> Cache:
@@ -224,16 +224,18 @@ class Loader:
         refuse_workers()
         if not self._resuming:
             self._at = (self._at[0], 0)
-        self._resuming = False
-        return self._pass(*self._at)
+        return self._pass()
 
-    def _pass(self, epoch: int, position: int) -> Iterator[Any]:
+    def _pass(self) -> Iterator[Any]:
+        # Where to begin is decided with the first batch: trainers make the iterator, then call `set_epoch`.
+        epoch, position = self._at
+        self._resuming = False
         meter = self._meter
         begin = perf_counter()
         for strip, finish in self._strips(epoch, position):
             batches = strip.batches
-            if strip.tier == "host" and not self._wishes.static:
-                batches = self._ahead.of(batches, len(strip.examples) // strip.size)
+            if strip.tier == "host":
+                batches = self._ahead.of(batches, strip.count)
             if finish:
                 batches = finish.apply(batches, strip.examples, strip.size, epoch)
             if meter is None:
@@ -300,6 +302,11 @@ class Loader:
             self._design = self._decided(cache, self._design.plan)
             self._terms = terms_of(self._design, self._wishes.windows)
 
+    def _new_ahead(self) -> Ahead:
+        # A thread of its own would be in another stream of a GPU, and write over a batch at a fixed address.
+        inline = self._design.static or self._design.device.type != "cpu"
+        return Ahead(cores=1 if inline else self._design.threads)
+
     def _retire(self) -> None:
         """Let go of the engine; what it has read, and is reading, goes with it."""
         if self._stop is not None:
@@ -314,7 +321,7 @@ class Loader:
                 cache = reopened(cache)
             with torch.inference_mode(False):  # its memory outlives the caller's mode, and a thread fills it
                 self._engine = Engine(replace(self._design, cache=cache, meter=self._meter))
-            self._process, self._ahead = os.getpid(), Ahead(cores=self._design.threads)
+            self._process, self._ahead = os.getpid(), self._new_ahead()
             self._stop = weakref.finalize(self, self._engine.residency.stop)
             self._stop.atexit = False
         return self._engine
