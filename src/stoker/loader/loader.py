@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, CorruptError
 from stoker.loader import state as states
+from stoker.loader.ahead import Ahead
 from stoker.loader.arguments import (
     NOT_BY_NUMBER,
     check_kinds,
@@ -23,7 +24,6 @@ from stoker.loader.arguments import (
     take_dataloader_arguments,
     whole_numbers,
 )
-from stoker.loader.beside import Beside
 from stoker.loader.decide import Wishes, completed, decide, terms_of
 from stoker.loader.engine import Design, Engine, Strip
 from stoker.loader.filling import FillingPass, begin_filling_pass
@@ -133,7 +133,7 @@ class Loader:
         self._transforms = tuple(transforms)
         self._pin = pin and torch.cuda.is_available()
         self._meter = meter
-        self._beside = Beside(cores=self._design.threads)
+        self._ahead = self._new_ahead()
         self._example_bytes = sum(output.served_bytes for output in self._design.outputs)
         self._engine: Engine | None = None
         self._stop: weakref.finalize[[], Loader] | None = None
@@ -255,15 +255,15 @@ class Loader:
         begin = perf_counter()
         for strip, finish in self._strips(epoch, position):
             batches = strip.batches
-            if strip.tier == "host" and not self._wishes.static:
-                batches = self._beside.of(batches, len(strip.examples) // strip.size)
+            if strip.tier == "host":
+                batches = self._ahead.of(batches, strip.count)
             if finish:
                 batches = finish.apply(batches, strip.examples, strip.size, epoch)
             if meter is None:
                 for batch in batches:
                     self._at = batch.position
                     yield batch
-                self._beside.ended()
+                self._ahead.ended()
                 continue
             size_bytes = self._example_bytes * strip.size
             for batch in batches:
@@ -272,7 +272,7 @@ class Loader:
                 meter.handed(size_bytes, strip.size, strip.tier)
                 yield batch
                 begin = perf_counter()
-            self._beside.ended()
+            self._ahead.ended()
         if meter is not None:
             meter.ended()
         if not self._design.share.steps(position):
@@ -334,6 +334,11 @@ class Loader:
             self._design = self._decided(cache, self._design.plan)
             self._terms = terms_of(self._design, self._wishes.windows)
 
+    def _new_ahead(self) -> Ahead:
+        # A thread of its own would be in another stream of a GPU, and write over a batch at a fixed address.
+        inline = self._design.static or self._design.device.type != "cpu"
+        return Ahead(cores=1 if inline else self._design.threads)
+
     def _retire(self) -> None:
         """Let go of the engine; what it has read, and is reading, goes with it."""
         if self._stop is not None:
@@ -348,7 +353,7 @@ class Loader:
                 cache = reopened(cache)
             with torch.inference_mode(False):  # its memory outlives the caller's mode, and a thread fills it
                 self._engine = Engine(replace(self._design, cache=cache, meter=self._meter))
-            self._process = os.getpid()
+            self._process, self._ahead = os.getpid(), self._new_ahead()
             self._stop = weakref.finalize(self, self._engine.residency.stop)
             self._stop.atexit = False
         return self._engine

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from stoker.config import Config
 from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import last_step_s
 from stoker.pipeline.inspect import shard_bytes
 from stoker.pipeline.locate import Located, batch_size_of, locate, trajectory_steps, windows_of
+from stoker.pipeline.served import served_loads
 from stoker.pipeline.smaller import Smaller, say, smaller_dtypes
 from stoker.plan import Demand, Plan, measure_rates, plan_tiers, probe
 from stoker.schema import Json, Schema, columns_of
@@ -65,12 +68,17 @@ def plan_located(config: Config, located: Located) -> PlanResult:
     """Plan one cache, whose missing records count as stored."""
     cache_dir, device = Path(config.training.latent_cache_dir), device_of(config)
     demand = demand_of(config, located, device)
+    cache = located.cache if located.cache is not None and not located.missing else None
+    rates = measure_rates(located.folder if located.cache is not None else None, device=device)
+    if cache is not None and device == "cpu":
+        batch_size = batch_size_of(config, trajectory_steps(cache.schema))
+        rates = replace(rates, served=served_loads(cache, windows_of(config), batch_size))
     planned = partial(
         plan_tiers,
         resources=probe(device=device, path=cache_dir),
         reserve_bytes=config.training.reserve_bytes,
         step_s=last_step_s(config, located.recipe.schema),
-        rates=measure_rates(located.folder if located.cache is not None else None, device=device),
+        rates=rates,
     )
     plan = planned(demand, tier=config.training.tier)
     smaller = smaller_dtypes(located, demand, planned)
@@ -98,6 +106,7 @@ def demand_of(config: Config, located: Located, device: str) -> Demand:
         example_bytes=example_bytes(config, schema, size),
         device=device,
         encoded_first=located.missing,
+        step_cpus=1.0 if device != "cpu" else float(torch.get_num_threads()),
     )
 
 

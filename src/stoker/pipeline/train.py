@@ -203,7 +203,7 @@ def train_prepared(
 ) -> TrainResult:
     """Train on ready caches; see `train_config`."""
     train_cache, val_cache = (result.cache for result in prepared.caches)
-    run_dir, meter = run_dir_of(config), StallMeter(ranks.rank)
+    run_dir, meter = run_dir_of(config), StallMeter(rank=ranks.rank)
     digest = settings_digest(config, {result.split: result.cache.fingerprint for result in prepared.caches})
     shared, work = share_steps(config, digest, train_cache, ranks), work_digest(config, train_cache.schema)
     if not shared.resume:
