@@ -6,12 +6,13 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 from stoker.config import Config
 from stoker.errors import ConfigError
 from stoker.loader import Loader, Windows
 from stoker.monitor import StallMeter
+from stoker.pipeline.augment import chosen_of, transforms_of
 from stoker.pipeline.budget import verdict_of
 from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import run_dir_of, settings_digest, unfinished, work_digest, write_diary
@@ -201,7 +202,7 @@ def train_prepared(
             on_event(kind, facts)
 
     loader = make_loader(config, train_cache, meter=meter)
-    val_loader = make_val_loader(config, val_cache, beside=loader.plan)
+    val_loader = make_val_loader(config, val_cache, beside=loader.plan, train_cache=train_cache)
     _tell_plan(on_event, train_cache, loader.plan)
     check = begin_spot_check(config, train_cache)
     began = time.monotonic()
@@ -253,11 +254,18 @@ def begin_spot_check(config: Config, cache: Cache) -> SpotCheck | None:
 def make_loader(config: Config, cache: Cache, *, meter: StallMeter | None = None) -> Loader:
     """The loader of the training cache that the settings describe."""
     reserve_bytes = config.training.reserve_bytes
-    return _loader(config, cache, windows_of(config), order="full", reserve_bytes=reserve_bytes, meter=meter)
+    more = {**chosen_of(config, cache), "transforms": transforms_of(config, cache, training=True)}
+    return _loader(
+        config, cache, windows_of(config), order="full", reserve_bytes=reserve_bytes, meter=meter, **more
+    )
 
 
-def make_val_loader(config: Config, cache: Cache, *, beside: Plan | None = None) -> Loader:
+def make_val_loader(
+    config: Config, cache: Cache, *, beside: Plan | None = None, train_cache: Cache | None = None
+) -> Loader:
     """The loader of the validation cache, in order, in the memory that the plan of another one leaves.
+
+    It is normalized as training is, by the statistics of `train_cache`.
 
     At horizon 1 windows begin `time_stride` apart whatever `start_every` says: one begins where the last
     ended, so that they chain to the whole trajectories that are rolled out.
@@ -266,7 +274,10 @@ def make_val_loader(config: Config, cache: Cache, *, beside: Plan | None = None)
     if windows.horizon == 1:
         windows = replace(windows, start_every=windows.stride)
     reserve_bytes = config.training.reserve_bytes if beside is None else beside.next_reserve_bytes
-    return _loader(config, cache, windows, order="sequential", reserve_bytes=reserve_bytes)
+    transforms = transforms_of(config, train_cache or cache, training=False)
+    return _loader(
+        config, cache, windows, order="sequential", reserve_bytes=reserve_bytes, transforms=transforms
+    )
 
 
 def _loader(
@@ -276,7 +287,7 @@ def _loader(
     *,
     order: str,
     reserve_bytes: int | None,
-    meter: StallMeter | None = None,
+    **more: Any,
 ) -> Loader:
     training = config.training
     return Loader(
@@ -289,7 +300,7 @@ def _loader(
         seed=training.seed,
         reserve_bytes=reserve_bytes,
         verify=config.verify.on_read,
-        meter=meter,
+        **more,
     )
 
 
