@@ -25,6 +25,7 @@ from stoker.loader.arguments import (
     whole_numbers,
 )
 from stoker.loader.decide import Wishes, completed, decide, terms_of
+from stoker.loader.draws import Weights
 from stoker.loader.engine import Design, Engine, Strip
 from stoker.loader.filling import FillingPass, begin_filling_pass
 from stoker.loader.mend import Mender
@@ -62,7 +63,7 @@ class Loader:
         world: int = 1,
         order: str | None = None,
         indices: Sequence[int] | NDArray[Any] | None = None,
-        weights: Sequence[float] | NDArray[Any] | None = None,
+        weights: Sequence[float] | NDArray[Any] | Weights | None = None,
         dtype: str | None = None,
         static: bool = False,
         drop_last: bool | None = None,
@@ -84,7 +85,7 @@ class Loader:
             seed, rank, world: The order's seed; this process's part of every global batch.
             order: `full` (default), `sequential` (evaluation), `block`, `block(block,window)`, `static`.
             indices: Sample numbers to serve, repeats allowed; None: all that are stored.
-            weights: Draw with replacement, in proportion to one weight per record.
+            weights: Draw with replacement, in proportion to one weight per record; or `Weights`.
             dtype: Hand floats out as this dtype instead of the stored one.
             static: Every batch at the same addresses, overwriting the last; device tier only.
             drop_last: Leave out a short last batch. None: only with several ranks, not in sequential order.

@@ -14,6 +14,7 @@ from stoker.config import Config
 from stoker.errors import ConfigError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
+from stoker.pipeline.augment import chosen_of, normalized, transforms_of
 from stoker.pipeline.budget import verdict_of
 from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import run_dir_of, settings_digest, work_digest, write_diary
@@ -219,7 +220,7 @@ def train_prepared(
             on_event(kind, facts)
 
     loader = make_loader(config, train_cache, meter=meter, ranks=ranks, shared=shared)
-    val_loader = make_val_loader(config, val_cache, ranks=ranks)
+    val_loader = make_val_loader(config, val_cache, train_cache=train_cache, ranks=ranks)
     _tell_plan(on_event if ranks.leads else None, train_cache, loader.plan)
     check = begin_spot_check(config, train_cache) if ranks.leads else None
     began = time.monotonic()
@@ -232,7 +233,7 @@ def train_prepared(
             meter=meter,
             on_event=note,
             ranks=ranks,
-            physical=physical_space(val_cache),
+            physical=None if normalized(config) else physical_space(val_cache),
         )
     finally:
         checked = None if check is None else check.finish()
@@ -309,12 +310,18 @@ def make_loader(
         world=ranks.world,
         reserve_bytes=config.training.reserve_bytes,
         meter=meter,
+        transforms=transforms_of(config, cache, training=True),
+        **chosen_of(config, cache),
         **_common(config),
     )
 
 
-def make_val_loader(config: Config, cache: Cache, *, ranks: Ranks = ALONE) -> Loader | None:
+def make_val_loader(
+    config: Config, cache: Cache, *, train_cache: Cache | None = None, ranks: Ranks = ALONE
+) -> Loader | None:
     """The loader of the validation cache, in order, in the memory that other loaders leave.
+
+    It is normalized as training is, by the statistics of `train_cache`.
 
     At horizon 1 windows begin `time_stride` apart whatever `start_every` says: one begins where the last
     ended, so that they chain to the whole trajectories that are rolled out. Ranks have whole trajectories,
@@ -333,6 +340,7 @@ def make_val_loader(config: Config, cache: Cache, *, ranks: Ranks = ALONE) -> Lo
         batch_size=_batch_size(config, cache),
         indices=own,
         reserve_bytes=config.training.reserve_bytes,
+        transforms=transforms_of(config, train_cache or cache, training=False),
         **_common(config),
     )
 
