@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from stoker.errors import ConfigError, ResourceError
-from stoker.plan import TIERS, Demand, Plan, Rates, Resources, plan_tiers, stall_of
+from stoker.plan import TIERS, Demand, Load, Plan, Rates, Resources, plan_tiers, stall_of
 
 RECORD = 1_000  # bytes; round, so that expected counts can be read off the budgets
 RATES = Rates(copy_bytes_s=1e9, disk_bytes_s=1e8, h2d_bytes_s=1e10, device_bytes_s=1e12, measured=True)
@@ -91,23 +91,6 @@ def test_an_explicit_tier_takes_everything(tier: str, device: str, expected: tup
 
     assert counts(plan) == expected
     assert f"as tier={tier} asks" in plan.reason
-
-
-@pytest.mark.parametrize(
-    ("device", "resources", "expected"),
-    [
-        pytest.param("cuda", machine(device=100, host=1000), [(30, 0), (20, 20)], id="device"),
-        pytest.param("cpu", machine(host=100), [(0, 30), (0, 40)], id="host-of-a-cpu"),
-    ],
-)
-def test_a_second_loader_is_planned_into_what_the_first_one_leaves(
-    device: str, resources: Resources, expected: list[tuple[int, int]]
-) -> None:
-    """Both are planned before either has filled anything, from the same free memory."""
-    first = plan_tiers(demand(30, device=device), resources)
-    second = plan_tiers(demand(40, device=device), resources, reserve_bytes=first.next_reserve_bytes)
-
-    assert [counts(plan)[:2] for plan in (first, second)] == expected
 
 
 @pytest.mark.parametrize("more", [0, 7])
@@ -330,3 +313,18 @@ def test_json_has_the_keys_that_scripts_read() -> None:
 def test_nonsense_is_refused(make: Any) -> None:
     with pytest.raises(ConfigError):
         make()
+
+
+@pytest.mark.parametrize(
+    ("step_cpus", "direct_s", "beside_s"),
+    [pytest.param(1.0, 1e-3, 9e-3, id="a-core-is-free"), pytest.param(4.0, 10e-3, 0.0, id="none-is")],
+)
+def test_loads_that_were_served_win_over_rates(step_cpus: float, direct_s: float, beside_s: float) -> None:
+    served = {"host": Load(alone_s=10e-3, direct_s=1e-3, beside_s=9e-3)}
+    plan = plan_tiers(
+        demand(10, step_cpus=step_cpus), machine(host=25), rates=Rates(served=served, measured=True)
+    )
+    host, disk = plan.rows[1:3]
+
+    assert (host.direct_s, host.beside_s) == (direct_s, beside_s)
+    assert disk.load_s != host.load_s  # nothing was served from there: by rates, as ever

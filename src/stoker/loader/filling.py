@@ -36,7 +36,8 @@ from stoker.loader.packed import stored_outputs, unpacker
 from stoker.loader.places import Places, find_places
 from stoker.loader.ranks import Share
 from stoker.loader.state import Terms, digest_of
-from stoker.plan import Demand, Plan, plan_tiers, probe
+from stoker.loader.watch import Ask
+from stoker.plan import LEDGER, Demand, Plan, Resources, probe
 from stoker.units import format_count
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ LOOK_S = 0.1
 """Between two looks at what is there by now."""
 
 
-def begin_beside(cache: Cache, wishes: Wishes) -> Beside | None:
+def begin_filling_pass(cache: Cache, wishes: Wishes) -> FillingPass | None:
     """A pass beside the filling of `cache`, where it is being filled or `tier="encode"` asks for it.
 
     Raises:
@@ -62,10 +63,10 @@ def begin_beside(cache: Cache, wishes: Wishes) -> Beside | None:
     filling = cache.filling
     if filling is None and wishes.tier == "encode" and cache.filler is not None:
         filling = cache.filling = cache.filler.begin()
-    return None if filling is None or filling.done() else Beside(cache, wishes)
+    return None if filling is None or filling.done() else FillingPass(cache, wishes)
 
 
-class Beside:
+class FillingPass:
     """Makes the batches of a pass that began before its cache was complete, also after that."""
 
     def __init__(self, cache: Cache, wishes: Wishes) -> None:
@@ -198,7 +199,9 @@ class Beside:
         else:
             names = (*(output.name for output in self._outputs), "index")
             batches = record_batches(names, columns, [after])
-        return Strip(batches=batches, size=len(examples), examples=examples, tier="encode", after=after)
+        return Strip(
+            batches=batches, count=1, size=len(examples), examples=examples, tier="encode", after=after
+        )
 
     def _chunk(self, examples: NDArray[np.int64], count: int, size: int) -> Chunk:
         """Consecutive batches, located in the cache as it is now."""
@@ -213,7 +216,9 @@ class Beside:
         if self._design.windowed:
             index = torch.stack([index, torch.as_tensor(starts)], dim=1)
         span = Span(epoch=0, position=0, batches=count, batch=size, step=0, short=False, last=False)
-        return Chunk(span=span, examples=examples, records=records, starts=starts, index=index, rows=None)
+        return Chunk(
+            span=span, examples=examples, records=records, starts=starts, index=index, rows=None, memory=None
+        )
 
     def _reader(self) -> DiskBatches:
         if self._disk is None:
@@ -228,7 +233,9 @@ class Beside:
                 lengths={},
             )
             outputs = stored_outputs(self._outputs)
-            self._disk = DiskBatches(self._cache, design.places, outputs, locator, [], design.reading)
+            self._disk = DiskBatches(
+                self._cache, design.places, outputs, locator, lambda: None, design.reading
+            )
             self._disk.meter = self.meter
         return self._disk
 
@@ -297,6 +304,13 @@ class Beside:
         )
         check_share(share)
         none = np.full(len(self._numbers), -1, np.int32)
+        resources = probe(device=str(wishes.device), path=self._cache.path)
+        ask = Ask(
+            demand=self._demand(example_bytes),
+            tier="encode",
+            reserve_bytes=wishes.reserve_bytes,
+            look=lambda: resources,
+        )
         return Design(
             cache=self._cache,
             places=Places(numbers=self._numbers, shard=none, row=none, chosen=None),
@@ -310,18 +324,20 @@ class Beside:
                 global_batch=wishes.batch_size,
             ),
             share=share,
-            plan=self._plan(example_bytes),
+            plan=self._plan(ask, resources),
+            ask=ask,
+            claim=LEDGER.claim(),
             device=wishes.device,
             static=False,
             threads=1,
             reading=Reading(deadline_s=wishes.timeout_s or READ_DEADLINE_S, verify=wishes.verify),
         )
 
-    def _plan(self, example_bytes: int) -> Plan:
+    def _demand(self, example_bytes: int) -> Demand:
         cache, wishes = self._cache, self._wishes
         here = int(np.isin(self._numbers, cache.numbers).sum())
-        sizes = (f.row_bytes if f.ragged else f.size_bytes() for f in cache.columns.values())
-        demand = Demand(
+        sizes = (f.row_bytes if f.ragged else f.size_bytes() for f in cache.recipe.columns.values())
+        return Demand(
             records=len(self._numbers),
             record_bytes=float(sum(sizes)),
             batch_examples=wishes.batch_size,
@@ -329,15 +345,16 @@ class Beside:
             device=str(wishes.device),
             missing_records=len(self._numbers) - here,
         )
-        resources = probe(device=str(wishes.device), path=cache.path)
-        plan = plan_tiers(demand, resources, tier="encode", reserve_bytes=wishes.reserve_bytes)
+
+    def _plan(self, ask: Ask, resources: Resources) -> Plan:
+        demand = ask.demand
         reason = (
             f"{format_count(demand.missing_records)} of {format_count(demand.records)} records are encoded "
             "while this epoch is served: in block order, as they come, from disk. The next epoch has them "
-            f"all, in {wishes.order} order, from the fastest tier"
+            f"all, in {self._wishes.order} order, from the fastest tier"
         )
-        log.info("%s: %s", cache.path, reason)
-        return replace(plan, tier="encode", reason=reason)
+        log.info("%s: %s", self._cache.path, reason)
+        return replace(ask.plan(resources), tier="encode", reason=reason)
 
 
 def _check(cache: Cache, wishes: Wishes) -> None:
