@@ -142,7 +142,7 @@ def test_rows_in_memory_are_not_read_from_disk(cache: Cache, monkeypatch: pytest
     monkeypatch.setattr(
         DiskBatches,
         "_read",
-        lambda self, piece, *rest: (read.append(len(piece)), reading(self, piece, *rest)),
+        lambda self, piece, *rest: read.append(len(piece)) or reading(self, piece, *rest),
     )
 
     batches = list(loader)
@@ -189,7 +189,7 @@ def test_a_window_of_block_order_copies_its_trajectories_once(
     got = list(loader)
 
     assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
-    whole = cache.columns["latent"].size_bytes() + 4 + 12 + 36
+    whole = cache.recipe.columns["latent"].size_bytes() + 4 + 12 + 36
     away = COUNT - cache.index.shards[0].rows
     assert sum(size for size, _ in copied) < 1.6 * away * whole
     assert sum(count for _, count in copied) == away * per_record, "every example once"
