@@ -172,12 +172,6 @@ def test_startup_times_add_up(configure: Configure) -> None:
     assert 0 < startup["first_batch_s"] <= startup["total_s"]  # type: ignore[operator]
 
 
-def test_several_tasks_are_refused_before_anything_is_encoded(configure: Configure, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="one task"):
-        train_config(configure("data.task=[burgers1d,advection]"))
-    assert not (tmp_path / "data").exists()
-
-
 def test_the_validation_split_is_refused_for_training(configure: Configure, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.split is 'valid'.*data\.split=train"):
         train_config(configure("data.split=valid"))

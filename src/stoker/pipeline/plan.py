@@ -50,7 +50,9 @@ def plan_config(config: Config) -> PlanResult:
         StokerError: As `locate`.
     """
     split = canonical_split(config.data.wanted_splits[0])
-    return plan_located(config, locate(config, tasks_of(config)[0], split))
+    task = tasks_of(config)[0]
+    config = config.for_task(task)
+    return plan_located(config, locate(config, task, split))
 
 
 def plan_located(config: Config, located: Located) -> PlanResult:

@@ -15,7 +15,8 @@ from stoker.monitor import StallMeter
 from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import run_dir_of, settings_digest, unfinished, work_digest, write_diary
 from stoker.pipeline.folders import require_writable
-from stoker.pipeline.locate import batch_size_of, trajectory_steps, windows_of
+from stoker.pipeline.locate import batch_size_of, locate, trajectory_steps, windows_of
+from stoker.pipeline.mixed import OneTask, TaskPairs, apart, check_together, mix
 from stoker.pipeline.precompute import CacheResult, fill_caches
 from stoker.plan import Plan
 from stoker.precompute import EncodeFiller
@@ -37,9 +38,9 @@ class TrainResult:
 
     report: TrainReport
     caches: tuple[CacheResult, ...]
-    """The training cache, then the validation cache."""
+    """The training cache, then the validation cache; both of each task in turn."""
     cache_s: float
-    """Seconds until both caches were ready."""
+    """Seconds until all caches were ready."""
     total_s: float
     """Seconds from the start of the process to the first batch."""
     train_s: float
@@ -92,6 +93,7 @@ class TrainResult:
             "persistence_nrmse": report.persistence_nrmse,
             "rollout_nrmse": report.rollout_nrmse,
             "rollout_persistence_nrmse": report.rollout_persistence_nrmse,
+            "tasks": {task: dict(errors) for task, errors in report.tasks.items()},
             "run_dir": str(report.run_dir),
             "startup": {
                 **report.startup,
@@ -113,9 +115,15 @@ class Prepared:
     """Ready caches of a run."""
 
     caches: tuple[CacheResult, ...]
-    """The training cache, then the validation cache."""
+    """The training cache, then the validation cache; both of each task in turn."""
     seconds: float
     """What it took to have them ready."""
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Of the caches by split; by name where there are several tasks."""
+        several = len(self.caches) > 2
+        return {r.name if several else r.split: r.cache.fingerprint for r in self.caches}
 
 
 def train_config(
@@ -128,7 +136,7 @@ def train_config(
         started: When the process began, on the clock of `time.monotonic`; None: now.
         on_event: Told of what happens in the training loop.
     Raises:
-        ConfigError: More than one task is named, or the split to train on is `val`.
+        ConfigError: The split to train on is `val`, or one operator cannot take all tasks.
         StokerError: As `fill_caches` and `train`.
     """
     started = time.monotonic() if started is None else started
@@ -142,6 +150,9 @@ def prepare(config: Config) -> Prepared:
     """
     began = time.monotonic()
     splits = training_splits(config)
+    tasks = tasks_of(config)
+    if len(tasks) > 1:
+        check_together({task: locate(config, task, splits[0]).recipe.schema for task in tasks})
     with own_folder(require_writable(run_dir_of(config), "training.run_dir")):
         caches = fill_caches(config, splits, training=True)
     return Prepared(caches=tuple(caches), seconds=time.monotonic() - began)
@@ -151,14 +162,8 @@ def training_splits(config: Config) -> tuple[str, str]:
     """The split to train on, and the one to validate on.
 
     Raises:
-        ConfigError: More than one task is named, or the split to train on is `val`.
+        ConfigError: The split to train on is `val`.
     """
-    tasks = tasks_of(config)
-    if len(tasks) > 1:
-        raise ConfigError(
-            f"training takes one task, data.task names {len(tasks)}: {', '.join(tasks)}. "
-            "Choose one with data.task=NAME; precompute takes them all"
-        )
     split = canonical_split(config.data.wanted_splits[0])
     if split == "val":
         raise ConfigError(
@@ -172,9 +177,9 @@ def train_prepared(
     config: Config, prepared: Prepared, *, started: float, on_event: EventSink | None = None
 ) -> TrainResult:
     """Train on ready caches; see `train_config`."""
-    train_cache, val_cache = (result.cache for result in prepared.caches)
+    train_cache = prepared.caches[0].cache
     run_dir, meter = run_dir_of(config), StallMeter()
-    digest = settings_digest(config, {result.split: result.cache.fingerprint for result in prepared.caches})
+    digest = settings_digest(config, prepared.fingerprints)
     resume, work = unfinished(config, digest), work_digest(config, train_cache.schema)
     if not resume and (run_dir / "checkpoints").exists():
         log.info(
@@ -192,15 +197,14 @@ def train_prepared(
         if on_event is not None:
             on_event(kind, facts)
 
-    loader = make_loader(config, train_cache, meter=meter)
-    val_loader = make_val_loader(config, val_cache, beside=loader.plan)
+    served = serve(config, prepared, meter)
     check = begin_spot_check(config, train_cache)
     began = time.monotonic()
     try:
         report = train(
-            loader,
-            val_loader,
-            loop_settings(config, len(loader), resume=resume),
+            served.train,
+            served.val,
+            loop_settings(config, len(served.train), resume=resume),
             run_dir,
             meter=meter,
             on_event=note,
@@ -214,9 +218,9 @@ def train_prepared(
         cache_s=prepared.seconds,
         total_s=began - started + report.startup["first_batch_s"],
         train_s=train_s,
-        reason=loader.plan.reason,
-        epoch_steps=len(loader),
-        mended=loader.mended + val_loader.mended,
+        reason=served.reason,
+        epoch_steps=len(served.train),
+        mended=sum(loader.mended for loader in served.loaders),
         spot_check=checked,
     )
 
@@ -234,9 +238,47 @@ def begin_spot_check(config: Config, cache: Cache) -> SpotCheck | None:
     return check
 
 
-def make_loader(config: Config, cache: Cache, *, meter: StallMeter | None = None) -> Loader:
-    """The loader of the training cache that the settings describe."""
-    reserve_bytes = config.training.reserve_bytes
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What the loop trains and validates on."""
+
+    train: Loader | TaskPairs
+    val: Loader | dict[str, OneTask]
+    loaders: tuple[Loader, ...]
+    """All that records come from, those of training first."""
+    reason: str
+    """Why records are served from where they are."""
+
+
+def serve(config: Config, prepared: Prepared, meter: StallMeter | None = None) -> Served:
+    """Loaders over ready caches; of several tasks, mixed for training and apart for validation.
+
+    Raises:
+        ConfigError: The settings of the mixture do not fit the tasks.
+    """
+    tasks, beside = tasks_of(config), None
+    train_loaders: dict[str, Loader] = {}
+    val_loaders: dict[str, Loader] = {}
+    for task, ready in zip(tasks, prepared.caches[::2], strict=True):
+        train_loaders[task] = make_loader(config.for_task(task), ready.cache, meter=meter, beside=beside)
+        beside = train_loaders[task].plan
+    for task, ready in zip(tasks, prepared.caches[1::2], strict=True):
+        val_loaders[task] = make_val_loader(config.for_task(task), ready.cache, beside=beside)
+        beside = val_loaders[task].plan
+    loaders = (*train_loaders.values(), *val_loaders.values())
+    if len(tasks) == 1:
+        train_loader, val_loader = loaders
+        return Served(train=train_loader, val=val_loader, loaders=loaders, reason=train_loader.plan.reason)
+    reason = "; ".join(f"{task}: {loader.plan.reason}" for task, loader in train_loaders.items())
+    mixed = mix(config, train_loaders, meter=meter)
+    return Served(train=mixed, val=apart(val_loaders), loaders=loaders, reason=reason)
+
+
+def make_loader(
+    config: Config, cache: Cache, *, meter: StallMeter | None = None, beside: Plan | None = None
+) -> Loader:
+    """The loader of the training cache that the settings describe, in the memory that another plan leaves."""
+    reserve_bytes = config.training.reserve_bytes if beside is None else beside.next_reserve_bytes
     return _loader(config, cache, windows_of(config), order="full", reserve_bytes=reserve_bytes, meter=meter)
 
 

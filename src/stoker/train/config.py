@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -126,3 +126,5 @@ class TrainReport:
     """Folder with `metrics.jsonl`, `curves.png`, `report.html` and `checkpoints`."""
     startup: dict[str, float]
     """Seconds from the call: `first_batch_s` until the first batch was there."""
+    tasks: dict[str, dict[str, float | None]] = field(default_factory=dict[str, "dict[str, float | None]"])
+    """The errors above for each task, where several are trained on; those above are then their means."""

@@ -24,8 +24,8 @@ from stoker.train.batches import PairBatch, PairLoader, to_pairs
 from stoker.train.checkpoint import Kind, newest_checkpoint
 from stoker.train.config import EventSink, TrainConfig, TrainReport
 from stoker.train.curves import draw_curves
-from stoker.train.evaluate import evaluate
 from stoker.train.guard import FiniteGuard, StepFacts
+from stoker.train.judge import by_task, judge
 from stoker.train.report import write_report
 from stoker.train.run import Run, begin, changed, own_folder, take_up
 from stoker.train.stop import StopFlag
@@ -38,7 +38,7 @@ FINAL_RATE = 0.01
 
 def train(
     train_loader: PairLoader,
-    val_loader: PairLoader | None,
+    val_loader: PairLoader | Mapping[str, PairLoader] | None,
     config: TrainConfig,
     run_dir: str | Path,
     *,
@@ -48,7 +48,9 @@ def train(
     """Train an operator; leave metrics, curves, a report and checkpoints in `run_dir`.
 
     Args:
-        train_loader, val_loader: Latent pairs; None: no validation.
+        train_loader: Latent pairs.
+        val_loader: The same, or by name those of each task, which is then judged by itself; None: no
+            validation.
         config: Settings; with `resume`, the run in `run_dir` goes on where it was.
         run_dir: Without `resume`, a run that is there is moved aside (`*.previous`).
         meter: The one that `train_loader` writes into.
@@ -76,13 +78,14 @@ def train(
         return session.finish()
 
 
-def _check_validation(loader: PairLoader | None, patience: int | None) -> None:
+def _check_validation(loader: PairLoader | Mapping[str, PairLoader] | None, patience: int | None) -> None:
     if loader is None and patience is not None:
         raise ConfigError(
             f"TrainConfig.patience is {patience}, but nothing is validated, so training would end after "
             "that many epochs whatever it learnt. Give a val_loader, or leave patience out"
         )
-    if loader is not None and not len(loader):
+    loaders = [] if loader is None else loader.values() if isinstance(loader, Mapping) else [loader]
+    if any(not len(one) for one in loaders):
         raise ConfigError("the validation loader has no batch. Give one that has, or None to train without")
 
 
@@ -104,7 +107,7 @@ class Session:
     """One call of `train`."""
 
     train_loader: PairLoader
-    val_loader: PairLoader | None
+    val_loader: PairLoader | Mapping[str, PairLoader] | None
     config: TrainConfig
     folder: Path
     stop: StopFlag
@@ -166,6 +169,7 @@ class Session:
             persistence_nrmse=errors.get("persistence_nrmse"),
             rollout_nrmse=errors.get("rollout_nrmse"),
             rollout_persistence_nrmse=errors.get("rollout_persistence_nrmse"),
+            tasks=by_task(errors),
             run_dir=self.folder,
             startup=self.startup,
         )
@@ -226,7 +230,12 @@ class Session:
         loss.backward()
         norm = nn.utils.clip_grad_norm_(run.model.parameters(), self.config.grad_clip or math.inf)
         facts = StepFacts(
-            epoch=progress.epoch + 1, step=progress.step + 1, errors=errors, norm=norm, index=pairs.index
+            epoch=progress.epoch + 1,
+            step=progress.step + 1,
+            errors=errors,
+            norm=norm,
+            index=pairs.index,
+            task=getattr(batch, "task", None),
         )
         self.guard.submit(facts)
         run.optimizer.step()
@@ -265,21 +274,7 @@ class Session:
         run, progress = self.run, self.run.progress
         begun_s = time.perf_counter()
         if self.val_loader is not None:
-            self.val_loader.set_epoch(0)
-            found = evaluate(
-                run.model,
-                self._until_stopped(self.val_loader),
-                run.widths,
-                stride=self.config.stride,
-                samples=self.config.rollout_samples,
-                amp=run.amp,
-            )
-            progress.errors = {
-                "val_nrmse": _finite(found.nrmse),
-                "persistence_nrmse": _finite(found.persistence),
-                "rollout_nrmse": _finite(found.rollout),
-                "rollout_persistence_nrmse": _finite(found.rollout_persistence),
-            }
+            progress.errors = judge(run, self.val_loader, self._until_stopped)
         row: dict[str, Json] = {
             "kind": "epoch",
             "epoch": progress.epoch + 1,
@@ -354,11 +349,6 @@ class Session:
     def _tell(self, kind: str, facts: Mapping[str, Json]) -> None:
         if self.sink is not None:
             self.sink(kind, facts)
-
-
-def _finite(value: float | None) -> float | None:
-    """JSON holds no infinity: an error too large to tell is reported as absent."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _count(model: nn.Module) -> int:
