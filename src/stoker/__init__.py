@@ -6,6 +6,7 @@ precompute/   source + encoder -> cache, resumable, hang-proof
 store/        the cache: recipe and fingerprint, shards with checksums, index
 plan/         which records are served from where, and why
 loader/       cache + plan -> batches, the same bytes from every tier
+transforms/   changes to a batch on its device, random by example
 train/        a reference operator and its training loop
 config/       settings files;  pipeline/, cli/   whole runs, and the `stoker` command
 """
@@ -62,9 +63,14 @@ _HOMES = {
 }
 """Where each public name is defined; imported on first use, so that `import stoker` costs nothing."""
 
+_MODULES = ("transforms",)
+"""Public modules, `stoker.transforms.Flip`, also imported on first use."""
+
 
 def __getattr__(name: str) -> object:
     """Import a public name when it is first asked for (PEP 562)."""
+    if name in _MODULES:
+        return import_module(f"stoker.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'stoker' has no attribute {name!r}. Public names: {', '.join(__all__)}")
     value = getattr(import_module(_HOMES[name]), name)

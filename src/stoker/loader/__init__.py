@@ -10,6 +10,7 @@ residency.py   which shards are in memory now (memory.py, mapped.py: host, devic
 mixture.py     several caches as one stream: turns.py says whose step it is, members.py has their loaders,
                conditions.py aligns what examples carry along, mixture_state.py
 buffers.py     memory of large batches; pool.py: threads; batch.py, transform.py, state.py, arguments.py
+keyed.py       random numbers for transforms, by example
 """
 
 from stoker.loader.batch import RecordBatch, TaskBatch, WindowBatch

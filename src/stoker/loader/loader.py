@@ -270,6 +270,7 @@ class Loader:
             pin=self._pin and wanted.type == "cpu",
             transforms=self._transforms,
             seed=self._design.order.seed,
+            meter=self._meter,
         )
 
     def _decided(self, cache: Cache, plan: Plan | None = None) -> Design:
@@ -306,7 +307,7 @@ class Loader:
             if self._engine is not None:
                 cache = reopened(cache)
             with torch.inference_mode(False):  # its memory outlives the caller's mode, and a thread fills it
-                self._engine = Engine(replace(self._design, cache=cache))
+                self._engine = Engine(replace(self._design, cache=cache, meter=self._meter))
             self._process = os.getpid()
             self._stop = weakref.finalize(self, self._engine.residency.stop)
             self._stop.atexit = False

@@ -8,7 +8,7 @@ at once, so that `z0`, `z1` and `future` share one index.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stoker.errors import ConfigError
 from stoker.loader.windows import Windows, check_conditions, condition_width, time_field
-from stoker.schema import FLOATS, Field, Schema
+from stoker.schema import FLOATS, SCALE_SUFFIX, Field, Schema, scale_field
 
 RECORD = "record"
 """The index that counts virtual rows of records; others are `steps:<length or field>`."""
@@ -33,7 +33,7 @@ class Output:
     shape: tuple[int, ...]
     """Shape of one example; `()` gives `(B,)`."""
     dtype: torch.dtype
-    """Stored dtype."""
+    """Stored dtype; of a packed field, what is handed out."""
     cast: torch.dtype | None = None
     """Dtype handed out, when it is another one."""
     lag: int = 0
@@ -44,17 +44,23 @@ class Output:
     """Steps from one taken to the next."""
     ragged: bool = False
     """Whole records of varying length: a list of tensors."""
+    packed: str = ""
+    """Dtype that a packed field is stored as, else empty."""
+    parts: tuple[Output, ...] = ()
+    """What is gathered in its place for a packed field: its bits, as int8, and its scales."""
 
     @property
     def example_bytes(self) -> int:
         """Bytes gathered for one example; 0 for a ragged output."""
+        if self.parts:
+            return sum(part.example_bytes for part in self.parts)
         return 0 if self.ragged else int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     @property
     def served_bytes(self) -> int:
         """Bytes handed out for one example; 0 for a ragged output."""
-        wider = 1 if self.cast is None else self.cast.itemsize / self.dtype.itemsize
-        return int(self.example_bytes * wider)
+        size = (self.cast or self.dtype).itemsize
+        return 0 if self.ragged else int(np.prod(self.shape, dtype=np.int64)) * size
 
     @property
     def lags(self) -> range:
@@ -63,29 +69,36 @@ class Output:
         return range(self.lag, self.lag + count * self.every, self.every)
 
 
-def make_outputs(schema: Schema, windows: Windows | None, dtype: str | None) -> tuple[Output, ...]:
+def make_outputs(
+    schema: Schema, windows: Windows | None, dtype: str | None, *, device: str = "cpu"
+) -> tuple[Output, ...]:
     """The outputs of a loader: fields as they are, or `z0`, `z1`, `future` and conditions.
 
     Args:
-        dtype: Handed out instead of the stored one, for fields that hold floats.
+        dtype: Handed out instead of the stored one, for fields that hold floats. None decodes packed ones to
+            bfloat16 for a CUDA `device`, else to float32.
 
     Raises:
         ConfigError: No field has time, or one cannot be a condition; `dtype` is no float.
     """
     if dtype is not None:
         check_dtype(dtype)
+    dtypes = dict.fromkeys(schema, dtype)
+    for name, field in schema.items():
+        if field.packed and dtype is None:
+            dtypes[name] = "bfloat16" if device == "cuda" else "float32"
     if windows is None:
         check_names(schema)
-        return tuple(_output(name, name, field, dtype) for name, field in schema.items())
+        return tuple(_output(name, name, field, dtypes[name]) for name, field in schema.items())
     main = time_field(schema, windows.field)
     check_conditions(schema, main)
-    field, stride = schema[main], windows.stride
-    outputs = [_output("z0", main, field, dtype, lag=0), _output("z1", main, field, dtype, lag=stride)]
+    field, stride, wanted = schema[main], windows.stride, dtypes[main]
+    outputs = [_output("z0", main, field, wanted, lag=0), _output("z1", main, field, wanted, lag=stride)]
     if windows.horizon > 1:
         count = windows.horizon - 1
-        outputs.append(_output("future", main, field, dtype, lag=2 * stride, count=count, every=stride))
+        outputs.append(_output("future", main, field, wanted, lag=2 * stride, count=count, every=stride))
     outputs += [
-        _output(name, name, f, dtype, lag=0 if f.time else None, width=condition_width(f))
+        _output(name, name, f, dtypes[name], lag=0 if f.time else None, width=condition_width(f))
         for name, f in schema.items()
         if name != main
     ]
@@ -127,6 +140,18 @@ def _output(  # noqa: PLR0913 - the ways in which outputs differ, private to thi
     width: int | None = None,
 ) -> Output:
     """`lag=None` takes whole records; `width` flattens an example to `(C,)`."""
+    if field.packed:
+        # Without `width`: blocks of the last axis are decoded before an example is flattened.
+        bits = replace(field, dtype="int8", packed=False)
+        places = ((field_name, bits), (field_name + SCALE_SUFFIX, scale_field(field)))
+        parts = tuple(_output(name, n, f, None, lag=lag, count=count, every=every) for n, f in places)
+        return replace(
+            parts[0],
+            shape=parts[0].shape if width is None else (width,),
+            dtype=getattr(torch, dtype or "float32"),
+            packed=field.dtype,
+            parts=parts,
+        )
     stored = getattr(torch, field.dtype)
     wanted = stored if dtype is None or field.dtype not in FLOATS else getattr(torch, dtype)
     if lag is None:

@@ -12,7 +12,7 @@ from stoker.errors import ConfigError
 from stoker.schema import Json
 
 EventSink: TypeAlias = Callable[[str, Mapping[str, Json]], None]
-"""Told what happens: a kind (`start resume skip step epoch checkpoint best stop done`) and its facts."""
+"""Told what happens: a kind (`start resume skip step stall epoch checkpoint best stop done`), its facts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,3 +128,9 @@ class TrainReport:
     """Seconds from the call: `first_batch_s` until the first batch was there."""
     tasks: dict[str, dict[str, float | None]] = field(default_factory=dict[str, "dict[str, float | None]"])
     """The errors above for each task, where several are trained on; those above are then their means."""
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Seconds waited for data, by what for: `read`, `gather`, `copy`, `transform`, `wait`."""
+    ceiling_step_s: float | None = None
+    """Seconds of a step that never waits, measured in this run; None: the run was too short for it."""
+    lost: float | None = None
+    """How far the run was below that ceiling, 0..1: waiting, and whatever made its steps longer."""
