@@ -179,8 +179,7 @@ class TrainingConfig(_Section):
     run_dir: Place | None = None
     """Folder for checkpoints, metrics and curves; null: `runs/{task}`."""
     mixture: Literal["concat", "weighted", "round_robin"] = "concat"
-    """How several tasks share an epoch: all of each; parts by weight; a batch of each in turn, until all of
-    the longest was served (docs/mixtures.md)."""
+    """How several tasks share an epoch: all of each, parts by weight, a batch of each in turn."""
     task_weights: dict[str, PositiveFloat] | None = None
     """Parts that tasks have in an epoch of `mixture: weighted`, by name; null: equal ones."""
     latent_cache_dir: Place = "data/latent_cache"
@@ -244,8 +243,7 @@ class Config(_Section):
     identity: Literal["auto", "full"] = "auto"
     """How source files are digested: `full` reads them whole; `auto` probes them above 4 GiB in all."""
     tasks: dict[str, dict[str, JsonValue]] | None = None
-    """Settings of one task alone, by its name, as `{well2d: {data: {preset: well}}}`, over those of all;
-    without `data.task` these are the tasks (docs/mixtures.md)."""
+    """Settings of one task alone, as `{well2d: {data: {preset: well}}}` (docs/mixtures.md)."""
 
     _notes: tuple[str, ...] = PrivateAttr(default=())
     _where: str = PrivateAttr(default="defaults")
