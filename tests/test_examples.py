@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -35,3 +38,18 @@ def test_two_tasks_come_in_one_stream_as_often_as_their_weights_say(tmp_path: Pa
 
     assert "conditions rate, speed" in out
     assert "steps {'fading': 8, 'plain': 24}" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "says"),
+    [
+        ("lightning_trainer.py", "lightning", "100 steps, 5 epochs, Loader("),
+        ("hf_trainer.py", "transformers", "100 steps"),
+        ("accelerate_loop.py", "accelerate", "epoch 2: Loader("),
+    ],
+)
+def test_a_run_in_a_trainer_is_resumed(tmp_path: Path, name: str, package: str, says: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install 'stoker[trainers]'")
+
+    assert says in run(name, str(tmp_path))

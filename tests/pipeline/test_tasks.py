@@ -20,7 +20,8 @@ from stoker.pipeline.mixed import OneTask, TaskPairs
 from stoker.pipeline.plan import plan_config
 from stoker.pipeline.plan_tasks import plan_tasks
 from stoker.pipeline.precompute import precompute_config
-from stoker.pipeline.train import prepare, serve, train_config
+from stoker.pipeline.serve import Served, serve
+from stoker.pipeline.train import prepare, train_config
 from stoker.pipeline.why import explain
 from tests.conftest import write_burgers
 from tests.pipeline.conftest import Configure
@@ -45,6 +46,10 @@ def two(configure: Configure, tmp_path: Path) -> Configure:
         return configure(*(text for text in own if text.partition("=")[0] not in given), *more)
 
     return make
+
+
+def loaders(config: Config) -> Served:
+    return serve(config, [result.cache for result in prepare(config).caches])
 
 
 def test_one_operator_is_trained_on_all_tasks_and_judged_on_each(two: Configure) -> None:
@@ -92,7 +97,7 @@ def test_an_interrupted_mixture_goes_on_and_ends_as_if_it_had_not_been(two: Conf
 
 def test_the_operator_sees_which_task_it_is_and_which_conditions_are_its_own(two: Configure) -> None:
     config = two()
-    served = serve(config, prepare(config))
+    served = loaders(config)
     assert isinstance(served.train, TaskPairs)
     assert isinstance(served.val, dict)
 
@@ -112,18 +117,18 @@ def test_the_operator_sees_which_task_it_is_and_which_conditions_are_its_own(two
 
 def test_tasks_are_mixed_as_the_settings_say(two: Configure) -> None:
     config = two("training.mixture=weighted", "training.task_weights={burgers1d: 1, long: 3}")
-    served = serve(config, prepare(config))
+    served = loaders(config)
 
     tasks = [batch.task for batch in served.train]  # type: ignore[union-attr]
 
     assert abs(tasks.count("long") - 3 * tasks.count("burgers1d")) < 4
     in_turn = two("training.mixture=round_robin")
-    assert [batch.task for batch in serve(in_turn, prepare(in_turn)).train][:3] == [  # type: ignore[union-attr]
+    assert [batch.task for batch in loaders(in_turn).train][:3] == [  # type: ignore[union-attr]
         "burgers1d", "long", "burgers1d",
     ]  # fmt: skip
     wrong = two("training.task_weights={burgers1d: 1, long: 3}")
     with pytest.raises(ConfigError, match=r"training\.mixture=weighted"):
-        serve(wrong, prepare(wrong))
+        loaders(wrong)
 
 
 def test_tasks_that_one_operator_cannot_take_are_refused_before_anything_is_encoded(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stoker.config import Config
@@ -10,7 +10,7 @@ from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import last_step_s
 from stoker.pipeline.inspect import shard_bytes
 from stoker.pipeline.locate import Located, batch_size_of, locate, trajectory_steps, windows_of
-from stoker.plan import Demand, Plan, measure_rates, plan_tiers, probe
+from stoker.plan import Demand, Plan, Resources, measure_rates, plan_tiers, probe
 from stoker.schema import Json, Schema, columns_of
 from stoker.sources.files import canonical_split
 from stoker.store.layout import is_fixed, record_bytes
@@ -55,12 +55,12 @@ def plan_config(config: Config) -> PlanResult:
     return plan_located(config, locate(config, task, split))
 
 
-def plan_located(config: Config, located: Located) -> PlanResult:
-    """Plan one cache, whose missing records count as stored."""
+def plan_located(config: Config, located: Located, resources: Resources | None = None) -> PlanResult:
+    """Plan one cache, whose missing records count as stored; `resources`: None asks the machine."""
     cache_dir, device = Path(config.training.latent_cache_dir), device_of(config)
     plan = plan_tiers(
         demand_of(config, located, device),
-        probe(device=device, path=cache_dir),
+        probe(device=device, path=cache_dir) if resources is None else resources,
         tier=config.training.tier,
         reserve_bytes=config.training.reserve_bytes,
         step_s=last_step_s(config, located.recipe.schema),
@@ -68,6 +68,16 @@ def plan_located(config: Config, located: Located) -> PlanResult:
     )
     records = sum(plan.records_by_tier().values())
     return PlanResult(plan=plan, records=records, missing=located.missing)
+
+
+def left_by(plan: Plan, resources: Resources) -> Resources:
+    """What a plan leaves to the next one."""
+    held = {row.tier: row.bytes for row in plan.rows}
+    return replace(
+        resources,
+        host_bytes=max(0, resources.host_bytes - held["host"]),
+        device_bytes=max(0, resources.device_bytes - held["device"]),
+    )
 
 
 def demand_of(config: Config, located: Located, device: str) -> Demand:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from stoker.config import Config
-from stoker.pipeline.build import tasks_of
+from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.locate import locate
-from stoker.pipeline.plan import PlanResult, plan_located
+from stoker.pipeline.plan import PlanResult, left_by, plan_located
+from stoker.plan import probe
 from stoker.plan.tiers import TIERS
 from stoker.schema import Json
 from stoker.sources.files import canonical_split
@@ -53,16 +55,10 @@ def plan_tasks(config: Config) -> TaskPlans:
         StokerError: As `locate`.
     """
     plans: dict[str, PlanResult] = {}
-    reserve_bytes = config.training.reserve_bytes
+    resources = probe(device=device_of(config), path=Path(config.training.latent_cache_dir))
     for task in tasks_of(config):
-        own = reserving(config.for_task(task), reserve_bytes)
+        own = config.for_task(task)
         split = canonical_split(own.data.wanted_splits[0])
-        plans[task] = plan_located(own, locate(own, task, split))
-        reserve_bytes = plans[task].plan.next_reserve_bytes
+        plans[task] = plan_located(own, locate(own, task, split), resources)
+        resources = left_by(plans[task].plan, resources)
     return TaskPlans(plans=plans)
-
-
-def reserving(config: Config, reserve_bytes: int | None) -> Config:
-    """The settings with other `training.reserve_bytes`."""
-    training = config.training.model_copy(update={"reserve_bytes": reserve_bytes})
-    return config.model_copy(update={"training": training})

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from stoker.pipeline.gone import find_without_source
 from stoker.pipeline.inspect import list_quarantined, shard_bytes, worst_error
 from stoker.pipeline.locate import job_recipe, windows_in
 from stoker.precompute import Deadlines, EncodeFiller, PrecomputeSettings, run_precompute
+from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json, Schema, canonical_json, schema_to_json
 from stoker.sources.files import canonical_split
 from stoker.store import Cache, open_cache
@@ -150,7 +152,11 @@ class PrecomputeResult:
 
 
 def precompute_config(
-    config: Config, *, splits: Sequence[str] = (), manifest: Path | None = None
+    config: Config,
+    *,
+    splits: Sequence[str] = (),
+    manifest: Path | None = None,
+    ranks: Ranks = ALONE,
 ) -> PrecomputeResult:
     """Encode what is missing from the caches of `config`.
 
@@ -158,6 +164,7 @@ def precompute_config(
         config: The settings.
         splits: Which splits; none: what training needs, `data.split` and, beside `train`, `val`.
         manifest: Where to write a JSON report of this run.
+        ranks: The processes that do it together.
     Raises:
         StokerError: As `build_jobs` and `run_precompute`; of several tasks only what ends the whole run.
     """
@@ -170,7 +177,7 @@ def precompute_config(
     for task in tasks:
         own = config.for_task(task)
         try:
-            caches += fill_caches(own, list(splits) or wanted_splits(own), encoders=encoders)
+            caches += fill_caches(own, list(splits) or wanted_splits(own), encoders=encoders, ranks=ranks)
         except (Interrupted, DeviceError):  # nothing more can be done in this process
             raise
         except StokerError as error:
@@ -178,7 +185,7 @@ def precompute_config(
                 raise
             _log.error("task %s failed, the others go on: %s", task, in_settings(str(error)))
             failed.append(TaskFailure(task=task, error=error))
-    if manifest is not None:
+    if manifest is not None and ranks.leads:
         write_manifest(manifest, config, caches)
     return PrecomputeResult(caches=tuple(caches), failed=tuple(failed))
 
@@ -205,6 +212,7 @@ def fill_caches(
     *,
     training: bool = False,
     encoders: dict[str, Encoder] | None = None,
+    ranks: Ranks = ALONE,
 ) -> list[CacheResult]:
     """One complete cache per task and split; where the raw data is gone, the cache that matches the rest.
 
@@ -215,6 +223,7 @@ def fill_caches(
             input/output error) are not tried again, since what it reads must not change from run to run by
             luck, and records too short for a window are refused before they are encoded.
         encoders: Those so far by identity, so that tasks share what is equal; None: none yet.
+        ranks: The processes that fill them together, and are all to make this call.
     Raises:
         ConfigError: No cache can lie in the cache folder, or no window can be cut.
         SourceError: The data is gone and no cache matches, or it cannot be read.
@@ -245,24 +254,24 @@ def fill_caches(
                 for split, cache in found.items()
             ]
         else:
-            results += _fill_jobs(own, jobs, training=training)
-    return results
+            results += _fill_jobs(own, jobs, training=training, ranks=ranks)
+    return counted_together(results, ranks)
 
 
-def _fill_jobs(config: Config, jobs: Sequence[Job], *, training: bool) -> list[CacheResult]:
+def _fill_jobs(config: Config, jobs: Sequence[Job], *, training: bool, ranks: Ranks) -> list[CacheResult]:
     """The caches of one task; what can be refused is refused before the first of them is filled."""
     schemas = [record_schema(job) for job in jobs]
     for schema in schemas if training else ():
         windows_in(config, schema)
     results: list[CacheResult] = []
     for job in jobs:
-        settings = settings_of(config, job)
+        settings = settings_of(config, job, ranks)
         ready = _ready(config, job, settings) if training else None
         results.append(ready or _fill(config, job, settings))
     return results
 
 
-def settings_of(config: Config, job: Job) -> PrecomputeSettings:
+def settings_of(config: Config, job: Job, ranks: Ranks = ALONE) -> PrecomputeSettings:
     """How the records of `job` are made."""
     wanted = config.precompute
     return PrecomputeSettings(
@@ -276,7 +285,24 @@ def settings_of(config: Config, job: Job) -> PrecomputeSettings:
         identity=config.identity,
         overwrite=wanted.overwrite,
         max_error=wanted.max_error,
+        progress="auto" if ranks.leads else None,
+        part=(ranks.rank, ranks.world),
+        beside=ranks.local_world,
     )
+
+
+def counted_together(caches: Sequence[CacheResult], ranks: Ranks) -> list[CacheResult]:
+    """What all ranks did, in place of what this one did."""
+    own = [[cache.encoded, cache.adopted, cache.encode_seconds] for cache in caches]
+    told = [json.loads(text) for text in ranks.tell(json.dumps(own), "the end of precompute")]
+    results: list[CacheResult] = []
+    for cache, *by_rank in zip(caches, *told, strict=True):
+        encoded, adopted, seconds = (sum(column) for column in zip(*by_rank, strict=True))
+        reused = max(0, len(cache.cache) - encoded - adopted)
+        results.append(
+            replace(cache, encoded=encoded, adopted=adopted, reused=reused, encode_seconds=seconds)
+        )
+    return results
 
 
 def _ready(config: Config, job: Job, settings: PrecomputeSettings) -> CacheResult | None:

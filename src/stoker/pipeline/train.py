@@ -5,23 +5,28 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 from stoker.config import Config
 from stoker.errors import ConfigError
-from stoker.loader import Loader, Windows
 from stoker.monitor import StallMeter
 from stoker.pipeline.budget import verdict_of
 from stoker.pipeline.build import device_of, tasks_of
-from stoker.pipeline.diary import run_dir_of, settings_digest, unfinished, work_digest, write_diary
+from stoker.pipeline.diary import run_dir_of, settings_digest, work_digest, write_diary
 from stoker.pipeline.folders import require_writable
-from stoker.pipeline.locate import batch_size_of, locate, trajectory_steps, windows_of
-from stoker.pipeline.mixed import OneTask, TaskPairs, apart, check_together, mix
+from stoker.pipeline.locate import locate
+from stoker.pipeline.mixed import check_together
+from stoker.pipeline.physical import physical_space
 from stoker.pipeline.precompute import CacheResult, fill_caches
+from stoker.pipeline.serve import serve
+from stoker.pipeline.together import on_own_device
 from stoker.plan import Plan
 from stoker.precompute import EncodeFiller
 from stoker.precompute.spot_check import SpotCheck, SpotReport
+from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
 from stoker.sources.files import canonical_split
 from stoker.store import Cache
@@ -102,6 +107,11 @@ class TrainResult:
             "rollout_nrmse": report.rollout_nrmse,
             "rollout_persistence_nrmse": report.rollout_persistence_nrmse,
             "tasks": {task: dict(errors) for task, errors in report.tasks.items()},
+            "physical_nrmse": report.physical_nrmse,
+            "physical_persistence_nrmse": report.physical_persistence_nrmse,
+            "physical_rollout_nrmse": report.physical_rollout_nrmse,
+            "physical_rollout_persistence_nrmse": report.physical_rollout_persistence_nrmse,
+            "reconstruction_nrmse": report.reconstruction_nrmse,
             "run_dir": str(report.run_dir),
             "startup": {
                 **report.startup,
@@ -135,7 +145,11 @@ class Prepared:
 
 
 def train_config(
-    config: Config, *, started: float | None = None, on_event: EventSink | None = None
+    config: Config,
+    *,
+    started: float | None = None,
+    on_event: EventSink | None = None,
+    ranks: Ranks = ALONE,
 ) -> TrainResult:
     """Encode what is missing, then train; an interrupted run with the same settings goes on.
 
@@ -143,15 +157,17 @@ def train_config(
         config: The settings.
         started: When the process began, on the clock of `time.monotonic`; None: now.
         on_event: Told of what happens in the training loop.
+        ranks: The processes that train together, and are all to make this call.
     Raises:
         ConfigError: The split to train on is `val`, or one operator cannot take all tasks.
         StokerError: As `fill_caches` and `train`.
     """
     started = time.monotonic() if started is None else started
-    return train_prepared(config, prepare(config), started=started, on_event=on_event)
+    config = on_own_device(config, ranks)
+    return train_prepared(config, prepare(config, ranks), started=started, on_event=on_event, ranks=ranks)
 
 
-def prepare(config: Config) -> Prepared:
+def prepare(config: Config, ranks: Ranks = ALONE) -> Prepared:
     """The caches that training reads: the first of `data.split`, and `val`.
 
     The run's folder is held meanwhile, so that a second run in it is refused before it encodes anything.
@@ -161,8 +177,9 @@ def prepare(config: Config) -> Prepared:
     tasks = tasks_of(config)
     if len(tasks) > 1:
         check_together({task: locate(config, task, splits[0]).recipe.schema for task in tasks})
-    with own_folder(require_writable(run_dir_of(config), "training.run_dir")):
-        caches = fill_caches(config, splits, training=True)
+    run_dir = require_writable(run_dir_of(config), "training.run_dir")
+    with own_folder(run_dir) if ranks.leads else nullcontext():
+        caches = fill_caches(config, splits, training=True, ranks=ranks)
     return Prepared(caches=tuple(caches), seconds=time.monotonic() - began)
 
 
@@ -182,42 +199,46 @@ def training_splits(config: Config) -> tuple[str, str]:
 
 
 def train_prepared(
-    config: Config, prepared: Prepared, *, started: float, on_event: EventSink | None = None
+    config: Config,
+    prepared: Prepared,
+    *,
+    started: float,
+    on_event: EventSink | None = None,
+    ranks: Ranks = ALONE,
 ) -> TrainResult:
     """Train on ready caches; see `train_config`."""
     train_cache = prepared.caches[0].cache
     run_dir, meter = run_dir_of(config), StallMeter()
     digest = settings_digest(config, prepared.fingerprints)
-    resume, work = unfinished(config, digest), work_digest(config, train_cache.schema)
-    if not resume and (run_dir / "checkpoints").exists():
-        log.info(
-            "%s holds a run that is finished or of other settings: training begins anew, and its checkpoints "
-            "and metrics move to checkpoints.previous and metrics.previous.jsonl",
-            run_dir,
-        )
+    work = work_digest(config, train_cache.schema)
+    served = serve(config, [r.cache for r in prepared.caches], digest=digest, meter=meter, ranks=ranks)
+    shared = served.shared
+    if not shared.resume:
+        _tell_anew(run_dir)
 
     def note(kind: str, facts: Mapping[str, Json]) -> None:
         if kind == "start":
-            write_diary(run_dir, digest=digest, finished=False, work=work, step_s=None)
+            write_diary(run_dir, digest=digest, finished=False, work=work, step_s=None, ranks=shared.begun)
         elif kind == "done":  # said while the folder is still ours
             step_s = cast("float | None", facts["step_s"])
             write_diary(run_dir, digest=digest, finished=True, work=work, step_s=step_s)
         if on_event is not None:
             on_event(kind, facts)
 
-    served = serve(config, prepared, meter)
     for ready, loader in zip(prepared.caches[::2], served.loaders, strict=False):
         _tell_plan(on_event, ready.cache, loader.plan)
-    check = begin_spot_check(config, train_cache)
+    check = begin_spot_check(config, train_cache) if ranks.leads else None
     began = time.monotonic()
     try:
         report = train(
             served.train,
             served.val,
-            loop_settings(config, len(served.train), resume=resume),
+            loop_settings(config, len(served.train), resume=shared.resume),
             run_dir,
             meter=meter,
             on_event=note,
+            ranks=ranks,
+            physical=physical_space(prepared.caches[1].cache) if len(prepared.caches) == 2 else None,
         )
     finally:
         checked = None if check is None else check.finish()
@@ -234,6 +255,15 @@ def train_prepared(
         spot_check=checked,
         over_budget=verdict_of(config, train_cache, report),
     )
+
+
+def _tell_anew(run_dir: Path) -> None:
+    if (run_dir / "checkpoints").exists():
+        log.info(
+            "%s holds a run that is finished or of other settings: training begins anew, and its checkpoints "
+            "and metrics move to checkpoints.previous and metrics.previous.jsonl",
+            run_dir,
+        )
 
 
 def _tell_plan(on_event: EventSink | None, cache: Cache, plan: Plan) -> None:
@@ -253,87 +283,6 @@ def begin_spot_check(config: Config, cache: Cache) -> SpotCheck | None:
     check = cache.filler.spot_check(cache, count, seed=config.training.seed)
     check.start()
     return check
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """What the loop trains and validates on."""
-
-    train: Loader | TaskPairs
-    val: Loader | dict[str, OneTask]
-    loaders: tuple[Loader, ...]
-    """All that records come from, those of training first."""
-    reason: str
-    """Why records are served from where they are."""
-
-
-def serve(config: Config, prepared: Prepared, meter: StallMeter | None = None) -> Served:
-    """Loaders over ready caches; of several tasks, mixed for training and apart for validation.
-
-    Raises:
-        ConfigError: The settings of the mixture do not fit the tasks.
-    """
-    tasks, beside = tasks_of(config), None
-    train_loaders: dict[str, Loader] = {}
-    val_loaders: dict[str, Loader] = {}
-    for task, ready in zip(tasks, prepared.caches[::2], strict=True):
-        train_loaders[task] = make_loader(config.for_task(task), ready.cache, meter=meter, beside=beside)
-        beside = train_loaders[task].plan
-    for task, ready in zip(tasks, prepared.caches[1::2], strict=True):
-        val_loaders[task] = make_val_loader(config.for_task(task), ready.cache, beside=beside)
-        beside = val_loaders[task].plan
-    loaders = (*train_loaders.values(), *val_loaders.values())
-    if len(tasks) == 1:
-        train_loader, val_loader = loaders
-        return Served(train=train_loader, val=val_loader, loaders=loaders, reason=train_loader.plan.reason)
-    reason = "; ".join(f"{task}: {loader.plan.reason}" for task, loader in train_loaders.items())
-    mixed = mix(config, train_loaders, meter=meter)
-    return Served(train=mixed, val=apart(val_loaders), loaders=loaders, reason=reason)
-
-
-def make_loader(
-    config: Config, cache: Cache, *, meter: StallMeter | None = None, beside: Plan | None = None
-) -> Loader:
-    """The loader of the training cache that the settings describe, in the memory that another plan leaves."""
-    reserve_bytes = config.training.reserve_bytes if beside is None else beside.next_reserve_bytes
-    return _loader(config, cache, windows_of(config), order="full", reserve_bytes=reserve_bytes, meter=meter)
-
-
-def make_val_loader(config: Config, cache: Cache, *, beside: Plan | None = None) -> Loader:
-    """The loader of the validation cache, in order, in the memory that the plan of another one leaves.
-
-    At horizon 1 windows begin `time_stride` apart whatever `start_every` says: one begins where the last
-    ended, so that they chain to the whole trajectories that are rolled out.
-    """
-    windows = windows_of(config)
-    if windows.horizon == 1:
-        windows = replace(windows, start_every=windows.stride)
-    reserve_bytes = config.training.reserve_bytes if beside is None else beside.next_reserve_bytes
-    return _loader(config, cache, windows, order="sequential", reserve_bytes=reserve_bytes)
-
-
-def _loader(
-    config: Config,
-    cache: Cache,
-    windows: Windows,
-    *,
-    order: str,
-    reserve_bytes: int | None,
-    meter: StallMeter | None = None,
-) -> Loader:
-    training = config.training
-    return Loader(
-        cache,
-        batch_size=batch_size_of(config, trajectory_steps(cache.schema)),
-        windows=windows,
-        order=order,
-        tier=training.tier,
-        device=device_of(config),
-        seed=training.seed,
-        reserve_bytes=reserve_bytes,
-        verify=config.verify.on_read,
-        meter=meter,
-    )
 
 
 def loop_settings(config: Config, batches: int, *, resume: bool) -> TrainConfig:

@@ -21,7 +21,7 @@ from stoker.pipeline.diary import run_dir_of
 from stoker.pipeline.folders import require_writable
 from stoker.pipeline.locate import Located, locate, locate_job, windows_in, windows_of
 from stoker.pipeline.mixed import check_together
-from stoker.pipeline.plan import demand_of
+from stoker.pipeline.plan import demand_of, left_by
 from stoker.pipeline.train import training_splits
 from stoker.plan import Resources, plan_tiers, probe
 from stoker.precompute.space import check_space, needed_bytes
@@ -225,27 +225,24 @@ def _check_room(
         detail = "not checked, since no data was found. Mend the rows above and validate again"
         return [Row(check="memory", status="warn", detail=detail), disk]
     memory: list[Row] = []
-    reserve_bytes = config.training.reserve_bytes
     for task, found in trained.items():
-        row, reserve_bytes = _memory_row(config.for_task(task), found, resources, device, reserve_bytes)
+        row, resources = _memory_row(config.for_task(task), found, resources, device)
         memory.append(row)
     return [*memory, disk]
 
 
-def _memory_row(
-    config: Config, found: Located, resources: Resources, device: str, reserve_bytes: int | None
-) -> tuple[Row, int | None]:
-    """The row, and what the next task has to leave free."""
+def _memory_row(config: Config, found: Located, resources: Resources, device: str) -> tuple[Row, Resources]:
+    """The row, and what is left to the next task."""
     training = config.training
     demand = demand_of(config, found, device)
     try:
-        plan = plan_tiers(demand, resources, tier=training.tier, reserve_bytes=reserve_bytes)
+        plan = plan_tiers(demand, resources, tier=training.tier, reserve_bytes=training.reserve_bytes)
     except ResourceError as error:
-        return _failed("memory", error), reserve_bytes
+        return _failed("memory", error), resources
     served = plan.tier in ("host", "device") or training.tier in ("disk", "encode")
     detail = "; ".join(plan.reason.split("; ")[:2])
     row = Row(check="memory", status="pass" if served else "warn", detail=detail)
-    return row, plan.next_reserve_bytes
+    return row, left_by(plan, resources)
 
 
 def _disk_row(config: Config, located: list[Located], resources: Resources) -> Row:

@@ -6,30 +6,31 @@ checkpoints and pictures like any other figure.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from stoker.train.batches import PairBatch, PairLoader
-from stoker.train.evaluate import evaluate
-from stoker.train.run import Run
+from stoker.train.batches import PairLoader
 
 Errors: TypeAlias = "dict[str, float | None]"
-Watched: TypeAlias = Callable[[PairLoader], Iterator[PairBatch]]
-"""Iterates over a loader, and raises when training was asked to stop."""
+Validation: TypeAlias = "PairLoader | Mapping[str, PairLoader | None] | None"
+"""What is validated on: one set, or one for each task; None where this rank has no part of it."""
 
 OF_TASK = "/"
 """Stands between the name of an error and that of the task."""
 
 
-def judge(run: Run, loader: PairLoader | Mapping[str, PairLoader], watched: Watched) -> Errors:
-    """The errors of the run's weights; of several tasks each one's, and their means without weights."""
+def judge(loader: Validation, errors_of: Callable[[PairLoader | None], Errors]) -> Errors:
+    """The errors on a set; of several tasks each one's, and their means without weights.
+
+    Args:
+        loader: The set, or the sets by task.
+        errors_of: Measures the errors on one set; called for every task, in their order, on every rank.
+    """
     if not isinstance(loader, Mapping):
-        return _judge_one(run, loader, watched)
-    found = {task: _judge_one(run, one, watched) for task, one in loader.items()}
-    errors: Errors = {
-        name: _mean([own[name] for own in found.values()]) for name in next(iter(found.values()))
-    }
+        return errors_of(loader)
+    found = {task: errors_of(one) for task, one in loader.items()}
+    names = next(iter(found.values()))
+    errors: Errors = {name: _mean([own[name] for own in found.values()]) for name in names}
     for task, own in found.items():
         errors |= {f"{name}{OF_TASK}{task}": error for name, error in own.items()}
     return errors
@@ -49,30 +50,7 @@ def by_task(errors: Mapping[str, float | None]) -> dict[str, Errors]:
     return found
 
 
-def _judge_one(run: Run, loader: PairLoader, watched: Watched) -> Errors:
-    loader.set_epoch(0)
-    found = evaluate(
-        run.model,
-        watched(loader),
-        run.widths,
-        stride=run.config.stride,
-        samples=run.config.rollout_samples,
-        amp=run.amp,
-    )
-    return {
-        "val_nrmse": _finite(found.nrmse),
-        "persistence_nrmse": _finite(found.persistence),
-        "rollout_nrmse": _finite(found.rollout),
-        "rollout_persistence_nrmse": _finite(found.rollout_persistence),
-    }
-
-
 def _mean(errors: list[float | None]) -> float | None:
     """The mean of errors that are all known."""
     known = [error for error in errors if error is not None]
     return sum(known) / len(known) if len(known) == len(errors) else None
-
-
-def _finite(value: float | None) -> float | None:
-    """JSON holds no infinity: an error too large to tell is reported as absent."""
-    return value if value is not None and math.isfinite(value) else None
