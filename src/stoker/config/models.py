@@ -140,7 +140,7 @@ class TrainingConfig(_Section):
     """Training, and where the cache lies."""
 
     batch_size: PositiveInt = 256
-    """Windows in one batch, on each rank."""
+    """Windows in one batch, on each rank; a run that goes on keeps what all ranks had together."""
     batch_trajectories: PositiveInt | None = None
     """Whole trajectories in one batch, as the earlier systems counted; in place of `batch_size`."""
     epochs: PositiveInt = 10
@@ -169,6 +169,10 @@ class TrainingConfig(_Section):
         str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", examples=["auto", "cpu", "cuda", "cuda:1"])
     ] = "auto"
     """Where to compute; `auto` takes a GPU where there is one."""
+    order: Annotated[str, Field(pattern=r"^(full|block(\(\d+, ?\d+\))?|static(\(\d+\))?)$")] = "full"
+    """Order of examples: `full` shuffle, `block` for slow media, `static`: each rank keeps its part."""
+    rank_deadline: PositiveFloat = 300.0
+    """Seconds that a rank waits for the others, under torchrun, before it ends and names them."""
     tier: Literal["auto", "device", "host", "disk", "encode"] = "auto"
     """Where batches are served from; `auto`: the fastest that fits (docs/plan.md)."""
     reserve_bytes: CountInt | None = None
@@ -219,6 +223,8 @@ class PrecomputeConfig(_Section):
     """Whether a sample with a NaN or an infinity is quarantined or stored."""
     max_error: PositiveFloat | None = None
     """Largest rounding error of the storage dtype, relative to a record's largest value; null: no bound."""
+    keep: str | tuple[str, ...] = ()
+    """Fields of the raw samples to store beside the latents, as `data` or `[data]`, for losses on them."""
     overwrite: Flag = False
     """Encode all records of this recipe again."""
     retry_quarantined: Flag = False

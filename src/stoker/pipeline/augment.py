@@ -42,6 +42,11 @@ def transforms_of(config: Config, cache: Cache, *, training: bool) -> list[Trans
     return found
 
 
+def in_stored_units(config: Config) -> bool:
+    """Whether states reach the operator as they are stored, so that a decoder knows what it predicts."""
+    return not any(isinstance(step, NormalizeStep) for step in config.training.transforms)
+
+
 def _drawing(step: Step) -> Transform:
     settings = step.model_dump(exclude={"kind"})
     return RANDOM[step.kind](**settings)

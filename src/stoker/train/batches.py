@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stoker.errors import RecordError
+from stoker.scale.ranks import ALONE, Ranks
 
 
 class PairBatch(Protocol):
@@ -35,7 +36,7 @@ class PairBatch(Protocol):
 
     @property
     def cond(self) -> Mapping[str, Tensor]:
-        """Conditions by name, each `(B, C)`."""
+        """Conditions by name, each `(B, C)`; what has more axes is raw data for other losses, and none."""
         ...
 
     @property
@@ -107,7 +108,8 @@ def to_pairs(batch: PairBatch, widths: Mapping[str, int], device: torch.device) 
 
 def cond_widths(batch: PairBatch) -> dict[str, int]:
     """Numbers per example of each condition, by name in sorted order."""
-    return {name: batch.cond[name][0].numel() for name in sorted(batch.cond)}
+    conditions = {name: values for name, values in batch.cond.items() if values.ndim <= 2}
+    return {name: conditions[name][0].numel() for name in sorted(conditions)}
 
 
 def _tokens(states: Tensor) -> Tensor:
@@ -131,8 +133,8 @@ class Scales:
     """`(C,)`; 1 where a condition never varies."""
 
 
-def measure_scales(pairs: Iterator[Pairs]) -> Scales:
-    """Scales of some batches, summed in float64 in their order."""
+def measure_scales(pairs: Iterator[Pairs], ranks: Ranks = ALONE) -> Scales:
+    """Scales of some batches of all ranks, summed in float64 in their order."""
     states: list[Tensor] = []
     steps: list[Tensor] = []
     conds: list[Tensor] = []
@@ -143,9 +145,12 @@ def measure_scales(pairs: Iterator[Pairs]) -> Scales:
         steps.append(step.square().mean((0, 1)))
         cond = batch.cond.double()
         conds.append(torch.stack([cond.mean(0), cond.square().mean(0)]))
-    z_mean, z_std = _deviation(torch.stack(states).mean(0))
-    cond_mean, cond_std = _deviation(torch.stack(conds).mean(0))
-    step_std = torch.stack(steps).mean(0).sqrt()
+    state, step, cond = (
+        ranks.mean(torch.stack(found).mean(0), "the scales of the data") for found in (states, steps, conds)
+    )
+    z_mean, z_std = _deviation(state)
+    cond_mean, cond_std = _deviation(cond)
+    step_std = step.sqrt()
     # A dimension that hardly moves would get an error unit of its rounding noise.
     step_std = step_std.clamp_min(1e-3 * step_std.max().item())
     return Scales(

@@ -1,20 +1,33 @@
 """Validation: the error of one step beside that of doing nothing, and of whole roll-outs.
 
 An error is always `sqrt(sum |prediction - truth|^2 / sum |truth|^2)` over the whole set, in latent space,
-summed in float64. Doing nothing (persistence, z1 = z0) is the guess that a model must beat to have learnt
-anything: with short time steps its error is small, so an error alone says little.
+summed in float64; with a decoder also of the decoded fields, in their own units. Doing nothing (persistence,
+z1 = z0) is the guess that a model must beat to have learnt anything: with short time steps its error is
+small, so an error alone says little.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from stoker.encoders.decode import Decode
+from stoker.scale.ranks import ALONE, Ranks
 from stoker.train.batches import PairBatch, Pairs, to_pairs
 from stoker.train.operator import LatentOperator
+
+ERRORS = (
+    "val_nrmse", "persistence_nrmse", "rollout_nrmse", "rollout_persistence_nrmse",
+    "physical_nrmse", "physical_persistence_nrmse", "physical_rollout_nrmse",
+    "physical_rollout_persistence_nrmse",
+)  # fmt: skip
+"""What an evaluation is written down as: in latent space, then in physical space."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +46,24 @@ class Evaluation:
     """Steps of the longest roll-out."""
     windows: int
     """Windows evaluated."""
+    physical: PhysicalErrors | None = None
+    """The same four errors of the decoded fields; None without a decoder."""
 
 
-def evaluate(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhysicalErrors:
+    """Errors of decoded predictions against decoded truth, by the names of `Evaluation`.
+
+    What the encoder itself loses is in neither side; it is given beside them.
+    """
+
+    nrmse: float
+    persistence: float
+    rollout: float | None
+    rollout_persistence: float | None
+
+
+def evaluate(  # noqa: PLR0913  what to judge, on what, and the rest by name
     model: LatentOperator,
     batches: Iterable[PairBatch],
     widths: Mapping[str, int],
@@ -43,8 +71,10 @@ def evaluate(
     stride: int,
     samples: int,
     amp: bool = False,
+    ranks: Ranks = ALONE,
+    decode: Decode | None = None,
 ) -> Evaluation:
-    """Go once over the batches.
+    """Go once over the batches, which are this rank's part of the set; the errors are those of the whole set.
 
     Windows with `future` are rolled out over it. Without, the windows of `samples` trajectories are chained
     (start 0, `stride`, 2 `stride`, ...) and those are rolled out whole; one that lacks a window is left out.
@@ -52,10 +82,13 @@ def evaluate(
     Args:
         model, amp: The operator, on its device, and whether to compute in bfloat16.
         batches, widths: The validation set, and its conditions as in training.
-        stride, samples: Stored steps between z0 and z1; trajectories kept in memory for roll-outs.
+        stride, samples: Stored steps between z0 and z1; trajectories kept in memory for roll-outs, which
+            are the first of all ranks together. Those whose windows lie on two ranks are left out.
+        ranks: The processes that go over the set together.
+        decode: From states to fields, to judge those as well.
     """
     device = next(model.parameters()).device
-    one, still, far, far_still = _Error(), _Error(), _Error(), _Error()
+    one, still, far, far_still = (_Errors(decode) for _ in range(4))
     chains = _Chains(stride, samples)
     windows = steps = 0
     with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=amp):
@@ -74,38 +107,79 @@ def evaluate(
                 predicted = model(predicted, pairs.cond) if k else predicted
                 far.add(predicted, pairs.states[:, k])
                 far_still.add(pairs.z0, pairs.states[:, k])
-        for start, truth, conds in chains.whole():
+        for start, truth, conds in chains.whole(_share(len(chains), samples, ranks)):
             steps = max(steps, len(truth))
             state = start
             for target, cond in zip(truth, conds, strict=True):
                 state = model(state, cond)
                 far.add(state, target)
                 far_still.add(start, target)
+    halves = [half for error in (one, still, far, far_still) for half in (error.latent, error.physical)]
+    parts = [float(part) for half in halves for part in (half.wrong, half.size)]
+    *sums, windows = ranks.sums([*parts, windows], "the end of an evaluation")
+    steps = max(int(told) for told in ranks.tell(str(steps), "the end of an evaluation"))
+    nrmse = [_nrmse(*sums[at : at + 2]) for at in range(0, len(sums), 2)]
     return Evaluation(
-        nrmse=one.value(),
-        persistence=still.value(),
-        rollout=far.value() if steps else None,
-        rollout_persistence=far_still.value() if steps else None,
+        **_named(nrmse[0::2], steps),
         rollout_steps=steps,
-        windows=windows,
+        windows=int(windows),
+        physical=None if decode is None else PhysicalErrors(**_named(nrmse[1::2], steps)),
     )
+
+
+def errors_of(found: Evaluation) -> dict[str, float | None]:
+    """Errors by the names of `TrainReport`. JSON holds no infinity: one too large to tell is absent."""
+    spaces = [found, found.physical] if found.physical is not None else [found]
+    values = [v for s in spaces for v in (s.nrmse, s.persistence, s.rollout, s.rollout_persistence)]
+    finite = [value if value is not None and math.isfinite(value) else None for value in values]
+    return dict(zip(ERRORS, finite, strict=False))
+
+
+def _named(errors: list[float], steps: int) -> dict[str, Any]:
+    """One step, persistence, roll-out and its persistence, by the names of `Evaluation`."""
+    nrmse, persistence, rollout, rollout_persistence = errors
+    return {
+        "nrmse": nrmse,
+        "persistence": persistence,
+        "rollout": rollout if steps else None,
+        "rollout_persistence": rollout_persistence if steps else None,
+    }
+
+
+def _share(found: int, wanted: int, ranks: Ranks) -> int:
+    """How many of its `found` trajectories this rank rolls out: the first `wanted` of all ranks' are."""
+    before = ranks.tell(str(found), "the roll-outs")[: ranks.rank]
+    return max(0, min(found, wanted - sum(map(int, before))))
+
+
+def _nrmse(wrong: float, size: float) -> float:
+    """The error; 0 of 0 is 0."""
+    return (wrong / size) ** 0.5 if size else float(wrong > 0)
+
+
+class _Errors:
+    """One error in latent space and, with a decoder, in physical space."""
+
+    def __init__(self, decode: Decode | None) -> None:
+        self.latent, self.physical = _Error(), _Error()
+        self._decode = decode
+
+    def add(self, guess: Tensor, truth: Tensor) -> None:
+        self.latent.add(guess, truth)
+        if self._decode is not None:
+            self.physical.add(self._decode(guess), self._decode(truth))
 
 
 class _Error:
     """Sums of squares that stay on the device until the end: no wait for a GPU per batch."""
 
     def __init__(self) -> None:
-        self._wrong: Tensor | float = 0.0
-        self._size: Tensor | float = 0.0
+        self.wrong: Tensor | float = 0.0
+        self.size: Tensor | float = 0.0
 
     def add(self, guess: Tensor, truth: Tensor) -> None:
-        self._wrong = self._wrong + (guess - truth).double().square().sum()
-        self._size = self._size + truth.double().square().sum()
-
-    def value(self) -> float:
-        """The error; 0 of 0 is 0."""
-        wrong, size = float(self._wrong), float(self._size)
-        return (wrong / size) ** 0.5 if size else float(wrong > 0)
+        self.wrong = self.wrong + (guess - truth).double().square().sum()
+        self.size = self.size + truth.double().square().sum()
 
 
 @dataclass(slots=True)
@@ -136,13 +210,18 @@ class _Chains:
             if start == 0:
                 chain.first = pairs.z0[row]
 
-    def whole(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """First states `(n, L, D)`, truth `(steps, n, L, D)` and conditions `(steps, n, C)`, by length.
+    def __len__(self) -> int:
+        """Trajectories met, up to as many as are wanted."""
+        return len(self._chains)
+
+    def whole(self, count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The first `count` of them, by length: states `(n, L, D)` that they begin with, truth
+        `(steps, n, L, D)` and conditions `(steps, n, C)`.
 
         A chain with a gap is none: its first steps alone would pass for a whole roll-out.
         """
         by_length: dict[int, list[_Chain]] = {}
-        for chain in self._chains.values():
+        for chain in islice(self._chains.values(), count):
             length = next(k for k in range(len(chain.states) + 1) if k not in chain.states)
             if chain.first is not None and length == len(chain.states):
                 by_length.setdefault(length, []).append(chain)
