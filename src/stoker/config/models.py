@@ -229,6 +229,8 @@ class PrecomputeConfig(_Section):
     """Encode all records of this recipe again."""
     retry_quarantined: Flag = False
     """Try quarantined samples again, those with errors of their own as well."""
+    wait: Flag = True
+    """Whether `train` encodes what is missing before it begins; `false`: it begins at once, beside that."""
     deadlines: DeadlinesConfig = DeadlinesConfig()
 
 

@@ -131,22 +131,29 @@ def completed(cache: Cache) -> Cache:
     """
     if cache.complete:
         return cache
+    if cache.filling is not None and cache.filling.done():
+        return opened_anew(cache)
     missing = np.ones(cache.recipe.count, dtype=np.bool_)
     missing[cache.numbers] = False
     missing[list(cache.quarantined)] = False
     numbers = np.flatnonzero(missing)
     if cache.filler is not None:
-        from stoker.store import open_cache
-
         cache.filler.fill(numbers.tolist(), FILL_DEADLINE_S)
-        filled = open_cache(cache.path)
-        filled.filler = cache.filler
-        return filled
+        return opened_anew(cache)
     raise IncompleteError(
         f"{cache.path} holds {format_count(len(cache))} of {format_count(cache.recipe.count)} records; "
         f"{format_count(len(numbers))} are missing, the first is sample {int(numbers[0])}. "
         "Run the same precompute again: it encodes exactly what is missing"
     )
+
+
+def opened_anew(cache: Cache) -> Cache:
+    """The same cache as it is now, complete, with whoever can encode for it."""
+    from stoker.store import open_cache
+
+    filled = open_cache(cache.path)
+    filled.filler = cache.filler
+    return filled
 
 
 def _number(cache: Cache, places: Places, windows: Windows | None) -> Examples:

@@ -42,9 +42,9 @@ def transforms_of(config: Config, cache: Cache, *, training: bool) -> list[Trans
     return found
 
 
-def in_stored_units(config: Config) -> bool:
-    """Whether states reach the operator as they are stored, so that a decoder knows what it predicts."""
-    return not any(isinstance(step, NormalizeStep) for step in config.training.transforms)
+def normalized(config: Config) -> bool:
+    """Whether batches are not the encoder's records any more, so that it cannot decode them."""
+    return any(isinstance(step, NormalizeStep) for step in config.training.transforms)
 
 
 def _drawing(step: Step) -> Transform:
