@@ -308,7 +308,6 @@ def make_loader(
         drop_last=None if shared is None else shared.drop_last,
         rank=ranks.rank,
         world=ranks.world,
-        reserve_bytes=config.training.reserve_bytes,
         meter=meter,
         transforms=transforms_of(config, cache, training=True),
         **chosen_of(config, cache),
@@ -339,7 +338,6 @@ def make_val_loader(
         order="sequential",
         batch_size=_batch_size(config, cache),
         indices=own,
-        reserve_bytes=config.training.reserve_bytes,
         transforms=transforms_of(config, train_cache or cache, training=False),
         **_common(config),
     )
@@ -356,6 +354,7 @@ def _common(config: Config) -> dict[str, Any]:
         "tier": training.tier,
         "device": device_of(config),
         "seed": training.seed,
+        "reserve_bytes": training.reserve_bytes,
         "verify": config.verify.on_read,
     }
 
