@@ -6,12 +6,14 @@ order.py       which example comes at which position of an epoch; ranks.py: whic
 windows.py     trajectories cut into examples; places.py: where each record lies
 chunks.py      positions -> rows, many batches at a time and ahead of need
 outputs.py     what a batch is made of; gather.py: batches from memory; disk.py: from shards
+fused.py       what is done to values on the way: normalise, cast, crop, mirror; kernels/: by what
 residency.py   which shards are in memory now (memory.py, mapped.py: host, device.py: GPU)
 buffers.py     memory of large batches; pool.py: threads; batch.py, transform.py, state.py, arguments.py
 """
 
 from stoker.loader.batch import RecordBatch, WindowBatch
+from stoker.loader.fused import Normalise
 from stoker.loader.loader import Loader
 from stoker.loader.windows import Windows
 
-__all__ = ["Loader", "RecordBatch", "WindowBatch", "Windows"]
+__all__ = ["Loader", "Normalise", "RecordBatch", "WindowBatch", "Windows"]

@@ -22,6 +22,7 @@ from torch import Tensor
 from stoker.loader.buffers import REUSE_FROM_BYTES, Buffers
 from stoker.loader.chunks import Chunk, Locator, host
 from stoker.loader.gather import RaggedGather
+from stoker.loader.kernels.choose import twin_for
 from stoker.loader.memory import Memory, bytes_of
 from stoker.loader.outputs import RECORD, Output, view_for
 from stoker.loader.places import Places
@@ -105,6 +106,7 @@ class DiskBatches:
         self._runs = _plan_runs(cache, outputs)
         self._whole = [i for i, output in enumerate(outputs) if output.index == RECORD]
         schema = cache.schema
+        self._twins = [twin_for(output, torch.device("cpu")) for output in outputs]
         self._views = [[view_for(o, schema[o.field], m.sources[o.field]) for o in outputs] for m in memories]
 
     def batches(self, chunk: Chunk, first: int) -> Iterator[list[Any]]:
@@ -204,9 +206,9 @@ class DiskBatches:
         for place, own in pending.parts:
             self._from_memory(place, own, pending)
         for i, output in enumerate(self._outputs):
-            if output.cast is not None:
-                given = values[i]
-                values[i] = [v.to(output.cast) for v in given] if output.ragged else given.to(output.cast)
+            twin = self._twins[i]
+            if twin is not None:
+                values[i] = [twin(value) for value in values[i]] if output.ragged else twin(values[i])
         return [*values, pending.index]
 
     def _from_memory(self, place: int, own: NDArray[np.int64], pending: Pending) -> None:
@@ -217,7 +219,7 @@ class DiskBatches:
         where = torch.as_tensor(own)
         for i, (output, view) in enumerate(zip(self._outputs, self._views[place], strict=True)):
             if output.ragged:
-                gather = RaggedGather(view, output)
+                gather = RaggedGather(view, None)  # converted when all are there
                 found = gather(rows[f"starts:{output.field}"], rows[f"lengths:{output.field}"])
                 for j, value in zip(own.tolist(), found, strict=True):
                     pending.values[i][j] = value.cpu()

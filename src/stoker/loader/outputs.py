@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stoker.errors import ConfigError
+from stoker.loader.fused import Fused, check_normalise, fused_of
 from stoker.loader.windows import Windows, check_conditions, condition_width, time_field
 from stoker.schema import FLOATS, Field, Schema
 
@@ -36,6 +37,8 @@ class Output:
     """Stored dtype."""
     cast: torch.dtype | None = None
     """Dtype handed out, when it is another one."""
+    fused: Fused | None = None
+    """What is done to the values on the way, the cast included; None: nothing."""
     lag: int = 0
     """Steps from the window's start to the first step taken."""
     count: int | None = None
@@ -51,6 +54,11 @@ class Output:
         return 0 if self.ragged else int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of one stored row that is gathered: an example, or a step of a ragged output."""
+        return self.shape[1:] if self.ragged else self.shape
+
+    @property
     def served_bytes(self) -> int:
         """Bytes handed out for one example; 0 for a ragged output."""
         wider = 1 if self.cast is None else self.cast.itemsize / self.dtype.itemsize
@@ -63,29 +71,38 @@ class Output:
         return range(self.lag, self.lag + count * self.every, self.every)
 
 
-def make_outputs(schema: Schema, windows: Windows | None, dtype: str | None) -> tuple[Output, ...]:
+def make_outputs(
+    schema: Schema, windows: Windows | None, dtype: str | None, normalise: object = None
+) -> tuple[Output, ...]:
     """The outputs of a loader: fields as they are, or `z0`, `z1`, `future` and conditions.
 
     Args:
-        dtype: Handed out instead of the stored one, for fields that hold floats.
+        dtype: Handed out instead of the stored one, for fields that hold floats or are normalised.
+        normalise: `Normalise` by field; None: no field is.
 
     Raises:
-        ConfigError: No field has time, or one cannot be a condition; `dtype` is no float.
+        ConfigError: No field has time, or one cannot be a condition; `dtype` is no float; a field cannot be
+            normalised so.
     """
     if dtype is not None:
         check_dtype(dtype)
+    how = check_normalise(normalise, schema)
+    fused = {name: fused_of(field, how.get(name), dtype) for name, field in schema.items()}
     if windows is None:
         check_names(schema)
-        return tuple(_output(name, name, field, dtype) for name, field in schema.items())
+        return tuple(_output(name, name, field, fused[name]) for name, field in schema.items())
     main = time_field(schema, windows.field)
     check_conditions(schema, main)
     field, stride = schema[main], windows.stride
-    outputs = [_output("z0", main, field, dtype, lag=0), _output("z1", main, field, dtype, lag=stride)]
+    outputs = [
+        _output("z0", main, field, fused[main], lag=0),
+        _output("z1", main, field, fused[main], lag=stride),
+    ]
     if windows.horizon > 1:
         count = windows.horizon - 1
-        outputs.append(_output("future", main, field, dtype, lag=2 * stride, count=count, every=stride))
+        outputs.append(_output("future", main, field, fused[main], lag=2 * stride, count=count, every=stride))
     outputs += [
-        _output(name, name, f, dtype, lag=0 if f.time else None, width=condition_width(f))
+        _output(name, name, f, fused[name], lag=0 if f.time else None, width=condition_width(f))
         for name, f in schema.items()
         if name != main
     ]
@@ -119,7 +136,7 @@ def _output(  # noqa: PLR0913 - the ways in which outputs differ, private to thi
     name: str,
     field_name: str,
     field: Field,
-    dtype: str | None,
+    fused: Fused | None,
     *,
     lag: int | None = None,
     count: int | None = None,
@@ -128,7 +145,6 @@ def _output(  # noqa: PLR0913 - the ways in which outputs differ, private to thi
 ) -> Output:
     """`lag=None` takes whole records; `width` flattens an example to `(C,)`."""
     stored = getattr(torch, field.dtype)
-    wanted = stored if dtype is None or field.dtype not in FLOATS else getattr(torch, dtype)
     if lag is None:
         index, shape = RECORD, field.shape
     else:
@@ -140,7 +156,8 @@ def _output(  # noqa: PLR0913 - the ways in which outputs differ, private to thi
         index=index,
         shape=shape if width is None else (width,),
         dtype=stored,
-        cast=None if wanted is stored else wanted,
+        cast=None if fused is None or fused.dtype is stored else fused.dtype,
+        fused=fused,
         lag=lag or 0,
         count=count,
         every=every,
