@@ -50,7 +50,7 @@ def test_values_follow_the_rule_to_the_last_bit(
     what = fused(shape, dtype, wanted, mean=MEAN, std=STD, axis=axis, divisor=255)
     index = torch.tensor([8, 0, 3, 3])
 
-    got = TwinGather(rows, what, 4, None)(index)
+    got = TwinGather(rows, what, 4)(index)
 
     assert got.dtype == getattr(torch, wanted)
     assert torch.equal(got, by_rule(rows[index], what))
@@ -61,7 +61,7 @@ def test_the_result_is_what_users_write_by_hand() -> None:
     rows = stored("uint8", 6, 3, 8, 8)
     what = fused((3, 8, 8), "uint8", None, mean=MEAN, std=STD, divisor=255)
 
-    got = TwinGather(rows, what, 6, None)(torch.arange(6))
+    got = TwinGather(rows, what, 6)(torch.arange(6))
 
     mean, std = (torch.tensor(v, dtype=torch.float64).view(3, 1, 1) for v in (MEAN, STD))
     torch.testing.assert_close(got.double(), (rows.double() / 255 - mean) / std, rtol=0, atol=1e-6)
@@ -77,7 +77,7 @@ def test_large_batches_are_converted_in_pieces_by_threads(
     what = fused(shape, "uint8", wanted, mean=MEAN, std=STD, divisor=255)
     batch = 4 * (5 << 20) // (4 * rows[0].numel())
     index = torch.randint(0, 64, (batch,), generator=torch.Generator().manual_seed(1))
-    gather = TwinGather(rows, what, batch, Pool(threads - 1, "test") if threads > 1 else None)
+    gather = TwinGather(rows, what, batch, pool=Pool(threads - 1, "test") if threads > 1 else None)
 
     for _ in range(3):
         got = gather(index)
@@ -88,7 +88,7 @@ def test_large_batches_are_converted_in_pieces_by_threads(
 def test_a_batch_that_somebody_holds_is_not_written_to_again() -> None:
     rows = stored("uint8", 8, 3, 200, 200)
     what = fused((3, 200, 200), "uint8", None, mean=0.5, std=0.25, divisor=255)
-    gather = TwinGather(rows, what, 8, None)
+    gather = TwinGather(rows, what, 8)
 
     held = gather(torch.arange(8))
     kept = held.clone()
@@ -100,7 +100,7 @@ def test_a_batch_that_somebody_holds_is_not_written_to_again() -> None:
 def test_static_gathers_write_to_one_place() -> None:
     rows = stored("uint8", 8, 3, 5, 5)
     what = fused((3, 5, 5), "uint8", "float16", mean=MEAN, std=STD, divisor=255)
-    gather = TwinGather(rows, what, 4, None, static=True)
+    gather = TwinGather(rows, what, 4, static=True)
 
     first = gather(torch.arange(4))
     second = gather(torch.arange(4, 8))
@@ -129,7 +129,7 @@ def test_cropped_images_are_normalised_by_their_own_channels() -> None:
     begins, flips = torch.tensor([[3, 2], [0, 1], [2, 2], [1, 0]]), torch.tensor([True, True, False, False])
     index = torch.tensor([5, 1, 1, 0])
 
-    got = TwinGather(rows, cropped, 4, None)(index, (begins, flips))
+    got = TwinGather(rows, cropped, 4)(index, (begins, flips))
 
     assert torch.equal(got, cut(by_rule(rows[index], whole), (9, 8), begins, flips))
 

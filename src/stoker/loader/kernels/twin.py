@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -36,6 +37,22 @@ SHORT_RUN = 64
 
 Views: TypeAlias = "tuple[Tensor | None, Tensor | None]"
 """Where crops begin, `(n, 2)` int64 rows and columns, and which examples are mirrored, `(n,)` bool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How values of a view are packed: one byte each, times a float32 scale that a block of them shares."""
+
+    dtype: torch.dtype
+    """What the bytes are: int8 or float8."""
+    scales: Tensor
+    """A view like that of the bytes, with one scale for each block of their last axis."""
+    per_block: int = 128
+
+    def unpacked(self, stored: Tensor, index: Tensor) -> Tensor:
+        """The float32 values of `stored`, which were gathered by `index`."""
+        each = torch.index_select(self.scales, 0, index).repeat_interleave(self.per_block, -1)
+        return stored.view(self.dtype).to(torch.float32).mul_(each[..., : stored.shape[-1]])
 
 
 class Twin:
@@ -100,15 +117,27 @@ class TwinGather:
     """Gathers rows of one view and converts them: on a CPU piece by piece, elsewhere batch by batch."""
 
     def __init__(
-        self, view: Tensor, fused: Fused, batch: int, pool: Pool | None, *, static: bool = False
+        self,
+        view: Tensor,
+        fused: Fused,
+        batch: int,
+        *,
+        pool: Pool | None = None,
+        static: bool = False,
+        packing: Packing | None = None,
     ) -> None:
-        """`batch` is the size of a full batch; `static` writes every batch over the last.
+        """`batch` is the size of a full batch.
 
         Args:
+            view: Rows as stored.
+            fused: What is done to them.
             pool: Converts large batches beside the caller's thread; None: without.
+            static: Every full batch is written over the last.
+            packing: How the rows' values are packed; None: they are not.
         """
         self._view = view
         self._fused = fused
+        self._packing = packing
         self._twin = Twin(fused, tuple(view.shape[1:]), view.device)
         self._room = Room((batch, *self._twin.shape), fused.dtype, view.device, static=static)
         self._pool = pool if self._room.bytes >= THREADS_FROM_BYTES else None
@@ -118,8 +147,10 @@ class TwinGather:
     def __call__(self, index: Tensor, views: Views = (None, None)) -> Tensor:
         """Rows `index` of the view, converted: `(len(index), *shape)`; `views` crop and mirror them."""
         if self._view.device.type != "cpu":
-            made = self._twin(torch.index_select(self._view, 0, index), views)
-            return self._room.fixed(made)
+            rows = torch.index_select(self._view, 0, index)
+            if self._packing is not None:
+                rows = self._packing.unpacked(rows, index)
+            return self._room.fixed(self._twin(rows, views))
         out = self._room.take(len(index))
         numbers = index.tolist() if self._rows == 1 else []
         work = partial(self._convert, index, numbers, views, out, iter(range(0, len(index), self._rows)))
@@ -144,6 +175,8 @@ class TwinGather:
                 raw = self._view.narrow(0, numbers[begin], 1)  # large enough to be read where it lies
             else:
                 raw = torch.index_select(self._view, 0, index[begin:end], out=rows[: end - begin])
+            if self._packing is not None:
+                raw = self._packing.unpacked(raw, index[begin:end])
             if self._fused.crop is not None or self._fused.flip:
                 own = [None if view is None else view[begin:end] for view in views]
                 raw = cut(raw, self._fused.crop, *own)
@@ -165,7 +198,7 @@ class Room:
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, static: bool
     ) -> None:
-        self._shape, self._dtype, self._device = shape, dtype, device
+        self.shape, self._dtype, self._device = shape, dtype, device
         self.bytes = math.prod(shape) * dtype.itemsize
         """Of a full batch."""
         with torch.inference_mode(False):
@@ -175,12 +208,12 @@ class Room:
 
     def take(self, count: int) -> Tensor:
         """A tensor for `count` examples, content undefined; only that of a full batch is not fresh."""
-        if count == self._shape[0]:
+        if count == self.shape[0]:
             if self._fixed is not None:
                 return self._fixed
             if self._buffers is not None:
                 return self._buffers.take()
-        return torch.empty((count, *self._shape[1:]), dtype=self._dtype, device=self._device)
+        return torch.empty((count, *self.shape[1:]), dtype=self._dtype, device=self._device)
 
     def fixed(self, made: Tensor) -> Tensor:
         """The same values in the one place for ever, where there is one."""
