@@ -21,6 +21,7 @@ def test_these_are_the_public_names() -> None:
         "GridEncoder",
         "HDF5Source",
         "Loader",
+        "Mixture",
         "ModuleEncoder",
         "StokerError",
         "TorchSource",

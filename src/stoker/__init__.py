@@ -6,6 +6,7 @@ precompute/   source + encoder -> cache, resumable, hang-proof
 store/        the cache: recipe and fingerprint, shards with checksums, index
 plan/         which records are served from where, and why
 loader/       cache + plan -> batches, the same bytes from every tier
+transforms/   changes to a batch on its device, random by example
 train/        a reference operator and its training loop
 config/       settings files;  pipeline/, cli/   whole runs, and the `stoker` command
 """
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from stoker.cached import cached
     from stoker.encoders.grid import GridEncoder
     from stoker.encoders.module import ModuleEncoder
-    from stoker.loader import Loader, Windows
+    from stoker.loader import Loader, Mixture, Windows
     from stoker.precompute import precompute
     from stoker.sources.hdf5 import HDF5Source
     from stoker.sources.torch_dataset import TorchSource
@@ -36,6 +37,7 @@ __all__ = [
     "GridEncoder",
     "HDF5Source",
     "Loader",
+    "Mixture",
     "ModuleEncoder",
     "StokerError",
     "TorchSource",
@@ -51,6 +53,7 @@ _HOMES = {
     "GridEncoder": "stoker.encoders.grid",
     "HDF5Source": "stoker.sources.hdf5",
     "Loader": "stoker.loader",
+    "Mixture": "stoker.loader",
     "ModuleEncoder": "stoker.encoders.module",
     "TorchSource": "stoker.sources.torch_dataset",
     "Windows": "stoker.loader",
@@ -60,9 +63,14 @@ _HOMES = {
 }
 """Where each public name is defined; imported on first use, so that `import stoker` costs nothing."""
 
+_MODULES = ("transforms",)
+"""Public modules, `stoker.transforms.Flip`, also imported on first use."""
+
 
 def __getattr__(name: str) -> object:
     """Import a public name when it is first asked for (PEP 562)."""
+    if name in _MODULES:
+        return import_module(f"stoker.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'stoker' has no attribute {name!r}. Public names: {', '.join(__all__)}")
     value = getattr(import_module(_HOMES[name]), name)

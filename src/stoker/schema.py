@@ -27,11 +27,18 @@ Sample: TypeAlias = "dict[str, NDArray[Any]]"
 
 DTYPE_BYTES: Mapping[str, int] = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
-    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+    "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
 }  # fmt: skip
 """Bytes per element of each dtype a store may hold."""
 
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+PACKED_DTYPES = ("int8", "float8_e4m3fn")
+"""What floats may be packed to: one byte each, times a scale that a block of them shares."""
+SCALE_BLOCK = 128
+"""Elements of the last axis that share one scale."""
+SCALE_SUFFIX = ".scale"
+"""Ends the name of the column of scales; no field of a record ends so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +53,8 @@ class Field:
     """Axis 0 is time, so that windows and pieces may be cut from it."""
     ragged: bool = False
     """The length of axis 0 differs from sample to sample."""
+    packed: bool = False
+    """Floats, stored as `dtype` times a float32 scale for each block of 128 on the last axis."""
 
     def __post_init__(self) -> None:
         """Refuse shapes and dtypes that no store can hold."""
@@ -55,6 +64,20 @@ class Field:
             raise RecordError("a scalar field has no axis 0, so it cannot be ragged or have time")
         if any(size < 0 for size in self.shape[1 if self.ragged else 0 :]):
             raise RecordError(f"shape {self.shape} has a negative size")
+        if self.packed and (self.dtype not in PACKED_DTYPES or not self.step_shape):
+            raise RecordError(f"{self.dtype} of shape {self.shape} cannot be packed with scales")
+        if self.dtype == "float8_e4m3fn" and not self.packed:
+            raise RecordError("float8_e4m3fn is stored with scales only")
+
+    @property
+    def floating(self) -> bool:
+        """Whether the values are floats, however they are stored."""
+        return self.packed or self.dtype in FLOATS
+
+    @property
+    def step_shape(self) -> tuple[int, ...]:
+        """Shape of one step along axis 0 where that is time or ragged, else of the whole field."""
+        return self.shape[1:] if self.time or self.ragged else self.shape
 
     @property
     def itemsize(self) -> int:
@@ -79,17 +102,41 @@ Schema: TypeAlias = "dict[str, Field]"
 """Field name to `Field`, in the order in which fields are stored."""
 
 
+def scale_field(field: Field) -> Field:
+    """The scales of a packed field, one for each block of the last axis.
+
+    >>> scale_field(Field(shape=(101, 16, 300), dtype="int8", time=True, packed=True)).shape
+    (101, 16, 3)
+    """
+    shape = (*field.shape[:-1], -(-field.shape[-1] // SCALE_BLOCK))
+    return Field(shape=shape, dtype="float32", time=field.time, ragged=field.ragged)
+
+
+def columns_of(schema: Schema) -> Schema:
+    """The columns that hold the fields of a schema: each packed field is followed by its scales."""
+    columns: Schema = {}
+    for name, field in schema.items():
+        columns[name] = field
+        if field.packed:
+            columns[name + SCALE_SUFFIX] = scale_field(field)
+    return columns
+
+
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype that carries `name`; bfloat16 is carried as its bits in uint16."""
-    return np.dtype("uint16" if name == "bfloat16" else name)
+    """The numpy dtype that carries `name`; bfloat16 is carried as its bits in uint16, float8 in int8."""
+    return np.dtype({"bfloat16": "uint16", "float8_e4m3fn": "int8"}.get(name, name))
 
 
 def schema_to_json(schema: Schema) -> dict[str, Json]:
     """A schema as JSON, the inverse of `schema_from_json`."""
-    return {
-        name: {"shape": list(f.shape), "dtype": f.dtype, "time": f.time, "ragged": f.ragged}
-        for name, f in schema.items()
-    }
+    entries: dict[str, Json] = {}
+    for name, f in schema.items():
+        # Said only where it is so: schemas without packed fields read as they did before there were any.
+        packed: dict[str, Json] = {"packed": True} if f.packed else {}
+        entries[name] = {
+            "shape": list(f.shape), "dtype": f.dtype, "time": f.time, "ragged": f.ragged, **packed
+        }  # fmt: skip
+    return entries
 
 
 def schema_from_json(data: Mapping[str, Any]) -> Schema:
@@ -105,6 +152,7 @@ def schema_from_json(data: Mapping[str, Any]) -> Schema:
                 dtype=str(f["dtype"]),
                 time=bool(f["time"]),
                 ragged=bool(f["ragged"]),
+                packed=bool(f.get("packed", False)),
             )
             for name, f in data.items()
         }

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.errors import FormatError, StokerError
+from stoker.schema import PACKED_DTYPES
 from stoker.store import Cache, open_cache
 from tests.chaos import program
 from tests.chaos.scenarios import MIXED
@@ -160,13 +161,14 @@ def run(argv: Sequence[str]) -> program.Figures:
     parser.add_argument(
         "--count", type=int, default=10_000, help="bits; a twentieth as many shards are changed"
     )
+    parser.add_argument("--dtype", choices=PACKED_DTYPES, help="of storage; default: as the source has it")
     parser.add_argument("--seed", type=int, default=0)
     arguments, begun = parser.parse_args(argv), time.monotonic()
     logging.getLogger("stoker").setLevel(logging.CRITICAL)
     chance = random.Random(arguments.seed)
     with program.workplace() as base:
-        cache = make_cache(base / "ours", MIXED)
-        other = make_cache(base / "theirs", FOREIGN)
+        cache = make_cache(base / "ours", MIXED, dtype=arguments.dtype)
+        other = make_cache(base / "theirs", FOREIGN, dtype=arguments.dtype)
         theirs = (other.path / other.index.shards[0].file).read_bytes()
         found = flips(cache, arguments.count, chance)
         more = swaps(cache, theirs, arguments.count // 20, chance)

@@ -297,11 +297,11 @@ def fuzz(kind: str, caches: list[Cache], base: Path, count: int, seed: int) -> d
 
 
 def good_caches(base: Path) -> list[Cache]:
-    """Caches that inputs are made from: with fixed and with ragged fields, with quarantined samples."""
+    """Caches that inputs are made from: fixed, ragged and packed fields, with quarantined samples."""
     caches: list[Cache] = []
-    for i, source in enumerate((SMALL, MIXED)):
+    for i, (source, dtype) in enumerate(((SMALL, None), (MIXED, None), (SMALL, "int8"))):
         assert isinstance(source, FakeSource)
-        quarantine(source, FAILED, base / str(i), nothing)
+        quarantine(source, FAILED, base / str(i), nothing, dtype=dtype)
         caches.append(open_cache(base / str(i) / "caches" / "x"))
     return caches
 

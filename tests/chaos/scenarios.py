@@ -152,9 +152,11 @@ def sibling(source: FakeSource, root: Path) -> None:
     commit(source, root, nothing)
 
 
-def quarantine(source: FakeSource, failed: frozenset[int], root: Path, promise: Promise) -> None:
+def quarantine(
+    source: FakeSource, failed: frozenset[int], root: Path, promise: Promise, *, dtype: str | None = None
+) -> None:
     """Note samples as failed, in two goes, store the others."""
-    folder = open_folder(root / "caches", NAME, make_recipe(source, None))
+    folder = open_folder(root / "caches", NAME, make_recipe(source, None, dtype=dtype))
     for number in sorted(failed - folder.failures().keys()):
         failure = Failure(number=number, stage="read", error="planted", attempts=2, kind="sample")
         folder.quarantine(failure)

@@ -218,6 +218,20 @@ def test_train_reports_and_leaves_its_pictures(project: Path) -> None:
     assert (project / report["run_dir"] / "report.html").stat().st_size > 0
 
 
+def test_a_run_that_waits_longer_than_it_may_ends_with_5(project: Path) -> None:
+    """Everything is written as usual; what failed is the budget."""
+    stdout, stderr = run("train", "c.yaml", "--max-stall", "0.000001%", exit_code=5)
+
+    assert "NRMSE" in stdout
+    verdict = stderr.splitlines()[-1]
+    assert re.match(r"stall .* were waited for data, .* At most .* was asked for\. \S+", verdict)
+    assert (project / "runs" / "burgers1d" / "report.html").is_file()
+
+    report = run_json("train", "c.yaml", "training.max_stall=1.0")
+    assert report["over_budget"] is None
+    assert set(report["stall_parts"]) <= {"read", "gather", "copy", "transform", "wait"}
+
+
 def test_plan_knows_the_stall_once_a_step_was_timed(project: Path) -> None:
     assert run_json("plan", "c.yaml")["predicted_stall"] is None
 

@@ -157,8 +157,9 @@ def test_all_unknown_names_are_named_at_once(tmp_path: Path) -> None:
             "training.device=gpu", 'training.device is "gpu". Expected text like auto, cpu', id="device"
         ),
         pytest.param(
-            "training.latent_cache_dtype=int8",
-            'training.latent_cache_dtype is "int8". Expected float32, float16 or bfloat16, or null',
+            "training.latent_cache_dtype=int4",
+            'training.latent_cache_dtype is "int4". Expected float32, float16, bfloat16, int8 or '
+            "float8_e4m3fn, or null",
             id="dtype",
         ),
         pytest.param(

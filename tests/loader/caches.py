@@ -64,13 +64,14 @@ def write_cache(
     skip: Sequence[int] = (),
     quarantine: bool = True,
     name: str = "c",
+    dtype: Any = None,
 ) -> Cache:
     """Store tensors (or lists of tensors, for varying length) as a cache with shards of these many rows.
 
     Samples in `skip` are quarantined, or left missing with `quarantine=False`.
     """
     source = Arrays(fields, timed, parts)
-    recipe = make_recipe(source, None)
+    recipe = make_recipe(source, None, dtype=dtype)
     target = open_folder(folder, name, recipe)
     numbers = [n for n in range(source.count) if n not in set(skip)]
     bounds = np.cumsum([0, *shards]).tolist() if shards else [0]

@@ -138,3 +138,18 @@ def test_statistics_may_be_arrays_and_tensors() -> None:
 
     assert Normalise(mean=np.array([0.5, 0.25]), std=torch.tensor([2.0, 4.0])) == plain  # type: ignore[arg-type]
     assert Normalise(mean=np.float32(0.5), std=torch.tensor(2.0)) == Normalise(mean=0.5, std=2.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packed_fields_are_normalised_after_they_are_unpacked(
+    tmp_path: Path, fields: dict[str, Any], dtype: str, tier: str
+) -> None:
+    cache = write_cache(tmp_path, {"latent": fields["latent"]}, timed=("latent",), dtype="int8")
+    unpacked = torch.stack([cache[number]["latent"] for number in range(COUNT)])
+    expected = normalised(unpacked, LATENT, getattr(torch, dtype))
+
+    for batch in Loader(cache, 7, tier=tier, normalise={"latent": LATENT}, dtype=dtype):
+        assert torch.equal(batch["latent"], expected[batch["index"]])
+    for batch in Loader(cache, 7, tier=tier, windows=Windows(), normalise={"latent": LATENT}, dtype=dtype):
+        assert torch.equal(batch.z1, expected[batch.index[:, 0], batch.index[:, 1] + 1])

@@ -484,6 +484,33 @@ def test_the_meter_is_told_of_every_batch(cache: Cache) -> None:
     assert set(report.tiers) <= {"host", "disk"}
 
 
+def test_the_meter_knows_what_a_wait_was_for(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lower bounds alone: a sleep is never shorter than asked for."""
+    pause_s, read = 0.01, disk.DiskBatches._read
+
+    def slow_read(*args: Any) -> None:
+        time.sleep(pause_s)
+        read(*args)
+
+    def slow_transform(batch: Any, keys: torch.Tensor) -> Any:
+        time.sleep(pause_s)
+        return batch
+
+    found: dict[str, dict[str, float]] = {}
+    for name, wanted in {"disk": {"tier": "disk"}, "transform": {"transforms": [slow_transform]}}.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(disk.DiskBatches, "_read", slow_read)
+            meter = StallMeter()
+            loader = Loader(cache, batch_size=5, windows=Windows(field="latent"), meter=meter, **wanted)
+            batches = len(list(loader))
+        found[name] = meter.epoch().parts
+        assert sum(found[name].values()) == pytest.approx(meter.epoch().wait_s)
+    assert batches > 2
+    assert found["disk"]["read"] > pause_s
+    assert found["transform"]["transform"] >= (batches - 1) * pause_s
+    assert "transform" not in found["disk"]
+
+
 def test_it_looks_like_a_dataloader(cache: Cache, caplog: pytest.LogCaptureFixture) -> None:
     arguments._said.clear()
     with caplog.at_level(logging.WARNING, logger="stoker"):

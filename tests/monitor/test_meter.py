@@ -135,3 +135,42 @@ def test_the_real_clock_is_never_negative() -> None:
 
     assert report.step_s >= 0
     assert 0 <= report.stall <= 1
+
+
+def test_a_wait_is_split_into_what_it_was_for(clock: Clock) -> None:
+    counted = StallMeter()
+    counted.handed(1, 1, "disk")
+    for part, seconds in (("wait", 1.0), ("read", 4.0), ("copy", 2.0)):
+        counted.spent(part, seconds)  # type: ignore[arg-type]
+    clock(10.0)
+    counted.waited(10.0)
+    counted.handed(1, 1, "disk")
+
+    report = counted.epoch()
+
+    assert report.parts == {"wait": 1.0, "read": 4.0, "copy": 2.0, "gather": 3.0}
+    assert sum(report.parts.values()) == report.wait_s
+
+
+def test_parts_never_exceed_the_wait_and_start_up_has_none(clock: Clock) -> None:
+    counted = StallMeter()
+    counted.spent("read", 100.0)
+    counted.waited(100.0)
+    counted.handed(1, 1, "disk")
+    counted.spent("read", 5.0)
+    clock(1.0)
+    counted.waited(1.0)
+    counted.handed(1, 1, "disk")
+
+    assert counted.epoch().parts == {"read": 1.0}
+
+
+def test_what_lies_outside_is_neither_wait_nor_step(clock: Clock) -> None:
+    counted = StallMeter()
+    counted.outside(7.0)  # before the first batch there is nothing to leave out
+    counted.handed(1, 1, "host")
+    clock(10.0)
+    counted.outside(7.0)
+    counted.ended()
+
+    assert counted.epoch().step_s == 3.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
 import threading
@@ -26,6 +27,7 @@ from stoker.precompute import PrecomputeSettings, precompute, run_precompute
 from stoker.precompute.progress import LineProgress
 from stoker.precompute.worker import Worker
 from stoker.store import open_cache
+from stoker.store.use import alone
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource, RaggedSource, sample_values
 
@@ -81,6 +83,32 @@ def test_resume_encodes_only_the_missing_and_changes_no_bit(tmp_path):
 
     assert (second.encoded, second.reused, second.quarantined) == (3, 20, 0)
     assert_same(records(whole.cache), records(second.cache))
+
+
+def test_a_source_is_asked_once_who_it_is(tmp_path, monkeypatch):
+    """A Dataset of many values takes seconds to answer."""
+    asked = []
+    answer = FakeSource.identity
+    monkeypatch.setattr(FakeSource, "identity", lambda source: asked.append(1) or answer(source))
+    run(FakeSource((10, 7)), FakeEncoder(), tmp_path, readers=0)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("readers", [0, 2])
+def test_a_folder_is_in_use_no_longer_than_its_cache(tmp_path, readers):
+    """Not until the garbage collector comes by: `stoker gc` would pass it over, and descriptors add up."""
+    gc.collect()
+    gc.disable()
+    try:
+        report = run(FakeSource((10, 7)), FakeEncoder(), tmp_path, readers=readers)
+        path = report.cache.path
+        with alone(path) as nobody:
+            assert not nobody
+        del report
+        with alone(path) as nobody:
+            assert nobody
+    finally:
+        gc.enable()
 
 
 def test_a_complete_cache_returns_at_once(tmp_path, no_readers):

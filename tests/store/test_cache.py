@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -98,9 +99,9 @@ def test_only_shards_without_an_index_are_told_of_as_after_a_kill(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = FakeSource()
-    files = [FileDigest(name="a.h5", bytes=1, digest="0" * 32, sampled=False)]
+    files = (FileDigest(name="a.h5", bytes=1, digest="0" * 32, sampled=False),)
     with caplog.at_level(logging.INFO):
-        first_run = open_folder(tmp_path, "x", make_recipe(source, None), files=files)
+        first_run = open_folder(tmp_path, "x", replace(make_recipe(source, None), files=files))
         open_cache(first_run.path, require_complete=False)
         assert (first_run.path / "sources.jsonl").exists()
         assert "no index" not in caplog.text

@@ -36,7 +36,7 @@ def serving(cache: Cache) -> list[int]:
     return [int(shard.segments[:, 2].sum()) for shard in cache.index.shards if len(shard.segments)]
 
 
-@pytest.mark.parametrize("dtype", [None, "float16"])
+@pytest.mark.parametrize("dtype", [None, "float16", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("schema", [SCHEMA, RAGGED], ids=["fixed", "ragged"])
 def test_records_statistics_and_errors_stay_as_they_were(tmp_path: Path, schema: dict, dtype: str) -> None:
     source = FakeSource(schema, [("a", 24), ("b", 9)])

@@ -54,10 +54,11 @@ def wrong_reads(cache: Cache, source: FakeSource) -> list[int]:
 
 
 @pytest.mark.chaos
+@pytest.mark.parametrize("dtype", [None, {"z": "int8", "tokens": "float8_e4m3fn"}], ids=["plain", "packed"])
 def test_a_thousand_bit_flips_are_all_found_and_none_is_served(
-    tmp_path: Path, source: FakeSource, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, source: FakeSource, caplog: pytest.LogCaptureFixture, dtype: dict[str, str] | None
 ) -> None:
-    cache = make_cache(tmp_path, source)
+    cache = make_cache(tmp_path, source, dtype=dtype)
     files = [*sorted(cache.path.glob("shard-*")), cache.path / "index.json", cache.path / "recipe.json"]
     chance = random.Random(0)
     sizes = [path.stat().st_size for path in files]
@@ -332,12 +333,12 @@ def test_another_format_is_refused_with_its_number(tmp_path: Path, source: FakeS
     cache = make_cache(tmp_path, source)
     import hashlib
 
-    text = canonical_json({**cache.recipe.entries, "format": 2})
+    text = canonical_json({**cache.recipe.entries, "format": 3})
     folder = cache.path.parent / hashlib.sha256(text.encode()).hexdigest()[:16]
     folder.mkdir()
     (folder / "recipe.json").write_text(text)
 
-    with pytest.raises(FormatError, match=r"format 2.*reads 1"):
+    with pytest.raises(FormatError, match=r"format 3.*reads \(1, 2\)"):
         open_cache(folder)
 
 

@@ -346,7 +346,7 @@ from stoker.errors import ReadOnlyError
 from stoker.store import *
 source, root = FakeSource(), Path("{tmp_path}")
 assert_whole(open_cache(root / "x"), source)
-folder = open_folder(root, "x", make_recipe(source, None), files=[])
+folder = open_folder(root, "x", make_recipe(source, None))
 assert folder.missing().tolist() == []
 failure = Failure(number=1, stage="s", error="e", attempts=1, kind="sample")
 for act in (lambda: fill(folder, source), folder.finish, lambda: folder.quarantine(failure),

@@ -216,8 +216,7 @@ def test_dtypes_are_substituted_on_float_fields_alone() -> None:
 @pytest.mark.parametrize(
     ("dtype", "message"),
     [
-        ("int8", "not in this version"),
-        ({"latent": "float8_e4m3fn"}, "not in this version"),
+        ({"nu": "int8"}, "'nu': it has one number a sample, and none to share a scale with"),
         ("half", "unknown"),
         ("float64", "unknown"),
         ({"missing": "float16"}, "'missing', which is not a float field"),
@@ -226,6 +225,32 @@ def test_dtypes_are_substituted_on_float_fields_alone() -> None:
 def test_dtypes_that_cannot_be_stored_are_refused(dtype: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_recipe(FakeSource(), None, dtype=dtype)
+
+
+def test_one_packed_dtype_for_all_is_taken_where_it_saves_bytes() -> None:
+    schema = {
+        "z": Field(shape=(5, 3, 32), dtype="float32", time=True),
+        "clock": Field(shape=(5,), dtype="float32", time=True),
+        "bc": Field(shape=(4,), dtype="float32"),
+        "tokens": Field(shape=(-1, 5), dtype="float32", ragged=True),
+        "nu": Field(shape=(), dtype="float32"),
+        "n": Field(shape=(9,), dtype="int8"),
+    }
+
+    recipe = make_recipe(FakeSource(schema), None, dtype="int8")
+
+    assert {name: (f.dtype, f.packed) for name, f in recipe.schema.items()} == {
+        "z": ("int8", True),
+        "clock": ("float32", False),
+        "bc": ("float32", False),
+        "tokens": ("int8", True),
+        "nu": ("float32", False),
+        "n": ("int8", False),
+    }
+    assert recipe.columns["z.scale"] == Field(shape=(5, 3, 1), dtype="float32", time=True)
+    assert recipe.encoded["z"].dtype == "float32"
+    assert recipe.entries["format"] == 2
+    assert make_recipe(FakeSource({"n": schema["n"]}), None).entries["format"] == 1
 
 
 def test_the_default_group_follows_from_the_schema() -> None:

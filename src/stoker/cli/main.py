@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
 import typer
@@ -28,12 +29,14 @@ from stoker.cli.flags import (
     split_words,
     tell_settings,
 )
+from stoker.cli.quantities import share
 from stoker.cli.streams import INTERRUPTED
-from stoker.errors import ConfigError, Interrupted
+from stoker.errors import ConfigError, Interrupted, StalledError
 from stoker.precompute.guarded import GUARD_VARIABLE, Lifeline, attach
 
 if TYPE_CHECKING:
     from stoker.config.models import Config as Settings
+    from stoker.pipeline.train import TrainResult
 
 app = typer.Typer(
     name="stoker",
@@ -107,6 +110,7 @@ def demo(overrides: Overrides = None, as_json: Json = False, debug: Debug = Fals
 
         result = run_demo(overrides or [], started=_process_start(), on_event=render.events(out.note))
         out.show(result, render.demo)
+        _judge(out, result.train)
 
 
 @app.command(cls=EarlierFlags)
@@ -222,22 +226,57 @@ def plan(config: Config, overrides: Overrides = None, as_json: Json = False, deb
 
 
 @app.command()
-def train(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    live: Annotated[
+        bool | None,
+        typer.Option("--live/--no-live", help="A screen that is kept up to date; default: on a terminal."),
+    ] = None,
+    max_stall: Annotated[
+        float | None,
+        typer.Option(parser=share, metavar="2%", help="training.max_stall: waiting longer is exit code 5."),
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
     """Encode what is missing, then train.
 
-    Trains the latent operator; a run that was interrupted goes on when the command is given again.
+    Trains the latent operator; a run that was interrupted goes on when the command is given again. Exit code
+    5 when more of the time was waited for data than --max-stall allows.
 
     \b
     Example:
       stoker train configs/train_burgers_32dim.yaml training.epochs=10
+      stoker train configs/train_burgers_32dim.yaml --max-stall 2%
     """
     with edge(as_json=as_json, debug=debug) as out:
-        settings = _load(out, config, overrides)
+        budget = [] if max_stall is None else [f"training.max_stall={max_stall:g}"]
+        settings = _load(out, config, [*(overrides or []), *budget])
         from stoker.cli import render
+        from stoker.cli.live import watching
         from stoker.pipeline.train import train_config
 
-        result = train_config(settings, started=_process_start(), on_event=render.events(out.note))
+        drawn = out.notes.is_terminal if live is None else live
+        with watching(out.notes, out.note, live=drawn) as watch:
+            listeners = (watch, render.events(out.note))
+
+            def listen(kind: str, facts: Mapping[str, Any]) -> None:
+                for listener in listeners:
+                    listener(kind, facts)
+
+            result = train_config(settings, started=_process_start(), on_event=listen)
         out.show(result, render.train)
+        _judge(out, result)
+
+
+def _judge(out: Edge, result: TrainResult) -> None:
+    """End with exit code 5 where a run waited longer than it was allowed to."""
+    if result.over_budget is not None:
+        from stoker.config.remedies import in_settings
+
+        out.note(in_settings(result.over_budget))
+        raise typer.Exit(StalledError.exit_code)
 
 
 @app.command()

@@ -189,8 +189,21 @@ def _train_rows(label: str, result: TrainResult) -> list[Cells]:
     return [
         (label, result.extent, format_seconds(result.train_s), f"{stall}{report.tier} tier"),
         ("", errors),
+        *(("", line) for line in _waited(result)),
         ("", escape(" · ".join(result.pictures))),
     ]
+
+
+def _waited(result: TrainResult) -> list[str]:
+    """What a run waited for, and its step beside one that never waits; nothing where neither is known."""
+    report = result.report
+    said: list[str] = []
+    if report.ceiling_step_s is not None and report.step_s is not None:
+        alone = format_seconds(report.ceiling_step_s)
+        said.append(f"step {format_seconds(report.step_s)}, {alone} with its batch at hand")
+    waits = [f"{part} {format_seconds(spent)}" for part, spent in report.parts.items() if spent >= 0.0005]
+    said += [f"waited: {', '.join(waits)}"] if waits else []
+    return [" · ".join(said)] if said else []
 
 
 def _startup(result: TrainResult) -> str:

@@ -22,7 +22,10 @@ Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, st
 Flag: TypeAlias = Annotated[bool, Field(strict=True)]
 Names: TypeAlias = str | Annotated[tuple[str, ...], Field(min_length=1)]
 
-_SHORT = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
+_SHORT = {
+    "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16",
+    "fp8": "float8_e4m3fn", "float8": "float8_e4m3fn", "e4m3": "float8_e4m3fn",
+}  # fmt: skip
 
 
 def _expanded(path: str) -> str:
@@ -35,7 +38,9 @@ def _long_dtype(value: object) -> object:
 
 
 Place: TypeAlias = Annotated[str, AfterValidator(_expanded)]
-StorageDtype: TypeAlias = Annotated[Literal["float32", "float16", "bfloat16"], BeforeValidator(_long_dtype)]
+StorageDtype: TypeAlias = Annotated[
+    Literal["float32", "float16", "bfloat16", "int8", "float8_e4m3fn"], BeforeValidator(_long_dtype)
+]
 
 
 class _Section(BaseModel):
@@ -167,6 +172,8 @@ class TrainingConfig(_Section):
     """Where batches are served from; `auto`: the fastest that fits (docs/plan.md)."""
     reserve_bytes: CountInt | None = None
     """Memory of the device to leave to the model; null: by the rules of docs/plan.md."""
+    max_stall: Fraction | None = None
+    """Largest part of the time that may be waited for data; above it the command ends with exit code 5."""
     seed: CountInt = 0
     """Decides the order of examples and the model's first weights."""
     run_dir: Place | None = None
@@ -174,7 +181,7 @@ class TrainingConfig(_Section):
     latent_cache_dir: Place = "data/latent_cache"
     """Folder of the caches."""
     latent_cache_dtype: StorageDtype | None = "float16"
-    """How floats are stored; null: as encoded."""
+    """How floats are stored; `int8` and `float8_e4m3fn` with scales; null: as encoded."""
 
 
 class DeadlinesConfig(_Section):

@@ -8,12 +8,16 @@ chunks.py      positions -> rows, many batches at a time and ahead of need
 outputs.py     what a batch is made of; gather.py: batches from memory; disk.py: from shards
 fused.py       what is done to values on the way: normalise, cast, crop, mirror; kernels/: by what
 residency.py   which shards are in memory now (memory.py, mapped.py: host, device.py: GPU)
+mixture.py     several caches as one stream: turns.py says whose step it is, members.py has their loaders,
+               conditions.py aligns what examples carry along, mixture_state.py
 buffers.py     memory of large batches; pool.py: threads; batch.py, transform.py, state.py, arguments.py
+keyed.py       random numbers for transforms, by example
 """
 
-from stoker.loader.batch import RecordBatch, WindowBatch
+from stoker.loader.batch import RecordBatch, TaskBatch, WindowBatch
 from stoker.loader.fused import Normalise
 from stoker.loader.loader import Loader
+from stoker.loader.mixture import Mixture
 from stoker.loader.windows import Windows
 
-__all__ = ["Loader", "Normalise", "RecordBatch", "WindowBatch", "Windows"]
+__all__ = ["Loader", "Mixture", "Normalise", "RecordBatch", "TaskBatch", "WindowBatch", "Windows"]

@@ -35,3 +35,23 @@ class WindowBatch(NamedTuple):
     """Sample number and start, `(B, 2)` int64."""
     position: tuple[int, int]
     """Epoch and example at which a loader goes on after this batch: `loader.state_dict(batch.position)`."""
+
+
+class TaskBatch(NamedTuple):
+    """One batch of windows of a `Mixture`: a `WindowBatch`, value for value, and whose its examples are."""
+
+    z0: Tensor
+    """As in `WindowBatch`; so are the five that follow."""
+    z1: Tensor
+    future: Tensor | None
+    cond: dict[str, Tensor]
+    """The conditions of all caches by name, sorted, `(B, C)`; zeros where a cache has none of that name."""
+    index: Tensor  # pyright: ignore[reportIncompatibleMethodOverride] - the name scripts rely on
+    """Sample number in its own cache, and start, `(B, 2)` int64."""
+    position: tuple[int, int]
+    task: str | None
+    """Name of the cache that every example is from; None: they are from several, see `tasks`."""
+    tasks: Tensor
+    """For each example the place of its cache in `mixture.names`, `(B,)` int64."""
+    mask: dict[str, Tensor]
+    """By condition which of its numbers the example's cache has, `(B, C)` bool."""

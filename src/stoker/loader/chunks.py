@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ from stoker.loader.outputs import RECORD
 from stoker.loader.pool import Pool, Ticket
 from stoker.loader.ranks import Share
 from stoker.loader.windows import Examples
+
+if TYPE_CHECKING:
+    from stoker.monitor.meter import StallMeter
 
 CHUNK_EXAMPLES = 1 << 16
 """Examples in a chunk at most, and in those made in one piece of work: a few megabytes. Arrays of
@@ -153,6 +157,7 @@ class Chunks:
         self._made: deque[Chunk] = deque()
         self._ahead: tuple[Span, Ticket[list[Chunk]]] | None = None
         self._at_once = 1
+        self.meter: StallMeter | None = None
 
     def spans(self, epoch: int, position: int) -> Iterator[Span]:
         """How the rest of an epoch is cut into chunks; the short last batch is one by itself."""
@@ -179,7 +184,10 @@ class Chunks:
     def of(self, epoch: int, position: int) -> Iterator[Chunk]:
         """The chunks of the rest of an epoch."""
         for span in self.spans(epoch, position):
+            begin = perf_counter()
             chunk = self._take(span)
+            if self.meter is not None:
+                self.meter.spent("wait", perf_counter() - begin)
             if self._ahead is None and self._pool is not None:
                 following = self._following(self._made[-1].span if self._made else span)
                 if following:

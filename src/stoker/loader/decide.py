@@ -73,7 +73,7 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None) -> Design:
         ResourceError: The tier asked for cannot hold the records.
     """
     windows, rank, world = wishes.windows, wishes.rank, wishes.world
-    outputs = make_outputs(cache.schema, windows, wishes.dtype, wishes.normalise)
+    outputs = make_outputs(cache.schema, windows, wishes.dtype, wishes.normalise, device=wishes.device.type)
     places = find_places(cache, wishes.indices)
     examples = _number(cache, places, windows)
     example_bytes = sum(output.example_bytes for output in outputs)
@@ -187,7 +187,7 @@ def _demand(
 ) -> Demand:
     """What is to be planned for: whole shards, since memory is filled by shard."""
     record_bytes = 0.0
-    for name, field in cache.schema.items():
+    for name, field in cache.columns.items():
         lengths = cache.lengths(name) if field.ragged else None
         record_bytes += field.size_bytes() if lengths is None else float(lengths.mean()) * field.row_bytes
     whole = any(output.ragged for output in outputs)

@@ -43,7 +43,7 @@ POLL_S = 20e-6
 
 def resident(cache: Cache, places: Places, shards: frozenset[int], device: torch.device) -> Memory:
     """Allocate the fields of `shards` on `device`; loading copies them there."""
-    schema = cache.schema
+    schema = cache.columns
     layout = make_layout(cache, shards, schema, 1, {})
     sources = {
         name: torch.empty((layout.span(name), *unit_shape(f)), dtype=torch_dtype(f), device=device)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -30,6 +31,7 @@ from stoker.loader.pool import Pool, Ticket
 from stoker.units import KIB
 
 if TYPE_CHECKING:
+    from stoker.monitor.meter import StallMeter
     from stoker.store import Cache, Shard
     from stoker.store.shard_read import Verify
 
@@ -103,10 +105,11 @@ class DiskBatches:
         self._pool = Pool(READ_THREADS, "stoker-read")
         self._ahead = 1
         self._buffers: dict[tuple[str, int], Buffers] = {}
+        self.meter: StallMeter | None = None
         self._runs = _plan_runs(cache, outputs)
         self._whole = [i for i, output in enumerate(outputs) if output.index == RECORD]
-        schema = cache.schema
         self._twins = [twin_for(output, torch.device("cpu")) for output in outputs]
+        schema = cache.columns
         self._views = [[view_for(o, schema[o.field], m.sources[o.field]) for o in outputs] for m in memories]
 
     def batches(self, chunk: Chunk, first: int) -> Iterator[list[Any]]:
@@ -200,8 +203,11 @@ class DiskBatches:
                     space[begin : begin + width] = steps[step].data
 
     def _finish(self, pending: Pending) -> list[Any]:
+        begin = perf_counter()
         for ticket in pending.tickets:
             ticket.result(self._reading.deadline_s, f"reading a batch of {self._cache.path}")
+        if self.meter is not None:
+            self.meter.spent("read", perf_counter() - begin)
         values = pending.values
         for place, own in pending.parts:
             self._from_memory(place, own, pending)
@@ -237,7 +243,7 @@ def _plan_runs(cache: Cache, outputs: tuple[Output, ...]) -> list[Run]:
                 wanted.setdefault(output.field, {}).setdefault(lag, []).append((i, place))
     runs: list[Run] = []
     for field, by_lag in wanted.items():
-        gap = 1 + JOINED_GAP_BYTES // max(1, cache.schema[field].row_bytes)
+        gap = 1 + JOINED_GAP_BYTES // max(1, cache.columns[field].row_bytes)
         lags = sorted(by_lag)
         cuts = [0, *(k for k in range(1, len(lags)) if lags[k] - lags[k - 1] > gap), len(lags)]
         for begin, end in pairwise(cuts):

@@ -19,6 +19,7 @@ from stoker.loader.mapped import map_host
 from stoker.loader.memory import Memory
 from stoker.loader.order import Order
 from stoker.loader.outputs import Output, step_lengths
+from stoker.loader.packed import stored_outputs, unpacker
 from stoker.loader.places import Places
 from stoker.loader.ranks import Share
 from stoker.loader.residency import Residency, assign
@@ -26,6 +27,7 @@ from stoker.loader.windows import Examples
 from stoker.plan import Plan
 
 if TYPE_CHECKING:
+    from stoker.monitor.meter import StallMeter
     from stoker.store import Cache
 
 
@@ -49,6 +51,8 @@ class Design:
     """How batches are read from disk."""
     fill_s: float = 3600.0
     """Seconds that filling the device may take where nothing else can serve."""
+    meter: StallMeter | None = None
+    """Told what a batch was waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +74,7 @@ class Engine:
 
     def __init__(self, design: Design) -> None:
         self._design = design
-        cache, places, outputs = design.cache, design.places, design.outputs
+        cache, places, outputs = design.cache, design.places, stored_outputs(design.outputs)
         homes = assign(cache, places, design.plan)
         memories: list[Memory] = []
         if homes["device"]:
@@ -84,18 +88,21 @@ class Engine:
         self.device = design.device if on_device else torch.device("cpu")
         self._locator = self._make_locator()
         self._chunks = Chunks(design.order, design.share, self._locator, self.device, self.residency.serving)
+        self._chunks.meter = design.meter
         self._batches: MemoryBatches | None = None
         if whole is not None:
             self._batches = MemoryBatches(
                 whole,
-                cache.schema,
+                cache.columns,
                 outputs,
                 design.share.batch_size,
                 static=design.static,
                 threads=design.threads,
             )
         self._disk = DiskBatches(cache, places, outputs, self._locator, memories, design.reading)
-        self._names = (*(output.name for output in outputs), "index")
+        self._unpack = unpacker(design.outputs, design.share.batch_size, static=design.static)
+        self._names = (*(output.name for output in design.outputs), "index")
+        self._disk.meter = design.meter
         # Fixed addresses exist where batches are gathered, so nothing can be served before memory is filled.
         self.residency.fill(design.fill_s if design.static else residency.FIRST_WAIT_S)
         if design.static and self.residency.serving() is None:
@@ -108,14 +115,14 @@ class Engine:
         design = self._design
         numbers, first = design.places.numbers, design.examples.first
         on_device = self.device.type != "cpu"
-        schema = design.cache.schema
-        whole_ragged = tuple(output.field for output in design.outputs if output.ragged)
+        outputs = stored_outputs(design.outputs)
+        whole_ragged = tuple(output.field for output in outputs if output.ragged)
         return Locator(
             examples=design.examples,
             first=torch.as_tensor(first).to(self.device) if on_device else first,
             numbers=torch.as_tensor(numbers.copy()).to(self.device) if on_device else numbers,
             windowed=design.windowed,
-            step_lengths=step_lengths(design.outputs, schema),
+            step_lengths=step_lengths(outputs, design.cache.columns),
             ragged=whole_ragged,
             lengths={name: design.places.of_all(design.cache.lengths(name)) for name in whole_ragged},
         )
@@ -168,6 +175,8 @@ class Engine:
 
     def _strip(self, columns: list[Iterable[Any]], chunk: Chunk, number: int, count: int, tier: str) -> Strip:
         positions = chunk.span.positions(number, count)
+        if self._unpack is not None:
+            columns = self._unpack(columns)
         if self._design.windowed:
             batches: Iterable[Any] = window_batches(self._design.outputs, columns, positions)
         else:

@@ -89,7 +89,7 @@ def fused_of(field: Field, normalise: Normalise | None, dtype: str | None) -> Fu
         ConfigError: The field has no such axis, or another number of channels.
     """
     if normalise is None:
-        if dtype is None or dtype == field.dtype or field.dtype not in FLOATS:
+        if dtype is None or dtype == field.dtype or not field.floating:
             return None
         return Fused(dtype=getattr(torch, dtype))
     means, stds = normalise.channels
@@ -126,12 +126,11 @@ def check_normalise(normalise: object, schema: Schema) -> Mapping[str, Normalise
 
 
 def _inner(field: Field, axis: int, channels: int) -> int:
-    stepwise = field.time or field.ragged
-    step = field.shape[1:] if stepwise else field.shape
+    step = field.step_shape
     if -axis > len(step) or step[axis] != channels:
         raise ConfigError(
             f"normalise: {channels} means for axis {axis} of a field whose "
-            f"{'steps' if stepwise else 'records'} are {step}. "
+            f"{'steps' if field.time or field.ragged else 'records'} are {step}. "
             "Give one mean per channel, and axis= from the end"
         )
     return math.prod(step[axis + 1 :]) if axis < -1 else 1

@@ -32,6 +32,7 @@ from stoker.loader.transform import Finish, Transform
 from stoker.loader.windows import Windows
 from stoker.plan import Plan
 from stoker.schema import Json
+from stoker.store.joint import reopened
 from stoker.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -273,6 +274,7 @@ class Loader:
             pin=self._pin and wanted.type == "cpu",
             transforms=self._transforms,
             seed=self._design.order.seed,
+            meter=self._meter,
         )
 
     def _decided(self, cache: Cache, plan: Plan | None = None) -> Design:
@@ -307,10 +309,9 @@ class Loader:
         if self._engine is None or self._process != os.getpid():
             cache = self._design.cache
             if self._engine is not None:
-                filler, cache = cache.filler, type(cache)(cache.path, cache.recipe, cache.index)
-                cache.filler = filler
+                cache = reopened(cache)
             with torch.inference_mode(False):  # its memory outlives the caller's mode, and a thread fills it
-                self._engine = Engine(replace(self._design, cache=cache))
+                self._engine = Engine(replace(self._design, cache=cache, meter=self._meter))
             self._process = os.getpid()
             self._stop = weakref.finalize(self, self._engine.residency.stop)
             self._stop.atexit = False
@@ -330,3 +331,8 @@ class EpochSetter:
     def set_epoch(self, epoch: int) -> None:
         """As `Loader.set_epoch`."""
         self._loader.set_epoch(epoch)
+
+
+def design_of(loader: Loader) -> Design:
+    """All that was decided about a loader, for whoever puts several together."""
+    return loader._design  # pyright: ignore[reportPrivateUsage] - of this module

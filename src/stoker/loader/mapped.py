@@ -73,7 +73,7 @@ def map_host(cache: Cache, places: Places, shards: frozenset[int], *, mapping: b
     Args:
         mapping: False copies every field into memory of this process.
     """
-    schema = cache.schema
+    schema = cache.columns
     chosen = _choose_mapped(cache, schema, shards) if mapping else None
     if chosen is None:
         chosen = Choice(fields=frozenset(), row_align=1, step_align={})
@@ -115,7 +115,7 @@ def _load(
         begin, count = layout.part(name, shard)
         if name in ranges:
             read_column(cache, shard, name)
-            ranges[name].map_at(begin * unit_bytes(cache.schema[name]), cache.shard(shard), name)
+            ranges[name].map_at(begin * unit_bytes(cache.columns[name]), cache.shard(shard), name)
         else:
             read_column(cache, shard, name, Into(source[begin : begin + count]))
 

@@ -161,8 +161,8 @@ def record_steps(cache: Cache, layout: Layout, places: Places, name: str) -> NDA
 
 
 def torch_dtype(field: Field) -> torch.dtype:
-    """The torch dtype of a stored field."""
-    dtype = getattr(torch, field.dtype)
+    """The torch dtype that a stored field lies in memory as; packed ones as their bits in int8."""
+    dtype = torch.int8 if field.packed else getattr(torch, field.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype
 

@@ -16,6 +16,7 @@ import numpy as np
 from stoker.errors import CorruptError, StalledError, StokerError
 from stoker.store import open_cache
 from stoker.store.claims import claim, holder
+from stoker.store.joint import Joint
 from stoker.store.repair import repair
 
 if TYPE_CHECKING:
@@ -45,6 +46,11 @@ class Mender:
         Raises:
             CorruptError: Nobody can encode them, or it failed; says why and what to do.
         """
+        if isinstance(cache, Joint):
+            place = cache.owner(error)
+            members = list(cache.members)
+            members[place] = self.mend(members[place], error)
+            return Joint(members)
         if cache.filler is None or not error.shard:
             raise error
         try:

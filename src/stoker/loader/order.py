@@ -68,11 +68,6 @@ def keys_of(base: int, numbers: NDArray[Any]) -> NDArray[np.uint64]:
     return x
 
 
-def example_keys(seed: int, epoch: int, examples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The random key of each example in this epoch, for transforms: int64, all 64 bits random."""
-    return keys_of(stream(seed, epoch, salt=2), examples).view(np.int64)
-
-
 def permutations(count: int, bases: Sequence[int]) -> NDArray[np.int64]:
     """Sorted keys with their number in the low bits: per base a permutation of `range(count)`, int64.
 

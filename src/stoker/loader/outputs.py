@@ -8,7 +8,7 @@ at once, so that `z0`, `z1` and `future` share one index.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from stoker.errors import ConfigError
 from stoker.loader.fused import Fused, check_normalise, fused_of
 from stoker.loader.windows import Windows, check_conditions, condition_width, time_field
-from stoker.schema import FLOATS, Field, Schema
+from stoker.schema import FLOATS, SCALE_SUFFIX, Field, Schema, scale_field
 
 RECORD = "record"
 """The index that counts virtual rows of records; others are `steps:<length or field>`."""
@@ -34,7 +34,7 @@ class Output:
     shape: tuple[int, ...]
     """Shape of one example; `()` gives `(B,)`."""
     dtype: torch.dtype
-    """Stored dtype."""
+    """Stored dtype; of a packed field, what is handed out."""
     cast: torch.dtype | None = None
     """Dtype handed out, when it is another one."""
     fused: Fused | None = None
@@ -47,10 +47,16 @@ class Output:
     """Steps from one taken to the next."""
     ragged: bool = False
     """Whole records of varying length: a list of tensors."""
+    packed: str = ""
+    """Dtype that a packed field is stored as, else empty."""
+    parts: tuple[Output, ...] = ()
+    """What is gathered in its place for a packed field: its bits, as int8, and its scales."""
 
     @property
     def example_bytes(self) -> int:
         """Bytes gathered for one example; 0 for a ragged output."""
+        if self.parts:
+            return sum(part.example_bytes for part in self.parts)
         return 0 if self.ragged else int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     @property
@@ -61,8 +67,8 @@ class Output:
     @property
     def served_bytes(self) -> int:
         """Bytes handed out for one example; 0 for a ragged output."""
-        wider = 1 if self.cast is None else self.cast.itemsize / self.dtype.itemsize
-        return int(self.example_bytes * wider)
+        size = (self.cast or self.dtype).itemsize
+        return 0 if self.ragged else int(np.prod(self.shape, dtype=np.int64)) * size
 
     @property
     def lags(self) -> range:
@@ -72,12 +78,18 @@ class Output:
 
 
 def make_outputs(
-    schema: Schema, windows: Windows | None, dtype: str | None, normalise: object = None
+    schema: Schema,
+    windows: Windows | None,
+    dtype: str | None,
+    normalise: object = None,
+    *,
+    device: str = "cpu",
 ) -> tuple[Output, ...]:
     """The outputs of a loader: fields as they are, or `z0`, `z1`, `future` and conditions.
 
     Args:
-        dtype: Handed out instead of the stored one, for fields that hold floats or are normalised.
+        dtype: Handed out instead of the stored one, for fields that hold floats or are normalised. None
+            decodes packed ones to bfloat16 for a CUDA `device`, else to float32.
         normalise: `Normalise` by field; None: no field is.
 
     Raises:
@@ -87,7 +99,11 @@ def make_outputs(
     if dtype is not None:
         check_dtype(dtype)
     how = check_normalise(normalise, schema)
-    fused = {name: fused_of(field, how.get(name), dtype) for name, field in schema.items()}
+    unpacked = dtype or ("bfloat16" if device == "cuda" else "float32")
+    fused = {
+        name: fused_of(field, how.get(name), unpacked if field.packed else dtype)
+        for name, field in schema.items()
+    }
     if windows is None:
         check_names(schema)
         return tuple(_output(name, name, field, fused[name]) for name, field in schema.items())
@@ -144,6 +160,19 @@ def _output(  # noqa: PLR0913 - the ways in which outputs differ, private to thi
     width: int | None = None,
 ) -> Output:
     """`lag=None` takes whole records; `width` flattens an example to `(C,)`."""
+    if field.packed:
+        # Without `width`: blocks of the last axis are decoded before an example is flattened.
+        bits = replace(field, dtype="int8", packed=False)
+        places = ((field_name, bits), (field_name + SCALE_SUFFIX, scale_field(field)))
+        parts = tuple(_output(name, n, f, None, lag=lag, count=count, every=every) for n, f in places)
+        return replace(
+            parts[0],
+            shape=parts[0].shape if width is None else (width,),
+            dtype=torch.float32 if fused is None else fused.dtype,
+            fused=fused,
+            packed=field.dtype,
+            parts=parts,
+        )
     stored = getattr(torch, field.dtype)
     if lag is None:
         index, shape = RECORD, field.shape

@@ -9,17 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, cast
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
+from stoker.errors import ConfigError
 from stoker.loader.batch import RecordBatch, WindowBatch
-from stoker.loader.order import example_keys
+from stoker.loader.keyed import child_keys, example_keys
+
+if TYPE_CHECKING:
+    from stoker.monitor.meter import StallMeter
 
 Transform: TypeAlias = "Callable[[Any, Tensor], Any]"
 """`transform(batch, keys)` returns the batch to hand on. `keys` is `(B,)` int64 on the batch's device, one
-per example, equal for the same seed, epoch and example."""
+per example, equal for the same seed, epoch, example and place among the transforms."""
+
+
+def run(transforms: Sequence[Transform], batch: Any, keys: Tensor) -> Any:
+    """The batch after all transforms, each with keys of its own: two of one kind draw different numbers."""
+    for place, transform in enumerate(transforms):
+        batch = transform(batch, child_keys(keys, place))
+    return batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +44,8 @@ class Finish:
     """Copy batches into page-locked memory."""
     transforms: Sequence[Transform]
     seed: int
+    meter: StallMeter | None = None
+    """Told how much of a wait was for this."""
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
@@ -40,18 +54,38 @@ class Finish:
     def apply(self, batches: Iterable[Any], examples: Any, size: int, epoch: int) -> Iterator[Any]:
         """Finish consecutive batches of `size` examples; `examples` are those of all of them."""
         for number, made in enumerate(batches):
-            batch = made
+            batch, begin = made, perf_counter()
             if self.pin:
                 batch = _each(batch, Tensor.pin_memory)
             if self.device is not None:
                 batch = _each(batch, partial(Tensor.to, device=self.device, non_blocking=True))
+            copied = perf_counter()
             if self.transforms:
-                own = examples[number * size : (number + 1) * size]
-                own = own.cpu().numpy() if isinstance(own, Tensor) else own
-                keys = torch.as_tensor(example_keys(self.seed, epoch, own), device=_device_of(batch))
-                for transform in self.transforms:
-                    batch = transform(batch, keys)
+                own = torch.as_tensor(examples[number * size : (number + 1) * size], device=_device_of(batch))
+                keys = example_keys(self.seed, epoch, own)
+                batch = _placed(run(self.transforms, batch, keys), batch.position)
+            if self.meter is not None:
+                self.meter.spent("copy", copied - begin)
+                self.meter.spent("transform", perf_counter() - copied)
             yield batch
+
+
+def _placed(made: Any, position: tuple[int, int]) -> Any:
+    """What transforms made of a batch, with the place at which a loader goes on after it.
+
+    Raises:
+        ConfigError: They made something that cannot carry it.
+    """
+    if getattr(made, "position", None) is not None:
+        return made
+    if not isinstance(made, dict):
+        raise ConfigError(
+            f"the last of transforms= returned {type(made).__name__}, which cannot say where to go on after "
+            "it. Expected the batch, changed (`batch._replace(...)` for windows), or a dict"
+        )
+    batch = RecordBatch(cast("dict[str, Any]", made))
+    batch.position = position
+    return batch
 
 
 def _each(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -1,10 +1,12 @@
 """What a run costs, as figures: low in the layers, so that nothing above needs a callback.
 
-meter.py   how long training waits for data
+meter.py   how long training waits for data, and for what
+journal.py the same as JSON lines, interval by interval
 gpu.py     how busy a GPU is, or why that cannot be said
 """
 
 from stoker.monitor.gpu import GpuAbsent, GpuSample, GpuSampler, open_gpu
+from stoker.monitor.journal import StallJournal
 from stoker.monitor.meter import StallMeter, StallReport
 
-__all__ = ["GpuAbsent", "GpuSample", "GpuSampler", "StallMeter", "StallReport", "open_gpu"]
+__all__ = ["GpuAbsent", "GpuSample", "GpuSampler", "StallJournal", "StallMeter", "StallReport", "open_gpu"]

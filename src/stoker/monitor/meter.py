@@ -1,17 +1,24 @@
-"""Count how long training waits for data.
+"""Count how long training waits for data, and for what.
 
 The loader writes into the meter, so that nothing above it needs a callback: per batch `waited` and `handed`,
-at the end of a pass `ended`. What lies between handing one batch over and being asked for the next is the
-step. All times are of the host's clock: on a GPU whose queue runs ahead, a wait shorter than the queue is
-counted although the device never idled, so the stall is an upper bound there.
+at the end of a pass `ended`, and `spent` where a part of the loader knows what a wait was for. What lies
+between handing one batch over and being asked for the next is the step. All times are of the host's clock: on
+a GPU whose queue runs ahead, a wait shorter than the queue is counted although the device never idled, so the
+stall is an upper bound there.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields, replace
 from time import perf_counter_ns
+from typing import Any, Literal, TypeAlias, get_args
 
 from stoker.schema import Json
+
+Part: TypeAlias = Literal["read", "gather", "copy", "transform", "wait"]
+"""What a wait was for: reading from disk, putting the batch together in memory (all that nobody else claims),
+copying it to the device or into page-locked memory, the user's transforms, or waiting for another thread."""
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +41,10 @@ class StallReport:
     """Examples by the tier that served them."""
     ceiling_step_s: float | None
     """Seconds of a step that finds its batch ready, measured in the same run; None: not measured."""
+    parts: dict[str, float] = field(default_factory=dict[str, float])
+    """`wait_s` by what it was spent on; the names are `PARTS`."""
+    rank: int = 0
+    """The process that this is about."""
 
     @property
     def mean_step_s(self) -> float:
@@ -51,9 +62,32 @@ class StallReport:
         spent_s = self.wait_s + self.step_s
         return max(0.0, 1.0 - self.ceiling_step_s * self.batches / spent_s) if spent_s else 0.0
 
+    def since(self, earlier: StallReport) -> StallReport:
+        """What was added after `earlier`, a report of the same meter that was not reset in between."""
+        return _combined(self, earlier, -1)
+
+    def plus(self, other: StallReport) -> StallReport:
+        """Both together, with the ceiling of `self`, or of `other` where it has none."""
+        return _combined(self, other, 1)
+
     def to_json(self) -> dict[str, Json]:
         """All figures by name."""
         return {**asdict(self), "mean_step_s": self.mean_step_s, "lost": self.lost}
+
+
+def _combined(a: StallReport, b: StallReport, sign: int) -> StallReport:
+    """`a` and `sign` times `b`, field by field."""
+    sums: dict[str, Any] = {}
+    for name in (f.name for f in fields(StallReport)):
+        mine, other = getattr(a, name), getattr(b, name)
+        if isinstance(mine, dict):
+            sums[name] = {key: mine.get(key, 0) + sign * other.get(key, 0) for key in mine | other}
+        elif name not in ("stall", "ceiling_step_s", "rank"):
+            sums[name] = mine + sign * other
+    spent_s = sums["wait_s"] + sums["step_s"]
+    stall = sums["wait_s"] / spent_s if spent_s else 0.0
+    ceiling_s = b.ceiling_step_s if a.ceiling_step_s is None else a.ceiling_step_s
+    return replace(a, **sums, stall=stall, ceiling_step_s=ceiling_s)
 
 
 class StallMeter:
@@ -63,11 +97,13 @@ class StallMeter:
     """
 
     __slots__ = (
-        "_batches", "_bytes", "_ceiling_s", "_examples", "_first_s", "_handed_ns",
-        "_step_ns", "_tiers", "_wait_s", "_waited_s",
+        "_batches", "_bytes", "_ceiling_s", "_examples", "_first_s", "_handed_ns", "_parts",
+        "_rank", "_spent", "_step_ns", "_tiers", "_wait_s", "_waited_s",
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
+        """`rank` is this process among those that train together; it is only told on."""
+        self._rank = rank
         self._ceiling_s: float | None = None
         self.reset()
 
@@ -77,10 +113,21 @@ class StallMeter:
         self._step_ns = self._batches = self._examples = self._bytes = 0
         self._handed_ns = 0
         self._tiers: dict[str, int] = {}
+        self._parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        self._spent: list[tuple[Part, float]] = []
 
     def waited(self, wait_s: float) -> None:
         """Add seconds that the loader took for the batch about to be handed over; may be called in parts."""
         self._waited_s += wait_s
+
+    def spent(self, part: Part, seconds: float) -> None:
+        """Say what some of the wait in progress is for. What nobody claims counts as `gather`."""
+        self._spent.append((part, seconds))
+
+    def outside(self, seconds: float) -> None:
+        """Leave out seconds that the caller spent since the last hand-over on neither wait nor step."""
+        if self._handed_ns:
+            self._step_ns -= int(seconds * 1e9)
 
     def handed(self, size_bytes: int, examples: int, tier: str) -> None:
         """Count a batch, at the moment it leaves the loader."""
@@ -89,8 +136,15 @@ class StallMeter:
             # What passed since the last hand-over is its step and then this wait.
             self._step_ns += now - self._handed_ns - int(self._waited_s * 1e9)
             self._wait_s += self._waited_s
+            left_s = self._waited_s
+            for part, seconds in self._spent:
+                self._parts[part] += (took := min(seconds, left_s))
+                left_s -= took
+            self._parts["gather"] += left_s
         else:
             self._first_s += self._waited_s
+        if self._spent:
+            self._spent.clear()
         self._waited_s = 0.0
         self._handed_ns = now
         self._batches += 1
@@ -104,6 +158,7 @@ class StallMeter:
             self._step_ns += perf_counter_ns() - self._handed_ns
         self._handed_ns = 0
         self._waited_s = 0.0
+        self._spent.clear()
 
     def ceiling(self, step_s: float) -> None:
         """Note how long a step takes that finds its batch ready, as measured by the training loop."""
@@ -123,4 +178,6 @@ class StallMeter:
             bytes=self._bytes,
             tiers=dict(self._tiers),
             ceiling_step_s=self._ceiling_s,
+            parts={part: seconds for part, seconds in self._parts.items() if seconds},
+            rank=self._rank,
         )

@@ -37,7 +37,7 @@ def settings_digest(config: Config, fingerprints: Mapping[str, str]) -> str:
     return digest_json(kept)
 
 
-_FREE = ("tier", "reserve_bytes", "run_dir", "latent_cache_dir", "checkpoint_every", "device")
+_FREE = ("tier", "reserve_bytes", "run_dir", "latent_cache_dir", "checkpoint_every", "device", "max_stall")
 """Settings of `training` that change no batch."""
 
 

@@ -11,7 +11,7 @@ from stoker.pipeline.diary import last_step_s
 from stoker.pipeline.inspect import shard_bytes
 from stoker.pipeline.locate import Located, batch_size_of, locate, trajectory_steps, windows_of
 from stoker.plan import Demand, Plan, measure_rates, plan_tiers, probe
-from stoker.schema import Json, Schema
+from stoker.schema import Json, Schema, columns_of
 from stoker.sources.files import canonical_split
 from stoker.store.layout import is_fixed, record_bytes
 from stoker.units import format_count
@@ -72,7 +72,7 @@ def demand_of(config: Config, located: Located, device: str) -> Demand:
     """What training would ask for: records, their size, and what one batch of windows takes."""
     schema, cache = located.recipe.schema, located.cache
     if is_fixed(schema):
-        size = float(record_bytes(schema))
+        size = float(record_bytes(columns_of(schema)))
     else:
         size = shard_bytes(cache) / len(cache) if cache is not None and len(cache) else 0.0
     quarantined = 0 if cache is None else len(cache.index.quarantined)
@@ -91,4 +91,4 @@ def example_bytes(config: Config, schema: Schema, size: float) -> float:
     if not is_fixed(schema):
         return size
     steps = windows_of(config).horizon + 1
-    return float(sum(f.row_bytes * steps if f.time else f.size_bytes() for f in schema.values()))
+    return float(sum(f.row_bytes * steps if f.time else f.size_bytes() for f in columns_of(schema).values()))

@@ -12,6 +12,7 @@ from stoker.config import Config
 from stoker.errors import ConfigError
 from stoker.loader import Loader, Windows
 from stoker.monitor import StallMeter
+from stoker.pipeline.budget import verdict_of
 from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import run_dir_of, settings_digest, unfinished, work_digest, write_diary
 from stoker.pipeline.folders import require_writable
@@ -52,6 +53,8 @@ class TrainResult:
     """Damaged records of both caches that were encoded again while they were served."""
     spot_check: SpotReport | None = None
     """Records compared with what source and encoder give now; None: not asked for."""
+    over_budget: str | None = None
+    """Why the run waited longer than `training.max_stall` allows, and the cure; None: it did not."""
 
     @property
     def cache_reused(self) -> bool:
@@ -84,6 +87,11 @@ class TrainResult:
         return {
             "tier": report.tier,
             "stall": report.stall,
+            "stall_parts": dict(report.parts),
+            "step_s": report.step_s,
+            "ceiling_step_s": report.ceiling_step_s,
+            "lost": report.lost,
+            "over_budget": self.over_budget,
             "epochs": report.epochs,
             "epoch_steps": self.epoch_steps,
             "steps": report.steps,
@@ -194,6 +202,7 @@ def train_prepared(
 
     loader = make_loader(config, train_cache, meter=meter)
     val_loader = make_val_loader(config, val_cache, beside=loader.plan)
+    _tell_plan(on_event, train_cache, loader.plan)
     check = begin_spot_check(config, train_cache)
     began = time.monotonic()
     try:
@@ -218,7 +227,14 @@ def train_prepared(
         epoch_steps=len(loader),
         mended=loader.mended + val_loader.mended,
         spot_check=checked,
+        over_budget=verdict_of(config, train_cache, report),
     )
+
+
+def _tell_plan(on_event: EventSink | None, cache: Cache, plan: Plan) -> None:
+    if on_event is not None:
+        tiers: dict[str, Json] = dict(plan.records_by_tier())
+        on_event("serve", {"name": cache.name, "tiers": tiers, "reason": plan.reason})
 
 
 def begin_spot_check(config: Config, cache: Cache) -> SpotCheck | None:

@@ -10,7 +10,7 @@ from stoker.errors import ResourceError
 from stoker.plan.resources import Resources
 from stoker.precompute.layout import slot_size
 from stoker.precompute.settings import PrecomputeSettings
-from stoker.schema import Schema
+from stoker.schema import Schema, columns_of
 from stoker.store import Recipe
 from stoker.units import MIB, format_bytes, format_count
 
@@ -27,8 +27,9 @@ _RAGGED_BYTES = MIB
 
 def needed_bytes(schema: Schema, records: int) -> int:
     """Bytes of that many records with checksums; ragged fields, of unknown size, count as empty."""
-    each = sum(field.size_bytes(0 if field.ragged else None) for field in schema.values())
-    return int(records * (each + 8 + 8 * len(schema)) * _OVERHEAD)
+    columns = columns_of(schema)
+    each = sum(field.size_bytes(0 if field.ragged else None) for field in columns.values())
+    return int(records * (each + 8 + 8 * len(columns)) * _OVERHEAD)
 
 
 def check_space(folder: Path, schema: Schema, records: int, resources: Resources) -> None:
@@ -76,7 +77,7 @@ def fit_memory(
     needed = _READER_BYTES + sum(
         _group_bytes(schema, group.samples, group.steps)
         # In a slot and on its way to the encoder; as encoded; as stored.
-        for schema in (samples, samples, recipe.encoded, recipe.schema)
+        for schema in (samples, samples, recipe.encoded, recipe.columns)
     )
     if needed > resources.host_bytes:
         raise ResourceError(

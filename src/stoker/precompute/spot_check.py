@@ -24,7 +24,7 @@ from stoker.precompute.encode import Encoded, GroupEncoder
 from stoker.precompute.parcel import Feed
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.stages import Bench
-from stoker.schema import FLOATS, Json
+from stoker.schema import Json
 from stoker.sources.protocol import Source
 from stoker.store import Cache, Digests, Folder, make_recipe
 
@@ -162,7 +162,7 @@ class SpotCheck:
         for place, number in enumerate(encoded.numbers):
             stored = self._cache[number]
             for name, values in encoded.records.items():
-                floats = self._cache.schema[name].dtype in FLOATS
+                floats = self._cache.schema[name].floating
                 limit = float(self._cache.index.error[name]["max"]) + TOLERANCE if floats else 0.0
                 error = distance(stored[name], values[place])
                 if not error <= limit:

@@ -60,6 +60,7 @@ class Bench:
         self.missing = missing
         self.name = folder.name
         self.logs = folder.path.parent.parent / _LOG_FOLDER
+        self._rehearsal = rehearsal
         self._source = source
         self._encoder = encoder
         self._schema = source.schema()
@@ -72,22 +73,19 @@ class Bench:
                 f"time are encoded one by one. Give the encoder a group of 1"
             )
         self.quarantined = set(folder.failures()).difference(missing.tolist())
-        self._rehearsal = rehearsal
         wanted = set(missing.tolist()) if len(missing) < recipe.count else range(recipe.count)
-        self.ledger = Ledger(self.quarantined, quarantine=self._quarantine, wanted=wanted.__contains__)
+        # No method of ours: in a cycle, this would hold the folder's lock until the collector comes by.
+        keep = _forget if rehearsal else folder.quarantine_many
+        self.ledger = Ledger(self.quarantined, quarantine=keep, wanted=wanted.__contains__)
         spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
         self.queue = WorkQueue(spans, recipe.group.samples, missing, bad=self.ledger.is_bad)
-        parts = source.identity().parts
+        refs = recipe.refs
         self._parts = PartNames(
             offsets=[part.offset for part in recipe.parts],
-            names=[str(part.files[0].path) if part.files else part.name for part in parts],
+            names=[str(of[0].path) if of else part.name for part, of in zip(recipe.parts, refs, strict=True)],
         )
-        self._reading = Unchanged(source, digested_files(parts, recipe.files), self._parts.offsets)
+        self._reading = Unchanged(source, digested_files(refs, recipe.files), self._parts.offsets)
         self._layout, self._first_readers, self.most_readers = self._plan()
-
-    def _quarantine(self, failures: Sequence[Failure]) -> None:
-        if not self._rehearsal:
-            self.folder.quarantine_many(failures)
 
     def _plan(self) -> tuple[Layout, int, int]:
         """The layout of each arena, readers to start with, and the most that there is room and work for."""
@@ -204,3 +202,7 @@ class Bench:
         """Seal what was handed over, also when the run fails: the error under way is the one that counts."""
         with suppress(StokerError):
             writer.close()
+
+
+def _forget(failures: Sequence[Failure]) -> None:
+    """What a rehearsal does with failures."""

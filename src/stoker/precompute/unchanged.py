@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from stoker.errors import SourceError
 from stoker.schema import Sample
 from stoker.sources.files import stamp_of
-from stoker.sources.protocol import FileRef, Part
+from stoker.sources.protocol import FileRef
 
 if TYPE_CHECKING:
     from stoker.store.digests import FileDigest
@@ -116,14 +116,14 @@ class Unchanged:
         files[place] = replace(known, stamp=now.stamp)
 
 
-def digested_files(parts: Sequence[Part], known: Sequence[FileDigest]) -> list[list[Digested]]:
+def digested_files(refs: Sequence[Sequence[FileRef]], known: Sequence[FileDigest]) -> list[list[Digested]]:
     """The files of each part with their digests, which come in the same order."""
     by_name = {digest.name: digest for digest in known}
     return [
         [
             Digested(ref=ref, bytes=d.bytes, digest=d.digest, sampled=d.sampled, stamp=d.stamp)
-            for ref in part.files
+            for ref in own
             if (d := by_name.get(ref.name)) is not None
         ]
-        for part in parts
+        for own in refs
     ]

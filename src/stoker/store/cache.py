@@ -29,12 +29,12 @@ from stoker.errors import (
 from stoker.schema import Schema
 from stoker.store.catalog import Catalog, build_index, is_shard_name, write_index
 from stoker.store.claims import INDEX_WAIT_S, claim
-from stoker.store.convert import from_array
 from stoker.store.failures import Failure
 from stoker.store.index import Index, Segments, load_index, segments_of
 from stoker.store.layout import axis_length
 from stoker.store.local import LocalStorage
 from stoker.store.lost import LostShard, without_lost
+from stoker.store.packing import read_field
 from stoker.store.protocols import Filler
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
 from stoker.store.shard_read import Shard
@@ -96,6 +96,11 @@ class Cache:
         return self.recipe.schema
 
     @property
+    def columns(self) -> Schema:
+        """What shards and memory hold of a record: its fields, packed ones followed by their scales."""
+        return self.recipe.columns
+
+    @property
     def complete(self) -> bool:
         """Whether every sample is stored or quarantined."""
         return self.index.complete
@@ -131,7 +136,7 @@ class Cache:
         return isinstance(number, SupportsIndex) and self._find(operator.index(number)) is not None
 
     def __getitem__(self, number: SupportsIndex) -> dict[str, Tensor]:
-        """The record of a sample: a copy, every byte checked.
+        """The record of a sample: a copy, every byte checked; packed fields as float32.
 
         Raises:
             MissingRecordError: It is not stored; says whether it was quarantined, and why.
@@ -142,9 +147,7 @@ class Cache:
         if place is None:
             raise self._missing(number)
         shard = self.shard(place[0])
-        return {
-            name: from_array(shard.read(name, place[1]), field.dtype) for name, field in self.schema.items()
-        }
+        return {name: read_field(shard, name, field, place[1]) for name, field in self.schema.items()}
 
     def __repr__(self) -> str:
         state = (
@@ -189,7 +192,7 @@ class Cache:
         Raises:
             RecordError: There is no such field, or it is a scalar.
         """
-        spec = self.schema.get(field)
+        spec = self.columns.get(field)
         if spec is None or not spec.shape:
             raise RecordError(f"field {field!r} has no axis 0. Fields: {', '.join(self.schema)}")
         if not spec.ragged:

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from stoker.atomic import sync_folder
 from stoker.errors import CorruptError, FormatError, ResourceError
-from stoker.store.convert import from_array
 from stoker.store.failures import Failure, read_failures
 from stoker.store.index import Index, ShardEntry, dump_index, load_index, read_index_entries
 from stoker.store.local import LocalStorage
+from stoker.store.packing import read_field
 from stoker.store.recipe import Recipe
 from stoker.store.shard_read import Shard, repair_advice
 from stoker.store.statistics import Accumulator, summarise
@@ -341,7 +341,7 @@ def _recount(
             accumulator = Accumulator(field)
             for row, _, count in segments.tolist():
                 for at in range(row, row + count):
-                    accumulator.update(from_array(shard.read(name, at).reshape(-1), field.dtype))
+                    accumulator.update(read_field(shard, name, field, at).reshape(-1))
             partial[name] = accumulator.partial()
     except (FormatError, OSError) as error:
         raise DamagedShardError(path, error) from error

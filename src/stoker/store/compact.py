@@ -123,7 +123,7 @@ class _Merge:
         self._storage, self._recipe = LocalStorage(cache.path), cache.recipe
         self._catalog = Catalog(self._storage, self._recipe)
         self._writer = secrets.token_hex(6)
-        self._capacity = layout.capacity(self._recipe.schema, shard_bytes)
+        self._capacity = layout.capacity(self._recipe.columns, shard_bytes)
         self.cache = self._index()
 
     def groups(self, left: list[tuple[str, str]]) -> Iterator[_Group]:
@@ -193,7 +193,7 @@ class _Merge:
     def _chunk_rows(self) -> int:
         if not self._capacity.fixed:
             return 1
-        size = layout.record_bytes(self._recipe.schema)
+        size = layout.record_bytes(self._recipe.columns)
         return max(1, min(CHUNK_ROWS, CHUNK_BYTES // max(1, size)))
 
     def _create(self, group: _Group, seq: int) -> OpenShard:
@@ -246,20 +246,24 @@ class _Origin:
 def _copy(out: OpenShard, cache: Cache, origins: Mapping[int, _Origin], table: NDArray[np.int64]) -> None:
     """Append rows to `out`; each is checked against its sums as it is read."""
     out.add(
-        table[:, 0].copy(), {name: _read(cache, name, origins, table) for name in cache.schema}, 0, len(table)
+        table[:, 0].copy(),
+        {name: _read(cache, name, origins, table) for name in cache.columns},
+        0,
+        len(table),
     )
     out.mark([number for number, i, _ in table.tolist() if number in origins[i].marked])
 
 
 def _read(cache: Cache, name: str, origins: Mapping[int, _Origin], table: NDArray[np.int64]) -> StoredRows:
-    f, places = cache.schema[name], table[:, 1:].tolist()
+    f, places = cache.columns[name], table[:, 1:].tolist()
     lengths = [cache.shard(i).length(name, row) for i, row in places]
     ends = np.cumsum([0, *(length * f.row_bytes for length in lengths)]).tolist()
     data: Any = np.empty(ends[-1], np.uint8)
     view = memoryview(data)
     for (i, row), length, begin, end in zip(places, lengths, ends, ends[1:], strict=False):
         cache.shard(i).read_into(name, row, 0, length, view[begin:end])
-    errors = [origins[i].error[name] for i, _ in places]
+    none = {"max": 0.0, "rms": 0.0}  # what is said of a packed field, not of its scales
+    errors = [origins[i].error.get(name, none) for i, _ in places]
     return StoredRows(
         values=from_array(data.view(numpy_dtype(f.dtype)), f.dtype),
         starts=[end // f.itemsize for end in ends],

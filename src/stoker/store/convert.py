@@ -22,6 +22,8 @@ from stoker.schema import Field
 
 CHUNK = 32_768
 """Elements converted at a time: stays in the core's cache, below the size at which torch starts threads."""
+TINY = 1e-20
+"""Sums of squares below this, and those that overflow float32, are taken in float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,7 @@ class FieldScratch:
     """What converting one field takes; records of several fields are alive at a time, so one each."""
 
     stored: Scratch = dataclass_field(default_factory=Scratch)
+    scales: Scratch = dataclass_field(default_factory=Scratch)
     error: Scratch = dataclass_field(default_factory=Scratch)
 
 
@@ -143,28 +146,35 @@ def _convert(
             block = (slice(top, top + high), slice(left, left + CHUNK))
             stored[block].copy_(flat[block])
             if not exact_in_dtype:
-                found = _measure(name, flat[block], stored[block], numbers[block[0]], scratch.error)
+                found = measure(name, flat[block], stored[block], numbers[block[0]], scratch.error)
                 np.maximum(figures[:2, block[0]], found[:2], out=figures[:2, block[0]])
                 figures[2:, block[0]] += found[2:]
-    worst, largest, squares, scale = figures
     return (
         stored.reshape(-1),
-        np.divide(worst, largest, out=np.zeros(count), where=largest > 0),
-        np.sqrt(np.divide(squares, scale, out=np.zeros(count), where=scale > 0)),
+        *relative(figures),
     )
 
 
-def _measure(
+def relative(figures: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Largest and root mean square error of rows, relative, from the figures of `measure`."""
+    worst, largest, squares, scale = figures
+    return (
+        np.divide(worst, largest, out=np.zeros_like(worst), where=largest > 0),
+        np.sqrt(np.divide(squares, scale, out=np.zeros_like(worst), where=scale > 0)),
+    )
+
+
+def measure(
     name: str, exact: Tensor, stored: Tensor, numbers: Sequence[int], scratch: Scratch
 ) -> NDArray[np.float64]:
-    """Figures of a block of rows: `(4, rows)`."""
+    """Figures of a block of rows: largest error, largest value, sums of squares of both, `(4, rows)`."""
     exact = exact.to(torch.float64 if exact.dtype == torch.float64 else torch.float32)
     error = scratch.take(exact.shape, exact.dtype).copy_(stored).sub_(exact)
-    squares = _squares(error)
-    if not np.isfinite(squares).all():
-        exact, error = _finite_only(name, exact, stored, numbers)
-        squares = _squares(error)
-    return np.stack([_largest(error), _largest(exact), squares, _squares(exact)])
+    squares, scale = _squares(error), _squares(exact)
+    if not (np.isfinite(squares).all() and np.isfinite(scale).all() and (scale > TINY).all()):
+        exact, error = _finite_only(name, exact.double(), stored, numbers)
+        squares, scale = _squares(error), _squares(exact)
+    return np.stack([_largest(error), _largest(exact), squares, scale])
 
 
 def _largest(rows: Tensor) -> NDArray[Any]:

@@ -145,14 +145,12 @@ def open_folder(
     name: str,
     recipe: Recipe,
     *,
-    files: Sequence[FileDigest] = (),
     weights: Mapping[str, Tensor] | None = None,
 ) -> Folder:
     """Make or open `<cache_dir>/<name>/<fingerprint>/`.
 
     Args:
         cache_dir, name, recipe: Where, under which name, and of what.
-        files: The files behind the recipe's parts; by default those the recipe was made from.
         weights: The encoder's weights, kept once in `<cache_dir>/encoders`.
     Raises:
         ConfigError: `name` is not a plain name.
@@ -170,7 +168,7 @@ def open_folder(
             _make_folders(cache_dir, path)
             storage.sweep()
             _put_recipe(storage, recipe)
-            _put_sources(storage, files or recipe.files)
+            _put_sources(storage, recipe.files)
             if weights:
                 _put_weights(cache_dir, recipe, weights)
     except ReadOnlyError as error:

@@ -15,7 +15,7 @@ import xxhash
 
 from stoker.errors import CorruptError, FormatError
 from stoker.schema import DTYPE_BYTES, canonical_json
-from stoker.store.layout import PAGE, align
+from stoker.store.layout import FORMATS, PAGE, align
 from stoker.store.protocols import OpenFile
 from stoker.store.strict_json import as_list, as_object, is_count, read_strict
 from stoker.units import MIB
@@ -25,7 +25,8 @@ MAX_TENSORS = 100_000
 MAX_AXES = 32
 TENSOR_DTYPES: Mapping[str, str] = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
-    "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "uint64": "U64",
+    "float8_e4m3fn": "F8_E4M3", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "uint64": "U64",
 }  # fmt: skip
 """Our dtype names to those of safetensors; uint64 appears in block sums only."""
 _ITEM_BYTES = {TENSOR_DTYPES[name]: size for name, size in DTYPE_BYTES.items()} | {"U64": 8}
@@ -97,9 +98,9 @@ def read_header(file: OpenFile, *, where: str) -> Header:
     metadata = as_object(entries.pop("__metadata__", None))
     if metadata is None or not all(isinstance(value, str) for value in metadata.values()):
         raise FormatError(f"{where}: metadata is missing or not text")
-    if metadata.get("format") != "1":
+    if metadata.get("format") not in [str(number) for number in FORMATS]:
         raise FormatError(
-            f"{where} has format {metadata.get('format')!r}, this version reads '1'. Upgrade stoker"
+            f"{where} has format {metadata.get('format')!r}, this version reads {FORMATS}. Upgrade stoker"
         )
     tensors = _check_tensors(entries, file.size - len(raw), where)
     digest = xxhash.xxh3_128_hexdigest(raw)

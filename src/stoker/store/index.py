@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from stoker.errors import CorruptError, FormatError
 from stoker.schema import canonical_json
 from stoker.store.failures import Failure, failure_from_json
+from stoker.store.layout import FORMATS
 from stoker.store.local import LocalStorage, check_name
 from stoker.store.recipe import Recipe
 from stoker.store.strict_json import as_object, is_count, read_strict
 from stoker.units import MIB
 
 INDEX_FILE = "index.json"
-FORMAT = 1
 MAX_INDEX_BYTES = 1024 * MIB
 START = b'{"complete":'
 """How every index begins; a huge file that is none is refused after one small read."""
@@ -113,7 +113,7 @@ def _all_segments(shards: Sequence[ShardEntry]) -> NDArray[np.int64]:
 def dump_index(index: Index, recipe: Recipe) -> bytes:
     """The bytes of `index.json`."""
     entries: dict[str, Any] = {
-        "format": FORMAT,
+        "format": recipe.entries["format"],
         "fingerprint": index.fingerprint,
         "name": index.name,
         "generation": index.generation,
@@ -154,7 +154,9 @@ def load_index(folder: Path, recipe: Recipe) -> Index:
     """
     path = folder / INDEX_FILE
     entries = read_index_entries(folder)
-    if entries.get("fingerprint") != recipe.fingerprint or entries.get("schema") != recipe.entries["schema"]:
+    if any(entries.get(name) != recipe.entries[name] for name in ("format", "schema")) or (
+        entries.get("fingerprint") != recipe.fingerprint
+    ):
         raise FormatError(
             f"{path} is of the cache {entries.get('fingerprint')}, expected {recipe.fingerprint}"
         )
@@ -179,9 +181,9 @@ def read_index_entries(folder: Path) -> dict[str, Any]:
     entries = read_strict(storage.read(INDEX_FILE, limit_bytes=MAX_INDEX_BYTES), where=str(path))
     if entries.pop("digest", None) != _digest(entries):
         raise CorruptError(f"{path} does not match its digest")
-    if entries.get("format") != FORMAT:
+    if entries.get("format") not in FORMATS:
         raise FormatError(
-            f"{path} has format {entries.get('format')!r}, this version reads {FORMAT}. Upgrade stoker"
+            f"{path} has format {entries.get('format')!r}, this version reads {FORMATS}. Upgrade stoker"
         )
     return entries
 

@@ -14,8 +14,10 @@ from stoker.errors import ConfigError
 from stoker.schema import Field, Schema
 from stoker.units import KIB, MIB
 
+FORMATS = (1, 2)
+"""What this version reads; it writes the first that can hold a schema."""
 PAGE = 4096
-"""Alignment of columns in bytes; part of format 1, whatever the machine's own page size."""
+"""Alignment of columns in bytes; part of the format, whatever the machine's own page size."""
 BLOCK_BYTES = 16 * KIB
 """Bytes that one block sum aims to cover."""
 SHARD_BYTES = 256 * MIB
@@ -24,6 +26,11 @@ RAGGED_SHARD_BYTES = 32 * MIB
 """The same for a shard with a ragged field, which is kept in memory until sealed."""
 MAX_ROWS = 1 << 20
 """Records in one shard at most; bounds what a writer keeps per record in memory."""
+
+
+def format_of(schema: Schema) -> int:
+    """The format of a cache of this schema: 2 where fields are packed, which readers of 1 do not know."""
+    return 2 if any(field.packed for field in schema.values()) else 1
 
 
 def align(offset: int) -> int:

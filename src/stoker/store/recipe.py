@@ -19,27 +19,31 @@ from stoker.encoders.protocol import Encoder, Group
 from stoker.errors import ConfigError, CorruptError, EncoderError, FormatError, RecordError, SourceError
 from stoker.schema import (
     FLOATS,
+    PACKED_DTYPES,
+    SCALE_SUFFIX,
     Field,
     Json,
     Schema,
     canonical_json,
+    columns_of,
     digest_json,
+    scale_field,
     schema_from_json,
     schema_to_json,
 )
-from stoker.sources.protocol import Part, Source
+from stoker.sources.protocol import FileRef, Part, Source, SourceIdentity
 from stoker.store.digests import Digests, FileDigest
+from stoker.store.layout import FORMATS, format_of
 from stoker.store.local import LocalStorage
 from stoker.store.strict_json import is_count, read_strict
 from stoker.units import MIB
 
-FORMAT = 1
 RECIPE_FILE = "recipe.json"
 MAX_RECIPE_BYTES = 256 * MIB
-STORED_FLOATS = ("float32", "float16", "bfloat16")
+STORED_FLOATS = ("float32", "float16", "bfloat16", *PACKED_DTYPES)
 GROUP_BYTES = 4 * MIB
 MAX_GROUP = 256
-RESERVED_SUFFIXES = (".offsets", ".sums", ".scale")
+RESERVED_SUFFIXES = (".offsets", ".sums", SCALE_SUFFIX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,8 @@ class Recipe:
     """The recipe as JSON; not to be changed."""
     files: tuple[FileDigest, ...] = field(default=(), compare=False)
     """The files behind the parts' digests, if it was made from a source; empty when it was loaded."""
+    refs: tuple[tuple[FileRef, ...], ...] = field(default=(), compare=False)
+    """Per part the same files as its source names them; empty when it was loaded."""
 
     @cached_property
     def text(self) -> str:
@@ -96,6 +102,11 @@ class Recipe:
     def schema(self) -> Schema:
         """Fields of a record as stored, in the order of their names."""
         return schema_from_json(self.entries["schema"])
+
+    @cached_property
+    def columns(self) -> Schema:
+        """What a shard holds of a record: its fields, packed ones followed by their scales."""
+        return columns_of(self.schema)
 
     @cached_property
     def encoded(self) -> Schema:
@@ -137,8 +148,9 @@ def make_recipe(
         source: Asked for identity, schema and length; its files are digested, not its samples read.
         encoder: None stores samples as they are.
         dtype: Storage dtype of float fields, by name, or one for all that have an axis: scalars (parameters)
-            keep theirs, since 1e-8 is zero in float16. None keeps all as encoded; float64 is always stored as
-            float32.
+            keep theirs, since 1e-8 is zero in float16. `int8` and `float8_e4m3fn` come with a scale for each
+            block of 128 on the last axis; given for all, they are taken where that is smaller than float16.
+            None keeps all as encoded; float64 is always stored as float32.
         digests: Who digests files; by default everything is read, and nothing remembered.
     Raises:
         ConfigError: A dtype is unknown, or named for a field that is missing or not of floats.
@@ -150,9 +162,10 @@ def make_recipe(
     _check_names(encoded)
     stored = stored_schema(encoded, dtype)
     group = _default_group(sample_schema) if encoder is None else encoder.group(sample_schema)
-    source_entries, files = _source_entries(source, digests or Digests())
+    identity = source.identity()
+    source_entries, files = _source_entries(identity, len(source), digests or Digests())
     entries: dict[str, Json] = {
-        "format": FORMAT,
+        "format": format_of(stored),
         "source": source_entries,
         "encoder": None if encoder is None else encoder.identity(),
         "group": {"samples": group.samples, "steps": group.steps},
@@ -165,7 +178,9 @@ def make_recipe(
     except (TypeError, ValueError) as error:
         raise EncoderError(f"the encoder's identity() cannot be written as JSON: {error}") from error
     return Recipe(
-        entries=read_strict(canonical_json(entries).encode(), where="the recipe"), files=tuple(files)
+        entries=read_strict(canonical_json(entries).encode(), where="the recipe"),
+        files=tuple(files),
+        refs=tuple(part.files for part in identity.parts),
     )
 
 
@@ -185,9 +200,9 @@ def load_recipe(folder: Path) -> Recipe:
     if found != folder.resolve().name:
         raise CorruptError(f"{path} has digest {found}, expected {folder.resolve().name}, its folder's name")
     entries = read_strict(data, where=str(path))
-    if entries.get("format") != FORMAT:
+    if entries.get("format") not in FORMATS:
         raise FormatError(
-            f"{path} has format {entries.get('format')!r}, this version reads {FORMAT}. Upgrade stoker"
+            f"{path} has format {entries.get('format')!r}, this version reads {FORMATS}. Upgrade stoker"
         )
     recipe = Recipe(entries=entries)
     try:
@@ -203,10 +218,12 @@ def _check_recipe(recipe: Recipe) -> None:
         raise TypeError("a part lacks a name or a count")
     if not is_count(recipe.group.samples) or recipe.encoded.keys() != recipe.schema.keys():
         raise TypeError("group or schema")
+    if recipe.entries["format"] != format_of(recipe.schema):
+        raise TypeError("its format does not go with its schema")
 
 
-def _with_dtype(f: Field, dtype: str) -> Field:
-    return Field(shape=f.shape, dtype=dtype, time=f.time, ragged=f.ragged)
+def _with_dtype(f: Field, dtype: str, *, packed: bool = False) -> Field:
+    return Field(shape=f.shape, dtype=dtype, time=f.time, ragged=f.ragged, packed=packed)
 
 
 def _check_names(schema: Schema) -> None:
@@ -232,7 +249,11 @@ def stored_schema(encoded: Schema, dtype: str | Mapping[str, str] | None) -> Sch
         logging.getLogger("stoker").info("float64 fields are stored as float32: %s", ", ".join(widest))
     # By name, so that a schema means the same however its fields were listed.
     return {
-        name: _with_dtype(f, wanted.get(name, "float32" if f.dtype == "float64" else f.dtype))
+        name: _with_dtype(
+            f,
+            wanted.get(name, "float32" if f.dtype == "float64" else f.dtype),
+            packed=wanted.get(name) in PACKED_DTYPES,
+        )
         for name, f in sorted(encoded.items())
     }
 
@@ -240,15 +261,12 @@ def stored_schema(encoded: Schema, dtype: str | Mapping[str, str] | None) -> Sch
 def _wanted_dtypes(encoded: Schema, dtype: str | Mapping[str, str] | None) -> dict[str, str]:
     floats = [name for name, f in encoded.items() if f.dtype in FLOATS]
     if isinstance(dtype, str):
-        wanted = {name: dtype for name in floats if encoded[name].shape}
+        fits = _pays if dtype in PACKED_DTYPES else _has_axis
+        wanted = {name: dtype for name in floats if fits(encoded[name])}
     else:
         wanted = dict(dtype or {})
     named = [("every float field", dtype)] if isinstance(dtype, str) else wanted.items()
     for name, wish in named:
-        if wish in ("int8", "float8_e4m3fn"):
-            raise ConfigError(
-                f"storage dtype {wish!r} for {name} is not in this version. Use {', '.join(STORED_FLOATS)}"
-            )
         if wish not in STORED_FLOATS:
             raise ConfigError(f"storage dtype {wish!r} for {name} is unknown. Use {', '.join(STORED_FLOATS)}")
     for name in wanted:
@@ -256,7 +274,25 @@ def _wanted_dtypes(encoded: Schema, dtype: str | Mapping[str, str] | None) -> di
             raise ConfigError(
                 f"storage dtype is set for {name!r}, which is not a float field. Float fields: {floats}"
             )
+        if wanted[name] in PACKED_DTYPES and not encoded[name].step_shape:
+            raise ConfigError(
+                f"storage dtype {wanted[name]!r} for {name!r}: it has one number "
+                f"{'a step' if encoded[name].shape else 'a sample'}, and none to share a scale with. "
+                "Use bfloat16 or float32"
+            )
     return wanted
+
+
+def _has_axis(f: Field) -> bool:
+    return bool(f.shape)
+
+
+def _pays(f: Field) -> bool:
+    """Whether a byte a number and the scales are smaller than float16."""
+    if not f.step_shape:
+        return False
+    scales = scale_field(_with_dtype(f, "int8", packed=True))
+    return scales.shape[-1] * scales.itemsize < f.shape[-1]
 
 
 def _default_group(sample_schema: Schema) -> Group:
@@ -266,11 +302,12 @@ def _default_group(sample_schema: Schema) -> Group:
     return Group(samples=max(1, min(MAX_GROUP, GROUP_BYTES // max(1, size))))
 
 
-def _source_entries(source: Source, digests: Digests) -> tuple[dict[str, Json], list[FileDigest]]:
-    identity = source.identity()
+def _source_entries(
+    identity: SourceIdentity, count: int, digests: Digests
+) -> tuple[dict[str, Json], list[FileDigest]]:
     total = sum(part.count for part in identity.parts)
-    if total != len(source):
-        raise SourceError(f"the source's parts hold {total} samples, len(source) is {len(source)}")
+    if total != count:
+        raise SourceError(f"the source's parts hold {total} samples, len(source) is {count}")
     names = [part.name for part in identity.parts]
     if twice := sorted(
         {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()

@@ -12,7 +12,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from stoker.errors import CorruptError, FormatError, RecordError
-from stoker.schema import Field, Schema, canonical_json, numpy_dtype, schema_to_json
+from stoker.schema import Field, Schema, canonical_json, columns_of, numpy_dtype, schema_to_json
 from stoker.store import layout
 from stoker.store.header import TENSOR_DTYPES, Header, TensorEntry, read_header
 from stoker.store.protocols import ColumnSink, OpenFile
@@ -29,7 +29,7 @@ PIECE_BYTES = MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """Where one field of a shard lies."""
+    """Where one field of a shard, or the scales of a packed one, lies."""
 
     field: Field
     offset: int
@@ -55,11 +55,13 @@ class Shard:
     def __init__(self, file: OpenFile, path: Path, schema: Schema, *, offset: int = 0) -> None:
         self.name = path.name
         self.size = file.size
-        self._file, self._path, self._schema, self._offset = file, path, schema, offset
+        self._file, self._path, self._offset = file, path, offset
         name = str(path)
         header = read_header(file, where=name)
         self.header_digest = header.digest
         self.part, self.rows = _check_metadata(header, schema, name)
+        seed = schema_seed(schema)
+        schema = self._schema = columns_of(schema)
         self._metadata = header.metadata
         self._digests = read_strict(header.metadata["columns"].encode(), where=f"the digests of {name}")
         self.padding = [
@@ -84,7 +86,7 @@ class Shard:
         self._check_sums()
         self._seen: dict[str, bytearray] = {}
         """By field, for `verify="first"`: 1 for each block that was found right."""
-        self._seeds = record_seeds(schema_seed(schema), self._numbers)
+        self._seeds = record_seeds(seed, self._numbers)
         if self._numbers.min(initial=0) < 0:
             raise FormatError(f"{name} holds a negative sample number")
 
@@ -130,7 +132,8 @@ class Shard:
         """One record's field, or steps `start:stop` of its axis 0, verified.
 
         Returns:
-            A fresh array; bfloat16 as its bits in uint16.
+            A fresh array; bfloat16 as its bits in uint16, a packed field as its bits in int8 (its scales are
+            the field `<field>.scale`).
         Raises:
             CorruptError: A block sum differs; names shard, field and sample.
             RecordError: `start:stop` is not within the record.
@@ -331,6 +334,8 @@ def _check_metadata(header: Header, schema: Schema, name: str) -> tuple[str, int
         raise FormatError(f"{name} lacks {sorted(expected - metadata.keys()) or '__number__'} in its header")
     if metadata["schema"] != canonical_json(schema_to_json(schema)):
         raise FormatError(f"{name} has another schema than its cache: it belongs elsewhere. Remove it")
+    if metadata["format"] != str(layout.format_of(schema)):
+        raise FormatError(f"{name} says format {metadata['format']}, its schema is of another")
     rows = header.tensors["__number__"].shape[0] if header.tensors["__number__"].shape else 0
     if str(rows) != metadata["rows"] or not 1 <= rows <= layout.MAX_ROWS:
         raise FormatError(f"{name} claims {metadata['rows']} rows and holds {rows} numbers")

@@ -15,10 +15,18 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from stoker.schema import Field, Schema, canonical_json, schema_to_json
+from stoker.schema import (
+    SCALE_SUFFIX,
+    Field,
+    Schema,
+    canonical_json,
+    columns_of,
+    schema_to_json,
+)
 from stoker.store import layout
 from stoker.store.convert import StoredRows
 from stoker.store.header import TENSOR_DTYPES, TensorEntry, pack_header
+from stoker.store.packing import unpack_rows
 from stoker.store.protocols import Pending, Storage
 from stoker.store.statistics import Accumulator, widest_partial
 from stoker.store.sums import block_sums, record_seeds, schema_seed
@@ -50,10 +58,11 @@ class ShardSpec:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Column:
-    """One field of the open shard."""
+    """One column of the open shard."""
 
     field: Field
-    statistics: Accumulator
+    statistics: Accumulator | None
+    """Of the values; scales have none of their own."""
     offset: int
     """Where it is being written, from the start of the data."""
     size: int = 0
@@ -72,12 +81,14 @@ class OpenShard:
         self.spec = spec
         self.rows = 0
         self.size = 0
-        self._streamed = layout.is_fixed(spec.schema)
-        self._order = layout.column_order(spec.schema)
-        full = {n: 0 if f.ragged else f.size_bytes() * capacity for n, f in spec.schema.items()}
+        columns = columns_of(spec.schema)
+        self._streamed = layout.is_fixed(columns)
+        self._order = layout.column_order(columns)
+        full = {n: 0 if f.ragged else f.size_bytes() * capacity for n, f in columns.items()}
         offsets, _ = layout.place_columns(self._order, full)
         self._columns = {
-            n: _Column(field=f, statistics=Accumulator(f), offset=offsets[n]) for n, f in spec.schema.items()
+            n: _Column(field=f, statistics=Accumulator(f) if n in spec.schema else None, offset=offsets[n])
+            for n, f in columns.items()
         }
         self._numbers: list[NDArray[np.int64]] = []
         self._marked: list[int] = []
@@ -92,7 +103,7 @@ class OpenShard:
 
         Args:
             numbers: Part-local numbers of all records in `records`.
-            records: Every field.
+            records: Every column.
             begin, end: Which of them to append.
         """
         numbers = numbers[begin:end]
@@ -107,7 +118,12 @@ class OpenShard:
             ]
             column.sums += block_sums(column.field, data, sizes, seeds)
             column.digest.update(data)
-            column.statistics.update(rows.tensor_of(begin, end))
+            if column.statistics is not None:
+                values = rows.tensor_of(begin, end)
+                if column.field.packed:
+                    scales = records[name + SCALE_SUFFIX].tensor_of(begin, end)
+                    values = unpack_rows(column.field, values, scales)
+                column.statistics.update(values)
             column.max_error = max(column.max_error, float(rows.max_error[begin:end].max(initial=0.0)))
             column.rms_error = max(column.rms_error, float(rows.rms_error[begin:end].max(initial=0.0)))
             if column.field.ragged:
@@ -197,9 +213,10 @@ class OpenShard:
     def _metadata(self, *, widest: bool) -> dict[str, str]:
         """Metadata of the header; `widest` makes it as long as it can become, to reserve room."""
         spec, columns = self.spec, self._columns
+        fields = {n: (c, c.statistics) for n, c in columns.items() if c.statistics is not None}
         error = -2.2250738585072014e-308
         return {
-            "format": "1",
+            "format": str(layout.format_of(spec.schema)),
             "part": spec.part,
             "schema": canonical_json(schema_to_json(spec.schema)),
             "writer": spec.writer,
@@ -211,12 +228,12 @@ class OpenShard:
             ),
             "meta": "0" * 32,
             "statistics": canonical_json(
-                {n: widest_partial(c.field) if widest else c.statistics.partial() for n, c in columns.items()}
+                {n: widest_partial(c.field) if widest else s.partial() for n, (c, s) in fields.items()}
             ),
             "error": canonical_json(
                 {
                     n: {"max": error if widest else c.max_error, "rms": error if widest else c.rms_error}
-                    for n, c in columns.items()
+                    for n, (c, _) in fields.items()
                 }
             ),
         }

@@ -18,7 +18,8 @@ from torch import Tensor
 from stoker.errors import ConfigError, RecordError
 from stoker.schema import Field
 from stoker.store import layout
-from stoker.store.convert import FieldScratch, StoredRows, store_rows, torch_dtype
+from stoker.store.convert import FieldScratch, StoredRows, torch_dtype
+from stoker.store.packing import store_columns
 from stoker.store.protocols import Storage
 from stoker.store.recipe import Recipe
 from stoker.store.shard_write import OpenShard, ShardSpec
@@ -69,7 +70,7 @@ class RecordWriter:
         self._since: dict[int, float] = {}
         self._latest: int | None = None
         self._scratch = {name: FieldScratch() for name in recipe.schema}
-        self._capacity = layout.capacity(recipe.schema, settings.shard_bytes)
+        self._capacity = layout.capacity(recipe.columns, settings.shard_bytes)
 
     def append(
         self,
@@ -160,7 +161,7 @@ class RecordWriter:
         stored: dict[str, StoredRows] = {}
         for name, field in schema.items():
             _check_shape(name, records[name], encoded[name], field, numbers)
-            stored[name] = store_rows(name, field, records[name], numbers, self._scratch[name])
+            stored |= store_columns(name, field, records[name], numbers, self._scratch[name])
             bound = self._settings.max_error
             worst = int(stored[name].max_error.argmax())
             error = stored[name].max_error[worst]
@@ -217,7 +218,7 @@ def _check_shape(
         raise RecordError(f"samples from {numbers[0]}: field {name!r} must be {kind}")
     tensors = values if isinstance(values, list) else [values]
     wanted = (-1 if field.ragged else count, *field.shape[field.ragged :])
-    dtypes = (torch_dtype(encoded.dtype), torch_dtype(field.dtype))
+    dtypes = {torch_dtype(encoded.dtype), torch_dtype((encoded if field.packed else field).dtype)}
     for number, tensor in zip(
         numbers, tensors, strict=False
     ):  # one tensor holds all numbers of a fixed field

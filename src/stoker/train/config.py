@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -12,7 +12,7 @@ from stoker.errors import ConfigError
 from stoker.schema import Json
 
 EventSink: TypeAlias = Callable[[str, Mapping[str, Json]], None]
-"""Told what happens: a kind (`start resume skip step epoch checkpoint best stop done`) and its facts."""
+"""Told what happens: a kind (`start resume skip step stall epoch checkpoint best stop done`), its facts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,3 +126,9 @@ class TrainReport:
     """Folder with `metrics.jsonl`, `curves.png`, `report.html` and `checkpoints`."""
     startup: dict[str, float]
     """Seconds from the call: `first_batch_s` until the first batch was there."""
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Seconds waited for data, by what for: `read`, `gather`, `copy`, `transform`, `wait`."""
+    ceiling_step_s: float | None = None
+    """Seconds of a step that never waits, measured in this run; None: the run was too short for it."""
+    lost: float | None = None
+    """How far the run was below that ceiling, 0..1: waiting, and whatever made its steps longer."""

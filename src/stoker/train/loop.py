@@ -7,6 +7,7 @@ one number of threads) from any step.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -21,11 +22,13 @@ from stoker.errors import ConfigError, Interrupted
 from stoker.monitor.meter import StallMeter
 from stoker.schema import Json
 from stoker.train.batches import PairBatch, PairLoader, to_pairs
+from stoker.train.ceiling import time_steps, twin_of, worth_measuring
 from stoker.train.checkpoint import Kind, newest_checkpoint
 from stoker.train.config import EventSink, TrainConfig, TrainReport
 from stoker.train.curves import draw_curves
 from stoker.train.evaluate import evaluate
 from stoker.train.guard import FiniteGuard, StepFacts
+from stoker.train.pace import Pace
 from stoker.train.report import write_report
 from stoker.train.run import Run, begin, changed, own_folder, take_up
 from stoker.train.stop import StopFlag
@@ -116,10 +119,13 @@ class Session:
     """As in `TrainReport`."""
     run: Run = field(init=False)
     guard: FiniteGuard = field(init=False)
+    pace: Pace = field(init=False)
     total: int = field(init=False)
     """Steps that the learning rate is laid out for."""
     log_every: int = field(init=False)
     """Steps between two `step` lines."""
+    rehearsed: bool = False
+    """The ceiling was measured, or the run is too short for it."""
     logged: int = 0
     """Step of the last `step` line, or at which this pass began."""
     place: Mapping[str, Any] = field(init=False)
@@ -130,6 +136,7 @@ class Session:
         config = self.config
         self.run = self._resumed() or begin(self.folder, config, self.train_loader, self._first_batch)
         self.guard = FiniteGuard(self.run.device)
+        self.pace = Pace(self.meter, self.folder, self._tell)
         self.place = self.train_loader.state_dict()
         steps = config.epochs * len(self.train_loader)
         self.total = steps if config.max_steps is None else min(steps, config.max_steps)
@@ -168,7 +175,11 @@ class Session:
             rollout_persistence_nrmse=errors.get("rollout_persistence_nrmse"),
             run_dir=self.folder,
             startup=self.startup,
+            parts=progress.parts,
+            ceiling_step_s=progress.ceiling_step_s,
+            lost=progress.lost,
         )
+        self.pace.close(progress)
         rows = self.run.log.rows()
         draw_curves(rows, self.folder / "curves.png")
         write_report(self.folder / "report.html", rows, report, asdict(config))
@@ -194,23 +205,40 @@ class Session:
         if progress.batch == 0:
             self.train_loader.set_epoch(progress.epoch)
             run.loss_sum.zero_()
-        if self.meter is not None:
-            self.meter.reset()
+        self.pace.begin_pass()
         if progress.batch < len(self.train_loader) and progress.step < self.total:
             self.logged = progress.step
             recent = torch.zeros_like(run.loss_sum)
             for batch in self.train_loader:
                 self._first_batch()
+                self._measure_ceiling(batch)
                 norm = self._step(batch, recent)
                 if progress.step % self.log_every == 0:
                     self._log_step(recent, norm)
+                self.pace.tick(progress, self.total)
                 self._after_step()
                 if progress.step >= self.total:
                     break
         self.guard.check()
         if progress.batch >= len(self.train_loader):
             self.place = self.train_loader.state_dict()
-        self._read_meter()
+        self.pace.end_pass(progress)
+
+    def _measure_ceiling(self, batch: PairBatch) -> None:
+        """Time steps on a twin when the first batch is at hand; after that, nothing."""
+        meter, progress = self.meter, self.run.progress
+        if self.rehearsed or meter is None:
+            return
+        self.rehearsed = True
+        if not worth_measuring(self.total - progress.step):
+            return
+        begin, twin = time.perf_counter(), copy.copy(self)
+        twin.run, twin.guard = twin_of(self.run), FiniteGuard(self.run.device)
+        recent = torch.zeros_like(self.run.loss_sum)
+        progress.ceiling_step_s = time_steps(lambda: twin._step(batch, recent), self.run.device)
+        if progress.ceiling_step_s is not None:
+            meter.ceiling(progress.ceiling_step_s)
+        meter.outside(time.perf_counter() - begin)
 
     def _step(self, batch: PairBatch, recent: Tensor) -> Tensor:
         """Move the weights once; returns the norm of the gradient."""
@@ -329,16 +357,6 @@ class Session:
         self.logged = progress.step
         self.run.log.append(row)
         self._tell("step", row)
-
-    def _read_meter(self) -> None:
-        if self.meter is None:
-            return
-        report, progress = self.meter.epoch(), self.run.progress
-        progress.wait_s += report.wait_s
-        progress.step_s += report.step_s
-        progress.timed += report.batches
-        for tier, examples in report.tiers.items():
-            progress.tiers[tier] = progress.tiers.get(tier, 0) + examples
 
     def _first_batch(self) -> None:
         self.startup.setdefault("first_batch_s", time.perf_counter() - self.begun_s)

@@ -83,11 +83,17 @@ def _summary(report: TrainReport) -> str:
         "lowest": _or_dash(report.best_val_nrmse, _figure),
         "roll-out NRMSE": _error(report.rollout_nrmse, report.rollout_persistence_nrmse),
         "stall": stall + (f" <small>{html.escape(report.tier)} tier</small>" if report.tier else ""),
-        "time of a step": _or_dash(report.step_s, format_seconds),
+        "time of a step": _or_dash(report.step_s, format_seconds)
+        + ("" if report.ceiling_step_s is None else _alone(report.ceiling_step_s)),
         "epochs, steps": f"{format_count(report.epochs)}, {format_count(report.steps)}",
     }
     shown = (f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures.items())
     return f"<dl>{''.join(shown)}</dl>"
+
+
+def _alone(ceiling_s: float) -> str:
+    """The time of a step that never waits, beside that of the run's."""
+    return f" <small>{format_seconds(ceiling_s)} with its batch at hand</small>"
 
 
 def _error(error: float | None, persistence: float | None) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stoker.atomic import explained
 from stoker.errors import ConfigError, ResourceError, StaleStateError
@@ -52,8 +52,20 @@ class Progress:
     """Steps that those seconds are of: a pass that was broken off is not among them."""
     tiers: dict[str, int] = field(default_factory=dict[str, int])
     """Examples by the tier that served them."""
+    parts: dict[str, float] = field(default_factory=dict[str, float])
+    """`wait_s` by what it was for."""
+    ceiling_step_s: float | None = None
+    """Seconds of a step that never waits, measured last."""
     errors: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
     """The last evaluation, by the names of `TrainReport`."""
+
+    @property
+    def lost(self) -> float | None:
+        """How far the run is below its ceiling, 0..1; None while that was not measured."""
+        spent_s = self.wait_s + self.step_s
+        if self.ceiling_step_s is None or not spent_s:
+            return None
+        return max(0.0, 1.0 - self.ceiling_step_s * self.timed / spent_s)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -180,8 +192,9 @@ def begin(folder: Path, config: TrainConfig, loader: PairLoader, on_batch: Calla
     )
     run = _make(folder, config, shape, widths)
     run.model.set_scales(scales)
-    for name in ("checkpoints", "metrics.jsonl"):
-        _move_aside(folder / name)
+    for name in ("checkpoints", "metrics.jsonl", *(path.name for path in folder.glob("stall*.jsonl"))):
+        if ".previous" not in name:
+            _move_aside(folder / name)
     return run
 
 
@@ -250,25 +263,29 @@ def _finite_pairs(
 def _make(folder: Path, config: TrainConfig, shape: OperatorShape, widths: dict[str, int]) -> Run:
     device = _device(config)
     model = LatentOperator(shape, seed=config.seed).to(device)
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ],
-        lr=config.lr,
-        fused=True,
-    )
     return Run(
         folder=folder,
         config=config,
         model=model,
         shape=shape,
         widths=widths,
-        optimizer=optimizer,
+        optimizer=make_optimizer(model, config),
         progress=Progress(),
         loss_sum=torch.zeros((), dtype=torch.float64, device=device),
+    )
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> Any:
+    """AdamW over the weights of `model`; only matrices decay."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    return torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ],
+        lr=config.lr,
+        fused=True,
     )
 
 

@@ -106,11 +106,15 @@ class Twin:
             out.copy_(rows)
             return
         values = work[: len(rows)] if len(work) else out
-        values.copy_(rows)
-        lines = values.view(len(rows), *self._lines)
-        lines.mul_(self._scale).add_(self._shift)
+        self.normalise_(values.copy_(rows))
         if len(work):
             out.copy_(values)
+
+    def normalise_(self, values: Tensor) -> Tensor:
+        """Float32 rows, contiguous, normalised where they are; any shape of a row with as many values."""
+        if self._fused.scale:
+            values.view(len(values), *self._lines).mul_(self._scale).add_(self._shift)
+        return values
 
 
 class TwinGather:

@@ -1,0 +1,302 @@
+"""Several caches as one stream of batches: which cache gives which step, and whose every example is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+
+from torch import Tensor
+
+from stoker.errors import ConfigError
+from stoker.loader import mixture_state as states
+from stoker.loader.arguments import NOT_BY_NUMBER, refuse_workers
+from stoker.loader.batch import RecordBatch, TaskBatch, WindowBatch
+from stoker.loader.conditions import find_conditions
+from stoker.loader.loader import EpochSetter, Loader
+from stoker.loader.members import make_members
+from stoker.loader.turns import Exhausted, Mode, Turns, check_mode, make_turns, shares_of
+from stoker.schema import Json
+from stoker.units import format_count
+
+if TYPE_CHECKING:
+    from stoker.monitor.meter import StallMeter
+    from stoker.store import Cache
+
+
+class Mixture:
+    """Iterable over batches of several caches, like a `Loader`; each says which cache it is of.
+
+    Which cache and which examples come at a step depends on seed, epoch and step alone, so tiers, ranks and
+    resuming change nothing. With windows batches are `TaskBatch`es, without `RecordBatch`es that also hold
+    `task`, `tasks` and `mask`.
+    """
+
+    def __init__(  # noqa: PLR0913 - the public face; every setting is named by the caller
+        self,
+        members: Sequence[Cache | Loader],
+        batch_size: int | None = None,
+        *,
+        mode: Mode = "concat",
+        weights: Sequence[float] | Mapping[str, float] | None = None,
+        epoch_examples: int | None = None,
+        exhausted: Exhausted = "first",
+        mix: Literal["batch", "example"] | None = None,
+        names: Sequence[str] | None = None,
+        seed: int = 0,
+        meter: StallMeter | None = None,
+        **loader: Any,
+    ) -> None:
+        """Decide whose turn it is at every step; records are read when iteration begins.
+
+        Args:
+            members: Caches, or Loaders, whose passes then belong to the mixture alone.
+            batch_size: Examples in a batch of this rank, for caches; None: 1.
+            mode: `concat` serves every example once in an epoch. `weighted` gives each cache its part of an
+                epoch's examples, without replacement within each pass over it. `round_robin` serves a batch
+                of each in turn.
+            weights: Of mode `weighted`, by place or by name; None: equal ones.
+            epoch_examples: Length of an epoch in mode `weighted`, over all ranks; None: as many examples as
+                the caches have together.
+            exhausted: When an epoch of `round_robin` ends: with the `first` cache that has no batch left, or
+                with the `longest`, while shorter ones begin again in a new order.
+            mix: Whether a batch is of one cache (`batch`), or of one set of all examples (`example`: mode
+                `concat`, caches with the same fields). None: `example` where that can be.
+            names: Of the caches; None: their own.
+            seed: Of the turns; each cache gets a seed that is made from it.
+            meter: Told how long each batch was waited for.
+            loader: Settings of `Loader`, for caches: `windows`, `tier`, `rank`, `world`, ...
+
+        Raises:
+            ConfigError: A setting does not fit the caches or another one.
+            StokerError: As `Loader`.
+        """
+        refuse_workers()
+        check_mode(mode, exhausted)
+        if mix not in (None, "batch", "example") or (mix == "example" and mode != "concat"):
+            raise ConfigError(
+                f"mix is {mix!r} in mode {mode!r}. Expected 'batch', or in mode 'concat' also 'example'"
+            )
+        if mode != "weighted" and (weights is not None or epoch_examples is not None):
+            raise ConfigError(f"weights= and epoch_examples= are of mode 'weighted', this one is {mode!r}")
+        in_one_batch = False if mode != "concat" else None if mix is None else mix == "example"
+        settings = {**loader, **({} if batch_size is None else {"batch_size": batch_size})}
+        if meter is not None and not all(isinstance(one, Loader) for one in members):
+            settings["meter"] = meter
+        self._members = make_members(
+            members,
+            names,
+            in_one_batch=in_one_batch,
+            full_batches=mode == "weighted" or (mode == "round_robin" and exhausted == "first"),
+            seed=seed,
+            settings=settings,
+        )
+        turns = make_turns(
+            self._members.laps,
+            mode=mode,
+            seed=seed,
+            shares=shares_of(weights, self._members.names) if mode == "weighted" else (),
+            epoch_examples=epoch_examples,
+            exhausted=exhausted,
+        )
+        self._turns = self._arranged(turns, mode)
+        self._mode = mode
+        self._steps = {name: lap.step for name, lap in self._members.laps.items()}
+        self._conditions = find_conditions(self._per_cache(self._members.designs))
+        self._meter = meter
+        self._at = (0, 0)
+        self._resuming = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the caches, in the order given: what `task` and `tasks` of a batch refer to."""
+        return self._members.names
+
+    @property
+    def loaders(self) -> Mapping[str, Loader]:
+        """What batches come from, by name; one for all caches where batches hold examples of several."""
+        return self._members.loaders
+
+    @property
+    def dataset(self) -> tuple[Cache, ...]:
+        """The caches, under the name that a `DataLoader` has for its data."""
+        return self._members.caches
+
+    @property
+    def statistics(self) -> dict[str, Mapping[str, Any]]:
+        """Per cache what its index keeps of each field: mean, deviation, least, largest."""
+        return {name: cache.statistics for name, cache in zip(self.names, self.dataset, strict=True)}
+
+    @property
+    def batch_size(self) -> int:
+        """Examples in a full batch of this rank; of loaders that differ, in the largest."""
+        return max(loader.batch_size for loader in self.loaders.values())
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether short batches are left out."""
+        return all(loader.drop_last for loader in self.loaders.values())
+
+    @property
+    def sampler(self) -> EpochSetter:
+        """What trainers call `set_epoch` on."""
+        return EpochSetter(cast("Any", self))
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self._at[0]
+
+    def __len__(self) -> int:
+        """Batches of this rank in a whole epoch."""
+        turns, total = self._turns, 0
+        for count, lap, loader in zip(turns.counts, turns.laps, self.loaders.values(), strict=True):
+            passes, rest = divmod(count, lap)
+            here = min(lap, len(loader))
+            total += passes * here + min(rest, here)
+        return total
+
+    def __getitem__(self, _: object) -> NoReturn:
+        """Refused: batches come in the order of an epoch."""
+        raise ConfigError(NOT_BY_NUMBER)
+
+    def __repr__(self) -> str:
+        return (
+            f"Mixture({', '.join(self.names)}, {self._mode}, {format_count(len(self))} batches of "
+            f"{self.batch_size}, {', '.join(loader.plan.tier for loader in self.loaders.values())} tier)"
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Have the next pass serve `epoch`; a restored position in this very epoch is kept."""
+        if epoch < 0:
+            raise ConfigError(f"epoch {epoch} is not one. Expected 0 or more")
+        if epoch != self._at[0]:
+            self._at, self._resuming = (epoch, 0), False
+
+    def state_dict(self, position: tuple[int, int] | None = None) -> dict[str, Json]:
+        """Where to go on: after the batches handed out so far, or after the one whose `position` is given."""
+        return states.dump(self._terms(), self._at if position is None else position)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken, at any tier, world size or number of readers.
+
+        Raises:
+            StaleStateError: The state belongs to other caches, or another mode, seed or batch size.
+        """
+        self._at = states.restore(state, self._terms())
+        self._resuming = True
+
+    def only(self, name: str) -> Iterator[Any]:
+        """One pass over one of the caches, its batches as they are in the mixture: for evaluation by task.
+
+        Raises:
+            ConfigError: There is no such cache, or batches are of several.
+        """
+        if name not in self.loaders:
+            raise ConfigError(f"{name!r} is none of {', '.join(self.loaders)}. Use mix='batch' for one alone")
+        loader = self.loaders[name]
+        loader.load_state_dict(loader.state_dict((self.epoch, 0)))
+        member = self.names.index(name)
+        return (self._named(batch, member, batch.position) for batch in loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """One pass over the rest of the epoch."""
+        refuse_workers()
+        if not self._resuming:
+            self._at = (self._at[0], 0)
+        self._resuming = False
+        return self._pass(*self._at)
+
+    def _pass(self, epoch: int, step: int) -> Iterator[Any]:
+        streams = [_Stream(loader, self._steps[name]) for name, loader in self.loaders.items()]
+        turns = self._served(epoch, step)
+        following = next(turns, None)
+        if following is None:
+            self._at = (epoch + 1, 0)
+        while following is not None:
+            now, member, lap, place = following
+            batch = streams[member].take(lap, place)
+            following = next(turns, None)
+            self._at = (epoch + 1, 0) if following is None else (epoch, now + 1)
+            yield self._named(batch, member, self._at)
+        if self._meter is not None:
+            self._meter.ended()
+
+    def _served(self, epoch: int, step: int) -> Iterator[tuple[int, int, int, int]]:
+        """The steps from `step` on that this rank has a batch for: step, member, its pass and place there."""
+        had = self._turns.before(epoch, step)
+        here = [len(loader) for loader in self.loaders.values()]
+        for piece in self._turns.members(epoch, step):
+            for member in piece.tolist():
+                lap, place = self._turns.place(epoch, member, had[member])
+                if place < here[member]:  # else it is a short step: dropped, or without a share for this rank
+                    yield step, member, lap, place
+                had[member] += 1
+                step += 1
+
+    def _named(self, batch: Any, member: int, position: tuple[int, int]) -> Any:
+        """A loader's batch with the conditions of all caches, and whose it is."""
+        windowed = isinstance(batch, WindowBatch)
+        index: Tensor = batch.index if windowed else batch["index"]
+        task: str | None = None
+        if self._members.joint is None:
+            task = self.names[member]
+            tasks = self._conditions.tasks(member, index)
+        else:
+            tasks, index = self._members.whose(index)
+        own = batch.cond if windowed else batch
+        cond, mask = self._conditions.align(member, own, index)
+        if windowed:
+            values = (batch.z0, batch.z1, batch.future)
+            return TaskBatch(*values, cond, index, position, task, tasks, mask)
+        named = RecordBatch({**batch, **cond, "index": index, "task": task, "tasks": tasks, "mask": mask})
+        named.position = position
+        return named
+
+    def _arranged(self, turns: Turns, mode: Mode) -> Turns:
+        """Not shuffled where there is nothing to shuffle, or where all serve in order."""
+        members = self._members
+        if members.sequential and mode != "concat":
+            raise ConfigError(
+                f"order 'sequential' serves cache after cache, each once, which mode {mode!r} does not. "
+                "Use mode='concat' for evaluation"
+            )
+        if members.sequential or members.joint is not None:
+            return replace(turns, arranged="one after another")
+        return turns
+
+    def _per_cache(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """By the name of each cache what was decided about its loader."""
+        if self._members.joint is None:
+            return dict(values)
+        (value,) = values.values()
+        return dict.fromkeys(self.names, value)
+
+    def _terms(self) -> states.Terms:
+        members = self._members
+        return states.Terms(
+            mode=self._mode if members.joint is None else f"{self._mode} of examples",
+            seed=self._turns.seed,
+            counts=() if members.sequential else self._turns.counts,
+            caches={name: cache.fingerprint for name, cache in zip(self.names, self.dataset, strict=True)},
+            loaders={name: loader.state_dict((0, 0)) for name, loader in self.loaders.items()},
+            steps=self._turns.steps,
+        )
+
+
+class _Stream:
+    """One loader's batches, in whatever order its passes and their steps are asked for; fastest in order."""
+
+    def __init__(self, loader: Loader, step: int) -> None:
+        self._loader = loader
+        self._step = step
+        self._batches: Iterator[Any] = iter(())
+        self._next = (-1, -1)
+
+    def take(self, lap: int, place: int) -> Any:
+        """The batch of step `place` of pass `lap`."""
+        if self._next != (lap, place):
+            self._loader.load_state_dict(self._loader.state_dict((lap, place * self._step)))
+            self._batches = iter(self._loader)
+        self._next = (lap, place + 1)
+        return next(self._batches)

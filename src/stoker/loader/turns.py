@@ -1,0 +1,208 @@
+"""Whose turn it is: which loader of a mixture gives the batch of each step, and which batch of its own.
+
+This is arithmetic on counts, a pure function of seed, epoch and step. Every rank computes the same, whatever
+its tier, so a step is of one cache on all of them and a saved place holds at another world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.errors import ConfigError
+from stoker.loader.order import Ids, Order, OrderKind, stream
+
+Mode: TypeAlias = Literal["concat", "weighted", "round_robin"]
+Exhausted: TypeAlias = Literal["first", "longest"]
+PIECE = 1 << 16
+"""Steps whose turns are made in one go."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lap:
+    """One pass over one member of a mixture, in steps over all ranks."""
+
+    whole: int
+    """Steps with a full global batch."""
+    tail: int
+    """Examples of the short step that ends a pass; 0: there is none."""
+    step: int
+    """Examples of a full step: the global batch."""
+
+    @property
+    def steps(self) -> int:
+        """Steps of a pass, the short one included."""
+        return self.whole + (self.tail > 0)
+
+    @property
+    def examples(self) -> int:
+        """Examples of a pass."""
+        return self.whole * self.step + self.tail
+
+    @property
+    def full(self) -> int:
+        """Steps of a pass without the short one; that one alone where there is no other."""
+        return self.whole or self.steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """All turns of a mixture."""
+
+    counts: tuple[int, ...]
+    """Steps of each member in one epoch."""
+    laps: tuple[int, ...]
+    """Steps of one pass over each member."""
+    anew: bool
+    """Each epoch begins new passes over all members; else a pass goes on in the next epoch."""
+    arranged: Literal["shuffled", "in turn", "one after another"]
+    seed: int
+
+    @cached_property
+    def steps(self) -> int:
+        """Steps of an epoch."""
+        return sum(self.counts)
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.cumsum(np.array(self.counts, dtype=np.int64))
+
+    def members(self, epoch: int, start: int) -> Iterator[NDArray[np.int64]]:
+        """Whose turn each step from `start` on is, by place among the members, in pieces."""
+        ids = self._ids(epoch)
+        for begin in range(start, self.steps, PIECE):
+            stop = min(self.steps, begin + PIECE)
+            if self.arranged == "in turn":
+                yield np.arange(begin, stop, dtype=np.int64) % len(self.counts)
+            else:
+                yield np.searchsorted(self._ends, ids(begin, stop), side="right")
+
+    def before(self, epoch: int, step: int) -> list[int]:
+        """How many turns each member has had in `epoch` before `step`."""
+        had, left = np.zeros(len(self.counts), dtype=np.int64), step
+        for piece in self.members(epoch, 0):
+            had += np.bincount(piece[:left], minlength=len(had))
+            left -= len(piece)
+            if left <= 0:
+                break
+        return had.tolist()
+
+    def place(self, epoch: int, member: int, turn: int) -> tuple[int, int]:
+        """Which pass over a member, and which step of it, is its `turn`-th of `epoch`."""
+        count, lap = self.counts[member], self.laps[member]
+        if self.anew:
+            return epoch * -(-count // lap) + turn // lap, turn % lap
+        return divmod(epoch * count + turn, lap)
+
+    def _ids(self, epoch: int) -> Ids:
+        kind: Literal["full", "sequential"] = "full" if self.arranged == "shuffled" else "sequential"
+        order = Order(kind=OrderKind(kind=kind), count=self.steps, seed=self.seed, global_batch=1)
+        return order.epoch(epoch)
+
+
+def member_seed(seed: int, place: int) -> int:
+    """The seed of the loader at `place` in a mixture: no two shuffle alike."""
+    return stream(seed, place, salt=4)
+
+
+def make_turns(
+    laps: Mapping[str, Lap],
+    *,
+    mode: Mode,
+    seed: int,
+    shares: Sequence[float],
+    epoch_examples: int | None,
+    exhausted: Exhausted,
+) -> Turns:
+    """The turns of a mode.
+
+    Args:
+        laps: One pass over each member, by name.
+        shares: Of the examples that each member gives in mode `weighted`; they sum to 1.
+        epoch_examples: Examples of an epoch in mode `weighted`; None: as many as all members have.
+        exhausted: When an epoch ends in mode `round_robin`.
+
+    Raises:
+        ConfigError: A member would get no turn at all.
+    """
+    own = list(laps.values())
+    if mode == "concat":
+        steps = tuple(lap.steps for lap in own)
+        return Turns(counts=steps, laps=steps, anew=True, arranged="shuffled", seed=seed)
+    if mode == "weighted":
+        wanted = epoch_examples or sum(lap.examples for lap in own)
+        quotas = [share * wanted / lap.step for share, lap in zip(shares, own, strict=True)]
+        counts = tuple(apportion(quotas))
+        for name, count, quota in zip(laps, counts, quotas, strict=True):
+            if not count:
+                raise ConfigError(
+                    f"weights give {name!r} {quota:.3g} of the batches of an epoch of {wanted} examples, so "
+                    "it would never be served. Give a larger epoch_examples=, or leave it out"
+                )
+        full = tuple(lap.full for lap in own)
+        return Turns(counts=counts, laps=full, anew=False, arranged="shuffled", seed=seed)
+    if exhausted == "first":
+        full = tuple(lap.full for lap in own)
+        counts = (min(full),) * len(own)
+        return Turns(counts=counts, laps=full, anew=False, arranged="in turn", seed=seed)
+    steps = tuple(lap.steps for lap in own)
+    return Turns(counts=(max(steps),) * len(own), laps=steps, anew=True, arranged="in turn", seed=seed)
+
+
+def apportion(quotas: Sequence[float]) -> list[int]:
+    """Whole numbers nearest to `quotas` with their sum, by largest remainder; of equal ones the first.
+
+    >>> apportion([2.5, 1.25, 1.25]), apportion([0.5, 0.5])
+    ([3, 1, 1], [1, 0])
+    """
+    counts = [int(quota) for quota in quotas]
+    by_rest = sorted(range(len(quotas)), key=lambda place: (counts[place] - quotas[place], place))
+    for place in by_rest[: round(sum(quotas)) - sum(counts)]:
+        counts[place] += 1
+    return counts
+
+
+def check_mode(mode: str, exhausted: str) -> None:
+    """Refuse what is no mode.
+
+    Raises:
+        ConfigError: As said.
+    """
+    if mode not in get_args(Mode):
+        raise ConfigError(f"mode {mode!r} is not one of a mixture. Expected {', '.join(get_args(Mode))}")
+    if exhausted not in get_args(Exhausted):
+        raise ConfigError(f"exhausted is {exhausted!r}. Expected {', '.join(get_args(Exhausted))}")
+
+
+def shares_of(weights: object, names: Sequence[str]) -> list[float]:
+    """The weights as parts of 1, in the order of `names`; None: equal ones.
+
+    >>> shares_of({"b": 3, "a": 1}, ["a", "b"])
+    [0.25, 0.75]
+
+    Raises:
+        ConfigError: A name is unknown or lacks its weight, or a weight is no number above 0.
+    """
+    if weights is None:
+        return [1 / len(names)] * len(names)
+    if isinstance(weights, Mapping):
+        if set(weights) != set(names):
+            raise ConfigError(f"weights name {sorted(map(str, weights))}, the caches are {sorted(names)}")
+        values = [weights[name] for name in names]
+    else:
+        values = np.asarray(weights, dtype=object).reshape(-1).tolist()
+    if len(values) != len(names) or not all(_is_weight(value) for value in values):
+        raise ConfigError(
+            f"weights are {weights!r}. Expected a number above 0 for each of {', '.join(names)}"
+        )
+    total = sum(map(float, values))
+    return [float(value) / total for value in values]
+
+
+def _is_weight(value: object) -> bool:
+    return isinstance(value, int | float | np.number) and bool(np.isfinite(value)) and float(value) > 0

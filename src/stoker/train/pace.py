@@ -1,0 +1,76 @@
+"""What a run's meter says while it goes on: to whoever listens, to `stall.jsonl`, and into the progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from stoker.monitor.journal import EVERY_S, StallJournal, journal_name
+from stoker.monitor.meter import StallMeter
+from stoker.schema import Json
+from stoker.train.run import Progress
+
+TELL_S = 1.0
+"""Seconds between two events `stall`."""
+
+
+class Pace:
+    """Reads the meter of one call of `train`. A run without a meter has one that says nothing."""
+
+    def __init__(
+        self,
+        meter: StallMeter | None,
+        folder: Path,
+        tell: Callable[[str, Mapping[str, Json]], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._meter = meter
+        self._tell = tell
+        self._journals: tuple[StallJournal, StallJournal] | None = None
+        if meter is not None:
+            meter.reset()
+            path = folder / journal_name(meter.epoch().rank)
+            self._journals = (
+                StallJournal(meter, every_s=TELL_S, clock=clock),
+                StallJournal(meter, path, every_s=EVERY_S, clock=clock),
+            )
+
+    def begin_pass(self) -> None:
+        """Count anew: what lies between two passes is neither waiting nor stepping."""
+        if self._meter is not None and self._journals is not None:
+            for journal in self._journals:
+                journal.cut()
+            self._meter.reset()
+            for journal in self._journals:
+                journal.restarted()
+
+    def tick(self, progress: Progress, total: int) -> None:
+        """After a step: tell and write what is due."""
+        if self._journals is None:
+            return
+        told, written = self._journals
+        facts: dict[str, Json] = {"step": progress.step, "epoch": progress.epoch + 1}
+        interval = told.tick()
+        if interval is not None:
+            self._tell("stall", {**facts, "total": total, **interval.to_json()})
+        written.tick(facts)
+
+    def end_pass(self, progress: Progress) -> None:
+        """Add the pass to `progress`."""
+        if self._meter is None:
+            return
+        report = self._meter.epoch()
+        progress.wait_s += report.wait_s
+        progress.step_s += report.step_s
+        progress.timed += report.batches
+        for tier, examples in report.tiers.items():
+            progress.tiers[tier] = progress.tiers.get(tier, 0) + examples
+        for part, seconds in report.parts.items():
+            progress.parts[part] = progress.parts.get(part, 0.0) + seconds
+
+    def close(self, progress: Progress) -> None:
+        """Write the summary of this call."""
+        if self._journals is not None:
+            self._journals[1].close({"step": progress.step, "epoch": progress.epoch})

@@ -1,0 +1,184 @@
+"""Transforms that move values: flips, shifts on periodic axes, random crops.
+
+Axes are counted from the last, so that one number means the same axis in `z0`, in `future` and in a record
+with time: `(H, W, C)` has -3, -2, -1. Each example is moved in its own way and all its states alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from stoker.errors import ConfigError
+from stoker.loader.keyed import child_keys, integers, uniform
+from stoker.transforms.fields import change
+
+Border: TypeAlias = Literal["zeros", "wrap", "reflect"]
+"""What lies beyond an edge: nothing, the other end, or the mirror image without the edge itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """Mirrors examples along one axis, each with probability `p`."""
+
+    axis: int = -2
+    """Counted from the last, so negative."""
+    p: float = 0.5
+    """Probability, 0..1."""
+    negate: Sequence[int] = ()
+    """Channels (places on the last axis) whose sign changes in the mirror: the velocity along `axis`."""
+    fields: Sequence[str] | None = None
+    """Tensors to flip; None: the states of windows, or the only field of records with such an axis."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no axis or no probability."""
+        check_axes((self.axis,))
+        if not 0 <= self.p <= 1:
+            raise ConfigError(f"Flip(p={self.p!r}): a probability is needed, 0..1")
+
+    def __call__(self, batch: Any, keys: Tensor) -> Any:
+        """The batch with some of its examples mirrored."""
+        mirrored = uniform(keys, 1)[:, 0] < self.p
+        return change(batch, self.fields, -self.axis, lambda _, values: self._flip(values, mirrored))
+
+    def _flip(self, values: Tensor, mirrored: Tensor) -> Tensor:
+        flipped = values.flip(self.axis)
+        if self.negate:
+            if not values.is_signed() or max(self.negate) >= values.shape[-1]:
+                raise ConfigError(
+                    f"Flip(negate={tuple(self.negate)}): values are {values.dtype} with "
+                    f"{values.shape[-1]} channels. Expected signed ones, and places among the channels"
+                )
+            sign = torch.ones(values.shape[-1], dtype=values.dtype, device=values.device)
+            for channel in self.negate:
+                sign[channel] = -1
+            flipped *= sign
+        return torch.where(mirrored.view(-1, *[1] * (values.dim() - 1)), flipped, values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roll:
+    """Shifts examples along periodic axes, each by a distance of its own."""
+
+    axes: Sequence[int] = (-2,)
+    """Counted from the last, so negative; any distance along each is as likely as another."""
+    fields: Sequence[str] | None = None
+    """Tensors to shift; None: the states of windows, or the only field of records with these axes."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no axis."""
+        check_axes(self.axes)
+
+    def __call__(self, batch: Any, keys: Tensor) -> Any:
+        """The batch with every example shifted."""
+        return change(batch, self.fields, -min(self.axes), lambda _, values: self._roll(values, keys))
+
+    def _roll(self, values: Tensor, keys: Tensor) -> Tensor:
+        sizes = [values.shape[axis] for axis in self.axes]
+        starts: list[Tensor] = []
+        for number, (axis, size) in enumerate(zip(self.axes, sizes, strict=True)):
+            starts.append(integers(child_keys(keys, number), 1, size)[:, 0])
+            values = torch.cat((values, values.narrow(axis, 0, size - 1)), axis)
+        return windows(values, self.axes, sizes, starts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crop:
+    """Cuts a random piece out of every example, from beyond its edges too if `padding` is given."""
+
+    size: int | Sequence[int]
+    """Points of the piece along each of `axes`; one number stands for all."""
+    axes: Sequence[int] = (-3, -2)
+    """Counted from the last, so negative; height and width of `(H, W, C)`."""
+    padding: int = 0
+    """Points beyond each edge that a piece may reach."""
+    border: Border = "zeros"
+    """What lies there: `zeros`, `wrap` (periodic axes) or `reflect`."""
+    fields: Sequence[str] | None = None
+    """Tensors to cut; None: the states of windows, or the only field of records with these axes."""
+
+    def __post_init__(self) -> None:
+        """Refuse what does not fit together."""
+        check_axes(self.axes)
+        if self.border not in get_args(Border):
+            raise ConfigError(f"Crop(border={self.border!r}). Expected {', '.join(get_args(Border))}")
+        if min(self._sizes) < 1 or self.padding < 0 or len(self._sizes) != len(self.axes):
+            raise ConfigError(
+                f"Crop(size={self.size!r}, axes={tuple(self.axes)}, padding={self.padding}). Expected a size "
+                "of at least 1 for each axis, and a padding of at least 0"
+            )
+
+    @property
+    def _sizes(self) -> Sequence[int]:
+        return [self.size] * len(self.axes) if isinstance(self.size, int) else self.size
+
+    def __call__(self, batch: Any, keys: Tensor) -> Any:
+        """The batch with every example cut to size."""
+        return change(batch, self.fields, -min(self.axes), lambda _, values: self._crop(values, keys))
+
+    def _crop(self, values: Tensor, keys: Tensor) -> Tensor:
+        starts: list[Tensor] = []
+        for number, (axis, size) in enumerate(zip(self.axes, self._sizes, strict=True)):
+            room = values.shape[axis] + 2 * self.padding - size
+            # A mirror image lacks the edge itself, so it is one point shorter than the other borders.
+            if room < 0 or self.padding > values.shape[axis] - (self.border == "reflect"):
+                raise ConfigError(
+                    f"Crop(size={self.size!r}, padding={self.padding}, border={self.border!r}): axis {axis} "
+                    f"has {values.shape[axis]} points. Choose a smaller size= or padding="
+                )
+            starts.append(integers(child_keys(keys, number), 1, room + 1)[:, 0])
+            values = padded(values, axis, self.padding, self.border)
+        return windows(values, self.axes, self._sizes, starts)
+
+
+def windows(values: Tensor, axes: Sequence[int], sizes: Sequence[int], starts: Sequence[Tensor]) -> Tensor:
+    """From every example the piece of `sizes` along `axes` that begins at its own `starts`, in fresh memory.
+
+    A view in which the beginning is an axis of its own makes this one indexing: the copy runs over whole
+    pieces, without an index per element and without a look at `starts` from the host.
+
+    Args:
+        values: `(B, ...)`.
+        starts: One `(B,)` int64 for each axis.
+    """
+    values = values.contiguous()
+    shape, strides = list(values.shape), values.stride()
+    begins = [shape[axis] - size + 1 for axis, size in zip(axes, sizes, strict=True)]
+    for axis, size in zip(axes, sizes, strict=True):
+        shape[axis] = size
+    steps = [strides[axis] for axis in axes]
+    view = values.as_strided((shape[0], *begins, *shape[1:]), (strides[0], *steps, *strides[1:]))
+    return view[(torch.arange(shape[0], device=values.device), *starts)]
+
+
+def padded(values: Tensor, axis: int, padding: int, border: Border) -> Tensor:
+    """`values` with `padding` points more at both ends of an axis."""
+    if not padding:
+        return values
+    size = values.shape[axis]
+    first, last = values.narrow(axis, 0, padding), values.narrow(axis, size - padding, padding)
+    if border == "zeros":
+        before = after = torch.zeros_like(first)
+    elif border == "wrap":
+        before, after = last, first
+    else:
+        before = values.narrow(axis, 1, padding).flip(axis)
+        after = values.narrow(axis, size - 1 - padding, padding).flip(axis)
+    return torch.cat((before, values, after), axis)
+
+
+def check_axes(axes: Sequence[int]) -> None:
+    """Refuse axes that are not counted from the last, or come twice.
+
+    Raises:
+        ConfigError: As said.
+    """
+    if not axes or any(axis >= 0 for axis in axes) or len(set(axes)) != len(axes):
+        raise ConfigError(
+            f"axes are {tuple(axes)}. Expected different negative numbers, counted from the last: "
+            "-3 and -2 are height and width of (H, W, C)"
+        )

@@ -1,0 +1,152 @@
+"""Augmented batches are a function of seed, epoch and example, like all others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.errors import ConfigError
+from stoker.loader import Loader, Windows
+from stoker.store import Cache
+from stoker.transforms import Crop, Flip, Noise, Normalize, Roll, Views, normal
+from tests.loader.caches import trajectories, write_cache
+
+COUNT, STEPS = 24, 9
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
+    fields = trajectories(COUNT, STEPS, step=(6, 4))
+    return write_cache(tmp_path_factory.mktemp("c"), fields, timed=("latent", "time"), shards=(5, 7, 1))
+
+
+def scaled(batch: Any, keys: torch.Tensor) -> Any:
+    """A user's own: a random factor for each example."""
+    return batch._replace(z1=batch.z1 * (1 + 0.1 * normal(keys, 1)[:, :, None]))
+
+
+TRANSFORMS = [
+    Normalize(mean=0.5, std=2.0),
+    Flip(axis=-2),
+    Flip(axis=-1),
+    Roll(axes=(-2,)),
+    Crop(size=5, axes=(-2,), padding=1, border="reflect"),
+    Noise(std=0.1),
+    scaled,
+]
+WINDOWS = Windows(field="latent", horizon=3)
+
+
+def examples_of(cache: Cache, epoch: int = 0, **changes: Any) -> dict[tuple[int, ...], list[torch.Tensor]]:
+    """What every example became, over all ranks."""
+    given = {"batch_size": 8, "windows": WINDOWS, "transforms": TRANSFORMS, "seed": 3, **changes}
+    found: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    world = given.pop("world", 1)
+    for rank in range(world):
+        loader = Loader(cache, rank=rank, world=world, drop_last=False, **given)
+        loader.set_epoch(epoch)
+        for batch in loader:
+            for i, index in enumerate(batch.index.tolist()):
+                found[tuple(index)] = [batch.z0[i], batch.z1[i], batch.future[i]]
+    return found
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    tier=st.sampled_from(["host", "disk"]),
+    world=st.integers(1, 3),
+    batch_size=st.integers(1, 40),
+    epoch=st.integers(0, 2),
+)
+def test_augmentation_belongs_to_the_example(
+    cache: Cache, tier: str, world: int, batch_size: int, epoch: int
+) -> None:
+    """Whatever the tier, batch size and ranks: batch size 8 of one rank from memory is the measure."""
+    expected = examples_of(cache, epoch)
+
+    found = examples_of(cache, epoch, tier=tier, world=world, batch_size=batch_size)
+
+    assert found.keys() == expected.keys()
+    for index, states in expected.items():
+        for state, other in zip(states, found[index], strict=True):
+            assert torch.equal(state, other)
+
+
+def test_epochs_and_seeds_differ(cache: Cache) -> None:
+    first = examples_of(cache)
+
+    for other in (examples_of(cache, epoch=1), examples_of(cache, seed=4)):
+        assert sum(torch.equal(first[index][0], other[index][0]) for index in first) == 0
+
+
+def test_a_resumed_pass_is_augmented_as_an_unbroken_one(cache: Cache) -> None:
+    def loader(tier: str) -> Loader:
+        return Loader(cache, batch_size=7, windows=WINDOWS, transforms=TRANSFORMS, tier=tier)
+
+    whole = list(loader("host"))
+    begun = loader("host")
+    for _, batch in zip(range(4), begun, strict=False):
+        place = begun.state_dict(batch.position)
+    resumed = loader("disk")
+    resumed.load_state_dict(place)
+    rest = list(resumed)
+
+    assert len(rest) == len(whole) - 4
+    for expected, found in zip(whole[4:], rest, strict=True):
+        assert torch.equal(expected.z0, found.z0)
+        assert torch.equal(expected.future, found.future)
+
+
+def test_two_of_a_kind_draw_apart(cache: Cache) -> None:
+    once = Loader(cache, batch_size=24, transforms=[Noise(std=1.0, fields=("bc",))])
+    twice = Loader(cache, batch_size=24, transforms=[Noise(std=1.0, fields=("bc",))] * 2)
+    plain = Loader(cache, batch_size=24)
+    base, one, two = (next(iter(loader))["bc"] for loader in (plain, once, twice))
+
+    assert not torch.allclose(two - one, one - base, atol=0.1)
+
+
+def test_repeated_indices_are_augmented_each_in_its_own_way(cache: Cache) -> None:
+    loader = Loader(
+        cache,
+        batch_size=COUNT * 3,
+        indices=np.repeat(cache.numbers, 3),
+        order="sequential",
+        transforms=[Noise(std=1.0, fields=("bc",))],
+    )
+    batch = next(iter(loader))
+
+    assert batch["index"].tolist() == [n for n in range(COUNT) for _ in range(3)]
+    assert len(torch.unique(batch["bc"], dim=0)) == COUNT * 3
+
+
+def test_views_from_the_loader(cache: Cache) -> None:
+    views = Views(transforms=[Noise(std=1.0, fields=("latent",))])
+    loader = Loader(cache, batch_size=10, transforms=[views])
+
+    batch = next(iter(loader))
+
+    assert batch["latent"].shape == (10, 2, STEPS, 6, 4)
+    assert batch["nu"].shape == (10,)
+    assert loader.state_dict()["position"] == 10
+
+
+def test_a_plain_dict_goes_on_as_a_batch(cache: Cache) -> None:
+    loader = Loader(cache, batch_size=5, transforms=[lambda batch, keys: {"x": batch["nu"]}])
+
+    batches = list(loader)
+
+    assert batches[0].keys() == {"x"}
+    assert [batch.position for batch in batches] == [b.position for b in Loader(cache, batch_size=5)]
+
+
+def test_what_cannot_say_its_place_is_refused(cache: Cache) -> None:
+    loader = Loader(cache, batch_size=5, transforms=[lambda batch, keys: None])
+
+    with pytest.raises(ConfigError, match="returned NoneType"):
+        next(iter(loader))
