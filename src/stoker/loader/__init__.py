@@ -2,7 +2,8 @@
 
 loader.py      the face: settings in, batches out, state
 decide.py      what is served from where, before a record is read; mend.py: damaged records made again
-order.py       which example comes at which position of an epoch; ranks.py: which of those are ours
+order.py       which example comes at which position of an epoch (order_device.py: made on a GPU);
+               ranks.py: which of those are ours
 windows.py     trajectories cut into examples; places.py: where each record lies
 chunks.py      positions -> rows, many batches at a time and ahead of need
 outputs.py     what a batch is made of; gather.py: batches from memory; disk.py: from shards

@@ -167,8 +167,10 @@ class TritonGather:
             "num_warps": self._shape.warps,
             "enable_fp_fusion": False,
         }
-        self._middle = [(image[i] - (fused.crop or image)[i]) // 2 for i in (0, 1)]
-        self._crops = fused.crop is not None
+        self._middle: Tensor | None = None
+        if fused.crop is not None:
+            middle = [(size - kept) // 2 for size, kept in zip(image, fused.crop, strict=True)]
+            self._middle = torch.tensor(middle, device=view.device)
 
     def __call__(self, index: Tensor, views: Views = (None, None)) -> Tensor:
         """Rows `index` of the view, converted: `(len(index), *shape)`; `views` crop and mirror them."""
@@ -176,8 +178,8 @@ class TritonGather:
         if not out.numel():
             return out
         begins, flips = views
-        if begins is None and self._crops:
-            begins = torch.tensor(self._middle, device=index.device).repeat(len(index), 1)
+        if begins is None and self._middle is not None:
+            begins = self._middle.expand(len(index), 2)
         with torch.cuda.device_of(self._view):
             _gather[(len(index), self._shape.runs)](
                 self._view,

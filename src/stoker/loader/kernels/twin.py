@@ -234,14 +234,14 @@ def cut(rows: Tensor, crop: tuple[int, int] | None, begins: Tensor | None, flips
     """
     height, width = rows.shape[-2:]
     kept_h, kept_w = crop or (height, width)
-    if begins is None:
-        middle = [(height - kept_h) // 2, (width - kept_w) // 2]
-        begins = torch.tensor(middle, device=rows.device).expand(len(rows), 2)
-    down = begins[:, :1] + torch.arange(kept_h, device=rows.device)
+    down = torch.arange(kept_h, device=rows.device).expand(len(rows), kept_h)
     along = torch.arange(kept_w, device=rows.device).expand(len(rows), kept_w)
     if flips is not None:
         along = torch.where(flips[:, None], kept_w - 1 - along, along)
-    along = along + begins[:, 1:]
+    if begins is None:
+        down, along = down + (height - kept_h) // 2, along + (width - kept_w) // 2
+    else:
+        down, along = down + begins[:, :1], along + begins[:, 1:]
     places = (down[:, :, None] * width + along[:, None, :]).view(len(rows), 1, -1)
     flat = rows.reshape(len(rows), -1, height * width)
     taken = torch.gather(flat, 2, places.expand(-1, flat.shape[1], -1))
