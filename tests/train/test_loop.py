@@ -17,8 +17,9 @@ from stoker.errors import ConfigError, DivergedError, Interrupted, RecordError, 
 from stoker.monitor.meter import StallMeter
 from stoker.train.checkpoint import load_checkpoint
 from stoker.train.config import TrainConfig, TrainReport
-from stoker.train.loop import learning_rate, train
+from stoker.train.loop import train
 from stoker.train.metrics import MetricsLog
+from stoker.train.schedule import learning_rate
 from tests.train.fakes import FakeBatch, FakeLoader, waves
 
 SMALL: dict[str, Any] = {

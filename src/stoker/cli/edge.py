@@ -4,6 +4,7 @@ Results go to standard output, everything else to standard error. With `--json` 
 exactly one JSON object, also when the command fails or was typed wrong; whatever a library prints meanwhile
 is sent to standard error. An error that Stoker raised on purpose is one line; its class decides the exit
 code. A remark that cannot be written (a full disk under a log) ends no run; a result that cannot does.
+Of several ranks rank 0 speaks; the others say what went wrong with them, their number first.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import typer
 from rich.console import Console
 
 from stoker.cli.streams import INTERRUPTED, keep_standard_streams, printing
+from stoker.cli.together import name_of_rank
 from stoker.errors import Interrupted, ResourceError, StokerError
 from stoker.precompute.guarded import say_end
 
@@ -53,11 +55,14 @@ class Edge:
     def __init__(self, *, as_json: bool, debug: bool) -> None:
         self.as_json = as_json
         self.debug = debug
+        self._rank = name_of_rank()
         self._stdout: TextIO = sys.stdout
         self.notes = console(sys.stderr)
 
     def show(self, result: R, render: Callable[[R, Console], None]) -> None:
         """Print a result: one JSON object, or what `render` makes of it."""
+        if self._rank:
+            return
         if self.as_json:
             self.write_json(result.to_json())
         else:
@@ -66,8 +71,13 @@ class Edge:
 
     def note(self, line: str) -> None:
         """One line on standard error; where that cannot be written, nobody is told."""
+        if not self._rank:
+            self.warn(line)
+
+    def warn(self, line: str) -> None:
+        """One line that every rank says."""
         with contextlib.suppress(OSError):
-            typer.echo(line, err=True)
+            typer.echo(self._rank + line, err=True)
 
     def write(self, text: str) -> None:
         """Text on standard output as it is."""
@@ -80,8 +90,11 @@ class Edge:
 
     def fail(self, message: str, exit_code: int) -> typer.Exit:
         """Report a failure; the caller raises what comes back."""
-        self.note(message.strip())
-        if self.as_json:
+        if exit_code == Interrupted.exit_code:  # of all ranks at once
+            self.note(message.strip())
+        else:
+            self.warn(message.strip())
+        if self.as_json and not self._rank:
             try:
                 self.write_json({"error": message, "exit_code": exit_code})
             except ResourceError as error:
@@ -157,7 +170,8 @@ class _Lines(logging.Handler):
         line = record.getMessage()
         if line not in self._said:
             self._said.add(line)
-            self._out.note(line)
+            say = self._out.warn if record.levelno >= logging.WARNING else self._out.note
+            say(line)
 
 
 def console(stream: TextIO) -> Console:

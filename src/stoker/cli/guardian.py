@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from stoker.cli.streams import INTERRUPTED, keep_standard_streams, printing
+from stoker.cli.together import name_of_rank
 from stoker.errors import ConfigError, Interrupted, ResourceError
 from stoker.precompute.beat import Beat, BeatPage
 from stoker.precompute.guarded import GUARD_VARIABLE, Lifeline
@@ -153,7 +154,7 @@ def _passed_on(end: End, words: Sequence[str]) -> int:
 
 def _say(text: str) -> None:
     with suppress(OSError):  # a full disk below a log ends no run
-        print(text, file=sys.stderr, flush=True)  # noqa: T201  the command line's own line
+        print(name_of_rank() + text, file=sys.stderr, flush=True)  # noqa: T201  the command line's own line
 
 
 def _fail(message: str, code: int, words: Sequence[str]) -> int:
@@ -164,7 +165,7 @@ def _fail(message: str, code: int, words: Sequence[str]) -> int:
 
 def _answer(text: str, code: int) -> int:
     """Put out what the command answers; the exit code."""
-    if not text:  # even that may fail on a full disk
+    if not text or name_of_rank():  # even that may fail on a full disk
         return code
     try:
         with printing(sys.stdout):

@@ -31,6 +31,7 @@ from stoker.cli.flags import (
 )
 from stoker.cli.quantities import share
 from stoker.cli.streams import INTERRUPTED
+from stoker.cli.together import joined, refuse_ranks
 from stoker.errors import ConfigError, Interrupted, StalledError
 from stoker.precompute.guarded import GUARD_VARIABLE, Lifeline, attach
 
@@ -108,6 +109,7 @@ def demo(overrides: Overrides = None, as_json: Json = False, debug: Debug = Fals
         from stoker.cli import render
         from stoker.pipeline.demo import run_demo
 
+        refuse_ranks("demo")
         result = run_demo(overrides or [], started=_process_start(), on_event=render.events(out.note))
         out.show(result, render.demo)
         _judge(out, result.train)
@@ -189,7 +191,9 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
         from stoker.cli import render
         from stoker.pipeline.precompute import precompute_config
 
-        result = precompute_config(settings, splits=split_words(splits or []), manifest=manifest)
+        with joined(settings) as ranks:
+            wanted = split_words(splits or [])
+            result = precompute_config(settings, splits=wanted, manifest=manifest, ranks=ranks)
         out.show(result, render.precompute)
 
 
@@ -249,6 +253,7 @@ def train(
     Example:
       stoker train configs/train_burgers_32dim.yaml training.epochs=10
       stoker train configs/train_burgers_32dim.yaml --max-stall 2%
+      torchrun --nproc-per-node 2 -m stoker train configs/train_burgers_32dim.yaml
     """
     with edge(as_json=as_json, debug=debug) as out:
         budget = [] if max_stall is None else [f"training.max_stall={max_stall:g}"]
@@ -258,14 +263,15 @@ def train(
         from stoker.pipeline.train import train_config
 
         drawn = out.notes.is_terminal if live is None else live
-        with watching(out.notes, out.note, live=drawn) as watch:
+        started = _process_start()
+        with joined(settings) as ranks, watching(out.notes, out.note, live=drawn) as watch:
             listeners = (watch, render.events(out.note))
 
             def listen(kind: str, facts: Mapping[str, Any]) -> None:
                 for listener in listeners:
                     listener(kind, facts)
 
-            result = train_config(settings, started=_process_start(), on_event=listen)
+            result = train_config(settings, started=started, on_event=listen, ranks=ranks)
         out.show(result, render.train)
         _judge(out, result)
 

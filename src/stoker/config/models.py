@@ -139,7 +139,7 @@ class TrainingConfig(_Section):
     """Training, and where the cache lies."""
 
     batch_size: PositiveInt = 256
-    """Windows in one batch, on each rank."""
+    """Windows in one batch, on each rank; a run that goes on keeps what all ranks had together."""
     batch_trajectories: PositiveInt | None = None
     """Whole trajectories in one batch, as the earlier systems counted; in place of `batch_size`."""
     epochs: PositiveInt = 10
@@ -168,6 +168,10 @@ class TrainingConfig(_Section):
         str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", examples=["auto", "cpu", "cuda", "cuda:1"])
     ] = "auto"
     """Where to compute; `auto` takes a GPU where there is one."""
+    order: Annotated[str, Field(pattern=r"^(full|block(\(\d+, ?\d+\))?|static(\(\d+\))?)$")] = "full"
+    """Order of examples: `full` shuffle, `block` for slow media, `static`: each rank keeps its part."""
+    rank_deadline: PositiveFloat = 300.0
+    """Seconds that a rank waits for the others, under torchrun, before it ends and names them."""
     tier: Literal["auto", "device", "host", "disk", "encode"] = "auto"
     """Where batches are served from; `auto`: the fastest that fits (docs/plan.md)."""
     reserve_bytes: CountInt | None = None

@@ -37,14 +37,19 @@ def settings_digest(config: Config, fingerprints: Mapping[str, str]) -> str:
     return digest_json(kept)
 
 
-_FREE = ("tier", "reserve_bytes", "run_dir", "latent_cache_dir", "checkpoint_every", "device", "max_stall")
+_FREE = (
+    "tier", "reserve_bytes", "run_dir", "latent_cache_dir", "checkpoint_every", "device", "max_stall",
+    "rank_deadline",
+)  # fmt: skip
 """Settings of `training` that change no batch."""
 
 
-def unfinished(config: Config, digest: str) -> bool:
-    """Whether the run folder holds an interrupted run of these settings."""
+def unfinished(config: Config, digest: str) -> int | None:
+    """Ranks with which an interrupted run of these settings was begun in the run folder; None: none was."""
     diary = _read(run_dir_of(config))
-    return diary.get("settings") == digest and diary.get("finished") is False
+    if diary.get("settings") != digest or diary.get("finished") is not False:
+        return None
+    return diary.get("ranks", 1)
 
 
 def work_digest(config: Config, schema: Schema) -> str:
@@ -70,13 +75,20 @@ def last_step_s(config: Config, schema: Schema) -> float | None:
     return step_s
 
 
-def write_diary(run_dir: Path, *, digest: str, finished: bool, work: str, step_s: float | None) -> None:
+def write_diary(
+    run_dir: Path, *, digest: str, finished: bool, work: str, step_s: float | None, ranks: int = 1
+) -> None:
     """Note the state of a run; `digest` and `work` as `settings_digest` and `work_digest` make them.
+
+    Args:
+        ranks: With how many it was begun.
 
     Raises:
         ReadOnlyError: The folder cannot be written.
     """
-    text = canonical_json({"settings": digest, "finished": finished, "work": work, "step_s": step_s})
+    text = canonical_json(
+        {"settings": digest, "finished": finished, "work": work, "step_s": step_s, "ranks": ranks}
+    )
     LocalStorage(run_dir).put(FILE, text.encode())
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from stoker.pipeline.gone import find_without_source
 from stoker.pipeline.inspect import list_quarantined, shard_bytes, worst_error
 from stoker.pipeline.locate import job_recipe, windows_in
 from stoker.precompute import Deadlines, EncodeFiller, PrecomputeSettings, run_precompute
+from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json, Schema, canonical_json, schema_to_json
 from stoker.sources.files import canonical_split
 from stoker.store import Cache, open_cache
@@ -117,7 +119,11 @@ class PrecomputeResult:
 
 
 def precompute_config(
-    config: Config, *, splits: Sequence[str] = (), manifest: Path | None = None
+    config: Config,
+    *,
+    splits: Sequence[str] = (),
+    manifest: Path | None = None,
+    ranks: Ranks = ALONE,
 ) -> PrecomputeResult:
     """Encode what is missing from the caches of `config`.
 
@@ -125,14 +131,15 @@ def precompute_config(
         config: The settings.
         splits: Which splits; none: what training needs, `data.split` and, beside `train`, `val`.
         manifest: Where to write a JSON report of this run.
+        ranks: The processes that do it together.
     Raises:
         StokerError: As `build_jobs` and `run_precompute`.
     """
     if manifest is not None:
         require_writable(manifest.parent, "the folder of --manifest").mkdir(parents=True, exist_ok=True)
     wanted = list(splits) or wanted_splits(config)
-    result = PrecomputeResult(caches=tuple(fill_caches(config, wanted)))
-    if manifest is not None:
+    result = PrecomputeResult(caches=tuple(fill_caches(config, wanted, ranks=ranks)))
+    if manifest is not None and ranks.leads:
         write_manifest(manifest, config, result.caches)
     return result
 
@@ -153,7 +160,9 @@ def wanted_splits(config: Config) -> list[str]:
     return ["train", "val"]
 
 
-def fill_caches(config: Config, splits: Sequence[str], *, training: bool = False) -> list[CacheResult]:
+def fill_caches(
+    config: Config, splits: Sequence[str], *, training: bool = False, ranks: Ranks = ALONE
+) -> list[CacheResult]:
     """One complete cache per task and split; where the raw data is gone, the cache that matches the rest.
 
     Args:
@@ -162,6 +171,7 @@ def fill_caches(config: Config, splits: Sequence[str], *, training: bool = False
         training: Training is to read them. Then samples that failed for a passing reason (a hang, an
             input/output error) are not tried again, since what it reads must not change from run to run by
             luck, and records too short for a window are refused before they are encoded.
+        ranks: The processes that fill them together, and are all to make this call.
     Raises:
         ConfigError: No cache can lie in the cache folder, or no window can be cut.
         SourceError: The data is gone and no cache matches, or it cannot be read.
@@ -191,24 +201,24 @@ def fill_caches(config: Config, splits: Sequence[str], *, training: bool = False
                 for split, cache in found.items()
             ]
         else:
-            results += _fill_jobs(config, jobs, training=training)
-    return results
+            results += _fill_jobs(config, jobs, training=training, ranks=ranks)
+    return counted_together(results, ranks)
 
 
-def _fill_jobs(config: Config, jobs: Sequence[Job], *, training: bool) -> list[CacheResult]:
+def _fill_jobs(config: Config, jobs: Sequence[Job], *, training: bool, ranks: Ranks) -> list[CacheResult]:
     """The caches of one task; what can be refused is refused before the first of them is filled."""
     schemas = [record_schema(job) for job in jobs]
     for schema in schemas if training else ():
         windows_in(config, schema)
     results: list[CacheResult] = []
     for job in jobs:
-        settings = settings_of(config, job)
+        settings = settings_of(config, job, ranks)
         ready = _ready(config, job, settings) if training else None
         results.append(ready or _fill(config, job, settings))
     return results
 
 
-def settings_of(config: Config, job: Job) -> PrecomputeSettings:
+def settings_of(config: Config, job: Job, ranks: Ranks = ALONE) -> PrecomputeSettings:
     """How the records of `job` are made."""
     wanted = config.precompute
     return PrecomputeSettings(
@@ -222,7 +232,24 @@ def settings_of(config: Config, job: Job) -> PrecomputeSettings:
         identity=config.identity,
         overwrite=wanted.overwrite,
         max_error=wanted.max_error,
+        progress="auto" if ranks.leads else None,
+        part=(ranks.rank, ranks.world),
+        beside=ranks.local_world,
     )
+
+
+def counted_together(caches: Sequence[CacheResult], ranks: Ranks) -> list[CacheResult]:
+    """What all ranks did, in place of what this one did."""
+    own = [[cache.encoded, cache.adopted, cache.encode_seconds] for cache in caches]
+    told = [json.loads(text) for text in ranks.tell(json.dumps(own), "the end of precompute")]
+    results: list[CacheResult] = []
+    for cache, *by_rank in zip(caches, *told, strict=True):
+        encoded, adopted, seconds = (sum(column) for column in zip(*by_rank, strict=True))
+        reused = max(0, len(cache.cache) - encoded - adopted)
+        results.append(
+            replace(cache, encoded=encoded, adopted=adopted, reused=reused, encode_seconds=seconds)
+        )
+    return results
 
 
 def _ready(config: Config, job: Job, settings: PrecomputeSettings) -> CacheResult | None:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 from stoker.config import Config
 from stoker.errors import ConfigError
-from stoker.loader import Loader, Windows
+from stoker.loader import Loader
 from stoker.monitor import StallMeter
 from stoker.pipeline.budget import verdict_of
 from stoker.pipeline.build import device_of, tasks_of
-from stoker.pipeline.diary import run_dir_of, settings_digest, unfinished, work_digest, write_diary
+from stoker.pipeline.diary import run_dir_of, settings_digest, work_digest, write_diary
 from stoker.pipeline.folders import require_writable
 from stoker.pipeline.locate import batch_size_of, trajectory_steps, windows_of
 from stoker.pipeline.precompute import CacheResult, fill_caches
+from stoker.pipeline.together import Shared, on_own_device, own_trajectories, share_steps
 from stoker.plan import Plan
 from stoker.precompute import EncodeFiller
 from stoker.precompute.spot_check import SpotCheck, SpotReport
+from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
 from stoker.sources.files import canonical_split
 from stoker.store import Cache
@@ -127,7 +130,11 @@ class Prepared:
 
 
 def train_config(
-    config: Config, *, started: float | None = None, on_event: EventSink | None = None
+    config: Config,
+    *,
+    started: float | None = None,
+    on_event: EventSink | None = None,
+    ranks: Ranks = ALONE,
 ) -> TrainResult:
     """Encode what is missing, then train; an interrupted run with the same settings goes on.
 
@@ -135,23 +142,26 @@ def train_config(
         config: The settings.
         started: When the process began, on the clock of `time.monotonic`; None: now.
         on_event: Told of what happens in the training loop.
+        ranks: The processes that train together, and are all to make this call.
     Raises:
         ConfigError: More than one task is named, or the split to train on is `val`.
         StokerError: As `fill_caches` and `train`.
     """
     started = time.monotonic() if started is None else started
-    return train_prepared(config, prepare(config), started=started, on_event=on_event)
+    config = on_own_device(config, ranks)
+    return train_prepared(config, prepare(config, ranks), started=started, on_event=on_event, ranks=ranks)
 
 
-def prepare(config: Config) -> Prepared:
+def prepare(config: Config, ranks: Ranks = ALONE) -> Prepared:
     """The caches that training reads: the first of `data.split`, and `val`.
 
     The run's folder is held meanwhile, so that a second run in it is refused before it encodes anything.
     """
     began = time.monotonic()
     splits = training_splits(config)
-    with own_folder(require_writable(run_dir_of(config), "training.run_dir")):
-        caches = fill_caches(config, splits, training=True)
+    run_dir = require_writable(run_dir_of(config), "training.run_dir")
+    with own_folder(run_dir) if ranks.leads else nullcontext():
+        caches = fill_caches(config, splits, training=True, ranks=ranks)
     return Prepared(caches=tuple(caches), seconds=time.monotonic() - began)
 
 
@@ -177,14 +187,19 @@ def training_splits(config: Config) -> tuple[str, str]:
 
 
 def train_prepared(
-    config: Config, prepared: Prepared, *, started: float, on_event: EventSink | None = None
+    config: Config,
+    prepared: Prepared,
+    *,
+    started: float,
+    on_event: EventSink | None = None,
+    ranks: Ranks = ALONE,
 ) -> TrainResult:
     """Train on ready caches; see `train_config`."""
     train_cache, val_cache = (result.cache for result in prepared.caches)
     run_dir, meter = run_dir_of(config), StallMeter()
     digest = settings_digest(config, {result.split: result.cache.fingerprint for result in prepared.caches})
-    resume, work = unfinished(config, digest), work_digest(config, train_cache.schema)
-    if not resume and (run_dir / "checkpoints").exists():
+    shared, work = share_steps(config, digest, train_cache, ranks), work_digest(config, train_cache.schema)
+    if not shared.resume and (run_dir / "checkpoints").exists():
         log.info(
             "%s holds a run that is finished or of other settings: training begins anew, and its checkpoints "
             "and metrics move to checkpoints.previous and metrics.previous.jsonl",
@@ -193,26 +208,27 @@ def train_prepared(
 
     def note(kind: str, facts: Mapping[str, Json]) -> None:
         if kind == "start":
-            write_diary(run_dir, digest=digest, finished=False, work=work, step_s=None)
+            write_diary(run_dir, digest=digest, finished=False, work=work, step_s=None, ranks=shared.begun)
         elif kind == "done":  # said while the folder is still ours
             step_s = cast("float | None", facts["step_s"])
             write_diary(run_dir, digest=digest, finished=True, work=work, step_s=step_s)
         if on_event is not None:
             on_event(kind, facts)
 
-    loader = make_loader(config, train_cache, meter=meter)
-    val_loader = make_val_loader(config, val_cache, beside=loader.plan)
+    loader = make_loader(config, train_cache, meter=meter, ranks=ranks, shared=shared)
+    val_loader = make_val_loader(config, val_cache, beside=loader.plan, ranks=ranks)
     _tell_plan(on_event, train_cache, loader.plan)
-    check = begin_spot_check(config, train_cache)
+    check = begin_spot_check(config, train_cache) if ranks.leads else None
     began = time.monotonic()
     try:
         report = train(
             loader,
             val_loader,
-            loop_settings(config, len(loader), resume=resume),
+            loop_settings(config, len(loader), resume=shared.resume),
             run_dir,
             meter=meter,
             on_event=note,
+            ranks=ranks,
         )
     finally:
         checked = None if check is None else check.finish()
@@ -225,7 +241,7 @@ def train_prepared(
         train_s=train_s,
         reason=loader.plan.reason,
         epoch_steps=len(loader),
-        mended=loader.mended + val_loader.mended,
+        mended=loader.mended + (0 if val_loader is None else val_loader.mended),
         spot_check=checked,
         over_budget=verdict_of(config, train_cache, report),
     )
@@ -250,47 +266,68 @@ def begin_spot_check(config: Config, cache: Cache) -> SpotCheck | None:
     return check
 
 
-def make_loader(config: Config, cache: Cache, *, meter: StallMeter | None = None) -> Loader:
-    """The loader of the training cache that the settings describe."""
-    reserve_bytes = config.training.reserve_bytes
-    return _loader(config, cache, windows_of(config), order="full", reserve_bytes=reserve_bytes, meter=meter)
+def make_loader(
+    config: Config,
+    cache: Cache,
+    *,
+    meter: StallMeter | None = None,
+    ranks: Ranks = ALONE,
+    shared: Shared | None = None,
+) -> Loader:
+    """The loader of the training cache that the settings describe; `shared`: this rank's part of it."""
+    return Loader(
+        cache,
+        windows=windows_of(config),
+        order=config.training.order if shared is None else shared.order,
+        batch_size=_batch_size(config, cache) if shared is None else shared.batch_size,
+        drop_last=None if shared is None else shared.drop_last,
+        rank=ranks.rank,
+        world=ranks.world,
+        reserve_bytes=config.training.reserve_bytes,
+        meter=meter,
+        **_common(config),
+    )
 
 
-def make_val_loader(config: Config, cache: Cache, *, beside: Plan | None = None) -> Loader:
+def make_val_loader(
+    config: Config, cache: Cache, *, beside: Plan | None = None, ranks: Ranks = ALONE
+) -> Loader | None:
     """The loader of the validation cache, in order, in the memory that the plan of another one leaves.
 
     At horizon 1 windows begin `time_stride` apart whatever `start_every` says: one begins where the last
-    ended, so that they chain to the whole trajectories that are rolled out.
+    ended, so that they chain to the whole trajectories that are rolled out. Ranks have whole trajectories,
+    each its own; None: there is none for this one.
     """
     windows = windows_of(config)
     if windows.horizon == 1:
         windows = replace(windows, start_every=windows.stride)
-    reserve_bytes = config.training.reserve_bytes if beside is None else beside.next_reserve_bytes
-    return _loader(config, cache, windows, order="sequential", reserve_bytes=reserve_bytes)
-
-
-def _loader(
-    config: Config,
-    cache: Cache,
-    windows: Windows,
-    *,
-    order: str,
-    reserve_bytes: int | None,
-    meter: StallMeter | None = None,
-) -> Loader:
-    training = config.training
+    own = own_trajectories(cache, ranks)
+    if own is not None and not len(own):
+        return None
     return Loader(
         cache,
-        batch_size=batch_size_of(config, trajectory_steps(cache.schema)),
         windows=windows,
-        order=order,
-        tier=training.tier,
-        device=device_of(config),
-        seed=training.seed,
-        reserve_bytes=reserve_bytes,
-        verify=config.verify.on_read,
-        meter=meter,
+        order="sequential",
+        batch_size=_batch_size(config, cache),
+        indices=own,
+        reserve_bytes=config.training.reserve_bytes if beside is None else beside.next_reserve_bytes,
+        **_common(config),
     )
+
+
+def _batch_size(config: Config, cache: Cache) -> int:
+    return batch_size_of(config, trajectory_steps(cache.schema))
+
+
+def _common(config: Config) -> dict[str, Any]:
+    """What both loaders are told."""
+    training = config.training
+    return {
+        "tier": training.tier,
+        "device": device_of(config),
+        "seed": training.seed,
+        "verify": config.verify.on_read,
+    }
 
 
 def loop_settings(config: Config, batches: int, *, resume: bool) -> TrainConfig:

@@ -19,6 +19,7 @@ from stoker.precompute.filler import EncodeFiller
 from stoker.precompute.guarded import first_time
 from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.pace import Pace
+from stoker.precompute.parts import encode_parts, part_of
 from stoker.precompute.progress import ProgressSink, automatic
 from stoker.precompute.run import Run, Standing
 from stoker.precompute.settings import Deadlines, PrecomputeReport, PrecomputeSettings, as_deadlines
@@ -29,6 +30,7 @@ from stoker.precompute.turn import take_turn
 from stoker.precompute.verdict import check_quarantined, check_values, describe_failures, too_many
 from stoker.sources.protocol import Source
 from stoker.store import Cache, Digests, Folder, make_recipe, open_folder
+from stoker.store.claims import INDEX_WAIT_S, claim
 from stoker.units import format_count
 
 log = logging.getLogger("stoker")
@@ -64,6 +66,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     nan: Literal["reject", "allow"] = "reject",
     overwrite: bool = False,
     max_error: float | None = None,
+    part: tuple[int, int] = (0, 1),
     progress: ProgressSink | Literal["auto"] | None = "auto",
 ) -> Cache:
     """Encode what the cache lacks, and return it; a complete cache comes back at once.
@@ -77,6 +80,8 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         deadlines: Seconds by stage, as `{"read": 120}`, or `Deadlines`.
         max_quarantined, retry_quarantined, nan, overwrite, max_error, progress: See
             `PrecomputeSettings`.
+        part: This rank and the number of ranks, where each of them makes this call: all help, and each
+            returns the whole cache.
 
     Returns:
         The cache, complete: every sample is stored or quarantined. It carries source and encoder, with which
@@ -97,6 +102,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         nan=nan,
         overwrite=overwrite,
         max_error=max_error,
+        part=part,
         progress=progress,
     )
     return run_precompute(source, encoder, cache_dir, name=name, settings=settings).cache
@@ -114,8 +120,8 @@ def run_precompute(
     cache = None if settings.overwrite else _ready(folder, settings)
     if cache is None:
         with Interrupts() as interrupts, ExitStack() as turn:
-            quiet_s = sum(getattr(settings.deadlines, stage) for stage in Deadlines.__slots__)
-            waited = take_turn(folder, turn, interrupts, quiet_s=quiet_s)
+            shared, quiet_s = settings.part[1] > 1, _quiet_s(settings)
+            waited = take_turn(folder, turn, interrupts, quiet_s=quiet_s, shared=shared)
             if interrupts.signal is not None:
                 raise Interrupted("stopped while waiting for another process; nothing was begun")
             if settings.overwrite and not waited and first_time(f"clear {folder.path}"):
@@ -149,24 +155,41 @@ def _fill(
     context: tuple[Interrupts, _Tally],
 ) -> Cache:
     if not settings.overwrite:
-        context[1].adopted = folder.adopt()
-    missing = folder.missing(retry_quarantined=settings.retry_quarantined)
-    for _ in range(MOST_PASSES):
-        if len(missing):
+        with claim(folder.path, "adopt", wait_s=INDEX_WAIT_S):  # or each rank would count the same records
+            context[1].adopted = folder.adopt()
+    again = {settings.part[0]}
+    """The parts of which this run tries again what failed for a passing reason: once, and its own."""
+
+    def encode(part: int) -> None:
+        fresh = part in again
+        again.discard(part)
+        retry = settings.retry_quarantined and fresh
+        missing = folder.missing(retry_quarantined=retry, retry_transient=fresh)
+        own = part_of(folder.recipe, missing, (part, settings.part[1]))
+        if len(own):
             resources = probe(path=folder.path)
             check_space(folder.path, folder.recipe.schema, len(missing), resources)
-            settings, most = fit_memory(source.schema(), folder.recipe, settings, resources)
-            cpus = max(1, min(most, int(resources.cpus)))
-            _pass(Bench(source, encoder, folder, settings, missing=missing), context, cpus=cpus)
+            fitting, most = fit_memory(source.schema(), folder.recipe, settings, resources)
+            cpus = max(1, min(most, int(resources.cpus) // settings.beside))
+            _pass(Bench(source, encoder, folder, fitting, missing=own), context, cpus=cpus)
+
+    lost = 0
+    for _ in range(MOST_PASSES):
+        encode_parts(folder, settings.part, encode, context[0], quiet_s=_quiet_s(settings))
         cache = folder.finish()
-        missing = folder.missing(retry_transient=False)
-        if not len(missing):
+        lost = len(folder.missing(retry_transient=False))
+        if not lost:
             return cache
-        log.warning("%s records proved damaged; they are encoded again", format_count(len(missing)))
+        log.warning("%s records proved damaged; they are encoded again", format_count(lost))
     raise IncompleteError(
-        f"{folder.path} lacks {format_count(len(missing))} of {format_count(folder.recipe.count)} after "
+        f"{folder.path} lacks {format_count(lost)} of {format_count(folder.recipe.count)} after "
         f"{MOST_PASSES} passes: something damages or removes what is written. Choose another cache folder"
     )
+
+
+def _quiet_s(settings: PrecomputeSettings) -> float:
+    """How long another process that encodes may show nothing: every stage within its deadline."""
+    return sum(getattr(settings.deadlines, stage) for stage in Deadlines.__slots__)
 
 
 def _pass(bench: Bench, context: tuple[Interrupts, _Tally], *, cpus: int) -> None:
@@ -202,7 +225,7 @@ def _encode(
             bench.stages(feed, group_encoder, writer),
             Standing(
                 name=bench.name,
-                total=bench.folder.recipe.count,
+                total=bench.folder.recipe.count if settings.part[1] == 1 else len(bench.missing),
                 missing=len(bench.missing),
                 quarantined=len(bench.quarantined),
                 device=settings.device,

@@ -103,6 +103,10 @@ class PrecomputeSettings:
     """When the encoder passes its deadline: say where it stands, or also end this process (exit 5)."""
     progress: ProgressSink | Literal["auto"] | None = "auto"
     """Where progress goes; `auto`: live on a terminal, else a line every ten seconds on standard error."""
+    part: tuple[int, int] = (0, 1)
+    """Rank and number of ranks, where several processes fill the cache together; each is to be called."""
+    beside: int = 1
+    """Processes that do so on this machine, and share its cores."""
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
@@ -117,6 +121,15 @@ class PrecomputeSettings:
                 raise ConfigError(
                     f"precompute.{name} is {getattr(self, name)!r}, expected {' or '.join(get_args(known))}"
                 )
+        if not 0 <= self.part[0] < self.part[1] or self.beside < 1:
+            raise ConfigError(
+                f"part {self.part} beside {self.beside}: expected a rank below the number of ranks"
+            )
+        if self.overwrite and self.part[1] > 1:
+            raise ConfigError(
+                f"overwrite with {self.part[1]} ranks: one would remove what another has just encoded. "
+                "Run precompute with overwrite in one process, or choose another cache folder"
+            )
         if self.memory_bytes < 1:
             raise ConfigError(f"memory_bytes must be above 0, got {self.memory_bytes}")
 

@@ -19,15 +19,18 @@ from stoker.store.claims import holder
 
 log = logging.getLogger("stoker")
 
-_POLL_S = 0.2
+POLL_S = 0.2
 _SAY_EVERY_S = 30.0
 
 
-def take_turn(folder: Folder, stack: ExitStack, interrupts: Interrupts, *, quiet_s: float) -> bool:
+def take_turn(
+    folder: Folder, stack: ExitStack, interrupts: Interrupts, *, quiet_s: float, shared: bool = False
+) -> bool:
     """Wait until nobody else encodes this cache; the claim is held until `stack` closes.
 
     Args:
         quiet_s: How long the holder may leave the folder unchanged before we go on beside it.
+        shared: Hold it together with others that say so too: the ranks of a run.
 
     Returns:
         Whether we had to wait, so that the folder must be looked at again.
@@ -36,11 +39,11 @@ def take_turn(folder: Folder, stack: ExitStack, interrupts: Interrupts, *, quiet
     waited = False
     while interrupts.signal is None:
         with ExitStack() as attempt:
-            if attempt.enter_context(folder.claim()):
+            if attempt.enter_context(folder.claim(shared=shared)):
                 stack.push(attempt.pop_all())
                 return waited
         waited = True
-        now, present = time.monotonic(), _mark(folder.path)
+        now, present = time.monotonic(), look_of(folder.path)
         if present != mark:
             mark, changed = present, now
         if now - said > _SAY_EVERY_S:
@@ -51,11 +54,11 @@ def take_turn(folder: Folder, stack: ExitStack, interrupts: Interrupts, *, quiet
         if now - changed > quiet_s:
             log.warning("%s did nothing for %g s; encoding beside it", holder(folder.path, "encode"), quiet_s)
             return True
-        select.select([interrupts.fd] if interrupts.fd >= 0 else [], [], [], _POLL_S)
+        select.select([interrupts.fd] if interrupts.fd >= 0 else [], [], [], POLL_S)
     return waited
 
 
-def _mark(path: Path) -> tuple[int, int]:
+def look_of(path: Path) -> tuple[int, int]:
     """Files in a folder and their bytes: a holder that writes changes it, in the open shard as well."""
     sizes: list[int] = []
     with os.scandir(path) as entries:

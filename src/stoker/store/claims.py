@@ -25,10 +25,11 @@ INDEX_WAIT_S = 60.0
 
 
 @contextmanager
-def claim(folder: Path, purpose: str, *, wait_s: float = 0.0) -> Generator[bool]:
+def claim(folder: Path, purpose: str, *, wait_s: float = 0.0, shared: bool = False) -> Generator[bool]:
     """Hold `<folder>/.claim-<purpose>`; yields whether it was got within `wait_s` seconds.
 
-    Where there are no locks, or no room for the file, nobody can claim anything, and all go on.
+    A `shared` claim keeps out those that are not shared, and only those. Where there are no locks, or no room
+    for the file, nobody can claim anything, and all go on.
 
     Raises:
         ReadOnlyError: The folder cannot be written, so nothing in it can be claimed.
@@ -40,7 +41,7 @@ def claim(folder: Path, purpose: str, *, wait_s: float = 0.0) -> Generator[bool]
         yield True
         return
     try:
-        got = _lock(fd, time.monotonic() + wait_s)
+        got = _lock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, time.monotonic() + wait_s)
         if got:
             _sign(fd)
         yield got
@@ -91,10 +92,10 @@ def _sign(fd: int) -> None:
         os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
 
 
-def _lock(fd: int, deadline: float) -> bool:
+def _lock(fd: int, kind: int, deadline: float) -> bool:
     while True:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 return False

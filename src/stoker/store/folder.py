@@ -125,9 +125,9 @@ class Folder:
         """
         return RecordWriter(self._storage, self.recipe, settings or WriterSettings())
 
-    def claim(self, purpose: str = "encode") -> AbstractContextManager[bool]:
-        """An advisory claim; yields False if somebody else holds it."""
-        return claim(self.path, purpose)
+    def claim(self, purpose: str = "encode", *, shared: bool = False) -> AbstractContextManager[bool]:
+        """An advisory claim; yields False if somebody else holds it (`shared`: by himself)."""
+        return claim(self.path, purpose, shared=shared)
 
     def finish(self) -> Cache:
         """Write the index over everything sealed so far, by whomever, and open it.

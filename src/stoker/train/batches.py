@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stoker.errors import RecordError
+from stoker.scale.ranks import ALONE, Ranks
 
 
 class PairBatch(Protocol):
@@ -131,8 +132,8 @@ class Scales:
     """`(C,)`; 1 where a condition never varies."""
 
 
-def measure_scales(pairs: Iterator[Pairs]) -> Scales:
-    """Scales of some batches, summed in float64 in their order."""
+def measure_scales(pairs: Iterator[Pairs], ranks: Ranks = ALONE) -> Scales:
+    """Scales of some batches of all ranks, summed in float64 in their order."""
     states: list[Tensor] = []
     steps: list[Tensor] = []
     conds: list[Tensor] = []
@@ -143,9 +144,12 @@ def measure_scales(pairs: Iterator[Pairs]) -> Scales:
         steps.append(step.square().mean((0, 1)))
         cond = batch.cond.double()
         conds.append(torch.stack([cond.mean(0), cond.square().mean(0)]))
-    z_mean, z_std = _deviation(torch.stack(states).mean(0))
-    cond_mean, cond_std = _deviation(torch.stack(conds).mean(0))
-    step_std = torch.stack(steps).mean(0).sqrt()
+    state, step, cond = (
+        ranks.mean(torch.stack(found).mean(0), "the scales of the data") for found in (states, steps, conds)
+    )
+    z_mean, z_std = _deviation(state)
+    cond_mean, cond_std = _deviation(cond)
+    step_std = step.sqrt()
     # A dimension that hardly moves would get an error unit of its rounding noise.
     step_std = step_std.clamp_min(1e-3 * step_std.max().item())
     return Scales(

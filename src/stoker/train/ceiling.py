@@ -2,7 +2,8 @@
 
 The twin is a copy of the operator with an optimizer of its own, and takes whole steps on one batch that is at
 hand. Its weights, its random draws and its optimizer state go with it. The figure is a mean, as is the
-run's own time of a step, so that the two compare; it is taken once, when the first batch is there.
+run's own time of a step, so that the two compare; it is taken once, when the first batch is there. Each rank
+times its own, without the exchange of gradients.
 """
 
 from __future__ import annotations

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from stoker.scale.ranks import ALONE, Ranks
 from stoker.train.batches import PairBatch, Pairs, to_pairs
 from stoker.train.operator import LatentOperator
 
@@ -35,7 +37,7 @@ class Evaluation:
     """Windows evaluated."""
 
 
-def evaluate(
+def evaluate(  # noqa: PLR0913  what to judge, on what, and the rest by name
     model: LatentOperator,
     batches: Iterable[PairBatch],
     widths: Mapping[str, int],
@@ -43,8 +45,9 @@ def evaluate(
     stride: int,
     samples: int,
     amp: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Evaluation:
-    """Go once over the batches.
+    """Go once over the batches, which are this rank's part of the set; the errors are those of the whole set.
 
     Windows with `future` are rolled out over it. Without, the windows of `samples` trajectories are chained
     (start 0, `stride`, 2 `stride`, ...) and those are rolled out whole; one that lacks a window is left out.
@@ -52,7 +55,9 @@ def evaluate(
     Args:
         model, amp: The operator, on its device, and whether to compute in bfloat16.
         batches, widths: The validation set, and its conditions as in training.
-        stride, samples: Stored steps between z0 and z1; trajectories kept in memory for roll-outs.
+        stride, samples: Stored steps between z0 and z1; trajectories kept in memory for roll-outs, which
+            are the first of all ranks together. Those whose windows lie on two ranks are left out.
+        ranks: The processes that go over the set together.
     """
     device = next(model.parameters()).device
     one, still, far, far_still = _Error(), _Error(), _Error(), _Error()
@@ -74,38 +79,48 @@ def evaluate(
                 predicted = model(predicted, pairs.cond) if k else predicted
                 far.add(predicted, pairs.states[:, k])
                 far_still.add(pairs.z0, pairs.states[:, k])
-        for start, truth, conds in chains.whole():
+        for start, truth, conds in chains.whole(_share(len(chains), samples, ranks)):
             steps = max(steps, len(truth))
             state = start
             for target, cond in zip(truth, conds, strict=True):
                 state = model(state, cond)
                 far.add(state, target)
                 far_still.add(start, target)
+    parts = [float(part) for error in (one, still, far, far_still) for part in (error.wrong, error.size)]
+    *sums, windows = ranks.sums([*parts, windows], "the end of an evaluation")
+    steps = max(int(told) for told in ranks.tell(str(steps), "the end of an evaluation"))
+    nrmse, persistence, rollout, rollout_persistence = (_nrmse(*sums[at : at + 2]) for at in (0, 2, 4, 6))
     return Evaluation(
-        nrmse=one.value(),
-        persistence=still.value(),
-        rollout=far.value() if steps else None,
-        rollout_persistence=far_still.value() if steps else None,
+        nrmse=nrmse,
+        persistence=persistence,
+        rollout=rollout if steps else None,
+        rollout_persistence=rollout_persistence if steps else None,
         rollout_steps=steps,
-        windows=windows,
+        windows=int(windows),
     )
+
+
+def _share(found: int, wanted: int, ranks: Ranks) -> int:
+    """How many of its `found` trajectories this rank rolls out: the first `wanted` of all ranks' are."""
+    before = ranks.tell(str(found), "the roll-outs")[: ranks.rank]
+    return max(0, min(found, wanted - sum(map(int, before))))
+
+
+def _nrmse(wrong: float, size: float) -> float:
+    """The error; 0 of 0 is 0."""
+    return (wrong / size) ** 0.5 if size else float(wrong > 0)
 
 
 class _Error:
     """Sums of squares that stay on the device until the end: no wait for a GPU per batch."""
 
     def __init__(self) -> None:
-        self._wrong: Tensor | float = 0.0
-        self._size: Tensor | float = 0.0
+        self.wrong: Tensor | float = 0.0
+        self.size: Tensor | float = 0.0
 
     def add(self, guess: Tensor, truth: Tensor) -> None:
-        self._wrong = self._wrong + (guess - truth).double().square().sum()
-        self._size = self._size + truth.double().square().sum()
-
-    def value(self) -> float:
-        """The error; 0 of 0 is 0."""
-        wrong, size = float(self._wrong), float(self._size)
-        return (wrong / size) ** 0.5 if size else float(wrong > 0)
+        self.wrong = self.wrong + (guess - truth).double().square().sum()
+        self.size = self.size + truth.double().square().sum()
 
 
 @dataclass(slots=True)
@@ -136,13 +151,18 @@ class _Chains:
             if start == 0:
                 chain.first = pairs.z0[row]
 
-    def whole(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """First states `(n, L, D)`, truth `(steps, n, L, D)` and conditions `(steps, n, C)`, by length.
+    def __len__(self) -> int:
+        """Trajectories met, up to as many as are wanted."""
+        return len(self._chains)
+
+    def whole(self, count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The first `count` of them, by length: states `(n, L, D)` that they begin with, truth
+        `(steps, n, L, D)` and conditions `(steps, n, C)`.
 
         A chain with a gap is none: its first steps alone would pass for a whole roll-out.
         """
         by_length: dict[int, list[_Chain]] = {}
-        for chain in self._chains.values():
+        for chain in islice(self._chains.values(), count):
             length = next(k for k in range(len(chain.states) + 1) if k not in chain.states)
             if chain.first is not None and length == len(chain.states):
                 by_length.setdefault(length, []).append(chain)

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from stoker.errors import DivergedError
+from stoker.scale.ranks import ALONE, Ranks
 from stoker.train.batches import Pairs
+
+LOSS = "the loss"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +29,13 @@ class StepFacts:
 
 
 class FiniteGuard:
-    """Looks at every step. On a CPU at once; on a GPU one step later, so that the queue never drains.
+    """Looks at every step of all ranks. On a CPU at once; on a GPU one step later: the queue never drains.
 
     `check` must be called before weights are saved: a poisoned step must not become a checkpoint.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ranks: Ranks = ALONE) -> None:
+        self._ranks = ranks
         self._cuda = device.type == "cuda"
         self._flag = torch.ones((), dtype=torch.bool, pin_memory=self._cuda)
         self._event = torch.cuda.Event() if self._cuda else None
@@ -63,8 +67,11 @@ class FiniteGuard:
             return
         if self._event is not None:
             self._event.synchronize()
-        if not bool(self._flag):
-            raise DivergedError(_describe(facts))
+        own, where = not bool(self._flag), f"step {facts.step}"
+        if self._ranks.any(own, where):
+            told = self._ranks.tell(_describe(facts) if own else "", where)
+            # A gradient that one rank spoils is spoilt on all: who lost the loss itself knows the sample.
+            raise DivergedError(next((text for text in told if text.startswith(LOSS)), max(told)))
 
 
 def check_finite(pairs: Pairs) -> None:
@@ -91,11 +98,11 @@ def _describe(facts: StepFacts) -> str:
     count = int(bad.sum())
     row = int(bad.int().argmax() if count else errors.argmax())  # the first bad one
     number, start = int(facts.index[row, 0]), int(facts.index[row, 1])
-    what = "loss" if count else "gradient"
+    what = LOSS if count else "the gradient"
     blame = f"first at sample {number}, time step {start}" if count else f"largest loss at sample {number}"
     more = f" ({count} of {len(errors)} examples)" if count else ""
     return (
-        f"the {what} is not finite in epoch {facts.epoch}, step {facts.step}, {blame}{more}. "
+        f"{what} is not finite in epoch {facts.epoch}, step {facts.step}, {blame}{more}. "
         f"Expected a finite number. Look at cache[{number}] for NaN or extreme values, else lower "
         f"training.lr; the last checkpoint is from before this step"
     )

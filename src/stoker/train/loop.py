@@ -11,6 +11,7 @@ import copy
 import math
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stoker.errors import ConfigError, Interrupted
+from stoker.errors import Interrupted
 from stoker.monitor.meter import StallMeter
+from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
 from stoker.train.batches import PairBatch, PairLoader, to_pairs
 from stoker.train.ceiling import time_steps, twin_of, worth_measuring
@@ -28,18 +30,18 @@ from stoker.train.config import EventSink, TrainConfig, TrainReport
 from stoker.train.curves import draw_curves
 from stoker.train.evaluate import evaluate
 from stoker.train.guard import FiniteGuard, StepFacts
+from stoker.train.operator import Objective
 from stoker.train.pace import Pace
 from stoker.train.report import write_report
-from stoker.train.run import Run, begin, changed, own_folder, take_up
+from stoker.train.run import Run, begin, changed, check_same, check_validation, own_folder, take_up
+from stoker.train.schedule import learning_rate
 from stoker.train.stop import StopFlag
 
 MOST_BETWEEN_LINES, LINES = 50, 40
 """Steps between two lines of the log, unless settings say otherwise; a short run has this many lines."""
-FINAL_RATE = 0.01
-"""Part of the peak learning rate at which the cosine ends."""
 
 
-def train(
+def train(  # noqa: PLR0913  the face: two loaders, and all else by name
     train_loader: PairLoader,
     val_loader: PairLoader | None,
     config: TrainConfig,
@@ -47,6 +49,7 @@ def train(
     *,
     meter: StallMeter | None = None,
     on_event: EventSink | None = None,
+    ranks: Ranks = ALONE,
 ) -> TrainReport:
     """Train an operator; leave metrics, curves, a report and checkpoints in `run_dir`.
 
@@ -56,16 +59,19 @@ def train(
         run_dir: Without `resume`, a run that is there is moved aside (`*.previous`).
         meter: The one that `train_loader` writes into.
         on_event: Told of what happens, see `EventSink`.
+        ranks: The processes that train together, each with its own part of both sets; rank 0 writes and
+            tells. A rank that has nothing to validate gives None beside others that have.
 
     Raises:
         ConfigError: The training loader has no batch, or another training is writing to `run_dir`.
         DivergedError: The loss or a gradient is not finite; names epoch, step and sample.
         Interrupted: SIGTERM or SIGINT; a checkpoint was written first.
         StaleStateError: The run to resume has another operator, or the loader refuses its place.
+        StalledError: Another rank ended, or did not come within the deadline.
     """
-    _check_validation(val_loader, config.patience)
+    check_validation(val_loader, config.patience, ranks)
     folder = Path(run_dir)
-    with StopFlag() as stop, own_folder(folder):
+    with StopFlag() as stop, own_folder(folder) if ranks.leads else nullcontext():
         session = Session(
             train_loader=train_loader,
             val_loader=val_loader,
@@ -73,33 +79,11 @@ def train(
             folder=folder,
             stop=stop,
             meter=meter,
-            sink=on_event,
+            sink=on_event if ranks.leads else None,
+            ranks=ranks,
         )
         session.train()
         return session.finish()
-
-
-def _check_validation(loader: PairLoader | None, patience: int | None) -> None:
-    if loader is None and patience is not None:
-        raise ConfigError(
-            f"TrainConfig.patience is {patience}, but nothing is validated, so training would end after "
-            "that many epochs whatever it learnt. Give a val_loader, or leave patience out"
-        )
-    if loader is not None and not len(loader):
-        raise ConfigError("the validation loader has no batch. Give one that has, or None to train without")
-
-
-def learning_rate(config: TrainConfig, step: int, total: int) -> float:
-    """Rate of a step, counted from 0: a linear rise, then a cosine down to a hundredth of the peak.
-
-    >>> [round(learning_rate(TrainConfig(lr=1.0, warmup=0.5), step, 4), 3) for step in range(4)]
-    [0.5, 1.0, 1.0, 0.505]
-    """
-    rise = round(config.warmup * total)
-    if step < rise:
-        return config.lr * (step + 1) / rise
-    part = (step - rise) / max(1, total - rise)
-    return config.lr * (FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * part)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,11 +97,16 @@ class Session:
     stop: StopFlag
     meter: StallMeter | None
     sink: EventSink | None
+    ranks: Ranks
     begun_s: float = field(default_factory=time.perf_counter)
     """Clock at the call."""
     startup: dict[str, float] = field(default_factory=dict[str, float])
     """As in `TrainReport`."""
     run: Run = field(init=False)
+    objective: nn.Module = field(init=False)
+    """The operator's errors, with gradients that are means over the ranks."""
+    validates: bool = field(init=False)
+    """Some rank has a validation loader."""
     guard: FiniteGuard = field(init=False)
     pace: Pace = field(init=False)
     total: int = field(init=False)
@@ -134,9 +123,13 @@ class Session:
     def train(self) -> None:
         """Begin or resume, then pass after pass until epochs, steps or patience are used up."""
         config = self.config
-        self.run = self._resumed() or begin(self.folder, config, self.train_loader, self._first_batch)
-        self.guard = FiniteGuard(self.run.device)
-        self.pace = Pace(self.meter, self.folder, self._tell)
+        self.run = self._resumed() or begin(
+            self.folder, config, self.train_loader, self._first_batch, self.ranks
+        )
+        self.objective = self.ranks.wrapped(Objective(self.run.model))
+        self.validates = self.ranks.any(self.val_loader is not None, "the start of training")
+        self.guard = FiniteGuard(self.run.device, self.ranks)
+        self.pace = Pace(self.meter, self.folder, self._tell, self.ranks)
         self.place = self.train_loader.state_dict()
         steps = config.epochs * len(self.train_loader)
         self.total = steps if config.max_steps is None else min(steps, config.max_steps)
@@ -148,6 +141,7 @@ class Session:
             "batches": len(self.train_loader),
             "parameters": _count(self.run.model),
             "device": str(self.run.device),
+            "ranks": self.ranks.world,
             **self.run.numerics,
         }
         self.run.log.append({"kind": "start", **facts})
@@ -180,9 +174,10 @@ class Session:
             lost=progress.lost,
         )
         self.pace.close(progress)
-        rows = self.run.log.rows()
-        draw_curves(rows, self.folder / "curves.png")
-        write_report(self.folder / "report.html", rows, report, asdict(config))
+        if self.ranks.leads:
+            rows = self.run.log.rows()
+            draw_curves(rows, self.folder / "curves.png")
+            write_report(self.folder / "report.html", rows, report, asdict(config))
         self._tell("done", {name: value for name, value in asdict(report).items() if name != "run_dir"})
         return report
 
@@ -192,9 +187,10 @@ class Session:
             return None
         root = self.folder / "checkpoints"
         checkpoint = newest_checkpoint(root, lambda why: self._tell("skip", {"why": why}))
+        check_same(checkpoint, root, self.ranks)
         if checkpoint is None:
             return None
-        run = take_up(self.folder, self.config, self.train_loader, checkpoint)
+        run = take_up(self.folder, self.config, self.train_loader, checkpoint, self.ranks)
         differs = changed(run, checkpoint.state)
         self._tell("resume", {"step": checkpoint.step, "epoch": run.progress.epoch + 1, "changed": differs})
         return run
@@ -234,6 +230,7 @@ class Session:
             return
         begin, twin = time.perf_counter(), copy.copy(self)
         twin.run, twin.guard = twin_of(self.run), FiniteGuard(self.run.device)
+        twin.ranks, twin.objective = ALONE, Objective(twin.run.model)
         recent = torch.zeros_like(self.run.loss_sum)
         progress.ceiling_step_s = time_steps(lambda: twin._step(batch, recent), self.run.device)
         if progress.ceiling_step_s is not None:
@@ -248,10 +245,11 @@ class Session:
         for group in run.optimizer.param_groups:
             group["lr"] = rate
         with torch.autocast(run.device.type, torch.bfloat16, enabled=run.amp):
-            errors = run.model.errors(pairs.z0, pairs.states, pairs.cond)
+            errors = self.objective(pairs.z0, pairs.states, pairs.cond)
         loss: Any = errors.mean()
         run.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        with self.ranks.waiting(self._where()):
+            loss.backward()
         norm = nn.utils.clip_grad_norm_(run.model.parameters(), self.config.grad_clip or math.inf)
         facts = StepFacts(
             epoch=progress.epoch + 1, step=progress.step + 1, errors=errors, norm=norm, index=pairs.index
@@ -270,21 +268,21 @@ class Session:
         progress = self.run.progress
         due = progress.step % self.config.checkpoint_every == 0
         last = progress.step >= self.total
-        if due or last or self.stop.signal_name is not None:
+        asked = self.ranks.any(self.stop.signal_name is not None, self._where())
+        if due or last or asked:
             self.place = self.train_loader.state_dict()  # only while iterating does it name the next batch
         if due and not last:
             self._save()
-        self._stop_if_asked()
+        if asked:
+            self._stop()
 
-    def _stop_if_asked(self) -> None:
-        """Raise Interrupted after a signal, with a checkpoint written."""
-        if self.stop.signal_name is None:
-            return
+    def _stop(self) -> None:
+        """Raise Interrupted, with a checkpoint written; the signal may have come to another rank."""
         path = self._save()
-        progress = self.run.progress
-        self._tell("stop", {"signal": self.stop.signal_name, "step": progress.step})
+        progress, name = self.run.progress, self.stop.signal_name or "a signal to another rank"
+        self._tell("stop", {"signal": name, "step": progress.step})
         raise Interrupted(
-            f"{self.stop.signal_name} after step {progress.step} in epoch {progress.epoch + 1}; "
+            f"{name} after step {progress.step} in epoch {progress.epoch + 1}; "
             f"saved {path}. The same command goes on from there; from Python, TrainConfig(resume=True)"
         )
 
@@ -292,8 +290,7 @@ class Session:
         """Judge the weights, write the epoch's line and its checkpoints, and move on to the next pass."""
         run, progress = self.run, self.run.progress
         begun_s = time.perf_counter()
-        if self.val_loader is not None:
-            self.val_loader.set_epoch(0)
+        if self.validates:
             found = evaluate(
                 run.model,
                 self._until_stopped(self.val_loader),
@@ -301,7 +298,10 @@ class Session:
                 stride=self.config.stride,
                 samples=self.config.rollout_samples,
                 amp=run.amp,
+                ranks=self.ranks,
             )
+            if self.ranks.any(self.stop.signal_name is not None, "the end of an evaluation"):
+                self._stop()
             progress.errors = {
                 "val_nrmse": _finite(found.nrmse),
                 "persistence_nrmse": _finite(found.persistence),
@@ -312,7 +312,7 @@ class Session:
             "kind": "epoch",
             "epoch": progress.epoch + 1,
             "step": progress.step,
-            "loss": float(run.loss_sum) / max(1, progress.batch),
+            "loss": float(self.ranks.mean(run.loss_sum, "the end of an epoch")) / max(1, progress.batch),
             **progress.errors,
             "stall": self.meter.epoch().stall if self.meter is not None else None,
             "seconds": round(train_s, 3),
@@ -330,10 +330,18 @@ class Session:
             self._save("best")
         self._save()
 
-    def _until_stopped(self, loader: PairLoader) -> Iterator[PairBatch]:
+    def _until_stopped(self, loader: PairLoader | None) -> Iterator[PairBatch]:
+        """The batches to validate on. Ranks, which have different numbers of them, stop after the last."""
+        if loader is None:
+            return
+        loader.set_epoch(0)
         for batch in loader:
-            self._stop_if_asked()
+            if self.ranks.world == 1 and self.stop.signal_name is not None:
+                self._stop()
             yield batch
+
+    def _where(self) -> str:
+        return f"step {self.run.progress.step + 1}"
 
     def _save(self, kind: Kind = "last") -> Path:
         self.guard.check()
@@ -349,7 +357,7 @@ class Session:
             "kind": "step",
             "step": progress.step,
             "epoch": progress.epoch + 1,
-            "loss": float(recent) / (progress.step - self.logged),
+            "loss": float(self.ranks.mean(recent, self._where())) / (progress.step - self.logged),
             "lr": learning_rate(self.config, progress.step - 1, self.total),
             "grad_norm": float(norm),
         }

@@ -13,10 +13,11 @@ from stoker.schema import Json
 
 
 class MetricsLog:
-    """`metrics.jsonl` of a run: lines of kind `start`, `step` and `epoch`."""
+    """`metrics.jsonl` of a run: lines of kind `start`, `step` and `epoch`; `writes`: false beside rank 0."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, writes: bool = True) -> None:
         self.path = path
+        self._writes = writes
 
     def append(self, row: Mapping[str, Json]) -> None:
         """Add a line; numbers that JSON cannot hold become null.
@@ -25,6 +26,8 @@ class MetricsLog:
             ResourceError: No space is left.
             ReadOnlyError: The file cannot be written.
         """
+        if not self._writes:
+            return
         line = json.dumps({name: _finite(value) for name, value in row.items()}, allow_nan=False)
         with explained(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -45,6 +48,8 @@ class MetricsLog:
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Drop the other lines: those that a resumed run is about to write again."""
+        if not self._writes:
+            return
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in self.rows() if wanted(row))
         with replacing(self.path) as temporary:
             temporary.write_text(text, encoding="utf-8")

@@ -89,6 +89,18 @@ class LatentOperator(nn.Module):
         return total / states.shape[1]
 
 
+class Objective(nn.Module):
+    """`LatentOperator.errors` as a module's call, which is what data parallel training wraps."""
+
+    def __init__(self, operator: LatentOperator) -> None:
+        super().__init__()
+        self.operator = operator
+
+    def forward(self, z0: Tensor, states: Tensor, cond: Tensor) -> Tensor:
+        """Mean squared error per example, `(B,)`."""
+        return self.operator.errors(z0, states, cond)
+
+
 class _Layer(nn.Module):
     """Attention and a two-layer network, each scaled, shifted and gated by the condition.
 

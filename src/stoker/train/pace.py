@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from stoker.monitor.journal import EVERY_S, StallJournal, journal_name
-from stoker.monitor.meter import StallMeter
+from stoker.monitor.meter import PARTS, StallMeter
+from stoker.plan.tiers import TIERS
+from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
 from stoker.train.run import Progress
 
@@ -23,11 +25,13 @@ class Pace:
         meter: StallMeter | None,
         folder: Path,
         tell: Callable[[str, Mapping[str, Json]], None],
+        ranks: Ranks = ALONE,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._meter = meter
         self._tell = tell
+        self._ranks = ranks
         self._journals: tuple[StallJournal, StallJournal] | None = None
         if meter is not None:
             meter.reset()
@@ -58,17 +62,22 @@ class Pace:
         written.tick(facts)
 
     def end_pass(self, progress: Progress) -> None:
-        """Add the pass to `progress`."""
+        """Add the pass of all ranks to `progress`."""
         if self._meter is None:
             return
         report = self._meter.epoch()
-        progress.wait_s += report.wait_s
-        progress.step_s += report.step_s
-        progress.timed += report.batches
-        for tier, examples in report.tiers.items():
-            progress.tiers[tier] = progress.tiers.get(tier, 0) + examples
-        for part, seconds in report.parts.items():
-            progress.parts[part] = progress.parts.get(part, 0.0) + seconds
+        own = [report.wait_s, report.step_s, report.batches]
+        own += [report.tiers.get(tier, 0) for tier in TIERS] + [report.parts.get(part, 0.0) for part in PARTS]
+        wait_s, step_s, batches, *rest = self._ranks.sums(own, "the end of a pass")
+        progress.wait_s += wait_s
+        progress.step_s += step_s
+        progress.timed += int(batches)
+        for tier, examples in zip(TIERS, rest, strict=False):
+            if examples:
+                progress.tiers[tier] = progress.tiers.get(tier, 0) + int(examples)
+        for part, seconds in zip(PARTS, rest[len(TIERS) :], strict=True):
+            if seconds:
+                progress.parts[part] = progress.parts.get(part, 0.0) + seconds
 
     def close(self, progress: Progress) -> None:
         """Write the summary of this call."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stoker.atomic import explained
 from stoker.errors import ConfigError, ResourceError, StaleStateError
+from stoker.scale.ranks import Ranks
 from stoker.schema import Json
 from stoker.store.claims import claim, holder
 from stoker.train.batches import PairBatch, PairLoader, Pairs, cond_widths, measure_scales, to_pairs
@@ -83,7 +84,8 @@ class Run:
     """`torch.optim.AdamW`, whose methods carry no types."""
     progress: Progress
     loss_sum: Tensor
-    """`progress.loss_sum` on the device, float64."""
+    """`progress.loss_sum` on the device, float64; of this rank's examples."""
+    ranks: Ranks
 
     @property
     def device(self) -> torch.device:
@@ -103,11 +105,13 @@ class Run:
     @property
     def log(self) -> MetricsLog:
         """The run's metrics."""
-        return MetricsLog(self.folder / "metrics.jsonl")
+        return MetricsLog(self.folder / "metrics.jsonl", writes=self.ranks.leads)
 
     def save(self, kind: Kind, place: Mapping[str, Any]) -> Path:
-        """Write a checkpoint; `place` is the loader's, taken at this step."""
-        self.progress.loss_sum = float(self.loss_sum)
+        """Write a checkpoint, on rank 0; `place` is the loader's, taken at this step."""
+        self.progress.loss_sum = float(self.ranks.mean(self.loss_sum, "a checkpoint"))
+        if not self.ranks.leads:
+            return self.folder / "checkpoints"
         optimizer = {
             f"adamw.{number}.{name}": value
             for number, state in self.optimizer.state_dict()["state"].items()
@@ -131,6 +135,23 @@ class Run:
                 step=self.progress.step, model=self.model.state_dict(), optimizer=optimizer, state=state
             ),
         )
+
+
+def check_validation(loader: PairLoader | None, patience: int | None, ranks: Ranks) -> None:
+    """Refuse what cannot be validated.
+
+    Raises:
+        ConfigError: `patience` without a loader, or a loader without a batch.
+    """
+    if loader is None and ranks.world > 1:
+        return  # its part is empty
+    if loader is None and patience is not None:
+        raise ConfigError(
+            f"TrainConfig.patience is {patience}, but nothing is validated, so training would end after "
+            "that many epochs whatever it learnt. Give a val_loader, or leave patience out"
+        )
+    if loader is not None and not len(loader):
+        raise ConfigError("the validation loader has no batch. Give one that has, or None to train without")
 
 
 @contextmanager
@@ -160,7 +181,9 @@ def own_folder(folder: Path) -> Generator[None]:
         yield
 
 
-def begin(folder: Path, config: TrainConfig, loader: PairLoader, on_batch: Callable[[], None]) -> Run:
+def begin(
+    folder: Path, config: TrainConfig, loader: PairLoader, on_batch: Callable[[], None], ranks: Ranks
+) -> Run:
     """A run at step 0, its scales learnt from the first batches; an earlier run there is moved aside.
 
     Raises:
@@ -181,7 +204,7 @@ def begin(folder: Path, config: TrainConfig, loader: PairLoader, on_batch: Calla
             "use a smaller training.batch_size, or more samples"
         )
     widths = cond_widths(batches[0])
-    scales = measure_scales(_finite_pairs(batches, widths, device))
+    scales = measure_scales(_finite_pairs(batches, widths, device), ranks)
     shape = OperatorShape(
         tokens=to_pairs(batches[0], widths, device).z0.shape[1],
         dim=len(scales.z_mean),
@@ -190,15 +213,32 @@ def begin(folder: Path, config: TrainConfig, loader: PairLoader, on_batch: Calla
         depth=config.depth,
         heads=config.heads,
     )
-    run = _make(folder, config, shape, widths)
+    run = _make(folder, config, shape, widths, ranks)
     run.model.set_scales(scales)
-    for name in ("checkpoints", "metrics.jsonl", *(path.name for path in folder.glob("stall*.jsonl"))):
+    kept = ("checkpoints", "metrics.jsonl", *(path.name for path in folder.glob("stall*.jsonl")))
+    for name in kept if ranks.leads else ():
         if ".previous" not in name:
             _move_aside(folder / name)
     return run
 
 
-def take_up(folder: Path, config: TrainConfig, loader: PairLoader, checkpoint: Checkpoint) -> Run:
+def check_same(checkpoint: Checkpoint | None, root: Path, ranks: Ranks) -> None:
+    """Compare what the ranks found to go on from.
+
+    Raises:
+        StaleStateError: Not all found the same.
+    """
+    found = ranks.tell("none" if checkpoint is None else f"step {checkpoint.step}", "the checkpoint")
+    if len(set(found)) > 1:
+        raise StaleStateError(
+            f"the newest checkpoint in {root} is of {', '.join(found)} as the ranks see it. Expected one "
+            "folder that all of them see: put training.run_dir on storage that the machines share"
+        )
+
+
+def take_up(
+    folder: Path, config: TrainConfig, loader: PairLoader, checkpoint: Checkpoint, ranks: Ranks
+) -> Run:
     """The run of a checkpoint, with the loader, the metrics and the random state where they were.
 
     Raises:
@@ -214,7 +254,7 @@ def take_up(folder: Path, config: TrainConfig, loader: PairLoader, checkpoint: C
             f"the checkpoint of step {checkpoint.step} in {folder} has an operator of {found}, the settings "
             f"say {wanted}. Resume with the settings it was begun with, or train in another training.run_dir"
         )
-    run = _make(folder, config, shape, dict(saved["widths"]))
+    run = _make(folder, config, shape, dict(saved["widths"]), ranks)
     run.model.load_state_dict(dict(checkpoint.model))
     states: dict[int, dict[str, Tensor]] = {}
     for name, value in checkpoint.optimizer.items():
@@ -260,7 +300,9 @@ def _finite_pairs(
         yield pairs
 
 
-def _make(folder: Path, config: TrainConfig, shape: OperatorShape, widths: dict[str, int]) -> Run:
+def _make(
+    folder: Path, config: TrainConfig, shape: OperatorShape, widths: dict[str, int], ranks: Ranks
+) -> Run:
     device = _device(config)
     model = LatentOperator(shape, seed=config.seed).to(device)
     return Run(
@@ -272,6 +314,7 @@ def _make(folder: Path, config: TrainConfig, shape: OperatorShape, widths: dict[
         optimizer=make_optimizer(model, config),
         progress=Progress(),
         loss_sum=torch.zeros((), dtype=torch.float64, device=device),
+        ranks=ranks,
     )
 
 

@@ -1,0 +1,77 @@
+"""Ranks that fill one cache: group `g` belongs to rank `g mod world`, counted over all groups there are.
+
+Each rank holds the claim of the part that it encodes. Once its own is done it looks at the others': a part
+whose rank died, or never came, is free and is taken over. So a run ends with every record stored as long as
+one rank lives, and each group is encoded once unless somebody died.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.errors import Interrupted
+from stoker.precompute.interrupts import Interrupts
+from stoker.precompute.turn import POLL_S, look_of
+from stoker.store import Folder, Recipe
+
+
+def part_of(recipe: Recipe, missing: NDArray[np.int64], part: tuple[int, int]) -> NDArray[np.int64]:
+    """Those of `missing` whose groups belong to rank `part[0]` of `part[1]`."""
+    size = recipe.group.samples
+    offsets = np.array([entry.offset for entry in recipe.parts], np.int64)
+    counts = np.array([entry.count for entry in recipe.parts], np.int64)
+    before = np.cumsum(-(-counts // size)) - -(-counts // size)
+    where = np.searchsorted(offsets, missing, side="right") - 1
+    group = before[where] + (missing - offsets[where]) // size
+    return missing[group % part[1] == part[0]]
+
+
+def encode_parts(
+    folder: Folder,
+    part: tuple[int, int],
+    encode: Callable[[int], None],
+    interrupts: Interrupts,
+    *,
+    quiet_s: float,
+) -> None:
+    """Encode the part of this rank, then every other that nobody works on, until all are dealt with.
+
+    Args:
+        folder: The cache.
+        part: This rank and how many there are.
+        encode: Encodes what a part lacks.
+        interrupts: Ends a wait.
+        quiet_s: How long those who hold the rest may leave the folder unchanged before we go on beside them.
+
+    Raises:
+        Interrupted: A signal came while waiting.
+    """
+    rank, world = part
+    if world == 1:  # whoever holds the claim of the cache holds that of its only part
+        encode(0)
+        return
+    left = [(rank + step) % world for step in range(world)]
+    mark, changed = look_of(folder.path), time.monotonic()
+    while left:
+        if interrupts.signal is not None:
+            raise Interrupted("stopped while waiting for other ranks; what is encoded is stored")
+        beside = time.monotonic() - changed > quiet_s
+        done = [number for number in left if _take(folder, number, world, encode, beside=beside)]
+        left = [number for number in left if number not in done]
+        if left and not done:
+            select.select([interrupts.fd] if interrupts.fd >= 0 else [], [], [], POLL_S)
+        if done or look_of(folder.path) != mark:
+            mark, changed = look_of(folder.path), time.monotonic()
+
+
+def _take(folder: Folder, number: int, world: int, encode: Callable[[int], None], *, beside: bool) -> bool:
+    """Deal with a part unless somebody else is at it; whether it is dealt with."""
+    with folder.claim(f"encode-{number}-of-{world}") as got:
+        if got or beside:
+            encode(number)
+        return got or beside

@@ -1,0 +1,70 @@
+"""Which rank of how many a process is. This module does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from stoker.errors import ConfigError
+
+NEEDED = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What a launcher says beside WORLD_SIZE."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One process among those of a run."""
+
+    rank: int
+    world: int
+    local_rank: int
+    """Its number on this machine, which is that of its GPU."""
+    local_world: int
+    """Ranks on this machine."""
+    host: str
+    """Where the ranks meet."""
+    port: int
+    kept: bool
+    """The launcher keeps the meeting point open, so that it outlives every rank; else rank 0 does."""
+    attempt: str
+    """Tells what earlier starts of the same ranks left at the meeting point from what is said now."""
+
+
+def find_place(environ: Mapping[str, str]) -> Place | None:
+    """The place that a launcher gave this process; None: it runs alone.
+
+    >>> find_place({"WORLD_SIZE": "1", "RANK": "0"}) is None
+    True
+
+    Raises:
+        ConfigError: WORLD_SIZE is above 1, and the rest is missing or makes no sense.
+    """
+    if environ.get("WORLD_SIZE", "1") in ("", "1"):
+        return None
+    lacking = [name for name in NEEDED if not environ.get(name)]
+    if lacking:
+        raise ConfigError(
+            f"WORLD_SIZE is {environ['WORLD_SIZE']}, but {', '.join(lacking)} is not set. Start with "
+            "`torchrun --nproc-per-node N -m stoker ...`, or unset WORLD_SIZE to run one process"
+        )
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    try:
+        rank, world, local_rank, local_world, port = (int(environ[name]) for name in names)
+    except ValueError as error:
+        found = ", ".join(f"{name}={environ[name]}" for name in names)
+        raise ConfigError(f"{found}: expected whole numbers, as torchrun sets them") from error
+    if not (0 <= rank < world and 0 <= local_rank < local_world <= world):
+        raise ConfigError(
+            f"RANK={rank} of WORLD_SIZE={world}, LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_world}. "
+            "Expected ranks below their number, as torchrun sets them"
+        )
+    return Place(
+        rank=rank,
+        world=world,
+        local_rank=local_rank,
+        local_world=local_world,
+        host=environ["MASTER_ADDR"],
+        port=port,
+        kept=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+    )

@@ -1,0 +1,145 @@
+"""Who of the ranks is alive, and who ended with which message.
+
+Every rank counts up a number of its own at the meeting point, from a thread: a process that was killed,
+stopped or cut off from the network does not. One that ends by an error leaves a note there. This is looked at
+when a wait fails, so that the message can name who was waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from stoker.errors import StalledError
+from stoker.scale.place import Place
+
+BEAT_S = 0.5
+SILENT_S = 10.0
+"""A rank that does not count for so long is gone."""
+
+
+def meet(place: Place, deadline_s: float, *, host: bool) -> Any:
+    """A connection to the meeting point; `host`: this call may open it, where no launcher does.
+
+    Raises:
+        StalledError: Nobody opened it within `deadline_s` seconds.
+    """
+    try:
+        store = TCPStore(
+            place.host,
+            place.port,
+            is_master=host and not place.kept and place.rank == 0,
+            timeout=timedelta(seconds=deadline_s),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        raise StalledError(
+            f"rank {place.rank} of {place.world} found no meeting point at {place.host}:{place.port} within "
+            f"{deadline_s:g} s. Expected rank 0, or the launcher, to have opened it: is MASTER_ADDR right?"
+        ) from error
+    return PrefixStore(f"stoker/{place.attempt}", store)
+
+
+class Pulse:
+    """This rank's count, and a look at those of the others."""
+
+    def __init__(self, place: Place, deadline_s: float) -> None:
+        self._place = place
+        self._store = meet(place, deadline_s, host=False)
+        self._ended = threading.Event()
+        self._seen: dict[int, tuple[str, float]] = {}
+        self.at = "its start"
+        """What this rank is doing, in words; told to whoever waits for it."""
+        self._thread = threading.Thread(target=self._beat, name="stoker-pulse", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        mine = meet(self._place, SILENT_S, host=False)  # one connection serves one thread at a time
+        number = time.time_ns()
+        while not self._ended.wait(BEAT_S):
+            number += 1
+            try:
+                mine.set(f"beat/{self._place.rank}", f"{number} {self.at}")
+            except RuntimeError:  # the meeting point is gone, and whoever kept it is to blame
+                return
+
+    def stop(self) -> None:
+        """Count no more."""
+        self._ended.set()
+        self._thread.join(2 * BEAT_S)
+
+    def leave_note(self, text: str) -> None:
+        """Say why this rank ends; nobody may be there to read it."""
+        try:
+            self._store.set(f"ended/{self._place.rank}", json.dumps(text))
+        except RuntimeError:
+            return
+
+    def _note(self, rank: int) -> str | None:
+        """Why a rank ended, as far as it said so."""
+        return json.loads(self._read(f"ended/{rank}", "null"))
+
+    def blame(self, what: str, since: float) -> StalledError | None:
+        """Whose fault it is that a wait failed; None: nobody ended, and everybody counts.
+
+        Args:
+            what: What the ranks were at.
+            since: When the wait began, on `time.monotonic`.
+        """
+        others = [rank for rank in range(self._place.world) if rank != self._place.rank]
+        try:
+            first, begun = {rank: self._count(rank) for rank in others}, time.monotonic()
+            while True:
+                if (ended := self.ended(others, what, since)) is not None:
+                    return ended
+                still = [rank for rank in others if self._count(rank) == first[rank]]
+                if not still:
+                    return None
+                if time.monotonic() - begun > SILENT_S:
+                    return StalledError(self._gone(still, what, since))
+                time.sleep(BEAT_S / 2)
+        except RuntimeError:  # the meeting point itself is gone
+            return StalledError(self._gone([0], what, since))
+
+    def ended(self, ranks: Sequence[int], what: str, since: float) -> StalledError | None:
+        """Whether one of `ranks` left a note, or has stopped counting; arguments as for `blame`."""
+        for rank in ranks:
+            if (note := self._note(rank)) is not None:
+                return StalledError(note)
+        now, silent = time.monotonic(), list[int]()
+        for rank in ranks:
+            count = self._count(rank)
+            before, moved = self._seen.get(rank, ("", now))
+            if count != before:
+                self._seen[rank] = count, now
+            elif count and now - moved > SILENT_S:
+                silent.append(rank)
+        return StalledError(self._gone(silent, what, since)) if silent else None
+
+    def _count(self, rank: int) -> str:
+        """How far a rank has counted, and what it is at; empty before its first count."""
+        return self._read(f"beat/{rank}", "")
+
+    def whereabouts(self, ranks: Sequence[int]) -> str:
+        """What these ranks say they are doing."""
+        return ", ".join(
+            f"rank {rank} is at {self._count(rank).partition(' ')[2] or 'nothing yet'}" for rank in ranks
+        )
+
+    def _read(self, key: str, default: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else default
+
+    def _gone(self, ranks: list[int], what: str, since: float) -> str:
+        place, several = self._place, len(ranks) > 1
+        who = ("ranks " if several else "rank ") + ", ".join(map(str, ranks))
+        return (
+            f"{who} of {place.world} ended without a word (killed, stopped or cut off): rank {place.rank} "
+            f"waited {time.monotonic() - since:.1f} s for {'them' if several else 'it'} at {what}. All ranks "
+            "end now. The same command goes on from what is stored, with as many ranks as there are"
+        )

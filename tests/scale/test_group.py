@@ -1,0 +1,90 @@
+"""Ranks as threads of one process: enough for all that goes over the meeting point."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from stoker.errors import ConfigError, StalledError
+from stoker.scale import pulse
+from stoker.scale.group import RankGroup
+from stoker.scale.place import Place
+from stoker.scale.ranks import ALONE
+
+
+@pytest.fixture
+def join() -> Callable[..., RankGroup]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def make(rank: int, *, world: int = 2, deadline_s: float = 20.0) -> RankGroup:
+        place = Place(
+            rank=rank, world=world, local_rank=rank, local_world=world, host="127.0.0.1", port=port,
+            kept=False, attempt="0",
+        )  # fmt: skip
+        return RankGroup(place, deadline_s=deadline_s)
+
+    return make
+
+
+def test_alone_there_is_nobody_to_wait_for() -> None:
+    assert ALONE.leads
+    assert ALONE.tell("x", "here") == ["x"]
+    assert ALONE.any(True, "here")
+    assert not ALONE.any(False, "here")
+
+
+def test_every_rank_hears_all_in_order(join: Callable[..., RankGroup]) -> None:
+    def say(rank: int) -> list[list[str]]:
+        with join(rank, world=3) as ranks:
+            return [ranks.tell(f"{word} {rank}", "a talk") for word in ("one", "two")]
+
+    with ThreadPoolExecutor() as pool:
+        heard = list(pool.map(say, range(3)))
+
+    assert heard == [[["one 0", "one 1", "one 2"], ["two 0", "two 1", "two 2"]]] * 3
+
+
+def test_a_rank_that_ends_by_an_error_ends_the_others_with_its_words(join: Callable[..., RankGroup]) -> None:
+    def fail() -> None:
+        with join(1):
+            raise ConfigError("latent.dim is 7")
+
+    with join(0, deadline_s=60.0) as ranks, ThreadPoolExecutor() as pool:
+        failed = pool.submit(fail)
+        with pytest.raises(StalledError, match=r"rank 1 ended: latent\.dim is 7"):
+            ranks.tell("here", "the checkpoint")
+        with pytest.raises(ConfigError):
+            failed.result(20)
+
+
+def test_a_rank_that_does_not_come_is_named_at_the_deadline(join: Callable[..., RankGroup]) -> None:
+    with (
+        join(0, deadline_s=1.0) as ranks,
+        join(1),
+        pytest.raises(StalledError, match=r"waited 1 s at the checkpoint.*rank 1 is at"),
+    ):
+        ranks.tell("here", "the checkpoint")
+
+
+def test_a_rank_that_stops_counting_is_gone_before_the_deadline(
+    join: Callable[..., RankGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulse, "SILENT_S", 1.0)
+    with join(0, deadline_s=60.0) as ranks, join(1) as other:
+        time.sleep(2 * pulse.BEAT_S)
+        other._pulse.stop()
+        begun = time.monotonic()
+        with pytest.raises(StalledError, match=r"rank 1 of 2 ended without a word.*at the checkpoint"):
+            ranks.tell("here", "the checkpoint")
+        assert time.monotonic() - begun < 20
+
+
+def test_no_meeting_point_is_said(join: Callable[..., RankGroup]) -> None:
+    with pytest.raises(StalledError, match="found no meeting point at 127"):
+        join(1, deadline_s=1.0)
