@@ -152,7 +152,6 @@ def test_a_batch_may_draw_from_memory_and_disk(cache: Cache, monkeypatch: pytest
     windows = Windows(field="latent", horizon=2)
     expected = list(Loader(cache, batch_size=6, windows=windows, tier="host"))
     monkeypatch.setattr(residency, "assign", lambda *_: {"device": frozenset(), "host": frozenset({0, 2})})
-    monkeypatch.setattr("stoker.loader.engine.assign", residency.assign)
 
     mixed = Loader(cache, batch_size=6, windows=windows, tier="host")
 
@@ -162,7 +161,7 @@ def test_a_batch_may_draw_from_memory_and_disk(cache: Cache, monkeypatch: pytest
         assert all(same(a, b) for a, b in zip(got, expected, strict=True))
     engine = mixed._engine
     assert engine is not None
-    assert [bool(flag) for flag in engine.residency.memories[0].ready] == [True, False, True, False]
+    assert [bool(flag) for flag in engine.residency.held.memories[0].ready] == [True, False, True, False]
 
 
 def test_the_first_batches_do_not_wait_for_memory_to_fill(

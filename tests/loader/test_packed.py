@@ -100,9 +100,9 @@ def test_memory_holds_and_gathers_the_packed_bytes(cache: Cache) -> None:
     next(iter(loader))
 
     assert loader._engine is not None
-    (memory,) = loader._engine.residency.memories
+    (memory,) = loader._engine.residency.held.memories
     assert memory.sources["latent"].dtype == torch.int8
-    packed = sum(f.size_bytes() for f in cache.columns.values())
+    packed = sum(f.size_bytes() for f in cache.recipe.columns.values())
     assert sum(row.bytes for row in loader.plan.rows) == packed * len(cache)
     (output,) = [o for o in make_outputs(cache.schema, None, None) if o.name == "latent"]
     assert output.example_bytes == 9 * 4 * 40 + 9 * 4 * 4
@@ -120,7 +120,7 @@ def test_floats_come_as_bfloat16_for_cuda(cache: Cache) -> None:
 def test_a_batch_may_draw_from_memory_and_disk(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     windows = Windows(field="latent", horizon=2)
     expected = list(Loader(cache, batch_size=6, windows=windows, tier="host"))
-    monkeypatch.setattr("stoker.loader.engine.assign", lambda *_: {"device": frozenset(), "host": {0, 2}})
+    monkeypatch.setattr("stoker.loader.residency.assign", lambda *_: {"device": frozenset(), "host": {0, 2}})
 
     mixed = Loader(cache, batch_size=6, windows=windows, tier="host")
 

@@ -5,8 +5,8 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
+from weakref import WeakSet
 
 import pytest
 
@@ -22,7 +22,7 @@ from stoker.pipeline.train import (
     train_config,
     train_prepared,
 )
-from stoker.plan import probe
+from stoker.plan import LEDGER, Resources
 from stoker.schema import Json
 from tests.conftest import write_burgers
 from tests.pipeline.conftest import Configure
@@ -197,16 +197,23 @@ def test_validation_rolls_out_whole_trajectories_whatever_training_takes(configu
     assert report.rollout_persistence_nrmse > report.persistence_nrmse
 
 
-def test_validation_is_planned_into_the_memory_that_training_leaves(configure: Configure) -> None:
+def test_validation_is_planned_into_the_memory_that_training_leaves(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither has filled anything when the other is planned, so both see the same free memory."""
-    config = configure()
+    config = configure("training.reserve_bytes=0")
     train_cache, val_cache = (result.cache for result in prepare(config).caches)
-    free = probe().host_bytes
-    crowded = replace(make_loader(config, train_cache).plan, next_reserve_bytes=2 * free)
+    size = make_loader(config, train_cache).plan.rows[1].bytes
+    free = Resources(host_bytes=size + 8, host_total_bytes=2**40, host_limit="machine memory")
+    monkeypatch.setattr("stoker.loader.decide.probe", lambda **_: free)
+    monkeypatch.setattr(LEDGER, "_claims", WeakSet())  # without what other tests still hold
 
     assert make_val_loader(config, val_cache).plan.tier == "host"
-    assert make_val_loader(config, val_cache, beside=crowded).plan.tier == "disk"
-    assert make_loader(config, train_cache).plan.next_reserve_bytes > 0.1 * free
+    loader = make_loader(config, train_cache)
+    assert loader.plan.tier == "host"
+    assert make_val_loader(config, val_cache).plan.tier == "disk"
+    del loader
+    assert make_val_loader(config, val_cache).plan.tier == "host"
 
 
 def test_settings_reach_the_loader_and_the_loop(configure: Configure) -> None:

@@ -93,23 +93,6 @@ def test_an_explicit_tier_takes_everything(tier: str, device: str, expected: tup
     assert f"as tier={tier} asks" in plan.reason
 
 
-@pytest.mark.parametrize(
-    ("device", "resources", "expected"),
-    [
-        pytest.param("cuda", machine(device=100, host=1000), [(30, 0), (20, 20)], id="device"),
-        pytest.param("cpu", machine(host=100), [(0, 30), (0, 40)], id="host-of-a-cpu"),
-    ],
-)
-def test_a_second_loader_is_planned_into_what_the_first_one_leaves(
-    device: str, resources: Resources, expected: list[tuple[int, int]]
-) -> None:
-    """Both are planned before either has filled anything, from the same free memory."""
-    first = plan_tiers(demand(30, device=device), resources)
-    second = plan_tiers(demand(40, device=device), resources, reserve_bytes=first.next_reserve_bytes)
-
-    assert [counts(plan)[:2] for plan in (first, second)] == expected
-
-
 @pytest.mark.parametrize("more", [0, 7])
 def test_a_plan_goes_on_for_another_number_of_records(more: int) -> None:
     plan = plan_tiers(demand(100, device="cuda"), machine(host=20, device=10), rates=RATES)

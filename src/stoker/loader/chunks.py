@@ -9,6 +9,7 @@ the epoch.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,7 +90,9 @@ class Chunk:
     index: Tensor
     """What batches hand out as `index`: `(n,)` sample numbers, or `(n, 2)` with starts."""
     rows: Mapping[str, Any] | None
-    """`Locator.rows` of the memory that serves; None if it was being filled when this was made."""
+    """`Locator.rows` of `memory`; None if nothing was filled yet when this was made."""
+    memory: Callable[[], Memory | None] | None
+    """Gives the memory that `rows` are of while it is there; another one may serve by now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +257,7 @@ class Chunks:
                     starts=starts[own],
                     index=index[own],
                     rows=None if rows is None else {name: values[own] for name, values in rows.items()},
+                    memory=None if memory is None else weakref.ref(memory),
                 )
             )
         return chunks

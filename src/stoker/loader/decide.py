@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,8 +26,11 @@ from stoker.loader.order import Order, parse_order
 from stoker.loader.outputs import Output, make_outputs
 from stoker.loader.places import Places, find_places, weighted
 from stoker.loader.ranks import Share
+from stoker.loader.residency import claim_plan, parts_of
+from stoker.loader.watch import Ask
 from stoker.loader.windows import Examples, Windows, number_examples, time_field
-from stoker.plan import Demand, Plan, Resources, plan_tiers, probe
+from stoker.plan import LEDGER, Demand, Ledger, Plan, Resources, plan_tiers, probe
+from stoker.plan.resources import memory_now
 from stoker.units import format_count
 
 if TYPE_CHECKING:
@@ -62,11 +66,12 @@ class Wishes:
     normalise: Mapping[str, Normalise] | None
 
 
-def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None) -> Design:
+def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Ledger = LEDGER) -> Design:
     """What is served from where; opens shards where fields are ragged, and reads no record.
 
     Args:
         plan: One made before, which goes on for the cache as it is now; None: make one.
+        ledger: Where this loader and the others of the process note what they mean to hold.
     Raises:
         ConfigError: A setting does not fit the cache or another one.
         CorruptError: A shard's header is damaged.
@@ -87,10 +92,14 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None) -> Design:
     static, drop_last = wishes.static, wishes.drop_last
     share = _share(order, rank, world, static or None if drop_last is None else drop_last)
     check_share(share)
-    resources = probe(device=str(wishes.device), path=cache.path)
     demand = _demand(cache, places, outputs, wishes.batch_size, str(wishes.device))
+    claim, keys = ledger.claim(), parts_of(cache, places.shards(), demand.record_bytes)
+    found = probe(device=str(wishes.device), path=cache.path)
+    resources = claim.usable(found, keys)
     if plan is None:
         plan = _planned(cache, demand, resources, wishes.tier, wishes.reserve_bytes)
+    plan = plan.holding(demand.records)
+    claim_plan(claim, cache, places, plan, demand)
     check_static(static, wishes.tier, share, ragged=any(output.ragged for output in outputs))
     return Design(
         cache=cache,
@@ -100,7 +109,14 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None) -> Design:
         windowed=windows is not None,
         order=order,
         share=share,
-        plan=plan.holding(demand.records),
+        plan=plan,
+        ask=Ask(
+            demand=demand,
+            tier=wishes.tier,
+            reserve_bytes=wishes.reserve_bytes,
+            look=partial(memory_now, found),
+        ),
+        claim=claim,
         device=wishes.device,
         static=static,
         threads=max(1, min(MAX_GATHER_THREADS, int(resources.cpus))),
@@ -187,7 +203,7 @@ def _demand(
 ) -> Demand:
     """What is to be planned for: whole shards, since memory is filled by shard."""
     record_bytes = 0.0
-    for name, field in cache.columns.items():
+    for name, field in cache.recipe.columns.items():
         lengths = cache.lengths(name) if field.ragged else None
         record_bytes += field.size_bytes() if lengths is None else float(lengths.mean()) * field.row_bytes
     whole = any(output.ragged for output in outputs)

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.errors import StalledError
@@ -43,7 +45,7 @@ POLL_S = 20e-6
 
 def resident(cache: Cache, places: Places, shards: frozenset[int], device: torch.device) -> Memory:
     """Allocate the fields of `shards` on `device`; loading copies them there."""
-    schema = cache.columns
+    schema = cache.recipe.columns
     layout = make_layout(cache, shards, schema, 1, {})
     sources = {
         name: torch.empty((layout.span(name), *unit_shape(f)), dtype=torch_dtype(f), device=device)
@@ -57,12 +59,17 @@ def resident(cache: Cache, places: Places, shards: frozenset[int], device: torch
         tier="device",
         device=device,
         sources=sources,
-        rows=torch.as_tensor(record_rows(layout, places)).to(device),
-        steps={name: torch.as_tensor(table).to(device) for name, table in tables.items()},
+        rows=_placed(record_rows(layout, places), device),
+        steps={name: _placed(table, device) for name, table in tables.items()},
         load=partial(_load, cache, layout, sources),
         shards=shards,
         ready=bytearray(len(cache.index.shards)),
     )
+
+
+def _placed(table: NDArray[np.int64], device: torch.device) -> Any:
+    """A table where the order is made: numpy on a CPU."""
+    return table if device.type == "cpu" else torch.as_tensor(table).to(device)
 
 
 def _load(cache: Cache, layout: Layout, sources: Mapping[str, Tensor], shard: int) -> None:

@@ -8,7 +8,7 @@ so that a batch may draw from several tiers. Reads have a deadline: storage that
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -75,8 +75,10 @@ class Pending:
     index: Tensor
     values: list[Any]
     """Per output a CPU tensor, or a list to be filled with tensors."""
-    parts: list[tuple[int, NDArray[np.int64]]]
-    """Per memory that has some of the examples, which."""
+    memory: Memory | None
+    """The memory that has some of the examples."""
+    held: NDArray[np.int64]
+    """Which it has."""
     tickets: list[Ticket[None]]
 
     def ready(self) -> bool:
@@ -85,7 +87,7 @@ class Pending:
 
 
 class DiskBatches:
-    """Makes batches out of shards, and out of memories for what they hold already."""
+    """Makes batches out of shards, and out of host memory for what it holds already."""
 
     def __init__(
         self,
@@ -93,14 +95,15 @@ class DiskBatches:
         places: Places,
         outputs: tuple[Output, ...],
         locator: Locator,
-        memories: Sequence[Memory],
+        memory: Callable[[], Memory | None],
         reading: Reading,
     ) -> None:
+        """`memory` gives the host memory that holds some of the records by now."""
         self._cache = cache
         self._places = places
         self._outputs = outputs
         self._locator = locator
-        self._memories = memories
+        self._memory = memory
         self._reading = reading
         self._pool = Pool(READ_THREADS, "stoker-read")
         self._ahead = 1
@@ -109,8 +112,7 @@ class DiskBatches:
         self._runs = _plan_runs(cache, outputs)
         self._whole = [i for i, output in enumerate(outputs) if output.index == RECORD]
         self._twins = [twin_for(output, torch.device("cpu")) for output in outputs]
-        schema = cache.columns
-        self._views = [[view_for(o, schema[o.field], m.sources[o.field]) for o in outputs] for m in memories]
+        self._views: tuple[Memory, list[Tensor]] | None = None
 
     def batches(self, chunk: Chunk, first: int) -> Iterator[list[Any]]:
         """Values per output, then `index`, of each batch of the chunk from the `first` on.
@@ -133,16 +135,19 @@ class DiskBatches:
     def _begin(self, chunk: Chunk, number: int) -> Pending:
         size = chunk.span.batch
         own = slice(number * size, (number + 1) * size)
-        records, starts = host(chunk.records[own]), host(chunk.starts[own])
-        shard, row = self._places.shard[records], self._places.row[records]
         values = [self._room(i, output, size) for i, output in enumerate(self._outputs)]
-        rest = np.ones(size, dtype=np.bool_)
-        parts: list[tuple[int, NDArray[np.int64]]] = []
-        for place, memory in enumerate(self._memories):
-            here = rest & (np.frombuffer(memory.ready, dtype=np.uint8)[shard] == 1)
-            if here.any():
-                parts.append((place, np.flatnonzero(here)))
-                rest &= ~here
+        return self.begin(host(chunk.records[own]), host(chunk.starts[own]), chunk.index[own], values)
+
+    def begin(
+        self, records: NDArray[np.int64], starts: NDArray[np.int64], index: Tensor, values: list[Any]
+    ) -> Pending:
+        """Begin to read some examples into `values`: per output a contiguous CPU tensor `(n, *shape)`, or a
+        list of n for a ragged one.
+        """
+        shard, row = self._places.shard[records], self._places.row[records]
+        memory, rest = self._memory(), np.ones(len(records), dtype=np.bool_)
+        if memory is not None:
+            rest = np.frombuffer(memory.ready, dtype=np.uint8)[shard] != 1
         missing = np.flatnonzero(rest)
         missing = missing[np.lexsort((row[missing], shard[missing]))]  # neighbours on disk one after another
         spaces = [None if isinstance(v, list) else bytes_of(v) for v in values]
@@ -154,9 +159,10 @@ class DiskBatches:
         return Pending(
             records=records,
             starts=starts,
-            index=chunk.index[own],
+            index=index,
             values=values,
-            parts=parts,
+            memory=memory,
+            held=np.flatnonzero(~rest),
             tickets=tickets,
         )
 
@@ -203,35 +209,60 @@ class DiskBatches:
                     space[begin : begin + width] = steps[step].data
 
     def _finish(self, pending: Pending) -> list[Any]:
-        begin = perf_counter()
-        for ticket in pending.tickets:
-            ticket.result(self._reading.deadline_s, f"reading a batch of {self._cache.path}")
-        if self.meter is not None:
-            self.meter.spent("read", perf_counter() - begin)
-        values = pending.values
-        for place, own in pending.parts:
-            self._from_memory(place, own, pending)
+        values = self.finish(pending, self.meter)
         for i, output in enumerate(self._outputs):
             twin = self._twins[i]
             if twin is not None:
                 values[i] = [twin(value) for value in values[i]] if output.ragged else twin(values[i])
         return [*values, pending.index]
 
-    def _from_memory(self, place: int, own: NDArray[np.int64], pending: Pending) -> None:
-        memory = self._memories[place]
-        rows = self._locator.rows(
-            memory, _like(memory, pending.records[own]), _like(memory, pending.starts[own])
-        )
+    def finish(self, pending: Pending, meter: StallMeter | None = None) -> list[Any]:
+        """The values that `begin` was given, filled; floats as they are stored.
+
+        Args:
+            pending: What is being read.
+            meter: Told how long the caller waited for reads.
+
+        Raises:
+            CorruptError: A record's bytes do not match their checksums.
+            StalledError: They were not read in time.
+        """
+        if pending.memory is not None and len(pending.held):
+            self._from_memory(pending.memory, pending)  # while the reads go on
+        begin = perf_counter()
+        for ticket in pending.tickets:
+            ticket.result(self._reading.deadline_s, f"reading a batch of {self._cache.path}")
+        if meter is not None:
+            meter.spent("read", perf_counter() - begin)
+        return pending.values
+
+    def _from_memory(self, memory: Memory, pending: Pending) -> None:
+        own, values = pending.held, pending.values
+        everything = len(own) == len(pending.records)
+        rows = self._locator.rows(memory, pending.records[own], pending.starts[own])
         where = torch.as_tensor(own)
-        for i, (output, view) in enumerate(zip(self._outputs, self._views[place], strict=True)):
+        for i, (output, view) in enumerate(zip(self._outputs, self._views_of(memory), strict=True)):
             if output.ragged:
                 gather = RaggedGather(view, None)  # converted when all are there
                 found = gather(rows[f"starts:{output.field}"], rows[f"lengths:{output.field}"])
                 for j, value in zip(own.tolist(), found, strict=True):
-                    pending.values[i][j] = value.cpu()
+                    values[i][j] = value
+            elif everything:
+                torch.index_select(view, 0, rows[output.index], out=values[i])
             else:
-                part = torch.index_select(view, 0, rows[output.index])
-                pending.values[i].index_copy_(0, where, part.cpu())
+                values[i].index_copy_(0, where, torch.index_select(view, 0, rows[output.index]))
+
+    def forget(self, memory: Memory | None) -> None:
+        """Refer to no memory but this one."""
+        if self._views is not None and self._views[0] is not memory:
+            self._views = None
+
+    def _views_of(self, memory: Memory) -> list[Tensor]:
+        if self._views is None or self._views[0] is not memory:
+            schema = self._cache.recipe.columns
+            views = [view_for(o, schema[o.field], memory.sources[o.field]) for o in self._outputs]
+            self._views = (memory, views)
+        return self._views[1]
 
 
 def _plan_runs(cache: Cache, outputs: tuple[Output, ...]) -> list[Run]:
@@ -243,7 +274,7 @@ def _plan_runs(cache: Cache, outputs: tuple[Output, ...]) -> list[Run]:
                 wanted.setdefault(output.field, {}).setdefault(lag, []).append((i, place))
     runs: list[Run] = []
     for field, by_lag in wanted.items():
-        gap = 1 + JOINED_GAP_BYTES // max(1, cache.columns[field].row_bytes)
+        gap = 1 + JOINED_GAP_BYTES // max(1, cache.recipe.columns[field].row_bytes)
         lags = sorted(by_lag)
         cuts = [0, *(k for k in range(1, len(lags)) if lags[k] - lags[k - 1] > gap), len(lags)]
         for begin, end in pairwise(cuts):
@@ -257,7 +288,3 @@ def _ragged(handle: Shard, output: Output, row: int, verify: Verify) -> Tensor:
     data = np.array(handle.read(output.field, row, verify=verify))
     bits = torch.as_tensor(data.view(np.int16) if output.dtype == torch.bfloat16 else data)
     return bits.view(output.dtype)
-
-
-def _like(memory: Memory, values: NDArray[np.int64]) -> Any:
-    return values if isinstance(memory.rows, np.ndarray) else torch.as_tensor(values).to(memory.device)

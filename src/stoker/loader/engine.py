@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from stoker.errors import StalledError
-from stoker.loader import device as device_tier
 from stoker.loader import residency
 from stoker.loader.chunks import Chunk, Chunks, Locator
 from stoker.loader.disk import DiskBatches, Reading
 from stoker.loader.gather import STRIP_BATCHES, MemoryBatches, record_batches, window_batches
-from stoker.loader.mapped import map_host
 from stoker.loader.memory import Memory
 from stoker.loader.order import Order
 from stoker.loader.outputs import Output, step_lengths
 from stoker.loader.packed import stored_outputs, unpacker
+from stoker.loader.partial import PartialBatches
 from stoker.loader.places import Places
 from stoker.loader.ranks import Share
-from stoker.loader.residency import Residency, assign
+from stoker.loader.residency import Held, Residency
+from stoker.loader.watch import Ask
 from stoker.loader.windows import Examples
-from stoker.plan import Plan
+from stoker.plan import Claim, Plan
 
 if TYPE_CHECKING:
     from stoker.monitor.meter import StallMeter
     from stoker.store import Cache
+
+QUICK_S = 0.25
+"""Batches that take less than this together may be followed by twice as many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,11 @@ class Design:
     order: Order
     share: Share
     plan: Plan
+    """What to aim at; `Residency.plan` is what is aimed at by now."""
+    ask: Ask
+    """What the plan was made from."""
+    claim: Claim
+    """This loader's part of the memory of the process."""
     device: torch.device
     static: bool
     threads: int
@@ -60,6 +69,8 @@ class Strip:
     """Some consecutive batches, made as they are asked for."""
 
     batches: Iterable[Any]
+    count: int
+    """How many."""
     size: int
     """Examples in each."""
     examples: Any
@@ -69,40 +80,45 @@ class Strip:
     """Epoch and position after the last of them."""
 
 
+class Pace:
+    """How many batches are made between two looks at what is held: as many as take about half a second."""
+
+    def __init__(self) -> None:
+        self.batches = 4
+        self._begun = time.monotonic()
+
+    def next(self) -> int:
+        """The batches to make now, at most."""
+        now = time.monotonic()
+        spent, self._begun = now - self._begun, now
+        if spent < QUICK_S:
+            self.batches = min(STRIP_BATCHES, 2 * self.batches)
+        elif spent > 4 * QUICK_S:
+            self.batches = max(1, self.batches // 2)
+        return self.batches
+
+
 class Engine:
     """Makes batches as a `Design` says."""
 
     def __init__(self, design: Design) -> None:
         self._design = design
-        cache, places, outputs = design.cache, design.places, stored_outputs(design.outputs)
-        homes = assign(cache, places, design.plan)
-        memories: list[Memory] = []
-        if homes["device"]:
-            memories.append(device_tier.resident(cache, places, homes["device"], design.device))
-        if homes["host"]:
-            memories.append(map_host(cache, places, homes["host"]))
-        alone = len(memories) == 1 and set(places.shards()) <= memories[0].shards
-        whole = memories[0] if alone else None
-        self.residency = Residency(memories=memories, whole=whole)
-        on_device = whole is not None and whole.tier == "device"
-        self.device = design.device if on_device else torch.device("cpu")
-        self._locator = self._make_locator()
-        self._chunks = Chunks(design.order, design.share, self._locator, self.device, self.residency.serving)
-        self._chunks.meter = design.meter
-        self._batches: MemoryBatches | None = None
-        if whole is not None:
-            self._batches = MemoryBatches(
-                whole,
-                cache.columns,
-                outputs,
-                design.share.batch_size,
-                static=design.static,
-                threads=design.threads,
-            )
-        self._disk = DiskBatches(cache, places, outputs, self._locator, memories, design.reading)
+        self.residency = Residency(design)
+        self.device = design.device
+        """Where batches are."""
+        self._outputs = stored_outputs(design.outputs)
+        self._pace = Pace()
+        self._locators: dict[str, Locator] = {}
+        self._chunked: dict[str, Chunks] = {}
+        self._batches: tuple[Memory, MemoryBatches] | None = None
+        cache, places, cpu = design.cache, design.places, self._locator(torch.device("cpu"))
+        self._disk = DiskBatches(
+            cache, places, self._outputs, cpu, lambda: self.residency.held.host, design.reading
+        )
+        self._disk.meter = design.meter
+        self._partial: PartialBatches | None = None
         self._unpack = unpacker(design.outputs, design.share.batch_size, static=design.static)
         self._names = (*(output.name for output in design.outputs), "index")
-        self._disk.meter = design.meter
         # Fixed addresses exist where batches are gathered, so nothing can be served before memory is filled.
         self.residency.fill(design.fill_s if design.static else residency.FIRST_WAIT_S)
         if design.static and self.residency.serving() is None:
@@ -111,18 +127,36 @@ class Engine:
                 "Leave static out: batches then come from disk until it is"
             )
 
-    def _make_locator(self) -> Locator:
+    def _locator(self, device: torch.device) -> Locator:
+        """Turns examples into rows on `device`."""
+        if device.type not in self._locators:
+            self._locators[device.type] = self._make_locator(device)
+        return self._locators[device.type]
+
+    def _chunks(self, device: torch.device) -> Chunks:
+        """The order, made on `device`."""
+        if device.type not in self._chunked:
+            design, locator = self._design, self._locator(device)
+            serving = partial(self._whole_on, device)
+            self._chunked[device.type] = Chunks(design.order, design.share, locator, device, serving)
+            self._chunked[device.type].meter = design.meter
+        return self._chunked[device.type]
+
+    def _whole_on(self, device: torch.device) -> Memory | None:
+        whole = self.residency.serving()
+        return whole if whole is not None and whole.device.type == device.type else None
+
+    def _make_locator(self, device: torch.device) -> Locator:
         design = self._design
         numbers, first = design.places.numbers, design.examples.first
-        on_device = self.device.type != "cpu"
-        outputs = stored_outputs(design.outputs)
-        whole_ragged = tuple(output.field for output in outputs if output.ragged)
+        on_device = device.type != "cpu"
+        whole_ragged = tuple(output.field for output in self._outputs if output.ragged)
         return Locator(
             examples=design.examples,
-            first=torch.as_tensor(first).to(self.device) if on_device else first,
-            numbers=torch.as_tensor(numbers.copy()).to(self.device) if on_device else numbers,
+            first=torch.as_tensor(first).to(device) if on_device else first,
+            numbers=torch.as_tensor(numbers.copy()).to(device) if on_device else numbers,
             windowed=design.windowed,
-            step_lengths=step_lengths(outputs, design.cache.columns),
+            step_lengths=step_lengths(self._outputs, design.cache.recipe.columns),
             ragged=whole_ragged,
             lengths={name: design.places.of_all(design.cache.lengths(name)) for name in whole_ragged},
         )
@@ -134,44 +168,80 @@ class Engine:
             CorruptError: A record's bytes do not match their checksums.
             StalledError: A read did not end in time.
         """
-        serving = self.residency.serving
-        for chunk in self._chunks.of(epoch, position):
-            number = 0
-            while number < chunk.span.batches:
-                if serving() is not None:
-                    yield from self._from_memory(chunk, number)
+        at = (epoch, position)
+        while at[0] == epoch:
+            held = self.residency.turn(0)
+            self._forget(held)
+            for strip in self._from(held, *at):
+                at = strip.after
+                yield strip
+                if self.residency.turn(strip.count) is not held:
                     break
-                for strip in self._from_disk(chunk, number):
-                    number += 1
-                    yield strip
-                    if serving() is not None:
-                        break
+            else:
+                return
 
-    def _from_memory(self, chunk: Chunk, number: int) -> Iterator[Strip]:
-        """The chunk's batches from `number` on."""
-        memory, size = self.residency.whole, chunk.span.batch
-        assert self._batches is not None
-        assert memory is not None
+    def _forget(self, held: Held) -> None:
+        """Refer to no memory that is not held any more, so that it is free for what comes in its place."""
+        if self._batches is not None and self._batches[0] not in held.memories:
+            self._batches = None
+        self._disk.forget(held.host)
+        if self._partial is not None:
+            self._partial.forget(held.device)
+
+    def _from(self, held: Held, epoch: int, position: int) -> Iterator[Strip]:
+        """The same from what is held now, until that changes."""
+        whole, device = held.whole, self.device
+        if whole is not None and whole.device.type == device.type:
+            for chunk in self._chunks(whole.device).of(epoch, position):
+                yield from self._from_memory(chunk, whole)
+            return
+        for chunk in self._chunks(torch.device("cpu")).of(epoch, position):
+            if held.device is None and device.type == "cpu":
+                yield from self._from_disk(chunk)
+            else:
+                yield from self._from_several(chunk, held)
+
+    def _from_memory(self, chunk: Chunk, memory: Memory) -> Iterator[Strip]:
+        design, size = self._design, chunk.span.batch
+        if self._batches is None or self._batches[0] is not memory:
+            gathers = MemoryBatches(
+                memory,
+                design.cache.recipe.columns,
+                self._outputs,
+                design.share.batch_size,
+                static=design.static,
+                threads=design.threads,
+            )
+            self._batches = (memory, gathers)
+        gathers = self._batches[1]
         rows = chunk.rows
-        if rows is None:  # memory was still being filled when the chunk was made
-            rows = self._locator.rows(memory, chunk.records, chunk.starts)
-        own = slice(number * size, None)
-        rows = {name: values[own] for name, values in rows.items()}
-        for columns in self._batches.strips(rows, chunk.index[own], size):
-            count = min(STRIP_BATCHES, chunk.span.batches - number)
-            yield self._strip(columns, chunk, number, count, memory.tier)
+        if rows is None or chunk.memory is None or chunk.memory() is not memory:
+            # Another one served when the chunk was made, or none.
+            rows = self._locator(memory.device).rows(memory, chunk.records, chunk.starts)
+        number = 0
+        while number < chunk.span.batches:
+            count = min(self._pace.next(), chunk.span.batches - number)
+            own = slice(number * size, (number + count) * size)
+            some = {name: values[own] for name, values in rows.items()}
+            for columns in gathers.strips(some, chunk.index[own], size):
+                yield self._strip(columns, chunk, number, count, memory.tier)
             number += count
 
-    def _from_disk(self, chunk: Chunk, number: int) -> Iterator[Strip]:
-        for place, values in enumerate(self._disk.batches(chunk, number), number):
-            columns: list[Iterable[Any]] = [[self._placed(value)] for value in values]
-            yield self._strip(columns, chunk, place, 1, "disk")
+    def _from_disk(self, chunk: Chunk) -> Iterator[Strip]:
+        for number, values in enumerate(self._disk.batches(chunk, 0)):
+            columns: list[Iterable[Any]] = [[value] for value in values]
+            yield self._strip(columns, chunk, number, 1, "disk")
 
-    def _placed(self, value: Any) -> Any:
-        """What was read from disk, where batches from memory will be too."""
-        if isinstance(value, list):
-            return [one.to(self.device) for one in cast("list[Tensor]", value)]
-        return value.to(self.device)
+    def _from_several(self, chunk: Chunk, held: Held) -> Iterator[Strip]:
+        if self._partial is None:
+            design, locator = self._design, self._locator(torch.device("cpu"))
+            schema, places = design.cache.recipe.columns, design.places
+            self._partial = PartialBatches(self._outputs, schema, places, locator, self._disk, self.device)
+            self._partial.meter = design.meter
+        number, most = 0, self._pace.next()
+        for columns, count, tier in self._partial.strips(chunk, 0, held.device, most):
+            yield self._strip(columns, chunk, number, count, tier)
+            number += count
 
     def _strip(self, columns: list[Iterable[Any]], chunk: Chunk, number: int, count: int, tier: str) -> Strip:
         positions = chunk.span.positions(number, count)
@@ -183,4 +253,4 @@ class Engine:
             batches = record_batches(self._names, columns, positions)
         size = chunk.span.batch
         own = chunk.examples[number * size : (number + count) * size]
-        return Strip(batches=batches, size=size, examples=own, tier=tier, after=positions[-1])
+        return Strip(batches=batches, count=count, size=size, examples=own, tier=tier, after=positions[-1])

@@ -23,6 +23,7 @@ from stoker.loader.arguments import (
     take_dataloader_arguments,
     whole_numbers,
 )
+from stoker.loader.beside import Beside
 from stoker.loader.decide import Wishes, completed, decide, terms_of
 from stoker.loader.engine import Design, Engine, Strip
 from stoker.loader.fused import Normalise
@@ -134,6 +135,7 @@ class Loader:
         self._transforms = tuple(transforms)
         self._pin = pin and torch.cuda.is_available()
         self._meter = meter
+        self._beside = Beside(cores=self._design.threads)
         self._example_bytes = sum(output.served_bytes for output in self._design.outputs)
         self._engine: Engine | None = None
         self._stop: weakref.finalize[[], Loader] | None = None
@@ -143,8 +145,8 @@ class Loader:
 
     @property
     def plan(self) -> Plan:
-        """Which tier holds how many records, and why."""
-        return self._design.plan
+        """Which tier holds how many records, and why; once batches were made, as it is by now."""
+        return self._design.plan if self._engine is None else self._engine.residency.plan
 
     @property
     def dataset(self) -> Cache:
@@ -226,20 +228,25 @@ class Loader:
         refuse_workers()
         if not self._resuming:
             self._at = (self._at[0], 0)
-        self._resuming = False
-        return self._pass(*self._at)
+        return self._pass()
 
-    def _pass(self, epoch: int, position: int) -> Iterator[Any]:
+    def _pass(self) -> Iterator[Any]:
+        # Where to begin is decided with the first batch: trainers make the iterator, then call `set_epoch`.
+        epoch, position = self._at
+        self._resuming = False
         meter = self._meter
         begin = perf_counter()
         for strip, finish in self._strips(epoch, position):
             batches = strip.batches
+            if strip.tier == "host" and not self._wishes.static:
+                batches = self._beside.of(batches, len(strip.examples) // strip.size)
             if finish:
                 batches = finish.apply(batches, strip.examples, strip.size, epoch)
             if meter is None:
                 for batch in batches:
                     self._at = batch.position
                     yield batch
+                self._beside.ended()
                 continue
             size_bytes = self._example_bytes * strip.size
             for batch in batches:
@@ -248,6 +255,7 @@ class Loader:
                 meter.handed(size_bytes, strip.size, strip.tier)
                 yield batch
                 begin = perf_counter()
+            self._beside.ended()
         if meter is not None:
             meter.ended()
         if not self._design.share.steps(position):

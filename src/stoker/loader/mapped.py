@@ -17,7 +17,7 @@ import math
 import mmap
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -54,7 +54,12 @@ MAX_RANGE_BYTES = 1 << 45
 MAX_STRETCH = 2.0
 """A field beyond the largest is mapped only while unused virtual rows stay below this multiple."""
 
+MOST_COPIED = 1 / 16
+"""Up to this part of the bytes may be copied in a memory whose shards come and go one by one; their copies
+stay, since somebody may be reading them. With more of it, a memory is let go of as a whole."""
+
 PROT_NONE, MAP_FIXED, MAP_NORESERVE, MADV_POPULATE_READ = 0, 0x10, 0x4000, 22
+MADV_DONTNEED = 4
 """Linux's numbers, which the `mmap` module does not have."""
 
 
@@ -70,14 +75,21 @@ class Choice:
 def map_host(cache: Cache, places: Places, shards: frozenset[int], *, mapping: bool = True) -> Memory:
     """Lay out `shards` in memory; nothing is read yet except, for ragged fields, offsets.
 
+    Where (nearly) all fields are mapped there are addresses for every shard that is served, and which of them
+    are used may change.
+
     Args:
         mapping: False copies every field into memory of this process.
     """
-    schema = cache.columns
-    chosen = _choose_mapped(cache, schema, shards) if mapping else None
+    schema, reach = cache.recipe.columns, frozenset(places.shards())
+    chosen = _choose_mapped(cache, schema, reach) if mapping else None
+    movable = chosen is not None and _copied(schema, chosen.fields) <= MOST_COPIED
+    if not movable:
+        reach = shards
+        chosen = _choose_mapped(cache, schema, reach) if mapping else None
     if chosen is None:
         chosen = Choice(fields=frozenset(), row_align=1, step_align={})
-    layout = make_layout(cache, shards, schema, chosen.row_align, chosen.step_align)
+    layout = make_layout(cache, reach, schema, chosen.row_align, chosen.step_align)
     ranges: dict[str, AddressRange] = {}
     try:
         for name in chosen.fields:
@@ -88,6 +100,7 @@ def map_host(cache: Cache, places: Places, shards: frozenset[int], *, mapping: b
         name: ranges[name].tensor(f) if name in ranges else _empty(f, layout.span(name))
         for name, f in schema.items()
     }
+    parts = partial(_parts, cache, layout, ranges)
     return Memory(
         tier="host",
         device=torch.device("cpu"),
@@ -95,9 +108,18 @@ def map_host(cache: Cache, places: Places, shards: frozenset[int], *, mapping: b
         rows=record_rows(layout, places),
         steps={name: record_steps(cache, layout, places, name) for name in layout.steps},
         load=partial(_load, cache, layout, ranges, sources),
-        shards=shards,
+        shards=reach,
         ready=bytearray(len(cache.index.shards)),
+        private=_copied(schema, chosen.fields),
+        drop=partial(_drop, parts) if movable else None,
+        resident=partial(_resident, parts) if ranges else None,
     )
+
+
+def _copied(schema: Schema, mapped: frozenset[str]) -> float:
+    """The part of the bytes that lies in fields which are copied, 0..1."""
+    sizes = {name: unit_bytes(f) for name, f in schema.items()}
+    return sum(size for name, size in sizes.items() if name not in mapped) / max(1, sum(sizes.values()))
 
 
 def _empty(field: Field, span: int) -> Tensor:
@@ -115,9 +137,32 @@ def _load(
         begin, count = layout.part(name, shard)
         if name in ranges:
             read_column(cache, shard, name)
-            ranges[name].map_at(begin * unit_bytes(cache.columns[name]), cache.shard(shard), name)
+            ranges[name].map_at(begin * unit_bytes(cache.recipe.columns[name]), cache.shard(shard), name)
         else:
             read_column(cache, shard, name, Into(source[begin : begin + count]))
+
+
+def _parts(
+    cache: Cache, layout: Layout, ranges: Mapping[str, AddressRange], shard: int
+) -> list[tuple[AddressRange, int, int]]:
+    """Where the mapped columns of a shard lie: range, offset and bytes."""
+    parts: list[tuple[AddressRange, int, int]] = []
+    for name, addresses in ranges.items():
+        begin, count = layout.part(name, shard)
+        size = unit_bytes(cache.recipe.columns[name])
+        parts.append((addresses, begin * size, count * size))
+    return parts
+
+
+def _drop(parts: Callable[[int], list[tuple[AddressRange, int, int]]], shard: int) -> None:
+    for addresses, offset, size in parts(shard):
+        addresses.let_go(offset, size)
+
+
+def _resident(parts: Callable[[int], list[tuple[AddressRange, int, int]]], shard: int) -> float:
+    counts = [addresses.resident(offset, size) for addresses, offset, size in parts(shard) if size]
+    pages = sum(total for _, total in counts)
+    return sum(kept for kept, _ in counts) / pages if pages else 1.0
 
 
 def _choose_mapped(cache: Cache, schema: Schema, shards: frozenset[int]) -> Choice | None:
@@ -194,6 +239,19 @@ class AddressRange:
         # Kernels before 5.14 do not know the advice; their pages come in one by one at first use.
         self._libc.madvise(where, column.nbytes, MADV_POPULATE_READ)
 
+    def let_go(self, offset: int, size_bytes: int) -> None:
+        """Hold no page of a part that was mapped. The addresses stay good: who reads them gets the file."""
+        if size_bytes:
+            self._libc.madvise(self._address + offset, size_bytes, MADV_DONTNEED)
+
+    def resident(self, offset: int, size_bytes: int) -> tuple[int, int]:
+        """Of the pages of a part that was mapped, how many are in memory, and how many there are."""
+        pages = -(-size_bytes // PAGE)
+        found = np.ones(pages, dtype=np.uint8)
+        if self._libc.mincore(self._address + offset, size_bytes, found.ctypes.data):
+            return pages, pages  # nobody can tell
+        return int((found & 1).sum()), pages
+
 
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
@@ -203,4 +261,5 @@ def _libc() -> Any:
     ]  # fmt: skip
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     return libc

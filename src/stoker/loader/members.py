@@ -119,9 +119,8 @@ def make_members(
 def _loaders(
     given: Mapping[str, Cache | Loader], seed: int, settings: Mapping[str, Any], *, full_batches: bool
 ) -> dict[str, Loader]:
-    """The loaders by name; each is planned into the memory that those before it leave."""
+    """The loaders by name; each is planned into the memory that those before it leave (`plan.ledger`)."""
     loaders: dict[str, Loader] = {}
-    settings = dict(settings)
     for place, (name, one) in enumerate(given.items()):
         if isinstance(one, Loader):
             loaders[name] = one
@@ -132,7 +131,6 @@ def _loaders(
             full: dict[str, Any] = {**settings, "drop_last": True}
             loader = Loader(one, seed=member_seed(seed, place), **full)
         loaders[name] = loader
-        settings["reserve_bytes"] = loaders[name].plan.next_reserve_bytes
     return loaders
 
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from stoker.store.protocols import ColumnSink
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False, weakref_slot=True)
 class Memory:
-    """What a tier in memory holds."""
+    """What a tier in memory holds. Not to be shown: rows of shards that are not mapped are no memory."""
 
     tier: Literal["device", "host"]
     device: torch.device
@@ -44,7 +44,14 @@ class Memory:
         CorruptError: The bytes do not match their checksums.
     """
     shards: frozenset[int]
-    """The shards that this memory is meant to hold."""
+    """The shards that there is room for. A host memory that is mapped has addresses for all of them."""
+    private: float = 1.0
+    """The part of its bytes that counts as taken by this process; what is mapped counts as free."""
+    drop: Callable[[int], None] | None = None
+    """`drop(shard)` lets go of one shard whose `ready` was taken back, at any time and from any thread: who
+    still reads it gets the same bytes. None: only the memory as a whole can be let go of."""
+    resident: Callable[[int], float] | None = None
+    """`resident(shard)`: the part of it that the system has kept in memory, 0..1. None: all of it is."""
     ready: bytearray = field(default_factory=bytearray)
     """One byte per shard of the cache: 1 once it may be served from here."""
 
@@ -85,7 +92,7 @@ def make_layout(
     steps: dict[str, NDArray[np.int64]] = {}
     for name in (name for name, f in schema.items() if f.ragged):
         steps[name] = np.zeros(count, dtype=np.int64)
-        for shard in shards:
+        for shard in sorted(shards):
             steps[name][shard] = cache.shard(shard).offsets(name)[-1]
     return Layout(
         rows=rows,

@@ -1,34 +1,52 @@
-"""Which shards are in which memory now, and bringing them there.
+"""Which shards are in which memory now, and bringing them there or letting go of them.
 
 A loader starts at once: shards are read, verified and placed by a thread, and until a shard is there its
-records are read from disk. As batches are the same bytes from either, nobody can tell but by the clock. Small
-caches are in memory before the first batch.
+records come from the next slower tier. Small caches are in memory before the first batch. The device is
+filled once the model has shown what it needs, and what is held follows the memory there is (`watch`). As
+batches are the same bytes from everywhere, nobody can tell but by the clock.
+
+The thread that serves makes and removes memories, between two batches; the thread that fills loads and drops
+shards inside of them, which is safe at any time (`Memory.drop`).
 """
 
 from __future__ import annotations
 
 import logging
-import resource
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import threading
+import time
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from stoker.errors import StalledError
+from stoker.loader import device as device_tier
+from stoker.loader.mapped import map_host
 from stoker.loader.memory import Memory
 from stoker.loader.places import Places
 from stoker.loader.pool import Pool, ending
-from stoker.plan import Plan
+from stoker.loader.watch import Watch, major_faults
+from stoker.plan import Claim, Demand, Plan
 
 if TYPE_CHECKING:
+    from stoker.loader.engine import Design
     from stoker.store import Cache
 
 FIRST_WAIT_S = 0.05
 """How long the first batch waits for memory to be filled before it is read from disk instead."""
+LEAST_RESIDENT = 0.9
+"""A shard of which the system keeps less than this in memory is read from disk instead, which is quicker."""
 
 
 def assign(cache: Cache, places: Places, plan: Plan) -> dict[str, frozenset[int]]:
-    """Which shards go to `device` and to `host`: whole shards, in order, up to the planned records."""
+    """Which shards go to `device` and to `host`: whole shards, in order, up to the planned records.
+
+    What is left of the device's part by that goes to the host with its own, unless that is full already.
+    """
     budget = plan.records_by_tier()
+    if budget["host"] and not budget["disk"]:
+        budget["host"] += budget["device"]
     wanted = places.shards()
     homes: dict[str, frozenset[int]] = {}
     for tier in ("device", "host"):
@@ -45,23 +63,61 @@ def assign(cache: Cache, places: Places, plan: Plan) -> dict[str, frozenset[int]
     return homes
 
 
-def major_faults() -> int:
-    """Page faults of this process so far that had to read from disk."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+def parts_of(
+    cache: Cache, shards: Iterable[int], record_bytes: float, *, own: Hashable = None
+) -> dict[Hashable, int]:
+    """Bytes of each shard, by keys that are equal for all loaders that serve it, or for this `own` alone."""
+    entries = cache.index.shards
+    return {(own, entries[s].file, entries[s].header): int(entries[s].rows * record_bytes) for s in shards}
 
 
-@dataclass(slots=True, kw_only=True, weakref_slot=True)
+def claim_plan(claim: Claim, cache: Cache, places: Places, plan: Plan, demand: Demand) -> None:
+    """Note in the ledger what a plan means to hold, before anything is taken."""
+    homes, size = assign(cache, places, plan), demand.record_bytes
+    claim.parts["host"] = parts_of(cache, homes["host"], size)
+    claim.parts[demand.device] = parts_of(cache, homes["device"], size, own=id(claim))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Held:
+    """The memories of a loader at one time. Another object whenever batches should be made in another way."""
+
+    device: Memory | None = None
+    host: Memory | None = None
+    whole: Memory | None = None
+    """The fastest of them that holds every record served by now; None: none does."""
+
+    @property
+    def memories(self) -> list[Memory]:
+        """Those there are, the faster one first."""
+        return [memory for memory in (self.device, self.host) if memory is not None]
+
+
 class Residency:
-    """The memories of a loader while they fill. One thread fills, one serves."""
+    """The memories of one loader. One thread fills, one serves; other methods are the latter's."""
 
-    memories: Sequence[Memory]
-    whole: Memory | None
-    """The memory that is to hold every record served, or None."""
-    complete: bool = False
-    """Every shard is where it is meant to be."""
-    _stopped: bool = False
-    _error: Exception | None = None
-    _faults: int = field(default_factory=major_faults)
+    def __init__(self, design: Design) -> None:
+        self._design = design
+        self._stopped = False
+        self._error: Exception | None = None
+        self._faults = major_faults()
+        self._lock = threading.Lock()
+        self._line = Pool(1, "stoker-fill")
+        self._homes: Mapping[str, frozenset[int]] = {}
+        self._steps = 0
+        self._freed = False
+        self._watched = not design.static and design.ask.tier not in ("disk", "encode")
+        self.complete = False
+        """Every shard is where it is meant to be."""
+        self.held = Held()
+        keys = parts_of(design.cache, design.places.shards(), design.ask.demand.record_bytes)
+        self._watch = Watch(design.plan, design.ask, design.claim, keys.keys())
+        self._settle(self._planned())
+
+    @property
+    def plan(self) -> Plan:
+        """Which tier is to hold how many records now."""
+        return self._watch.plan
 
     def fill(self, wait_s: float) -> None:
         """Begin to fill in a thread, and give it a moment to finish.
@@ -69,10 +125,10 @@ class Residency:
         Raises:
             Exception: What went wrong in that moment; what goes wrong later is raised by `serving`.
         """
-        if self.complete or not self.memories:
+        if not self.held.memories:
             self.complete = True
             return
-        ticket = Pool(1, "stoker-fill").submit(self._fill)
+        ticket = self._line.submit(self._fill)
         try:
             ticket.result(wait_s, "filling memory")
         except StalledError:
@@ -91,7 +147,28 @@ class Residency:
         """
         if self._error is not None:
             raise self._error
-        return self.whole if self.complete else None
+        return self.held.whole
+
+    def turn(self, batches: int) -> Held:
+        """What is held now; to be asked between batches, after `batches` more of them were used.
+
+        Raises:
+            Exception: As `serving`.
+        """
+        if self._error is not None:
+            raise self._error
+        self._steps += batches
+        if self._watched:
+            if self._freed:
+                self._reclaim()
+            now = time.monotonic()
+            if self._watch.due(self._steps, now):
+                if self._watch.look(self._steps, now):
+                    self._settle(self._planned())
+                    self._line.submit(self._fill)
+                elif self._watch.faulted():
+                    self._put_out(now)
+        return self.held
 
     def faulted(self) -> int:
         """Page faults of this process that went to disk since this was made: records that were put out of
@@ -99,16 +176,126 @@ class Residency:
         """
         return major_faults() - self._faults
 
-    def _fill(self) -> None:
+    def _planned(self) -> dict[str, frozenset[int]]:
+        return assign(self._design.cache, self._design.places, self._watch.plan)
+
+    def _settle(self, homes: Mapping[str, frozenset[int]]) -> None:
+        """Make `homes` what is meant to be held: remove the memories that cannot become that, add new ones.
+
+        A device memory that is to have another size is removed here and made anew at the next turn, when
+        nobody refers to it any more: there may be no room for both.
+        """
+        device, host = self.held.device, self.held.host
+        if device is not None and device.shards != homes["device"]:
+            device, self._freed = None, True
+        if device is None and homes["device"] and not self._freed:
+            device = self._on_device(homes["device"])
+            if device is None:
+                return self._settle(self._planned())
+        if host is not None and not self._fits(host, homes["host"]):
+            host = None
+        if host is None and homes["host"]:
+            host = map_host(self._design.cache, self._design.places, homes["host"])
+        with self._lock:
+            self.complete = False
+            self._homes = homes
+            self._hold(device, host)
+        self._account()
+
+    def _fits(self, host: Memory, shards: frozenset[int]) -> bool:
+        """Whether a host memory can hold just these shards from now on."""
+        return shards == host.shards if host.drop is None else shards <= host.shards
+
+    def _on_device(self, shards: frozenset[int]) -> Memory | None:
+        """Room for `shards` on the device; None, and a plan without it, where there is none after all."""
+        design = self._design
         try:
-            for memory in self.memories:
-                for shard in sorted(memory.shards):
-                    if self._stopped or ending():
+            return device_tier.resident(design.cache, design.places, shards, design.device)
+        except torch.OutOfMemoryError:
+            self._watch.refused(time.monotonic())
+            return None
+
+    def _reclaim(self) -> None:
+        """Give the memory of what was removed back to the device, and make what comes in its place."""
+        self._freed = False
+        if self._design.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._settle(self._homes)
+        self._line.submit(self._fill)
+
+    def _put_out(self, now_s: float) -> None:
+        """Serve from disk what the system has put out of host memory."""
+        host = self.held.host
+        if host is None or host.drop is None or host.resident is None:
+            return
+        lost = [s for s in sorted(self._homes["host"]) if host.ready[s] and host.resident(s) < LEAST_RESIDENT]
+        if lost:
+            self._watch.put_out(sum(self._design.cache.index.shards[s].rows for s in lost), now_s)
+            self._settle({**self._homes, "host": self._homes["host"] - frozenset(lost)})
+            self._line.submit(self._fill)
+
+    def _hold(self, device: Memory | None, host: Memory | None) -> None:
+        """Note what is held; what served everything goes on to until a shard of it is to go."""
+        wanted = self._design.places.shards()
+        staying = self._homes["host"] | self._homes["device"]  # shards on their way to the device stay
+        whole = next(
+            (
+                memory
+                for memory in (device, host)
+                if memory is not None
+                and all(memory.ready[shard] for shard in wanted)
+                and (memory.tier == "device" or staying.issuperset(wanted))
+            ),
+            None,
+        )
+        before = self.held
+        if (device, host, whole) != (before.device, before.host, before.whole):
+            self.held = Held(device=device, host=host, whole=whole)
+
+    def _account(self) -> None:
+        """Tell other loaders of this process what this one means to hold, and has taken."""
+        design, claim = self._design, self._design.claim
+        size = design.ask.demand.record_bytes
+        claim.parts["host"] = parts_of(design.cache, self._homes["host"], size)
+        device = self.held.device
+        if self._watch.seen:
+            on_device = parts_of(design.cache, self._homes["device"], size, own=id(claim))
+            claim.parts[design.ask.demand.device] = on_device
+        claim.taken[design.ask.demand.device] = (
+            0 if device is None else sum(t.nbytes for t in device.sources.values())
+        )
+        host = self.held.host
+        held = 0 if host is None else sum(claim.parts["host"].values())
+        claim.taken["host"] = 0 if host is None else int(held * host.private)
+
+    def _fill(self) -> None:
+        homes, held = self._homes, self.held
+        try:
+            self._release(homes, held)
+            for memory in held.memories:
+                for shard in sorted(homes[memory.tier]):
+                    if self._stopped or ending() or homes is not self._homes:
                         return
                     if not memory.ready[shard]:
                         memory.load(shard)
                         memory.ready[shard] = 1
+            with self._lock:
+                if homes is not self._homes:
+                    return
+                self._hold(held.device, held.host)
+            self._release(homes, held)
         except Exception as error:  # noqa: BLE001 - the edge of a thread: kept, and raised where batches are made
             self._error = error
             return
         self.complete = True
+
+    def _release(self, homes: Mapping[str, frozenset[int]], held: Held) -> None:
+        """Drop the shards of host memory that are meant to be elsewhere, unless they are not there yet."""
+        host, device = held.host, held.device
+        if host is None or host.drop is None:
+            return
+        for shard in sorted(host.shards - homes["host"]):
+            awaited = shard in homes["device"] and not (device is not None and device.ready[shard])
+            if host.ready[shard] and not awaited and homes is self._homes:
+                host.ready[shard] = 0
+                host.drop(shard)

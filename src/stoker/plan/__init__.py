@@ -5,15 +5,21 @@ resources.py   what this process may use; the only module that asks the machine
 rates.py       how fast it copies and reads, when timed
 tiers.py       records per tier, seconds per batch, stall: arithmetic
 words.py       the reason in words
+ledger.py      what the loaders of one process hold together
+moves.py       when what is held should change, and when it had better stay
 """
 
+from stoker.plan.ledger import LEDGER, Claim, Ledger
 from stoker.plan.rates import Rates, measure_rates
 from stoker.plan.resources import Resources, probe
 from stoker.plan.tiers import TIERS, Demand, Plan, Tier, TierShare, plan_tiers, stall_of
 
 __all__ = [
+    "LEDGER",
     "TIERS",
+    "Claim",
     "Demand",
+    "Ledger",
     "Plan",
     "Rates",
     "Resources",

@@ -11,7 +11,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,6 +40,9 @@ class Resources:
     """Free memory of the GPU as its driver reports it; 0 on a CPU, whose memory is the host's."""
     device_total_bytes: int = 0
     device_name: str = "cpu"
+    device_again_bytes: int | None = None
+    """Free bytes of the GPU that this process had taken at its peak and will want again (`device_again`);
+    None: the model has not shown its peak yet."""
     cpus: float = 1.0
     """CPUs for this process: quota, affinity, divided by the processes that share them."""
     cpu_limit: str = "not asked"
@@ -84,6 +87,19 @@ def probe(*, device: str = "cpu", path: Path | None = None, local_world: int = 1
         cpu_limit=cpu.label,
         disk_bytes=disk_bytes,
         disk_inodes=disk_inodes,
+    )
+
+
+def memory_now(earlier: Resources) -> Resources:
+    """The same with the memory that is free now, host's and device's: what a running loader looks at."""
+    host = host_memory(Path("/proc"), Path("/"))
+    free, _, _ = device_memory(earlier.device)
+    return replace(
+        earlier,
+        host_bytes=host.usable_bytes,
+        host_total_bytes=host.limit_bytes,
+        host_limit=host.label,
+        device_bytes=free,
     )
 
 
@@ -149,6 +165,15 @@ def device_memory(device: str) -> tuple[int, int, str]:
         )
     free, total = torch.cuda.mem_get_info(index)
     return int(free), int(total), torch.cuda.get_device_name(index)
+
+
+def device_again(device: str) -> int:
+    """Bytes of a GPU that torch held in this process at its peak and has given back since."""
+    import torch
+
+    if not device.startswith("cuda") or not torch.cuda.is_initialized():
+        return 0
+    return max(0, torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device))
 
 
 def disk_space(path: Path) -> tuple[int, int | None]:

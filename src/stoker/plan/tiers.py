@@ -123,9 +123,6 @@ class Plan:
     """Steps at least this long wait less than 1 % of their time; None while records are missing."""
     step_s: float | None = None
     """The time of a step that the plan was made with; None: not known yet."""
-    next_reserve_bytes: int = 0
-    """`reserve_bytes` for another loader of this process, so that both fit: what this plan leaves free of the
-    device's memory (of host memory on a CPU), and what it fills."""
 
     def __repr__(self) -> str:
         held = ", ".join(f"{r.tier} {format_count(r.records)} records" for r in self.rows if r.records)
@@ -222,7 +219,7 @@ def plan_tiers(
     if step_s is not None and not (math.isfinite(step_s) and step_s > 0):
         raise ConfigError(f"a step of {step_s} s cannot be planned for. Expected seconds above 0")
     rates = rates or Rates()
-    reserves = _reserves(demand, resources, tier, reserve_bytes, step_s)
+    reserves = reserves_of(demand, resources, tier, reserve_bytes, step_s)
     budgets = {
         "device": max(0, resources.device_bytes - reserves["device"]),
         "host": max(0, resources.host_bytes - reserves["host"]),
@@ -239,19 +236,17 @@ def plan_tiers(
         no_stall_step_s=None if loads is None else shortest_quiet_step(*loads),
         step_s=step_s,
     )
-    memory = "host" if demand.on_cpu else "device"
-    return replace(
-        plan,
-        reason=explain(plan, facts, tier),
-        next_reserve_bytes=reserves[memory] + next(row.bytes for row in rows if row.tier == memory),
-    )
+    return replace(plan, reason=explain(plan, facts, tier))
 
 
-def _reserves(
-    demand: Demand, resources: Resources, tier: str, reserve_bytes: int | None, step_s: float | None
+def reserves_of(
+    demand: Demand, resources: Resources, tier: str, reserve_bytes: int | None, step_s: float | None = None
 ) -> dict[str, int]:
-    seen = step_s is not None or tier == "device"
+    """Bytes per memory that are left to everything else; arguments as for `plan_tiers`."""
+    peak = resources.device_again_bytes
+    seen = step_s is not None or tier == "device" or peak is not None
     device = int(resources.device_total_bytes * (DEVICE_RESERVE if seen else DEVICE_RESERVE_UNSEEN))
+    device += peak or 0
     host = int(resources.host_bytes * HOST_RESERVE)
     if reserve_bytes is not None and demand.on_cpu:
         host = reserve_bytes

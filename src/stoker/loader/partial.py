@@ -1,0 +1,241 @@
+"""Batches for a device that does not hold all their records: what it holds is gathered there, the rest is
+assembled in host memory and copied over.
+
+Several batches are made at once (a *group*), so that small ones share their copies. Per group the rows that
+are not on the device are gathered from host memory, and read where that lacks them too, into page-locked
+memory, and copied on a stream of their own, all by a thread that is ahead of the batches. The serving thread
+then gathers every row of the group on the device, with stand-ins for those that are not there, and puts the
+copied rows in their places. So a batch is drawn uniformly from all memories, and a row costs what it costs
+where it is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stoker.loader.chunks import Chunk, Locator, host
+from stoker.loader.disk import READ_DEADLINE_S, DiskBatches
+from stoker.loader.gather import STRIP_BATCHES, RaggedGather
+from stoker.loader.kernels.choose import twin_for
+from stoker.loader.memory import Memory
+from stoker.loader.outputs import Output, view_for
+from stoker.loader.places import Places
+from stoker.loader.pool import Pool, Ticket
+from stoker.units import MIB
+
+if TYPE_CHECKING:
+    from stoker.monitor.meter import StallMeter
+    from stoker.schema import Schema
+
+GROUP_BYTES = 4 * MIB
+"""Batches are made together up to this size: below it a copy to a GPU is bound by calls, not by bytes."""
+MAX_AHEAD = 4
+"""Groups made ahead at most; it starts with one, and one more whenever a group was not ready in time: copying
+has then taken longer than the steps."""
+WAIT_FACTOR = 2 * (MAX_AHEAD + 1)
+"""A group may wait for those before it, each of which has the time that a batch has to be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Consecutive batches, everything that is not on the device yet on its way there."""
+
+    near: Memory | None
+    """The device memory that has some of the rows."""
+    records: Any
+    """Per example a record that is near: its own, or a stand-in. On the device; None: nothing is near."""
+    starts: Any
+    far: Tensor | None
+    """Which examples were not near, on the device; None: all were."""
+    values: list[Any]
+    """Per output the rows of these, as stored: a tensor, or a list of tensors."""
+    index: Tensor
+    tier: str
+    """The slowest tier that some row came from."""
+    done: Any
+    """CUDA event after which all of it is on the device; None: it is."""
+
+
+class PartialBatches:
+    """Makes batches on `device` out of its memory, host memory and disk. One per loader and process."""
+
+    def __init__(
+        self,
+        outputs: tuple[Output, ...],
+        schema: Schema,
+        places: Places,
+        locator: Locator,
+        disk: DiskBatches,
+        device: torch.device,
+    ) -> None:
+        """`disk` assembles rows in host memory; `locator` is one on the CPU."""
+        self._outputs = outputs
+        self._twins = [twin_for(output, device) for output in outputs]
+        self._schema = schema
+        self._places = places
+        self._locator = locator
+        self._disk = disk
+        self._device = device
+        self._cuda = device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(device) if self._cuda else None
+        self._pool = Pool(1, "stoker-stage")
+        self._ahead = 1
+        self.meter: StallMeter | None = None
+        self._example_bytes = sum(output.example_bytes for output in outputs)
+        self._views: tuple[Memory, list[Tensor]] | None = None
+
+    def strips(
+        self, chunk: Chunk, first: int, near: Memory | None, most: int
+    ) -> Iterator[tuple[list[Iterable[Any]], int, str]]:
+        """The chunk's batches from `first` on, some at a time: columns per output and `index`, how many
+        batches, and the slowest tier that was read.
+
+        Args:
+            near: The memory on the device; it may still be filling.
+            most: Batches made at once, at most.
+
+        Raises:
+            CorruptError: A record's bytes do not match their checksums.
+            StalledError: A group was not there in time.
+        """
+        size, last = chunk.span.batch, chunk.span.batches
+        count = max(1, min(most, STRIP_BATCHES, GROUP_BYTES // max(1, size * self._example_bytes)))
+        line: deque[tuple[int, Ticket[Group]]] = deque()
+        following = first
+        while following < last or line:
+            while following < last and len(line) <= self._ahead:
+                batches = min(count, last - following)
+                own = slice(following * size, (following + batches) * size)
+                line.append((batches, self._pool.submit(partial(self._stage, chunk, own, near))))
+                following += batches
+            batches, ticket = line.popleft()
+            if not ticket.done() and following - batches > first:
+                self._ahead = min(MAX_AHEAD, self._ahead + 1)
+            begin = perf_counter()
+            group = ticket.result(READ_DEADLINE_S * WAIT_FACTOR, "bringing a batch to the device")
+            if self.meter is not None:
+                self.meter.spent("read" if group.tier == "disk" else "copy", perf_counter() - begin)
+            columns = [_cut(value, size) for value in [*self._place(group), group.index]]
+            yield columns, batches, group.tier
+
+    def _stage(self, chunk: Chunk, own: slice, near: Memory | None) -> Group:
+        """Bring what is not near to the device; in the thread of the pool."""
+        with torch.cuda.stream(self._stream) if self._cuda else nullcontext():
+            return self._staged(host(chunk.records[own]), host(chunk.starts[own]), chunk.index[own], near)
+
+    def _staged(
+        self, records: NDArray[np.int64], starts: NDArray[np.int64], index: Tensor, near: Memory | None
+    ) -> Group:
+        here = np.zeros(len(records), dtype=np.bool_)
+        if near is not None:
+            here = np.frombuffer(near.ready, dtype=np.uint8)[self._places.shard[records]] == 1
+        where = np.flatnonzero(~here)
+        pending = self._disk.begin(
+            records[where], starts[where], index, [self._room(output, len(where)) for output in self._outputs]
+        )
+        values = self._disk.finish(pending)
+        tier = "disk" if pending.tickets else "host" if len(where) else "device"
+        some = len(where) < len(records)
+        if some:  # the first one that is near stands in for those that are not
+            at = int(np.argmax(here))
+            records, starts = np.where(here, records, records[at]), np.where(here, starts, starts[at])
+        return Group(
+            near=near if some else None,
+            records=self._located(records) if some else None,
+            starts=self._located(starts) if some else None,
+            far=self._over(torch.as_tensor(where)) if len(where) else None,
+            values=[self._over(value) for value in values],
+            index=self._over(index),
+            tier=tier,
+            done=self._stream.record_event() if self._cuda else None,
+        )
+
+    def _room(self, output: Output, count: int) -> Any:
+        if output.ragged:
+            return [None] * count
+        # Page-locked memory comes from torch's own cache, which gives it out again after its copy has ended.
+        return torch.empty((count, *output.shape), dtype=output.dtype, pin_memory=self._cuda)
+
+    def _located(self, values: NDArray[np.int64]) -> Any:
+        """Records or starts where the rows of the device's memory are looked up."""
+        return self._over(torch.as_tensor(values)) if self._cuda else values
+
+    def _over(self, value: Any) -> Any:
+        """The same on the device; page-locked first, so that the copy goes on by itself."""
+        if isinstance(value, list):
+            return [self._over(one) for one in cast("list[Tensor]", value)]
+        if not self._cuda:
+            return value
+        pinned = value if value.is_pinned() else value.pin_memory()
+        return pinned.to(self._device, non_blocking=True)
+
+    def _place(self, group: Group) -> list[Any]:
+        """Values per output, in order, on the device, as handed out."""
+        if group.done is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(group.done)
+            for tensor in _tensors([group.records, group.starts, group.far, group.values, group.index]):
+                tensor.record_stream(stream)
+        made = group.values if group.near is None else self._joined(group, group.near)
+        return [
+            value if twin is None
+            else [twin(one) for one in value] if isinstance(value, list)
+            else twin(value)
+            for twin, value in zip(self._twins, made, strict=True)
+        ]  # fmt: skip
+
+    def _joined(self, group: Group, near: Memory) -> list[Any]:
+        rows = self._locator.rows(near, group.records, group.starts)
+        made: list[Any] = []
+        for output, view, far in zip(self._outputs, self._views_of(near), group.values, strict=True):
+            if output.ragged:
+                found = RaggedGather(view, None)(
+                    rows[f"starts:{output.field}"], rows[f"lengths:{output.field}"]
+                )
+                if group.far is not None:
+                    for j, value in zip(group.far.tolist(), far, strict=True):
+                        found[j] = value
+            else:
+                found = torch.index_select(view, 0, rows[output.index])
+                if group.far is not None:
+                    found.index_copy_(0, group.far, far)
+            made.append(found)
+        return made
+
+    def forget(self, memory: Memory | None) -> None:
+        """Refer to no memory but this one."""
+        if self._views is not None and self._views[0] is not memory:
+            self._views = None
+
+    def _views_of(self, memory: Memory) -> list[Tensor]:
+        if self._views is None or self._views[0] is not memory:
+            views = [view_for(o, self._schema[o.field], memory.sources[o.field]) for o in self._outputs]
+            self._views = (memory, views)
+        return self._views[1]
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list):
+            yield from _tensors(cast("list[Any]", value))
+
+
+def _cut(value: Any, size: int) -> Iterable[Any]:
+    """Batches of `size` rows."""
+    if isinstance(value, list):
+        rows = cast("list[Tensor]", value)
+        return [rows[begin : begin + size] for begin in range(0, len(rows), size)]
+    return cast("tuple[Tensor, ...]", value.split(size))
