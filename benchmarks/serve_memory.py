@@ -235,10 +235,7 @@ def batched_loader(dataset: Batched, count: int, batch: int, ids: Tensor | None 
 
 
 def limited(batches: Any, most: int) -> Iterator[Any]:
-    for position, batch in enumerate(batches):
-        if position == most:
-            return
-        yield batch
+    return itertools.islice(batches, most)  # makes no batch beyond the last
 
 
 def report(name: str, best: dict[str, float], batch_bytes: int) -> list[dict[str, Any]]:

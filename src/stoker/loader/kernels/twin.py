@@ -105,7 +105,7 @@ class Twin:
         if not self._fused.scale:
             out.copy_(rows)
             return
-        values = work[: len(rows)] if len(work) else out
+        values = out if not len(work) else work if len(work) == len(rows) else work[: len(rows)]
         self.normalise_(values.copy_(rows))
         if len(work):
             out.copy_(values)
@@ -142,6 +142,7 @@ class TwinGather:
         self._view = view
         self._fused = fused
         self._packing = packing
+        self._moved = fused.crop is not None or fused.flip
         self._twin = Twin(fused, tuple(view.shape[1:]), view.device)
         self._room = Room((batch, *self._twin.shape), fused.dtype, view.device, static=static)
         self._pool = pool if self._room.bytes >= THREADS_FROM_BYTES else None
@@ -156,42 +157,51 @@ class TwinGather:
                 rows = self._packing.unpacked(rows, index)
             return self._room.fixed(self._twin(rows, views))
         out = self._room.take(len(index))
-        numbers = index.tolist() if self._rows == 1 else []
-        work = partial(self._convert, index, numbers, views, out, iter(range(0, len(index), self._rows)))
+        if self._rows == 1 and self._packing is None and not self._moved:
+            # Large enough to be read where they lie. What rows take is prepared for all of them before, since
+            # threads that hold the interpreter's lock wait for each other longer than they work.
+            rows = [self._view.narrow(0, number, 1) for number in index.tolist()]
+            work = partial(self._convert_rows, zip(rows, out.split(1), strict=True))
+        else:
+            work = partial(self._convert, index, views, out, iter(range(0, len(index), self._rows)))
         tickets = [] if self._pool is None else [self._pool.submit(work) for _ in range(self._pool.size)]
         work()
         for ticket in tickets:
             ticket.result(CONVERT_DEADLINE_S, "a gather from memory")
         return out
 
-    def _convert(
-        self, index: Tensor, numbers: list[int], views: Views, out: Tensor, pieces: Iterator[int]
-    ) -> None:
-        """Convert pieces until none is left; threads share the iterator, so a slow one does less."""
-        try:
-            scratch = self._scratch.pop()
-        except IndexError:
-            scratch = self._make_scratch()
-        rows, work = scratch
+    def _convert_rows(self, rows: Iterator[tuple[Tensor, Tensor]]) -> None:
+        """Convert rows until none is left; threads share the iterator, so a slow one does less."""
+        scratch = self._take_scratch()
+        for row, out in rows:
+            self._twin.into(row, out, scratch[1])
+        self._scratch.append(scratch)
+
+    def _convert(self, index: Tensor, views: Views, out: Tensor, pieces: Iterator[int]) -> None:
+        """The same with pieces of the batch."""
+        rows, work = scratch = self._take_scratch()
         for begin in pieces:
             end = min(begin + self._rows, len(index))
-            if numbers:
-                raw = self._view.narrow(0, numbers[begin], 1)  # large enough to be read where it lies
-            else:
-                raw = torch.index_select(self._view, 0, index[begin:end], out=rows[: end - begin])
+            raw = torch.index_select(self._view, 0, index[begin:end], out=rows[: end - begin])
             if self._packing is not None:
                 raw = self._packing.unpacked(raw, index[begin:end])
-            if self._fused.crop is not None or self._fused.flip:
+            if self._moved:
                 own = [None if view is None else view[begin:end] for view in views]
                 raw = cut(raw, self._fused.crop, *own)
             self._twin.into(raw, out[begin:end], work)
         self._scratch.append(scratch)
 
+    def _take_scratch(self) -> tuple[Tensor, Tensor]:
+        """Room for the rows of a piece as stored, and as float32."""
+        try:
+            return self._scratch.pop()
+        except IndexError:
+            return self._make_scratch()
+
     def _make_scratch(self) -> tuple[Tensor, Tensor]:
         with torch.inference_mode(False):
-            gathered = 0 if self._rows == 1 else self._rows
             return (
-                self._view.new_empty((gathered, *self._view.shape[1:])),
+                self._view.new_empty((self._rows, *self._view.shape[1:])),
                 torch.empty(self._twin.work_shape(self._rows), dtype=torch.float32),
             )
 
