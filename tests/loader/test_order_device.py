@@ -46,16 +46,25 @@ def test_a_device_makes_the_order_of_the_host(
     weights=st.lists(st.floats(0, 5), min_size=1, max_size=30),
     windows=st.integers(1, 100),
     seed=st.integers(0, 99),
+    repeats=st.booleans(),
 )
-def test_examples_are_drawn_by_weight_alike(weights: list[float], windows: int, seed: int) -> None:
+def test_examples_are_drawn_by_weight_alike(
+    weights: list[float], windows: int, seed: int, repeats: bool
+) -> None:
     counts = np.arange(len(weights)) % windows + 1
     first = np.concatenate([[0], np.cumsum(counts)])
-    draws = Draws(cumulative=np.cumsum([w + 0.1 for w in weights] * counts), first=first)
+    values = np.array(weights) + 0.1
+    draws = Draws(
+        cumulative=np.cumsum(values * counts),
+        first=first,
+        weights=None if repeats else values,
+        samples=len(counts),
+    )
     wanted = Order(kind=OrderKind(kind="full"), count=int(first[-1]), seed=seed, global_batch=8, draws=draws)
 
-    got = epoch_on(wanted, 3, CPU)(0, wanted.count)
+    got = epoch_on(wanted, 3, CPU)(0, wanted.positions)
 
-    assert got.tolist() == wanted.epoch(3)(0, wanted.count).tolist()
+    assert got.tolist() == wanted.epoch(3)(0, wanted.positions).tolist()
 
 
 @pytest.mark.parametrize("count", [3, 1000, 2**27 + 1, 10**9])
