@@ -1,8 +1,9 @@
 """Question: how close does the Loader come to the memory it reads, and to what people use today?
 
 Workloads and limits are those of the design (docs/performance.md): W1 20,000 records of 1 KiB; W2w windows
-of 1,000 trajectories; W2t whole trajectories; W3 4,000 uint8 images. `limit` is one thread of
-`torch.index_select(..., out=reused)`; `ring` the same loop into a ring of 4 buffers with the order made beforehand.
+of 1,000 trajectories; W2t whole trajectories; W3 4,000 uint8 images; W3f the same, normalised to float32 and to
+bfloat16. `limit` is one thread of `torch.index_select(..., out=reused)` (W3f: row by row copy, multiply, add into
+a reused output); `ring` the same loop into a ring of 4 buffers with the order made beforehand.
 Every contender serves shuffled batches that outlive the next one. Figures are seconds per batch and fractions of
 the limit; every verified cache is served at 1, 8 and 40 shards. Loaders of others (`rivals.py`) take part where they are
 installed (`pip install -r benchmarks/requirements.txt`); a row names their versions, and who is missing is said. Those
@@ -30,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import stoker
 from measure import interleaved, publish
 from rivals import rivals, versions
+from stoker.loader import Normalise
 from stoker.store.folder import open_folder
 from stoker.store.recipe import make_recipe
 
@@ -236,10 +238,7 @@ def batched_loader(dataset: Batched, count: int, batch: int, ids: Tensor | None 
 
 
 def limited(batches: Any, most: int) -> Iterator[Any]:
-    for position, batch in enumerate(batches):
-        if position == most:
-            return
-        yield batch
+    return itertools.islice(batches, most)  # makes no batch beyond the last
 
 
 def others(fields: dict[str, Tensor], folder: Path, batch: int) -> dict[str, Callable[[], int]]:
@@ -391,7 +390,78 @@ def workload_3(folder: Path) -> list[dict[str, Any]]:
     return report("W3", steadily(contenders, rounds=5), batch * images[0].nbytes)
 
 
-WORKLOADS = {"W1": workload_1, "W2w": workload_2_windows, "W2t": workload_2_trajectories, "W3": workload_3}
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""ImageNet's, for values of 0..1."""
+
+
+def rows_to_floats(
+    images: Tensor, order: Tensor, batch: int, *, ring: int, dtype: torch.dtype
+) -> Callable[[], int]:
+    """The limit of W3f: each row copied into a reused output, multiplied and added to while it is in the cache."""
+    scale = (1 / (255 * torch.tensor(STD))).view(3, 1, 1)
+    shift = (-torch.tensor(MEAN) / torch.tensor(STD)).view(3, 1, 1)
+    buffers = [torch.empty((batch, *images.shape[1:]), dtype=dtype) for _ in range(ring)]
+    ids = [part.tolist() for part in order[: len(order) // batch * batch].split(batch)]
+
+    def work() -> int:
+        for position, chosen in enumerate(ids):
+            out = buffers[position % ring]
+            for place, number in enumerate(chosen):
+                out[place].copy_(images[number]).mul_(scale).add_(shift)
+        return len(ids)
+
+    return work
+
+
+class Normalised(Dataset[Any]):
+    """Items of another dataset, images normalised one by one as a user's transform does."""
+
+    def __init__(self, inner: Any, dtype: torch.dtype) -> None:
+        self.inner, self.dtype = inner, dtype
+        self.mean, self.std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, number: Any) -> Any:
+        item = self.inner[number]
+        image = item["image"] if isinstance(item, dict) else item[0]
+        return image.float().div_(255).sub_(self.mean).div_(self.std).to(self.dtype)
+
+
+def workload_3_floats(folder: Path, name: str = "float32") -> list[dict[str, Any]]:
+    images = torch.randint(
+        0, 256, (4_000, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    order, batch, dtype = torch.randperm(4_000), 256, getattr(torch, name)
+    limit = partial(rows_to_floats, images, order[: 6 * batch], batch, dtype=dtype)
+    contenders: dict[str, Callable[[], int]] = {"limit": limit(ring=1), "ring": limit(ring=4)}
+    normalise = {"image": Normalise(mean=MEAN, std=STD, divisor=255)}
+    for shards in SHARDS:
+        cache = cache_of(Records({"image": images}), folder, shards)
+        loader = stoker.Loader(
+            cache, batch_size=batch, drop_last=True, tier="host", normalise=normalise, dtype=name
+        )
+        contenders[f"stoker, {shards} shards"] = lambda loader=loader: drain(limited(loader, 6))
+    files, memory = PerSampleFiles(folder / name, {"image": images[:1024]}), InMemory({"image": images})
+    plain: dict[str, Any] = {
+        "DataLoader over .pt files": DataLoader(Normalised(files, dtype), batch, shuffle=True),
+        "DataLoader over dict in RAM": DataLoader(Normalised(memory, dtype), batch, shuffle=True),
+        "DataLoader over TensorDataset": DataLoader(
+            Normalised(TensorDataset(images), dtype), batch, shuffle=True
+        ),
+        "DataLoader, batched index": batched_loader(Normalised(Batched([images]), dtype), 4_000, batch),  # type: ignore[arg-type]
+    }
+    for contender, loader in plain.items():
+        contenders[contender] = lambda loader=loader: drain(limited(loader, 2))
+    best = steadily(contenders, rounds=4)
+    return report(f"W3f {name}", best, batch * images[0].numel() * (1 + dtype.itemsize))
+
+
+WORKLOADS = {
+    "W1": workload_1, "W2w": workload_2_windows, "W2t": workload_2_trajectories, "W3": workload_3,
+    "W3f": workload_3_floats, "W3f-bf16": partial(workload_3_floats, name="bfloat16"),
+}  # fmt: skip
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stoker.loader import Loader, Windows, partial
+from stoker.loader import Loader, Normalise, Windows, partial
 from stoker.loader.disk import DiskBatches
 from stoker.schema import PACKED_DTYPES
 from stoker.store import Cache
@@ -96,6 +96,7 @@ def test_batches_are_the_same_wherever_shards_are_and_move(
         "batch_size": data.draw(st.integers(1, 9)),
         "seed": data.draw(st.integers(0, 9)),
         "dtype": data.draw(st.sampled_from([None, "float32"])),
+        "normalise": data.draw(st.sampled_from([None, {"latent": Normalise(mean=0.25, std=1.5)}])),
     }
     homes = st.lists(st.sampled_from(HOMES), min_size=len(SHARDS), max_size=len(SHARDS))
     held = data.draw(st.integers(1, 64))  # batches made at once

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from safetensors import safe_open
 
+from stoker.loader.memory import Into
 from stoker.schema import DTYPE_BYTES, FLOATS, PACKED_DTYPES, Field, Schema
 from stoker.store import Cache, WriterSettings, make_recipe, open_cache, open_folder
 from stoker.store.packing import unpack
@@ -135,10 +136,9 @@ def test_a_column_lands_in_the_buffer_it_is_verified_into(tmp_path: Path) -> Non
     cache = make_cache(tmp_path, source)
     shard = cache.shard(0)
 
-    out = bytearray(shard.columns["latent"].nbytes)
-    shard.verify_column("latent", memoryview(out))
+    values = torch.empty((shard.rows, 9, 4, 8), dtype=torch.float32)
+    shard.verify_column("latent", Into(values))
 
-    values = torch.frombuffer(out, dtype=torch.float32).reshape(shard.rows, 9, 4, 8)
     for row, local in enumerate(shard.numbers().tolist()):
         assert torch.equal(values[row], source.record(local)["latent"])
     assert all(column.offset % 4096 == 0 for column in shard.columns.values())

@@ -2,10 +2,12 @@
 
 loader.py      the face: settings in, batches out, state
 decide.py      what is served from where, before a record is read; mend.py: damaged records made again
-order.py       which example comes at which position of an epoch; ranks.py: which of those are ours
+order.py       which example comes at which position of an epoch (order_device.py: made on a GPU);
+               ranks.py: which of those are ours
 windows.py     trajectories cut into examples; places.py: where each record lies
 chunks.py      positions -> rows, many batches at a time and ahead of need
 outputs.py     what a batch is made of; gather.py: batches from memory; disk.py: from shards
+fused.py       what is done to values on the way: normalise, cast, crop, mirror; kernels/: by what
 residency.py   which shards are in memory now (memory.py, mapped.py: host, device.py: GPU)
 mixture.py     several caches as one stream: turns.py says whose step it is, members.py has their loaders,
                conditions.py aligns what examples carry along, mixture_state.py
@@ -15,9 +17,20 @@ keyed.py       random numbers for transforms, by example; draws.py, subsets.py: 
 
 from stoker.loader.batch import RecordBatch, TaskBatch, WindowBatch
 from stoker.loader.draws import Weights
+from stoker.loader.fused import Normalise
 from stoker.loader.loader import Loader
 from stoker.loader.mixture import Mixture
 from stoker.loader.subsets import subset
 from stoker.loader.windows import Windows
 
-__all__ = ["Loader", "Mixture", "RecordBatch", "TaskBatch", "Weights", "WindowBatch", "Windows", "subset"]
+__all__ = [
+    "Loader",
+    "Mixture",
+    "Normalise",
+    "RecordBatch",
+    "TaskBatch",
+    "Weights",
+    "WindowBatch",
+    "Windows",
+    "subset",
+]

@@ -38,6 +38,8 @@ four times as many are memory that is new to the process, whose pages cost more 
 
 Source: `benchmarks/serve_memory.py`, W1, 2 cores.
 """
+DEVICE_CHUNK_EXAMPLES = 1 << 18
+"""The same on a GPU, whose batches are larger: a chunk takes some thirty launches, whatever its size."""
 CHUNKS_AT_ONCE = 64
 """Chunks made in one piece of work at most. With short epochs the calls of numpy, each a turn of the
 interpreter's lock that the serving thread waits for, cost more than what they compute.
@@ -165,7 +167,8 @@ class Chunks:
     def spans(self, epoch: int, position: int) -> Iterator[Span]:
         """How the rest of an epoch is cut into chunks; the short last batch is one by itself."""
         share = self._share
-        per_chunk = max(1, CHUNK_EXAMPLES // share.batch_size)
+        most = CHUNK_EXAMPLES if self._device.type == "cpu" else DEVICE_CHUNK_EXAMPLES
+        per_chunk = max(1, most // share.batch_size)
         whole, tail = share.whole_and_tail(position)
         for first in range(0, whole, per_chunk):
             count = min(per_chunk, whole - first)

@@ -7,7 +7,7 @@ some records, and the same examples.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from stoker.loader.arguments import check_share, check_static
 from stoker.loader.disk import READ_DEADLINE_S, Reading
 from stoker.loader.draws import Weights
 from stoker.loader.engine import Design
+from stoker.loader.fused import Normalise
 from stoker.loader.order import Order, parse_order
 from stoker.loader.outputs import Output, make_outputs
 from stoker.loader.places import Places, find_places, weighted
@@ -63,6 +64,7 @@ class Wishes:
     reserve_bytes: int | None
     timeout_s: float | None
     verify: Verify
+    normalise: Mapping[str, Normalise] | None
 
 
 def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Ledger = LEDGER) -> Design:
@@ -77,7 +79,7 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
         ResourceError: The tier asked for cannot hold the records.
     """
     windows, rank, world = wishes.windows, wishes.rank, wishes.world
-    outputs = make_outputs(cache.schema, windows, wishes.dtype, device=wishes.device.type)
+    outputs = make_outputs(cache.schema, windows, wishes.dtype, wishes.normalise, device=wishes.device.type)
     places = find_places(cache, wishes.indices)
     examples = _number(cache, places, windows)
     example_bytes = sum(output.example_bytes for output in outputs)

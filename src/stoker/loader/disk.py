@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from time import perf_counter
@@ -24,6 +24,7 @@ from torch import Tensor
 from stoker.loader.buffers import REUSE_FROM_BYTES, Buffers
 from stoker.loader.chunks import Chunk, Locator, host
 from stoker.loader.gather import RaggedGather
+from stoker.loader.kernels.choose import twin_for
 from stoker.loader.memory import Memory, bytes_of
 from stoker.loader.outputs import RECORD, Output, view_for
 from stoker.loader.places import Places
@@ -125,6 +126,7 @@ class DiskBatches:
         self.meter: StallMeter | None = None
         self._runs = _plan_runs(cache, outputs)
         self._whole = [i for i, output in enumerate(outputs) if output.index == RECORD]
+        self._twins = [twin_for(output, torch.device("cpu")) for output in outputs]
         self._spans = [(outputs[i].field, 0, 0) for i in self._whole if not outputs[i].ragged]
         columns = cache.recipe.columns
         self._spans += [
@@ -255,9 +257,9 @@ class DiskBatches:
     def _finish(self, pending: Pending) -> list[Any]:
         values = self.finish(pending, self.meter)
         for i, output in enumerate(self._outputs):
-            if output.cast is not None:
-                given = values[i]
-                values[i] = [v.to(output.cast) for v in given] if output.ragged else given.to(output.cast)
+            twin = self._twins[i]
+            if twin is not None:
+                values[i] = [twin(value) for value in values[i]] if output.ragged else twin(values[i])
         return [*values, pending.index]
 
     def finish(self, pending: Pending, meter: StallMeter | None = None) -> list[Any]:
@@ -290,7 +292,7 @@ class DiskBatches:
         where = torch.as_tensor(own)
         for i, (output, view) in enumerate(zip(self._outputs, self._views_of(memory), strict=True)):
             if output.ragged:
-                gather = RaggedGather(view, replace(output, cast=None))
+                gather = RaggedGather(view, None)  # converted when all are there
                 found = gather(rows[f"starts:{output.field}"], rows[f"lengths:{output.field}"])
                 for j, value in zip(own.tolist(), found, strict=True):
                     values[i][j] = value

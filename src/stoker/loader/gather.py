@@ -20,6 +20,8 @@ from torch import Tensor
 
 from stoker.loader.batch import RecordBatch, WindowBatch
 from stoker.loader.buffers import REUSE_FROM_BYTES, Buffers
+from stoker.loader.kernels.choose import converting, twin_for
+from stoker.loader.kernels.twin import Twin
 from stoker.loader.memory import Memory
 from stoker.loader.outputs import Output, view_for
 from stoker.loader.pool import Pool
@@ -48,11 +50,9 @@ class Gather:
         """`pool` gathers beside the caller's thread, None without; `batch` is the size of a full batch."""
         self._view = view
         self._batch = batch
-        self._cast = output.cast
         shape, size = (batch, *output.shape), batch * output.example_bytes
         large = size >= REUSE_FROM_BYTES and view.device.type == "cpu"
         self._buffers = Buffers(shape, output.dtype) if large else None
-        self._cast_buffers = Buffers(shape, output.cast) if large and output.cast is not None else None
         parts = 1
         if pool is not None and size >= THREADS_FROM_BYTES:
             parts = min(batch, PIECES_PER_THREAD * (1 + pool.size))
@@ -61,20 +61,15 @@ class Gather:
 
     def direct(self) -> Callable[[Tensor], Tensor]:
         """The quickest equivalent of this gather."""
-        if self._buffers is None and self._cast is None:
-            return partial(torch.index_select, self._view, 0)
-        return self
+        return partial(torch.index_select, self._view, 0) if self._buffers is None else self
 
     def __call__(self, index: Tensor) -> Tensor:
         """Gather one batch; a short one is always fresh."""
         if self._buffers is None or len(index) != self._batch:
-            rows = torch.index_select(self._view, 0, index)
-            return rows if self._cast is None else rows.to(self._cast)
+            return torch.index_select(self._view, 0, index)
         rows = self._buffers.take()
         self._fill(index, rows)
-        if self._cast_buffers is None:
-            return rows
-        return self._cast_buffers.take().copy_(rows)
+        return rows
 
     def _fill(self, index: Tensor, out: Tensor) -> None:
         if self._pool is None or len(self._pieces) == 1:
@@ -100,27 +95,26 @@ class FixedGather:
     def __init__(self, view: Tensor, output: Output, batch: int) -> None:
         self._view = view
         self._out = torch.empty((batch, *output.shape), dtype=output.dtype, device=view.device)
-        self._cast = None if output.cast is None else torch.empty_like(self._out, dtype=output.cast)
 
     def __call__(self, index: Tensor) -> Tensor:
         """Gather one batch over the previous one."""
-        torch.index_select(self._view, 0, index, out=self._out)
-        return self._out if self._cast is None else self._cast.copy_(self._out)
+        return torch.index_select(self._view, 0, index, out=self._out)
 
 
 class RaggedGather:
     """Gathers whole records of varying length: a list of tensors that share one fresh allocation."""
 
-    def __init__(self, view: Tensor, output: Output) -> None:
+    def __init__(self, view: Tensor, twin: Twin | None) -> None:
+        """`twin` converts what was gathered."""
         self._view = view
-        self._cast = output.cast
+        self._twin = twin
 
     def __call__(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[Tensor]:
         """Steps `starts .. starts + lengths` of each record."""
         ends = np.cumsum(lengths)
         steps = np.arange(ends[-1], dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
         rows = torch.index_select(self._view, 0, torch.as_tensor(steps).to(self._view.device))
-        return list(_cut(rows if self._cast is None else rows.to(self._cast), lengths.tolist()))
+        return list(_cut(rows if self._twin is None else self._twin(rows), lengths.tolist()))
 
 
 class MemoryBatches:
@@ -147,7 +141,9 @@ class MemoryBatches:
         for output in outputs:
             view = view_for(output, schema[output.field], memory.sources[output.field])
             if output.ragged:
-                self._gathers.append(RaggedGather(view, output))
+                self._gathers.append(RaggedGather(view, twin_for(output, view.device)))
+            elif output.fused is not None:
+                self._gathers.append(converting(view, output.fused, batch, pool, static=static))
             elif static:
                 self._gathers.append(FixedGather(view, output, batch))
             else:

@@ -22,7 +22,12 @@ TRANSFORM_SALT = 2
 
 def example_keys(seed: int, epoch: int, examples: Tensor) -> Tensor:
     """The random key of each example in this epoch, int64, on the device of `examples`."""
-    return _mixed((examples + 1).mul_(_signed(GAMMA)).add_(_signed(stream(seed, epoch, TRANSFORM_SALT))))
+    return keys_of(stream(seed, epoch, TRANSFORM_SALT), examples)
+
+
+def keys_of(base: int, numbers: Tensor) -> Tensor:
+    """`order.keys_of` on the device of `numbers`: int64 of the same bits."""
+    return _mixed((numbers + 1).mul_(_signed(GAMMA)).add_(_signed(base)))
 
 
 def child_keys(keys: Tensor, place: int) -> Tensor:

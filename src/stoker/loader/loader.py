@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,6 +28,7 @@ from stoker.loader.decide import Wishes, completed, decide, terms_of
 from stoker.loader.draws import Weights
 from stoker.loader.engine import Design, Engine, Strip
 from stoker.loader.filling import FillingPass, begin_filling_pass
+from stoker.loader.fused import Normalise
 from stoker.loader.mend import Mender
 from stoker.loader.ranks import check_ranks
 from stoker.loader.transform import Finish, Transform
@@ -65,6 +66,7 @@ class Loader:
         indices: Sequence[int] | NDArray[Any] | None = None,
         weights: Sequence[float] | NDArray[Any] | Weights | None = None,
         dtype: str | None = None,
+        normalise: Mapping[str, Normalise] | None = None,
         static: bool = False,
         drop_last: bool | None = None,
         reserve_bytes: int | None = None,
@@ -87,6 +89,7 @@ class Loader:
             indices: Sample numbers to serve, repeats allowed; None: all that are stored.
             weights: Draw with replacement, in proportion to one weight per record; or `Weights`.
             dtype: Hand floats out as this dtype instead of the stored one.
+            normalise: By field how values are normalised on the way, in float32 and on every tier alike.
             static: Every batch at the same addresses, overwriting the last; device tier only.
             drop_last: Leave out a short last batch. None: only with several ranks, not in sequential order.
             reserve_bytes: Memory of the device to leave to the model.
@@ -127,6 +130,7 @@ class Loader:
             reserve_bytes=reserve_bytes,
             timeout_s=timeout_s,
             verify=verify,
+            normalise=normalise,
         )
         self._mender = Mender()
         self._filling = begin_filling_pass(cache, self._wishes)

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from stoker.loader.memory import (
+    Into,
     Layout,
     Memory,
-    bytes_of,
     make_layout,
     read_column,
     record_rows,
@@ -139,7 +139,7 @@ def _load(
             read_column(cache, shard, name)
             ranges[name].map_at(begin * unit_bytes(cache.recipe.columns[name]), cache.shard(shard), name)
         else:
-            read_column(cache, shard, name, bytes_of(source[begin : begin + count]))
+            read_column(cache, shard, name, Into(source[begin : begin + count]))
 
 
 def _parts(

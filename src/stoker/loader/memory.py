@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -17,9 +17,11 @@ from torch import Tensor
 
 from stoker.loader.places import Places
 from stoker.schema import Field, Schema
+from stoker.store.shard_read import PIECE_BYTES
 
 if TYPE_CHECKING:
     from stoker.store import Cache
+    from stoker.store.protocols import ColumnSink
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False, weakref_slot=True)
@@ -35,7 +37,8 @@ class Memory:
     steps: Mapping[str, Any]
     """Per ragged field the first virtual step of each record, like `rows`."""
     load: Callable[[int], None]
-    """`load(shard)` reads, verifies and places one shard. Called by one thread, once per shard.
+    """`load(shard)` reads, verifies and places one shard. Called once per shard, and by several threads for
+    different ones if need be.
 
     Raises:
         CorruptError: The bytes do not match their checksums.
@@ -110,29 +113,42 @@ def aligned_starts(sizes: NDArray[np.int64], align: int) -> NDArray[np.int64]:
     return starts
 
 
-def read_column(cache: Cache, shard: int, name: str, out: memoryview[Any] | None = None) -> None:
-    """Read and verify one field of a shard, into `out` if given, else only into the page cache.
+def read_column(cache: Cache, shard: int, name: str, sink: ColumnSink | None = None) -> None:
+    """Read and verify one field of a shard, into `sink` if given, else only into the page cache.
 
-    Rows that the index left out as damaged are neither checked nor served; their bytes in `out` are
-    undefined.
+    Rows that the index left out as damaged are neither checked nor served, nor given to `sink`.
 
     Raises:
         CorruptError: The bytes do not match their checksums.
     """
     handle, bad = cache.shard(shard), set(cache.index.shards[shard].bad)
     if not bad:
-        handle.verify_column(name, out)
+        handle.verify_column(name, sink)
         return
     size, begin = handle.columns[name].field.row_bytes, 0
     for row in range(handle.rows):
         length = handle.length(name, row)
         if row not in bad:
-            data = handle.read(name, row)
-            if out is not None:
-                out[begin : begin + length * size] = (
-                    np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
-                )
+            data = np.ascontiguousarray(handle.read(name, row)).reshape(-1).view(np.uint8).data
+            for at in range(0, 0 if sink is None else len(data), PIECE_BYTES):
+                piece = data[at : at + PIECE_BYTES]
+                cast("ColumnSink", sink).room(begin + at, len(piece))[:] = piece
+                cast("ColumnSink", sink).filled(begin + at, len(piece))
         begin += length * size
+
+
+class Into:
+    """Takes a column into memory that has room for all of it."""
+
+    def __init__(self, out: Tensor) -> None:
+        self._space = bytes_of(out)
+
+    def room(self, offset: int, size: int) -> memoryview[Any]:
+        """The place where these bytes belong."""
+        return self._space[offset : offset + size]
+
+    def filled(self, offset: int, size: int) -> None:
+        """Nothing is left to do."""
 
 
 def record_rows(layout: Layout, places: Places) -> NDArray[np.int64]:

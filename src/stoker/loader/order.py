@@ -228,15 +228,13 @@ class Order:
         """Make the order of `epoch`; the result gives examples by position.
 
         Args:
-            device: Where the examples are wanted; a CUDA device makes a full order by itself.
+            device: Where the examples are wanted; a CUDA device makes its orders by itself.
         """
         base = stream(self.seed, epoch)
         if device is not None and device.type == "cuda":
-            if self.kind.kind == "full" and self.draws is None and self.count <= SORTED_LIMIT:
-                whole = permutation_on(device, self.count, base)
-                return lambda start, stop: whole[start:stop]
-            on_host = self.epoch(epoch)
-            return lambda start, stop: torch.as_tensor(on_host(start, stop), device=device)
+            from stoker.loader.order_device import epoch_on
+
+            return epoch_on(self, epoch, device)
         if self.draws is not None:
             return _drawn(self.draws, base)
         if self.kind.kind == "full":

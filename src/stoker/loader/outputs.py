@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stoker.errors import ConfigError
+from stoker.loader.fused import Fused, check_normalise, fused_of
 from stoker.loader.windows import Windows, check_conditions, condition_width, time_field
 from stoker.schema import FLOATS, SCALE_SUFFIX, Field, Schema, scale_field
 
@@ -36,6 +37,8 @@ class Output:
     """Stored dtype; of a packed field, what is handed out."""
     cast: torch.dtype | None = None
     """Dtype handed out, when it is another one."""
+    fused: Fused | None = None
+    """What is done to the values on the way, the cast included; None: nothing."""
     lag: int = 0
     """Steps from the window's start to the first step taken."""
     count: int | None = None
@@ -57,6 +60,11 @@ class Output:
         return 0 if self.ragged else int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of one stored row that is gathered: an example, or a step of a ragged output."""
+        return self.shape[1:] if self.ragged else self.shape
+
+    @property
     def served_bytes(self) -> int:
         """Bytes handed out for one example; 0 for a ragged output."""
         size = (self.cast or self.dtype).itemsize
@@ -70,52 +78,64 @@ class Output:
 
 
 def make_outputs(
-    schema: Schema, windows: Windows | None, dtype: str | None, *, device: str = "cpu"
+    schema: Schema,
+    windows: Windows | None,
+    dtype: str | None,
+    normalise: object = None,
+    *,
+    device: str = "cpu",
 ) -> tuple[Output, ...]:
     """The outputs of a loader: fields as they are, or `z0`, `z1`, `future` and conditions.
 
     Args:
-        dtype: Handed out instead of the stored one, for fields that hold floats. None decodes packed ones to
-            bfloat16 for a CUDA `device`, else to float32.
+        dtype: Handed out instead of the stored one, for fields that hold floats or are normalised. None
+            decodes packed ones to bfloat16 for a CUDA `device`, else to float32.
+        normalise: `Normalise` by field; None: no field is.
 
     Raises:
-        ConfigError: No field has time, or one cannot be a condition; `dtype` is no float.
+        ConfigError: No field has time, or one cannot be a condition; `dtype` is no float; a field cannot be
+            normalised so.
     """
     if dtype is not None:
         check_dtype(dtype)
-    dtypes = dict.fromkeys(schema, dtype)
-    for name, field in schema.items():
-        if field.packed and dtype is None:
-            dtypes[name] = "bfloat16" if device == "cuda" else "float32"
+    how = check_normalise(normalise, schema)
+    unpacked = dtype or ("bfloat16" if device == "cuda" else "float32")
+    fused = {
+        name: fused_of(field, how.get(name), unpacked if field.packed else dtype)
+        for name, field in schema.items()
+    }
     if windows is None:
         check_names(schema)
-        return tuple(_output(name, name, field, dtypes[name]) for name, field in schema.items())
+        return tuple(_output(name, name, field, fused[name]) for name, field in schema.items())
     main = time_field(schema, windows.field)
     check_conditions(schema, main)
-    field, stride, wanted = schema[main], windows.stride, dtypes[main]
-    outputs = [_output("z0", main, field, wanted, lag=0), _output("z1", main, field, wanted, lag=stride)]
+    field, stride = schema[main], windows.stride
+    outputs = [
+        _output("z0", main, field, fused[main], lag=0),
+        _output("z1", main, field, fused[main], lag=stride),
+    ]
     if windows.horizon > 1:
         count = windows.horizon - 1
-        outputs.append(_output("future", main, field, wanted, lag=2 * stride, count=count, every=stride))
+        outputs.append(_output("future", main, field, fused[main], lag=2 * stride, count=count, every=stride))
     for name, f in schema.items():
         if f.kept:
-            outputs += _kept_outputs(name, f, dtypes[name], stride)
+            outputs += _kept_outputs(name, f, fused[name], stride)
         elif name != main:
             lag, width = 0 if f.time else None, condition_width(f)
-            outputs.append(_output(name, name, f, dtypes[name], lag=lag, width=width))
+            outputs.append(_output(name, name, f, fused[name], lag=lag, width=width))
     return tuple(outputs)
 
 
-def _kept_outputs(name: str, field: Field, dtype: str | None, stride: int) -> list[Output]:
+def _kept_outputs(name: str, field: Field, fused: Fused | None, stride: int) -> list[Output]:
     """A raw field beside the latents: at z0 and at z1, or as it is where it has no time.
 
     It keeps its axes, with at least two of them, so that nobody takes it for a condition `(B, C)`: at z1 it
     would tell what is to be predicted.
     """
     if field.time:
-        found = [_output(f"{name}{k}", name, field, dtype, lag=lag) for k, lag in enumerate((0, stride))]
+        found = [_output(f"{name}{k}", name, field, fused, lag=lag) for k, lag in enumerate((0, stride))]
     else:
-        found = [_output(name, name, field, dtype)]
+        found = [_output(name, name, field, fused)]
     return [replace(o, shape=(*o.shape, 1, 1)[: max(2, len(o.shape))]) for o in found]
 
 
@@ -146,7 +166,7 @@ def _output(  # noqa: PLR0913 - the ways in which outputs differ, private to thi
     name: str,
     field_name: str,
     field: Field,
-    dtype: str | None,
+    fused: Fused | None,
     *,
     lag: int | None = None,
     count: int | None = None,
@@ -162,12 +182,12 @@ def _output(  # noqa: PLR0913 - the ways in which outputs differ, private to thi
         return replace(
             parts[0],
             shape=parts[0].shape if width is None else (width,),
-            dtype=getattr(torch, dtype or "float32"),
+            dtype=torch.float32 if fused is None else fused.dtype,
+            fused=fused,
             packed=field.dtype,
             parts=parts,
         )
     stored = getattr(torch, field.dtype)
-    wanted = stored if dtype is None or field.dtype not in FLOATS else getattr(torch, dtype)
     if lag is None:
         index, shape = RECORD, field.shape
     else:
@@ -179,7 +199,8 @@ def _output(  # noqa: PLR0913 - the ways in which outputs differ, private to thi
         index=index,
         shape=shape if width is None else (width,),
         dtype=stored,
-        cast=None if wanted is stored else wanted,
+        cast=None if fused is None or fused.dtype is stored else fused.dtype,
+        fused=fused,
         lag=lag or 0,
         count=count,
         every=every,

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from stoker.loader.buffers import REUSE_FROM_BYTES, Buffers
+from stoker.loader.kernels.choose import twin_for
+from stoker.loader.kernels.twin import Twin
 from stoker.loader.outputs import Output
 from stoker.store.packing import unpack
 
@@ -53,6 +55,7 @@ class Decoder:
         self._batch = batch
         self._fixed: Tensor | None = None
         self._static = static
+        self._twin: Twin | None = None
         size = batch * output.served_bytes
         large = size >= REUSE_FROM_BYTES and not static
         self._buffers = Buffers((batch, *output.shape), output.dtype) if large else None
@@ -78,14 +81,19 @@ class Decoder:
     def _decoded(self, bits: Tensor, scales: Tensor, out: Tensor | None) -> Tensor:
         packed = self._output.packed
         if out is None:
-            return unpack(bits, scales, packed).to(self._output.dtype)
+            return self._normalised(unpack(bits, scales, packed)).to(self._output.dtype)
         shaped = out.view(bits.shape)
         for own in _chunks(bits):
             if out.dtype == torch.float32:
-                unpack(bits[own], scales[own], packed, shaped[own])
+                self._normalised(unpack(bits[own], scales[own], packed, shaped[own]))
             else:
-                shaped[own].copy_(unpack(bits[own], scales[own], packed))
+                shaped[own].copy_(self._normalised(unpack(bits[own], scales[own], packed)))
         return out
+
+    def _normalised(self, values: Tensor) -> Tensor:
+        if self._twin is None:
+            self._twin = twin_for(self._output, values.device)
+        return values if self._twin is None else self._twin.normalise_(values)
 
 
 def _chunks(bits: Tensor) -> Sequence[slice]:

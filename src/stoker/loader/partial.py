@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
@@ -31,6 +31,7 @@ from torch import Tensor
 from stoker.loader.chunks import Chunk, Locator, host
 from stoker.loader.disk import READ_DEADLINE_S, DiskBatches
 from stoker.loader.gather import STRIP_BATCHES, RaggedGather
+from stoker.loader.kernels.choose import twin_for
 from stoker.loader.memory import Memory
 from stoker.loader.outputs import RECORD, Output, view_for
 from stoker.loader.places import Places
@@ -90,7 +91,7 @@ class PartialBatches:
     ) -> None:
         """`disk` makes what assembles rows of outputs in host memory; `locator` is one on the CPU."""
         self._outputs = outputs
-        self._stored = tuple(replace(output, cast=None) for output in outputs)
+        self._twins = [twin_for(output, device) for output in outputs]
         self._schema = cache.recipe.columns
         self._places = places
         self._locator = locator
@@ -231,10 +232,10 @@ class PartialBatches:
         far = group.values if group.rows is None else self._cut_out(group.values, group.rows)
         made = far if group.near is None else self._joined(group, group.near, far)
         return [
-            value if output.cast is None
-            else [one.to(output.cast) for one in value] if output.ragged
-            else value.to(output.cast)
-            for output, value in zip(self._outputs, made, strict=True)
+            value if twin is None
+            else [twin(one) for one in value] if isinstance(value, list)
+            else twin(value)
+            for twin, value in zip(self._twins, made, strict=True)
         ]  # fmt: skip
 
     def _cut_out(self, records: list[Tensor], rows: Mapping[str, Tensor]) -> list[Tensor]:
@@ -244,15 +245,15 @@ class PartialBatches:
             torch.index_select(
                 view_for(output, self._schema[output.field], sources[output.field]), 0, rows[output.index]
             )
-            for output in self._stored
+            for output in self._outputs
         ]
 
     def _joined(self, group: Group, near: Memory, values: list[Any]) -> list[Any]:
         rows = self._locator.rows(near, group.records, group.starts)
         made: list[Any] = []
-        for output, view, far in zip(self._stored, self._views_of(near), values, strict=True):
+        for output, view, far in zip(self._outputs, self._views_of(near), values, strict=True):
             if output.ragged:
-                found = RaggedGather(view, output)(
+                found = RaggedGather(view, None)(
                     rows[f"starts:{output.field}"], rows[f"lengths:{output.field}"]
                 )
                 if group.far is not None:

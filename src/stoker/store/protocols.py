@@ -67,6 +67,18 @@ class OpenFile(Protocol):
         ...
 
 
+class ColumnSink(Protocol):
+    """Takes a column that is read in pieces, from the first to the last. Called by the reading thread."""
+
+    def room(self, offset: int, size: int) -> memoryview[Any]:
+        """Memory, format `B`, for the `size` bytes from `offset` of the column on."""
+        ...
+
+    def filled(self, offset: int, size: int) -> None:
+        """What `room` gave last holds its bytes now."""
+        ...
+
+
 class Storage(Protocol):
     """One folder of a cache. Names are plain: no `/`, no `..`, nothing that is a link or a device."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import xxhash
@@ -15,7 +15,7 @@ from stoker.errors import CorruptError, FormatError, RecordError
 from stoker.schema import Field, Schema, canonical_json, columns_of, numpy_dtype, schema_to_json
 from stoker.store import layout
 from stoker.store.header import TENSOR_DTYPES, Header, TensorEntry, read_header
-from stoker.store.protocols import OpenFile
+from stoker.store.protocols import ColumnSink, OpenFile
 from stoker.store.strict_json import read_strict
 from stoker.store.sums import block_sums, record_seeds, schema_seed
 from stoker.units import MIB
@@ -177,23 +177,25 @@ class Shard:
         self._read_blocks(field, row, low, data, verify)
         out[:] = data[(start - low) * f.row_bytes : (stop - low) * f.row_bytes]
 
-    def verify_column(self, field: str, out: memoryview[Any] | None = None) -> None:
-        """Check a whole column against its digest, reading it in pieces.
+    def verify_column(self, field: str, sink: ColumnSink | None = None) -> None:
+        """Check a whole column against its digest, reading it in pieces of at most `PIECE_BYTES`.
 
         Args:
             field: Which.
-            out: Format `B`, `columns[field].nbytes` long: the bytes land there too.
+            sink: Takes the bytes, which may be used only if this returns.
         Raises:
             CorruptError: It differs; names the damaged samples.
         """
         column = self.columns[field]
         digest = xxhash.xxh3_128()
-        scratch = memoryview(bytearray(min(PIECE_BYTES, column.nbytes))) if out is None else out
+        scratch = memoryview(bytearray(min(PIECE_BYTES, column.nbytes))) if sink is None else None
         for begin in range(0, column.nbytes, PIECE_BYTES):
             size = min(PIECE_BYTES, column.nbytes - begin)
-            piece = scratch[:size] if out is None else out[begin : begin + size]
+            piece = scratch[:size] if scratch is not None else cast(ColumnSink, sink).room(begin, size)
             self._read(column.offset + begin, piece, field)
             digest.update(piece)
+            if sink is not None:
+                sink.filled(begin, size)
         if digest.hexdigest() != self._digests.get(field):
             rows = self._bad_rows(field) or range(self.rows)
             bad = [int(self._numbers[row]) + self._offset for row in rows]

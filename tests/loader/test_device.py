@@ -1,0 +1,135 @@
+"""The device tier's own code on the CPU, where its buffers are plain memory. `tests/gpu` runs it on a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stoker.errors import CorruptError, StalledError
+from stoker.loader import device as device_tier
+from stoker.loader.device import STAGING_BUFFERS, Staging, resident
+from stoker.loader.memory import Memory
+from stoker.loader.places import find_places
+from stoker.store import Cache, open_cache
+from stoker.store.shard_read import PIECE_BYTES
+from stoker.units import MIB
+from tests.loader.caches import write_cache
+
+CPU = torch.device("cpu")
+
+
+def on_cpu(cache: Cache) -> Memory:
+    return resident(cache, find_places(cache, None), frozenset(range(len(cache.index.shards))), CPU)
+
+
+def test_columns_larger_than_all_buffers_arrive_whole(tmp_path: Path) -> None:
+    count = (2 * STAGING_BUFFERS + 1) * PIECE_BYTES // 100_000
+    fields = {"x": torch.randint(0, 256, (count, 100_000), dtype=torch.uint8), "y": torch.randn(count, 3)}
+    cache = write_cache(tmp_path, fields, shards=(count - 7,))
+    memory = on_cpu(cache)
+
+    for shard in memory.shards:
+        memory.load(shard)
+
+    rows = torch.as_tensor(memory.rows)
+    for name, values in fields.items():
+        assert torch.equal(memory.sources[name][rows], values)
+
+
+def test_loading_takes_no_more_host_memory_than_its_buffers(tmp_path: Path) -> None:
+    """On a GPU the set itself is not on the host at all; here it is, so it is taken off."""
+    records = torch.zeros((300, MIB), dtype=torch.uint8)
+    records[:, ::4096] = 1
+    cache = write_cache(tmp_path, {"x": records})
+    child = f"""
+import torch
+from pathlib import Path
+from stoker.loader.device import resident
+from stoker.loader.places import find_places
+from stoker.store import open_cache
+
+def rss(key):
+    line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(key))
+    return int(line.split()[1]) * 1024
+
+cache = open_cache({str(cache.path)!r})
+memory = resident(cache, find_places(cache, None), frozenset([0]), torch.device("cpu"))
+Path("/proc/self/clear_refs").write_text("5")  # forget the peak of importing torch
+before = rss("VmRSS")
+memory.load(0)
+print(rss("VmHWM") - before - memory.sources["x"].nbytes)
+"""
+
+    done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=120)
+
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < (STAGING_BUFFERS + 16) * PIECE_BYTES, "a column was held a second time"
+
+
+def test_a_damaged_shard_is_refused_while_it_is_loaded(tmp_path: Path) -> None:
+    cache = write_cache(tmp_path, {"x": torch.zeros((10, PIECE_BYTES), dtype=torch.uint8)}, shards=(5,))
+    shard = cache.path / cache.index.shards[1].file
+    with shard.open("r+b") as file:
+        file.seek(cache.shard(1).columns["x"].offset + 3 * PIECE_BYTES)
+        file.write(b"\x01")
+    memory = on_cpu(open_cache(cache.path))
+
+    memory.load(0)
+    with pytest.raises(CorruptError, match=r"does not match its digest; damaged samples: [38]"):
+        memory.load(1)
+
+
+def test_records_known_to_be_damaged_are_passed_over(tmp_path: Path) -> None:
+    fields = {"x": torch.randn(10, 700), "y": torch.randn(10, 3)}
+    cache = write_cache(tmp_path, fields)
+    places = find_places(cache, [n for n in range(10) if n != 4])
+    shard = cache.path / cache.index.shards[0].file
+    with shard.open("r+b") as file:
+        file.seek(cache.shard(0).columns["x"].offset + 4 * 2800)
+        file.write(b"\x01\x02\x03\x04")
+    index = replace(cache.index, shards=(replace(cache.index.shards[0], bad=(4,)),))
+    cache = Cache(cache.path, cache.recipe, index)
+    memory = resident(cache, places, frozenset([0]), CPU)
+
+    memory.load(0)
+
+    rows = torch.as_tensor(memory.rows)
+    keep = torch.from_numpy(np.delete(np.arange(10), 4))
+    assert torch.equal(memory.sources["x"][rows], fields["x"][keep])
+
+
+class Copy:
+    """A copy to a device that takes a while."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def query(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+def test_a_buffer_is_filled_again_only_after_it_was_copied() -> None:
+    staging: Any = Staging(CPU)
+    copy = Copy(looks=3)
+    staging._copied[0] = copy
+
+    staging.room(0, 10)
+
+    assert copy.looks == -1
+
+
+def test_a_device_that_does_not_answer_ends_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_tier, "COPY_DEADLINE_S", 0.05)
+    staging: Any = Staging(CPU)
+    staging._copied[3] = Copy(looks=10**9)
+
+    with pytest.raises(StalledError, match="was not done after"):
+        staging.wait()
