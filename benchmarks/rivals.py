@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -183,13 +184,13 @@ def rivals(fields: dict[str, Tensor], folder: Path, batch: int) -> dict[str, tup
     found: dict[str, tuple[Epoch, int]] = {}
     for name, (module, _, make, most) in RIVALS.items():
         if importlib.util.find_spec(module) is None:
-            print(f"left out: {name} is not installed")
+            print(f"left out: {name} is not installed", file=sys.stderr)
             continue
         try:
             epoch = make(few, folder / module, batch)
             next(epoch())
         except Exception as error:
-            print(f"left out: {name}: {type(error).__name__}: {error}")
+            print(f"left out: {name}: {type(error).__name__}: {error}", file=sys.stderr)
             continue
         found[name] = (epoch, most)
     return found

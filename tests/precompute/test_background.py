@@ -61,6 +61,14 @@ def test_it_returns_at_once_and_every_sample_is_served_once(tmp_path: Path) -> N
     assert begin(tmp_path, source, max_quarantined=0.01).complete
 
 
+def test_packed_records_are_served_as_they_will_be(tmp_path: Path) -> None:
+    loader = Loader(begin(tmp_path, FakeSource((60,)), dtype="int8"), batch_size=8)
+    first = {int(n): row for batch in loader for n, row in zip(batch["index"], batch["data"], strict=True)}
+    later = {int(n): row for batch in loader for n, row in zip(batch["index"], batch["data"], strict=True)}
+    assert first.keys() == later.keys() == {*range(60)}
+    assert all(first[n].equal(later[n]) for n in later)
+
+
 def test_what_ends_the_filling_ends_the_epoch_with_its_own_error(tmp_path: Path) -> None:
     loader = Loader(begin(tmp_path, FakeSource((300,), faults={7: "raise", 8: "raise"})), batch_size=16)
     with pytest.raises(IncompleteError, match=r"beside the training failed.*2 quarantined") as found:
