@@ -3,7 +3,7 @@
 1,000 latent trajectories of 103 KiB: windows (t, t+1) from host memory and from disk in the page cache, whole records from disk
 past it (windows would find their neighbours in it), two batch sizes each, and steps that sleep (as one on a GPU leaves
 the CPU alone) or multiply matrices on one core: 12 combinations. The
-plan knows the tiers by a fraction of a second of serving and the step by ten of it alone, as `stoker plan` does after a
+plan knows the tiers by a fraction of a second of serving and the step by forty of it alone, as `stoker plan` does after a
 run. `measured` is all that the run lacks to the step alone, `stall` what the meter saw as waiting: threads that read also
 delay the step itself, by the interpreter's lock. Medians of rounds of step, plan and run one after another. Last, W2 with a step of 2 ms where a core is free and where none is.
 
@@ -70,9 +70,9 @@ def alone(step: Callable[[], None]) -> float:
     """Seconds of the step with nothing beside it."""
     step()
     begin = time.perf_counter()
-    for _ in range(10):
+    for _ in range(40):
         step()
-    return (time.perf_counter() - begin) / 10
+    return (time.perf_counter() - begin) / 40
 
 
 def predicted(place: Place, cache: stoker.Cache, batch: int, step_s: float, step_cpus: float) -> float:
