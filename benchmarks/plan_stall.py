@@ -48,6 +48,8 @@ class Place:
     batches: tuple[int, int] = (64, 512)
     before: Callable[[], None] = lambda: None
     """Called before each epoch."""
+    plan_s: float = 0.3
+    """How long the plan has batches served: past the page cache less than an epoch, which is warm afterwards."""
 
 
 def sleeping(step_s: float) -> Callable[[], None]:
@@ -78,7 +80,7 @@ def alone(step: Callable[[], None]) -> float:
 def predicted(place: Place, cache: stoker.Cache, batch: int, step_s: float, step_cpus: float) -> float:
     """What a plan says that was made with the tiers as they are now."""
     place.before()
-    served = served_loads(cache, place.windows, batch, tiers=[place.tier])
+    served = served_loads(cache, place.windows, batch, tiers=[place.tier], seconds=place.plan_s)
     outputs = make_outputs(cache.schema, place.windows, None)
     demand = Demand(
         records=len(cache),
@@ -146,7 +148,7 @@ def main() -> None:
         del latent
         files = [cache.path / shard.file for shard in cache.index.shards]
         places = {
-            "disk, cold": Place("disk", None, (8, 32), lambda: drop_from_page_cache(files)),
+            "disk, cold": Place("disk", None, (8, 32), lambda: drop_from_page_cache(files), 0.05),
             "disk, warm": Place("disk"),
             "host": Place("host"),
         }

@@ -75,7 +75,7 @@ def _load(
 
 
 def _serve(loader: Loader, meter: StallMeter, pause_s: float, seconds: float) -> None:
-    """Serve for half of `seconds`, until memory is filled and enough is read ahead, and then count for them."""
+    """Serve for half of `seconds`, until memory is filled and enough is read ahead; then count for them."""
     begin, counted, spent_s = time.perf_counter(), False, 0.0
     while spent_s < 1.5 * seconds:
         for _ in loader:
