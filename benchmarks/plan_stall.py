@@ -3,7 +3,7 @@
 1,000 latent trajectories of 103 KiB: windows (t, t+1) from host memory and from disk in the page cache, whole records from disk
 past it (windows would find their neighbours in it), two batch sizes each, and steps that sleep (as one on a GPU leaves
 the CPU alone) or multiply matrices on one core: 12 combinations. The
-plan knows the tiers by a fraction of a second of serving and the step by ten of it alone, as `stoker plan` does after a
+plan knows the tiers by a fraction of a second of serving and the step by forty of it alone, as `stoker plan` does after a
 run. `measured` is all that the run lacks to the step alone, `stall` what the meter saw as waiting: threads that read also
 delay the step itself, by the interpreter's lock. Medians of rounds of step, plan and run one after another. Last, W2 with a step of 2 ms where a core is free and where none is.
 
@@ -48,6 +48,8 @@ class Place:
     batches: tuple[int, int] = (64, 512)
     before: Callable[[], None] = lambda: None
     """Called before each epoch."""
+    plan_s: float = 0.3
+    """How long the plan has batches served: past the page cache less than an epoch, which is warm afterwards."""
 
 
 def sleeping(step_s: float) -> Callable[[], None]:
@@ -70,15 +72,15 @@ def alone(step: Callable[[], None]) -> float:
     """Seconds of the step with nothing beside it."""
     step()
     begin = time.perf_counter()
-    for _ in range(10):
+    for _ in range(40):
         step()
-    return (time.perf_counter() - begin) / 10
+    return (time.perf_counter() - begin) / 40
 
 
 def predicted(place: Place, cache: stoker.Cache, batch: int, step_s: float, step_cpus: float) -> float:
     """What a plan says that was made with the tiers as they are now."""
     place.before()
-    served = served_loads(cache, place.windows, batch, tiers=[place.tier])
+    served = served_loads(cache, place.windows, batch, tiers=[place.tier], seconds=place.plan_s)
     outputs = make_outputs(cache.schema, place.windows, None)
     demand = Demand(
         records=len(cache),
@@ -146,7 +148,7 @@ def main() -> None:
         del latent
         files = [cache.path / shard.file for shard in cache.index.shards]
         places = {
-            "disk, cold": Place("disk", None, (8, 32), lambda: drop_from_page_cache(files)),
+            "disk, cold": Place("disk", None, (8, 32), lambda: drop_from_page_cache(files), 0.05),
             "disk, warm": Place("disk"),
             "host": Place("host"),
         }

@@ -20,6 +20,8 @@ from stoker.units import MIB
 
 SECONDS = 0.3
 """For each tier; half of it again beforehand."""
+LEAST_PAUSES = 4
+"""Batches, at least, that are timed with pauses between them."""
 SERVED_BYTES = 64 * MIB
 """Bytes of records that are served for it; filling memory with more would take time."""
 
@@ -53,27 +55,35 @@ def served_loads(
 def _load(
     cache: Cache, windows: Windows | None, batch_size: int, tier: str, numbers: Sequence[int], seconds: float
 ) -> Load | None:
-    """Nothing is between two batches, so all time is waiting: for reads, or for what this thread does."""
+    """First without a step, then, from disk, with pauses so long that every read is over when they end."""
     meter = StallMeter()
     loader = Loader(cache, batch_size, windows=windows, tier=tier, indices=numbers, meter=meter)
-    begin, counted, spent_s = time.perf_counter(), False, 0.0
-    while spent_s < 1.5 * seconds:
-        for _ in loader:
-            spent_s = time.perf_counter() - begin
-            if not counted and spent_s >= seconds / 2:
-                # Memory is filled by now, buffers are made and enough is read ahead.
-                meter.reset()
-                counted = True
-            if spent_s >= 1.5 * seconds:
-                break
+    _serve(loader, meter, 0.0, seconds)
     report = meter.epoch()
     timed = report.batches - 1
     if set(report.tiers) != {tier} or timed < 1:
         return None
     batch_s = (report.wait_s + report.step_s) / timed
-    if tier == "disk":
-        direct_s = min(batch_s, report.parts.get("gather", 0.0) / timed)
-        return Load(alone_s=batch_s, direct_s=direct_s, beside_s=batch_s - direct_s)
-    if batch_s <= HANDOVER_S:
-        return Load(alone_s=batch_s, direct_s=batch_s, beside_s=0.0)
-    return Load(alone_s=batch_s, direct_s=HANDOVER_S, beside_s=batch_s)
+    if tier != "disk":
+        direct_s = min(batch_s, HANDOVER_S)
+        return Load(alone_s=batch_s, direct_s=direct_s, beside_s=batch_s if batch_s > direct_s else 0.0)
+    # Threads that were idle are dearer to wake than ones at work, so this is not what the first part shows.
+    _serve(loader, meter, 2 * batch_s, max(seconds, LEAST_PAUSES * 3 * batch_s))
+    report = meter.epoch()
+    direct_s = min(batch_s, report.wait_s / max(1, report.batches - 1))
+    return Load(alone_s=batch_s, direct_s=direct_s, beside_s=batch_s - direct_s)
+
+
+def _serve(loader: Loader, meter: StallMeter, pause_s: float, seconds: float) -> None:
+    """Serve for half of `seconds`, until memory is filled and enough is read ahead; then count for them."""
+    begin, counted, spent_s = time.perf_counter(), False, 0.0
+    while spent_s < 1.5 * seconds:
+        for _ in loader:
+            if pause_s:
+                time.sleep(pause_s)
+            spent_s = time.perf_counter() - begin
+            if not counted and spent_s >= seconds / 2:
+                meter.reset()
+                counted = True
+            if spent_s >= 1.5 * seconds:
+                break
