@@ -47,6 +47,13 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         stoker.precomputed  # noqa: B018
 
 
+@pytest.mark.parametrize(("module", "name"), [("transforms", "Flip"), ("integrations", "as_dataloader")])
+def test_public_modules_are_imported_when_asked_for(module: str, name: str) -> None:
+    code = f"import stoker; assert stoker.{module}.{name}.__doc__"
+
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_functions_stay_functions_after_their_modules_were_imported() -> None:
     """`import stoker.precompute.reader` sets the subpackage as an attribute of `stoker`."""
     import stoker.cached

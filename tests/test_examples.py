@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -28,3 +31,18 @@ def test_a_dataset_in_ten_lines_is_encoded_once_and_trained_on(tmp_path: Path) -
 def test_one_line_serves_a_dataset(tmp_path: Path) -> None:
     assert "1,000 examples" in run("one_line.py", str(tmp_path))
     assert "1,000 examples" in run("one_line.py", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "says"),
+    [
+        ("lightning_trainer.py", "lightning", "100 steps, 5 epochs, Loader("),
+        ("hf_trainer.py", "transformers", "100 steps"),
+        ("accelerate_loop.py", "accelerate", "epoch 2: Loader("),
+    ],
+)
+def test_a_run_in_a_trainer_is_resumed(tmp_path: Path, name: str, package: str, says: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install 'stoker[trainers]'")
+
+    assert says in run(name, str(tmp_path))

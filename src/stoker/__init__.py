@@ -7,6 +7,7 @@ store/        the cache: recipe and fingerprint, shards with checksums, index
 plan/         which records are served from where, and why
 loader/       cache + plan -> batches, the same bytes from every tier
 transforms/   changes to a batch on its device, random by example
+integrations/ adapters for training frameworks
 train/        a reference operator and its training loop
 config/       settings files;  pipeline/, cli/   whole runs, and the `stoker` command
 """
@@ -63,7 +64,7 @@ _HOMES = {
 }
 """Where each public name is defined; imported on first use, so that `import stoker` costs nothing."""
 
-_MODULES = ("transforms",)
+_MODULES = ("integrations", "transforms")
 """Public modules, `stoker.transforms.Flip`, also imported on first use."""
 
 

@@ -55,6 +55,8 @@ class Field:
     """The length of axis 0 differs from sample to sample."""
     packed: bool = False
     """Floats, stored as `dtype` times a float32 scale for each block of 128 on the last axis."""
+    kept: bool = False
+    """Of the raw sample, kept beside what was encoded: neither a state nor a condition of a window."""
 
     def __post_init__(self) -> None:
         """Refuse shapes and dtypes that no store can hold."""
@@ -131,10 +133,10 @@ def schema_to_json(schema: Schema) -> dict[str, Json]:
     """A schema as JSON, the inverse of `schema_from_json`."""
     entries: dict[str, Json] = {}
     for name, f in schema.items():
-        # Said only where it is so: schemas without packed fields read as they did before there were any.
-        packed: dict[str, Json] = {"packed": True} if f.packed else {}
+        # Said only where it is so: other schemas read as they did before there were such fields.
+        marks: dict[str, Json] = {mark: True for mark in ("packed", "kept") if getattr(f, mark)}
         entries[name] = {
-            "shape": list(f.shape), "dtype": f.dtype, "time": f.time, "ragged": f.ragged, **packed
+            "shape": list(f.shape), "dtype": f.dtype, "time": f.time, "ragged": f.ragged, **marks
         }  # fmt: skip
     return entries
 
@@ -153,6 +155,7 @@ def schema_from_json(data: Mapping[str, Any]) -> Schema:
                 time=bool(f["time"]),
                 ragged=bool(f["ragged"]),
                 packed=bool(f.get("packed", False)),
+                kept=bool(f.get("kept", False)),
             )
             for name, f in data.items()
         }

@@ -102,7 +102,7 @@ def test_memory_holds_and_gathers_the_packed_bytes(cache: Cache) -> None:
     assert loader._engine is not None
     (memory,) = loader._engine.residency.held.memories
     assert memory.sources["latent"].dtype == torch.int8
-    packed = sum(f.size_bytes() for f in cache.columns.values())
+    packed = sum(f.size_bytes() for f in cache.recipe.columns.values())
     assert sum(row.bytes for row in loader.plan.rows) == packed * len(cache)
     (output,) = [o for o in make_outputs(cache.schema, None, None) if o.name == "latent"]
     assert output.example_bytes == 9 * 4 * 40 + 9 * 4 * 4

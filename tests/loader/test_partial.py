@@ -189,7 +189,7 @@ def test_a_window_of_block_order_copies_its_trajectories_once(
     got = list(loader)
 
     assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
-    whole = cache.columns["latent"].size_bytes() + 4 + 12 + 36
+    whole = cache.recipe.columns["latent"].size_bytes() + 4 + 12 + 36
     away = COUNT - cache.index.shards[0].rows
     assert sum(size for size, _ in copied) < 1.6 * away * whole
     assert sum(count for _, count in copied) == away * per_record, "every example once"

@@ -43,7 +43,7 @@ def test_training_goes_on_without_the_raw_data(
     [
         "latent.dim=6", "latent.tokens=2", "encoder.seed=1", "encoder.patch_size=8", "encoder.kind=identity",
         "encoder.fourier=[]", "training.latent_cache_dtype=float32", "data.normalize=true", "data.limit=3",
-        "data.preset=well",
+        "data.preset=well", "precompute.keep=data", "training.latent_cache_dtype=int8",
     ],
 )  # fmt: skip
 def test_another_setting_does_not_match(configure: Configure, filled: Path, change: str) -> None:

@@ -103,7 +103,7 @@ def assert_whole_through_safetensors(cache: Cache, source: FakeSource) -> None:
 def column(file: Any, cache: Cache, name: str, row: int) -> torch.Tensor:
     """One record's piece of a tensor in a shard."""
     found = file.get_tensor(name)
-    if not cache.columns[name].ragged:
+    if not cache.recipe.columns[name].ragged:
         return found[row]
     begin, end = file.get_tensor(f"{name}.offsets")[row : row + 2].tolist()
     return found[begin:end]

@@ -100,3 +100,19 @@ def test_the_untrained_operator_equals_persistence() -> None:
 
     assert found.nrmse == found.persistence
     assert found.rollout == found.rollout_persistence
+
+
+def test_with_a_decoder_the_same_errors_are_told_of_fields() -> None:
+    """Decoding that only scales changes no relative error; one that shifts makes the fields larger."""
+    plain = judge(FakeLoader(ramp(slope=2.0), shuffle=False))
+    scaled = judge(FakeLoader(ramp(slope=2.0), shuffle=False), decode=lambda z: 3 * z)
+    shifted = judge(FakeLoader(ramp(slope=2.0), shuffle=False), decode=lambda z: z + 10)
+
+    assert plain.physical is None
+    assert scaled.nrmse == plain.nrmse
+    assert scaled.physical is not None
+    for name in ("nrmse", "persistence", "rollout", "rollout_persistence"):
+        assert getattr(scaled.physical, name) == pytest.approx(getattr(plain, name))
+    assert shifted.physical is not None
+    # truth 12 14 16 18 20 in three trajectories, one step always misses by 1
+    assert shifted.physical.nrmse == pytest.approx((5 / 1320) ** 0.5)

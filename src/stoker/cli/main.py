@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import psutil
 import typer
 
-from stoker.cli import keeping
+from stoker.cli import bench, keeping
 from stoker.cli.edge import Edge, edge, run, stop_on_sigterm
 from stoker.cli.flags import (
     CachePath,
@@ -303,6 +303,7 @@ def inspect(path: CachePath, as_json: Json = False, debug: Debug = False) -> Non
 
 
 keeping.register(app)
+bench.register(app)
 
 
 @app.command()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stoker.pipeline.validate import Validation
     from stoker.pipeline.why import Explanation
     from stoker.schema import Json, Schema
-    from stoker.train.config import EventSink
+    from stoker.train.config import EventSink, TrainReport
 
 Cells: TypeAlias = tuple[str, ...]
 """One row of a table, with rich's markup; a row may be shorter than others."""
@@ -189,9 +189,18 @@ def _train_rows(label: str, result: TrainResult) -> list[Cells]:
     return [
         (label, result.extent, format_seconds(result.train_s), f"{stall}{report.tier} tier"),
         ("", errors),
+        *([("", _physical(report))] if report.physical_nrmse is not None else []),
         *(("", line) for line in _waited(result)),
         ("", escape(" · ".join(result.pictures))),
     ]
+
+
+def _physical(report: TrainReport) -> str:
+    """Errors of decoded fields, and what the encoder itself loses."""
+    lost = report.reconstruction_nrmse
+    beside = f"persistence {_number(report.physical_persistence_nrmse)}"
+    beside += "" if lost is None else f"; the encoder itself loses {_number(lost)}"
+    return f"in physical space {_number(report.physical_nrmse)} ({beside})"
 
 
 def _waited(result: TrainResult) -> list[str]:

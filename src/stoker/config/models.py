@@ -214,6 +214,8 @@ class PrecomputeConfig(_Section):
     """Whether a sample with a NaN or an infinity is quarantined or stored."""
     max_error: PositiveFloat | None = None
     """Largest rounding error of the storage dtype, relative to a record's largest value; null: no bound."""
+    keep: str | tuple[str, ...] = ()
+    """Fields of the raw samples to store beside the latents, as `data` or `[data]`, for losses on them."""
     overwrite: Flag = False
     """Encode all records of this recipe again."""
     retry_quarantined: Flag = False

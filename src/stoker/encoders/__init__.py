@@ -2,8 +2,10 @@
 
 protocol.py   what an encoder promises
 grid.py       fields on a regular grid to tokens
+keeping.py    fields of the raw sample, kept beside what an encoder makes
 module.py     any frozen `nn.Module` or function
 normalize.py  statistics of the training samples, applied before an encoder
+decode.py     back from latents to fields
 groups.py     the fixed group, from schemas alone
 weights.py    weights by content: digest, save, load, refuse what has no value yet
 describe.py   what code an encoder runs, for its identity

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stoker.encoders.decode import GridDecoder
 from stoker.encoders.groups import fixed_group
 from stoker.encoders.protocol import Group
 from stoker.encoders.weights import digest_weights, load_weights
@@ -73,6 +74,7 @@ class GridEncoder:
     _cells: Cells = dataclasses.field(init=False, repr=False)
     _weights: dict[str, Tensor] = dataclasses.field(init=False, repr=False)
     _scratch: Tensor | None = dataclasses.field(init=False, repr=False, default=None)
+    _decoder: GridDecoder | None = dataclasses.field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         """Check the settings, then make or load the weights."""
@@ -139,6 +141,16 @@ class GridEncoder:
                 torch.mm(cells, project, out=tokens)
                 tokens.view(-1, self.tokens, self.dim).add_(position)
         return {"latent": latent, **{name: value for name, value in batch.items() if name != self.field}}
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents `(..., L, D)` as fields `(..., H, W, C)` float32, by the least-squares inverse.
+
+        Exact but for rounding where `dim` is at least the values of a cell; with fewer, the finest waves
+        within each cell are lost. See `decode.py`.
+        """
+        if self._decoder is None:
+            self._decoder = GridDecoder(self._cells, self.channels, self._weights)
+        return self._decoder(latents)
 
     def to(self, device: torch.device) -> None:
         """Move weights to `device`."""

@@ -30,7 +30,8 @@ class WindowBatch(NamedTuple):
     future: Tensor | None
     """The `horizon - 1` states after `z1`, `(B, horizon - 1, *step)`; None at horizon 1."""
     cond: dict[str, Tensor]
-    """Every other field as `(B, C)`: a parameter as it is, a field with time at `start`."""
+    """Every other field as `(B, C)`: a parameter as it is, a field with time at `start`. Raw fields that the
+    cache keeps come with their own axes, at least `(B, N, C)`: `<name>0` at z0 and `<name>1` at z1."""
     index: Tensor  # pyright: ignore[reportIncompatibleMethodOverride] - the name scripts rely on
     """Sample number and start, `(B, 2)` int64."""
     position: tuple[int, int]

@@ -201,7 +201,7 @@ def _demand(
 ) -> Demand:
     """What is to be planned for: whole shards, since memory is filled by shard."""
     record_bytes = 0.0
-    for name, field in cache.columns.items():
+    for name, field in cache.recipe.columns.items():
         lengths = cache.lengths(name) if field.ragged else None
         record_bytes += field.size_bytes() if lengths is None else float(lengths.mean()) * field.row_bytes
     whole = any(output.ragged for output in outputs)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def resident(cache: Cache, places: Places, shards: frozenset[int], device: torch.device) -> Memory:
     """Allocate the fields of `shards` on `device`; loading copies them there one shard at a time."""
-    schema = cache.columns
+    schema = cache.recipe.columns
     layout = make_layout(cache, shards, schema, 1, {})
     sources = {
         name: torch.empty((layout.span(name), *unit_shape(f)), dtype=torch_dtype(f), device=device)

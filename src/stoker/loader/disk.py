@@ -257,7 +257,7 @@ class DiskBatches:
 
     def _views_of(self, memory: Memory) -> list[Tensor]:
         if self._views is None or self._views[0] is not memory:
-            schema = self._cache.columns
+            schema = self._cache.recipe.columns
             views = [view_for(o, schema[o.field], memory.sources[o.field]) for o in self._outputs]
             self._views = (memory, views)
         return self._views[1]
@@ -272,7 +272,7 @@ def _plan_runs(cache: Cache, outputs: tuple[Output, ...]) -> list[Run]:
                 wanted.setdefault(output.field, {}).setdefault(lag, []).append((i, place))
     runs: list[Run] = []
     for field, by_lag in wanted.items():
-        gap = 1 + JOINED_GAP_BYTES // max(1, cache.columns[field].row_bytes)
+        gap = 1 + JOINED_GAP_BYTES // max(1, cache.recipe.columns[field].row_bytes)
         lags = sorted(by_lag)
         cuts = [0, *(k for k in range(1, len(lags)) if lags[k] - lags[k - 1] > gap), len(lags)]
         for begin, end in pairwise(cuts):

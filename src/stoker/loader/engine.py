@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from stoker.store import Cache
 
 MOST_BATCHES = 1024
-QUICK_S = 0.25
+QUICK_S = 1.0
 """Batches that take less than this together may be followed by twice as many."""
 
 
@@ -82,7 +82,7 @@ class Strip:
 
 
 class Pace:
-    """How many batches are made between two looks at what is held: as many as take about half a second."""
+    """How many batches are made between two looks at what is held: as many as take a second or some more."""
 
     def __init__(self) -> None:
         self.batches = 4
@@ -161,7 +161,7 @@ class Engine:
             first=torch.as_tensor(first).to(device) if on_device else first,
             numbers=torch.as_tensor(numbers.copy()).to(device) if on_device else numbers,
             windowed=design.windowed,
-            step_lengths=step_lengths(self._outputs, design.cache.columns),
+            step_lengths=step_lengths(self._outputs, design.cache.recipe.columns),
             ragged=whole_ragged,
             lengths={name: design.places.of_all(design.cache.lengths(name)) for name in whole_ragged},
         )
@@ -211,7 +211,7 @@ class Engine:
         if self._batches is None or self._batches[0] is not memory:
             gathers = MemoryBatches(
                 memory,
-                design.cache.columns,
+                design.cache.recipe.columns,
                 self._outputs,
                 design.share.batch_size,
                 static=design.static,

@@ -23,6 +23,7 @@ from stoker.loader.arguments import (
     take_dataloader_arguments,
     whole_numbers,
 )
+from stoker.loader.beside import Beside
 from stoker.loader.decide import Wishes, completed, decide, terms_of
 from stoker.loader.engine import Design, Engine, Strip
 from stoker.loader.mend import Mender
@@ -130,6 +131,7 @@ class Loader:
         self._transforms = tuple(transforms)
         self._pin = pin and torch.cuda.is_available()
         self._meter = meter
+        self._beside = Beside(cores=self._design.threads)
         self._example_bytes = sum(output.served_bytes for output in self._design.outputs)
         self._engine: Engine | None = None
         self._stop: weakref.finalize[[], Loader] | None = None
@@ -222,20 +224,25 @@ class Loader:
         refuse_workers()
         if not self._resuming:
             self._at = (self._at[0], 0)
-        self._resuming = False
-        return self._pass(*self._at)
+        return self._pass()
 
-    def _pass(self, epoch: int, position: int) -> Iterator[Any]:
+    def _pass(self) -> Iterator[Any]:
+        # Where to begin is decided with the first batch: trainers make the iterator, then call `set_epoch`.
+        epoch, position = self._at
+        self._resuming = False
         meter = self._meter
         begin = perf_counter()
         for strip, finish in self._strips(epoch, position):
             batches = strip.batches
+            if strip.tier == "host" and not self._wishes.static:
+                batches = self._beside.of(batches, len(strip.examples) // strip.size)
             if finish:
                 batches = finish.apply(batches, strip.examples, strip.size, epoch)
             if meter is None:
                 for batch in batches:
                     self._at = batch.position
                     yield batch
+                self._beside.ended()
                 continue
             size_bytes = self._example_bytes * strip.size
             for batch in batches:
@@ -244,6 +251,7 @@ class Loader:
                 meter.handed(size_bytes, strip.size, strip.tier)
                 yield batch
                 begin = perf_counter()
+            self._beside.ended()
         if meter is not None:
             meter.ended()
         if not self._design.share.steps(position):

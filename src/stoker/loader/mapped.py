@@ -81,7 +81,7 @@ def map_host(cache: Cache, places: Places, shards: frozenset[int], *, mapping: b
     Args:
         mapping: False copies every field into memory of this process.
     """
-    schema, reach = cache.columns, frozenset(places.shards())
+    schema, reach = cache.recipe.columns, frozenset(places.shards())
     chosen = _choose_mapped(cache, schema, reach) if mapping else None
     movable = chosen is not None and _copied(schema, chosen.fields) <= MOST_COPIED
     if not movable:
@@ -137,7 +137,7 @@ def _load(
         begin, count = layout.part(name, shard)
         if name in ranges:
             read_column(cache, shard, name)
-            ranges[name].map_at(begin * unit_bytes(cache.columns[name]), cache.shard(shard), name)
+            ranges[name].map_at(begin * unit_bytes(cache.recipe.columns[name]), cache.shard(shard), name)
         else:
             read_column(cache, shard, name, bytes_of(source[begin : begin + count]))
 
@@ -149,7 +149,7 @@ def _parts(
     parts: list[tuple[AddressRange, int, int]] = []
     for name, addresses in ranges.items():
         begin, count = layout.part(name, shard)
-        size = unit_bytes(cache.columns[name])
+        size = unit_bytes(cache.recipe.columns[name])
         parts.append((addresses, begin * size, count * size))
     return parts
 

@@ -97,12 +97,26 @@ def make_outputs(
     if windows.horizon > 1:
         count = windows.horizon - 1
         outputs.append(_output("future", main, field, wanted, lag=2 * stride, count=count, every=stride))
-    outputs += [
-        _output(name, name, f, dtypes[name], lag=0 if f.time else None, width=condition_width(f))
-        for name, f in schema.items()
-        if name != main
-    ]
+    for name, f in schema.items():
+        if f.kept:
+            outputs += _kept_outputs(name, f, dtypes[name], stride)
+        elif name != main:
+            lag, width = 0 if f.time else None, condition_width(f)
+            outputs.append(_output(name, name, f, dtypes[name], lag=lag, width=width))
     return tuple(outputs)
+
+
+def _kept_outputs(name: str, field: Field, dtype: str | None, stride: int) -> list[Output]:
+    """A raw field beside the latents: at z0 and at z1, or as it is where it has no time.
+
+    It keeps its axes, with at least two of them, so that nobody takes it for a condition `(B, C)`: at z1 it
+    would tell what is to be predicted.
+    """
+    if field.time:
+        found = [_output(f"{name}{k}", name, field, dtype, lag=lag) for k, lag in enumerate((0, stride))]
+    else:
+        found = [_output(name, name, field, dtype)]
+    return [replace(o, shape=(*o.shape, 1, 1)[: max(2, len(o.shape))]) for o in found]
 
 
 def check_dtype(dtype: str) -> None:

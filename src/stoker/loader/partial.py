@@ -91,7 +91,7 @@ class PartialBatches:
         """`disk` makes what assembles rows of outputs in host memory; `locator` is one on the CPU."""
         self._outputs = outputs
         self._stored = tuple(replace(output, cast=None) for output in outputs)
-        self._schema = cache.columns
+        self._schema = cache.recipe.columns
         self._places = places
         self._locator = locator
         self._disk = disk(outputs)

@@ -50,6 +50,10 @@ class Ticket(Generic[T]):
         """Whether the outcome is there."""
         return self._done.is_set()
 
+    def wait(self, deadline_s: float) -> None:
+        """Wait until the work is over, whatever became of it."""
+        self._done.wait(deadline_s)
+
     def result(self, deadline_s: float, what: str) -> T:
         """The outcome, or the error that the work raised.
 

@@ -67,7 +67,7 @@ def time_field(schema: Schema, wanted: str | None) -> str:
         ConfigError: There is none, `wanted` is not one, or there are several and none is called
             `latent` or `data`.
     """
-    timed = [name for name, field in schema.items() if field.time]
+    timed = [name for name, field in schema.items() if field.time and not field.kept]
     if wanted is not None:
         if wanted not in timed:
             raise ConfigError(

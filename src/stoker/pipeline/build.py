@@ -14,6 +14,7 @@ from pathlib import Path
 
 from stoker.config import Config
 from stoker.encoders.grid import GridEncoder
+from stoker.encoders.keeping import keeping
 from stoker.encoders.normalize import Normalized
 from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError
@@ -49,6 +50,7 @@ def build_jobs(config: Config, task: str, splits: Sequence[str]) -> list[Job]:
     if config.data.normalize:
         fitted_on = sources.get("train") or build_source(config, task, "train")
     encoder = build_encoder(config, next(iter(sources.values())).schema(), fitted_on=fitted_on)
+    encoder = keeping(encoder, config.precompute.keep)
     return [
         Job(name=f"{task}_{split}", split=split, source=source, encoder=encoder)
         for split, source in sources.items()

@@ -17,6 +17,7 @@ from typing import Any
 
 from stoker.config import Config
 from stoker.encoders.grid import GridEncoder
+from stoker.encoders.keeping import KEEPING, field_names
 from stoker.errors import StokerError
 from stoker.sources.declared import declared_fields
 from stoker.sources.files import SUFFIXES, canonical_split, split_of
@@ -168,7 +169,13 @@ def _same_limit(config: Config, recipe: Recipe) -> bool:
 
 
 def _same_encoder(config: Config, recipe: Recipe) -> bool:
-    entry = recipe.entries["encoder"]
+    entry, keep = recipe.entries["encoder"], field_names(config.precompute.keep)
+    if entry is not None and entry["class"] == KEEPING:
+        if entry["config"]["fields"] != list(keep):
+            return False
+        entry = entry["config"]["inner"]
+    elif keep and entry is not None:
+        return False
     if config.data.normalize:
         if entry is None or entry["class"] != "stoker.Normalized" or entry["config"]["method"] != "standard":
             return False

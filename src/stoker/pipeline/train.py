@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 from stoker.config import Config
@@ -18,6 +19,7 @@ from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import run_dir_of, settings_digest, work_digest, write_diary
 from stoker.pipeline.folders import require_writable
 from stoker.pipeline.locate import batch_size_of, trajectory_steps, windows_of
+from stoker.pipeline.physical import physical_space
 from stoker.pipeline.precompute import CacheResult, fill_caches
 from stoker.pipeline.together import Shared, on_own_device, own_trajectories, share_steps
 from stoker.plan import Plan
@@ -103,6 +105,11 @@ class TrainResult:
             "persistence_nrmse": report.persistence_nrmse,
             "rollout_nrmse": report.rollout_nrmse,
             "rollout_persistence_nrmse": report.rollout_persistence_nrmse,
+            "physical_nrmse": report.physical_nrmse,
+            "physical_persistence_nrmse": report.physical_persistence_nrmse,
+            "physical_rollout_nrmse": report.physical_rollout_nrmse,
+            "physical_rollout_persistence_nrmse": report.physical_rollout_persistence_nrmse,
+            "reconstruction_nrmse": report.reconstruction_nrmse,
             "run_dir": str(report.run_dir),
             "startup": {
                 **report.startup,
@@ -199,12 +206,8 @@ def train_prepared(
     run_dir, meter = run_dir_of(config), StallMeter()
     digest = settings_digest(config, {result.split: result.cache.fingerprint for result in prepared.caches})
     shared, work = share_steps(config, digest, train_cache, ranks), work_digest(config, train_cache.schema)
-    if not shared.resume and (run_dir / "checkpoints").exists():
-        log.info(
-            "%s holds a run that is finished or of other settings: training begins anew, and its checkpoints "
-            "and metrics move to checkpoints.previous and metrics.previous.jsonl",
-            run_dir,
-        )
+    if not shared.resume:
+        _tell_anew(run_dir)
 
     def note(kind: str, facts: Mapping[str, Json]) -> None:
         if kind == "start":
@@ -229,6 +232,7 @@ def train_prepared(
             meter=meter,
             on_event=note,
             ranks=ranks,
+            physical=physical_space(val_cache),
         )
     finally:
         checked = None if check is None else check.finish()
@@ -245,6 +249,15 @@ def train_prepared(
         spot_check=checked,
         over_budget=verdict_of(config, train_cache, report),
     )
+
+
+def _tell_anew(run_dir: Path) -> None:
+    if (run_dir / "checkpoints").exists():
+        log.info(
+            "%s holds a run that is finished or of other settings: training begins anew, and its checkpoints "
+            "and metrics move to checkpoints.previous and metrics.previous.jsonl",
+            run_dir,
+        )
 
 
 def _tell_plan(on_event: EventSink | None, cache: Cache, plan: Plan) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stoker.config import load_config
+from stoker.encoders.keeping import KEEPING
 from stoker.errors import ConfigError, FormatError, StokerError
 from stoker.pipeline.build import tasks_of
 from stoker.pipeline.locate import recipe_of
@@ -15,8 +16,11 @@ from stoker.sources.files import canonical_split
 from stoker.store import Difference, Recipe, diff_recipes, load_recipe, open_cache
 from stoker.store.strict_json import as_object
 
-NORMALIZED = "stoker.Normalized"
-"""Class in the identity of an encoder that normalises first."""
+WRAPPERS = {
+    KEEPING: ("kept", "raw fields are kept on one side only"),
+    "stoker.Normalized": ("normalised", "the encoder takes normalised values on one side only"),
+}
+"""Classes in the identity of encoders around another one, outermost first; their entry and its meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +87,13 @@ def differences_of(a: Recipe, b: Recipe) -> list[Difference]:
 
     Parts of a torch Dataset have no bytes that were compared, but probed samples.
     """
-    inside = [_inside(recipe) for recipe in (a, b)]
     found: list[Difference] = []
-    if (inside[0] is None) != (inside[1] is None):
-        said = ["no" if recipe is None else "yes" for recipe in inside]
-        note = "the encoder takes normalised values on one side only"
-        found.append(Difference(entry="encoder.normalised", a=said[0], b=said[1], note=note))
-        a, b = inside[0] or a, inside[1] or b
+    for wrapper, (name, note) in WRAPPERS.items():
+        inside = [_inside(recipe, wrapper) for recipe in (a, b)]
+        if (inside[0] is None) != (inside[1] is None):
+            said = ["no" if recipe is None else "yes" for recipe in inside]
+            found.append(Difference(entry=f"encoder.{name}", a=said[0], b=said[1], note=note))
+            a, b = inside[0] or a, inside[1] or b
     found += diff_recipes(a, b)
     if not str(b.entries["source"]["kind"]).startswith("torch/"):
         return found
@@ -98,10 +102,10 @@ def differences_of(a: Recipe, b: Recipe) -> list[Difference]:
     ]
 
 
-def _inside(recipe: Recipe) -> Recipe | None:
-    """The recipe as it were without normalising; None where nothing is normalised."""
+def _inside(recipe: Recipe, wrapper: str) -> Recipe | None:
+    """The recipe as it were without a wrapper around its encoder; None where there is none."""
     encoder = as_object(recipe.entries["encoder"]) or {}
-    if encoder.get("class") != NORMALIZED:
+    if encoder.get("class") != wrapper:
         return None
     return Recipe(entries={**recipe.entries, "encoder": encoder["config"]["inner"]})
 

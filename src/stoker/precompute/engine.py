@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from stoker.atomic import explained, sync_folder
+from stoker.encoders.keeping import keeping
 from stoker.encoders.protocol import Encoder
 from stoker.errors import IncompleteError, Interrupted
 from stoker.plan.resources import probe
@@ -67,6 +68,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     overwrite: bool = False,
     max_error: float | None = None,
     part: tuple[int, int] = (0, 1),
+    keep: str | Sequence[str] = (),
     progress: ProgressSink | Literal["auto"] | None = "auto",
 ) -> Cache:
     """Encode what the cache lacks, and return it; a complete cache comes back at once.
@@ -78,6 +80,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         readers: Reader processes; None: automatic; 0: read in this process, without deadlines.
         device: Where the encoder runs.
         deadlines: Seconds by stage, as `{"read": 120}`, or `Deadlines`.
+        keep: Fields of the raw sample to store beside what the encoder makes of it.
         max_quarantined, retry_quarantined, nan, overwrite, max_error, progress: See
             `PrecomputeSettings`.
         part: This rank and the number of ranks, where each of them makes this call: all help, and each
@@ -105,7 +108,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         part=part,
         progress=progress,
     )
-    return run_precompute(source, encoder, cache_dir, name=name, settings=settings).cache
+    return run_precompute(source, keeping(encoder, keep), cache_dir, name=name, settings=settings).cache
 
 
 def run_precompute(

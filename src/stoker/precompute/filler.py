@@ -50,6 +50,11 @@ class EncodeFiller:
         self._settings = replace(settings, readers=settings.readers and 1, progress=None)
         self._fingerprint = fingerprint
 
+    @property
+    def source(self) -> Source:
+        """Where raw samples come from."""
+        return self._source
+
     def fill(self, numbers: Sequence[int], deadline_s: float) -> None:
         """Encode and store these samples unless they are stored, and write the index.
 

@@ -96,11 +96,6 @@ class Cache:
         return self.recipe.schema
 
     @property
-    def columns(self) -> Schema:
-        """What shards and memory hold of a record: its fields, packed ones followed by their scales."""
-        return self.recipe.columns
-
-    @property
     def complete(self) -> bool:
         """Whether every sample is stored or quarantined."""
         return self.index.complete
@@ -192,7 +187,7 @@ class Cache:
         Raises:
             RecordError: There is no such field, or it is a scalar.
         """
-        spec = self.columns.get(field)
+        spec = self.recipe.columns.get(field)
         if spec is None or not spec.shape:
             raise RecordError(f"field {field!r} has no axis 0. Fields: {', '.join(self.schema)}")
         if not spec.ragged:

@@ -247,7 +247,7 @@ def _copy(out: OpenShard, cache: Cache, origins: Mapping[int, _Origin], table: N
     """Append rows to `out`; each is checked against its sums as it is read."""
     out.add(
         table[:, 0].copy(),
-        {name: _read(cache, name, origins, table) for name in cache.columns},
+        {name: _read(cache, name, origins, table) for name in cache.recipe.columns},
         0,
         len(table),
     )
@@ -255,7 +255,7 @@ def _copy(out: OpenShard, cache: Cache, origins: Mapping[int, _Origin], table: N
 
 
 def _read(cache: Cache, name: str, origins: Mapping[int, _Origin], table: NDArray[np.int64]) -> StoredRows:
-    f, places = cache.columns[name], table[:, 1:].tolist()
+    f, places = cache.recipe.columns[name], table[:, 1:].tolist()
     lengths = [cache.shard(i).length(name, row) for i, row in places]
     ends = np.cumsum([0, *(length * f.row_bytes for length in lengths)]).tolist()
     data: Any = np.empty(ends[-1], np.uint8)

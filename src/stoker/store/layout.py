@@ -29,8 +29,8 @@ MAX_ROWS = 1 << 20
 
 
 def format_of(schema: Schema) -> int:
-    """The format of a cache of this schema: 2 where fields are packed, which readers of 1 do not know."""
-    return 2 if any(field.packed for field in schema.values()) else 1
+    """The format of a cache of this schema: 2 with packed or kept fields, which readers of 1 do not know."""
+    return 2 if any(field.packed or field.kept for field in schema.values()) else 1
 
 
 def align(offset: int) -> int:

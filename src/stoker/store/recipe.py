@@ -10,7 +10,7 @@ import hashlib
 import logging
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -223,7 +223,7 @@ def _check_recipe(recipe: Recipe) -> None:
 
 
 def _with_dtype(f: Field, dtype: str, *, packed: bool = False) -> Field:
-    return Field(shape=f.shape, dtype=dtype, time=f.time, ragged=f.ragged, packed=packed)
+    return replace(f, dtype=dtype, packed=packed)
 
 
 def _check_names(schema: Schema) -> None:

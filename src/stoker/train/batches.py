@@ -36,7 +36,7 @@ class PairBatch(Protocol):
 
     @property
     def cond(self) -> Mapping[str, Tensor]:
-        """Conditions by name, each `(B, C)`."""
+        """Conditions by name, each `(B, C)`; what has more axes is raw data for other losses, and none."""
         ...
 
     @property
@@ -108,7 +108,8 @@ def to_pairs(batch: PairBatch, widths: Mapping[str, int], device: torch.device) 
 
 def cond_widths(batch: PairBatch) -> dict[str, int]:
     """Numbers per example of each condition, by name in sorted order."""
-    return {name: batch.cond[name][0].numel() for name in sorted(batch.cond)}
+    conditions = {name: values for name, values in batch.cond.items() if values.ndim <= 2}
+    return {name: conditions[name][0].numel() for name in sorted(conditions)}
 
 
 def _tokens(states: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from stoker.encoders.decode import Decode
 from stoker.errors import ConfigError
 from stoker.schema import Json
 
@@ -99,6 +100,16 @@ def _finite(value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PhysicalSpace:
+    """How validation gets from states to the fields they stand for."""
+
+    decode: Decode
+    """From states `(..., L, D)` to fields."""
+    reconstruction: Callable[[], float | None]
+    """What encoder and storage lose, asked once when training is over; None where it is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
     """What a finished run came to."""
 
@@ -132,3 +143,13 @@ class TrainReport:
     """Seconds of a step that never waits, measured in this run; None: the run was too short for it."""
     lost: float | None = None
     """How far the run was below that ceiling, 0..1: waiting, and whatever made its steps longer."""
+    physical_nrmse: float | None = None
+    """One-step error of decoded fields against decoded truth; None without a decoder."""
+    physical_persistence_nrmse: float | None = None
+    """The same error of the guess z1 = z0."""
+    physical_rollout_nrmse: float | None = None
+    """Error of decoded roll-outs."""
+    physical_rollout_persistence_nrmse: float | None = None
+    """The same error of the guess that nothing changes after z0."""
+    reconstruction_nrmse: float | None = None
+    """What encoder and storage lose: decoded records against their raw fields; None: not measured."""

@@ -1,22 +1,33 @@
 """Validation: the error of one step beside that of doing nothing, and of whole roll-outs.
 
 An error is always `sqrt(sum |prediction - truth|^2 / sum |truth|^2)` over the whole set, in latent space,
-summed in float64. Doing nothing (persistence, z1 = z0) is the guess that a model must beat to have learnt
-anything: with short time steps its error is small, so an error alone says little.
+summed in float64; with a decoder also of the decoded fields, in their own units. Doing nothing (persistence,
+z1 = z0) is the guess that a model must beat to have learnt anything: with short time steps its error is
+small, so an error alone says little.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from stoker.encoders.decode import Decode
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.train.batches import PairBatch, Pairs, to_pairs
 from stoker.train.operator import LatentOperator
+
+ERRORS = (
+    "val_nrmse", "persistence_nrmse", "rollout_nrmse", "rollout_persistence_nrmse",
+    "physical_nrmse", "physical_persistence_nrmse", "physical_rollout_nrmse",
+    "physical_rollout_persistence_nrmse",
+)  # fmt: skip
+"""What an evaluation is written down as: in latent space, then in physical space."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +46,21 @@ class Evaluation:
     """Steps of the longest roll-out."""
     windows: int
     """Windows evaluated."""
+    physical: PhysicalErrors | None = None
+    """The same four errors of the decoded fields; None without a decoder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhysicalErrors:
+    """Errors of decoded predictions against decoded truth, by the names of `Evaluation`.
+
+    What the encoder itself loses is in neither side; it is given beside them.
+    """
+
+    nrmse: float
+    persistence: float
+    rollout: float | None
+    rollout_persistence: float | None
 
 
 def evaluate(  # noqa: PLR0913  what to judge, on what, and the rest by name
@@ -46,6 +72,7 @@ def evaluate(  # noqa: PLR0913  what to judge, on what, and the rest by name
     samples: int,
     amp: bool = False,
     ranks: Ranks = ALONE,
+    decode: Decode | None = None,
 ) -> Evaluation:
     """Go once over the batches, which are this rank's part of the set; the errors are those of the whole set.
 
@@ -58,9 +85,10 @@ def evaluate(  # noqa: PLR0913  what to judge, on what, and the rest by name
         stride, samples: Stored steps between z0 and z1; trajectories kept in memory for roll-outs, which
             are the first of all ranks together. Those whose windows lie on two ranks are left out.
         ranks: The processes that go over the set together.
+        decode: From states to fields, to judge those as well.
     """
     device = next(model.parameters()).device
-    one, still, far, far_still = _Error(), _Error(), _Error(), _Error()
+    one, still, far, far_still = (_Errors(decode) for _ in range(4))
     chains = _Chains(stride, samples)
     windows = steps = 0
     with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=amp):
@@ -86,18 +114,36 @@ def evaluate(  # noqa: PLR0913  what to judge, on what, and the rest by name
                 state = model(state, cond)
                 far.add(state, target)
                 far_still.add(start, target)
-    parts = [float(part) for error in (one, still, far, far_still) for part in (error.wrong, error.size)]
+    halves = [half for error in (one, still, far, far_still) for half in (error.latent, error.physical)]
+    parts = [float(part) for half in halves for part in (half.wrong, half.size)]
     *sums, windows = ranks.sums([*parts, windows], "the end of an evaluation")
     steps = max(int(told) for told in ranks.tell(str(steps), "the end of an evaluation"))
-    nrmse, persistence, rollout, rollout_persistence = (_nrmse(*sums[at : at + 2]) for at in (0, 2, 4, 6))
+    nrmse = [_nrmse(*sums[at : at + 2]) for at in range(0, len(sums), 2)]
     return Evaluation(
-        nrmse=nrmse,
-        persistence=persistence,
-        rollout=rollout if steps else None,
-        rollout_persistence=rollout_persistence if steps else None,
+        **_named(nrmse[0::2], steps),
         rollout_steps=steps,
         windows=int(windows),
+        physical=None if decode is None else PhysicalErrors(**_named(nrmse[1::2], steps)),
     )
+
+
+def errors_of(found: Evaluation) -> dict[str, float | None]:
+    """Errors by the names of `TrainReport`. JSON holds no infinity: one too large to tell is absent."""
+    spaces = [found, found.physical] if found.physical is not None else [found]
+    values = [v for s in spaces for v in (s.nrmse, s.persistence, s.rollout, s.rollout_persistence)]
+    finite = [value if value is not None and math.isfinite(value) else None for value in values]
+    return dict(zip(ERRORS, finite, strict=False))
+
+
+def _named(errors: list[float], steps: int) -> dict[str, Any]:
+    """One step, persistence, roll-out and its persistence, by the names of `Evaluation`."""
+    nrmse, persistence, rollout, rollout_persistence = errors
+    return {
+        "nrmse": nrmse,
+        "persistence": persistence,
+        "rollout": rollout if steps else None,
+        "rollout_persistence": rollout_persistence if steps else None,
+    }
 
 
 def _share(found: int, wanted: int, ranks: Ranks) -> int:
@@ -109,6 +155,19 @@ def _share(found: int, wanted: int, ranks: Ranks) -> int:
 def _nrmse(wrong: float, size: float) -> float:
     """The error; 0 of 0 is 0."""
     return (wrong / size) ** 0.5 if size else float(wrong > 0)
+
+
+class _Errors:
+    """One error in latent space and, with a decoder, in physical space."""
+
+    def __init__(self, decode: Decode | None) -> None:
+        self.latent, self.physical = _Error(), _Error()
+        self._decode = decode
+
+    def add(self, guess: Tensor, truth: Tensor) -> None:
+        self.latent.add(guess, truth)
+        if self._decode is not None:
+            self.physical.add(self._decode(guess), self._decode(truth))
 
 
 class _Error:

@@ -26,9 +26,9 @@ from stoker.schema import Json
 from stoker.train.batches import PairBatch, PairLoader, to_pairs
 from stoker.train.ceiling import time_steps, twin_of, worth_measuring
 from stoker.train.checkpoint import Kind, newest_checkpoint
-from stoker.train.config import EventSink, TrainConfig, TrainReport
+from stoker.train.config import EventSink, PhysicalSpace, TrainConfig, TrainReport
 from stoker.train.curves import draw_curves
-from stoker.train.evaluate import evaluate
+from stoker.train.evaluate import ERRORS, errors_of, evaluate
 from stoker.train.guard import FiniteGuard, StepFacts
 from stoker.train.operator import Objective
 from stoker.train.pace import Pace
@@ -50,6 +50,7 @@ def train(  # noqa: PLR0913  the face: two loaders, and all else by name
     meter: StallMeter | None = None,
     on_event: EventSink | None = None,
     ranks: Ranks = ALONE,
+    physical: PhysicalSpace | None = None,
 ) -> TrainReport:
     """Train an operator; leave metrics, curves, a report and checkpoints in `run_dir`.
 
@@ -61,6 +62,7 @@ def train(  # noqa: PLR0913  the face: two loaders, and all else by name
         on_event: Told of what happens, see `EventSink`.
         ranks: The processes that train together, each with its own part of both sets; rank 0 writes and
             tells. A rank that has nothing to validate gives None beside others that have.
+        physical: Validation decodes states with it, and reports errors of fields beside those of states.
 
     Raises:
         ConfigError: The training loader has no batch, or another training is writing to `run_dir`.
@@ -81,6 +83,7 @@ def train(  # noqa: PLR0913  the face: two loaders, and all else by name
             meter=meter,
             sink=on_event if ranks.leads else None,
             ranks=ranks,
+            physical=physical,
         )
         session.train()
         return session.finish()
@@ -98,6 +101,7 @@ class Session:
     meter: StallMeter | None
     sink: EventSink | None
     ranks: Ranks
+    physical: PhysicalSpace | None = None
     begun_s: float = field(default_factory=time.perf_counter)
     """Clock at the call."""
     startup: dict[str, float] = field(default_factory=dict[str, float])
@@ -162,16 +166,14 @@ class Session:
             step_s=progress.step_s / progress.timed if progress.timed else None,
             epochs=progress.epoch,
             steps=progress.step,
-            val_nrmse=errors.get("val_nrmse"),
             best_val_nrmse=progress.best,
-            persistence_nrmse=errors.get("persistence_nrmse"),
-            rollout_nrmse=errors.get("rollout_nrmse"),
-            rollout_persistence_nrmse=errors.get("rollout_persistence_nrmse"),
             run_dir=self.folder,
             startup=self.startup,
             parts=progress.parts,
             ceiling_step_s=progress.ceiling_step_s,
             lost=progress.lost,
+            reconstruction_nrmse=self.physical.reconstruction() if self.physical is not None else None,
+            **{name: errors.get(name) for name in ERRORS},
         )
         self.pace.close(progress)
         if self.ranks.leads:
@@ -299,15 +301,11 @@ class Session:
                 samples=self.config.rollout_samples,
                 amp=run.amp,
                 ranks=self.ranks,
+                decode=None if self.physical is None else self.physical.decode,
             )
             if self.ranks.any(self.stop.signal_name is not None, "the end of an evaluation"):
                 self._stop()
-            progress.errors = {
-                "val_nrmse": _finite(found.nrmse),
-                "persistence_nrmse": _finite(found.persistence),
-                "rollout_nrmse": _finite(found.rollout),
-                "rollout_persistence_nrmse": _finite(found.rollout_persistence),
-            }
+            progress.errors = errors_of(found)
         row: dict[str, Json] = {
             "kind": "epoch",
             "epoch": progress.epoch + 1,
@@ -380,11 +378,6 @@ class Session:
     def _tell(self, kind: str, facts: Mapping[str, Json]) -> None:
         if self.sink is not None:
             self.sink(kind, facts)
-
-
-def _finite(value: float | None) -> float | None:
-    """JSON holds no infinity: an error too large to tell is reported as absent."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _count(model: nn.Module) -> int:

@@ -41,6 +41,8 @@ EPOCHS: Mapping[str, tuple[str, Format]] = {
     "persistence_nrmse": ("persistence", _figure),
     "rollout_nrmse": ("roll-out NRMSE", _figure),
     "rollout_persistence_nrmse": ("persistence", _figure),
+    "physical_nrmse": ("physical NRMSE", _figure),
+    "physical_persistence_nrmse": ("persistence", _figure),
     "stall": ("stall", format_percent),
     "seconds": ("time", format_seconds),
 }
@@ -82,6 +84,7 @@ def _summary(report: TrainReport) -> str:
         "validation NRMSE": _error(report.val_nrmse, report.persistence_nrmse),
         "lowest": _or_dash(report.best_val_nrmse, _figure),
         "roll-out NRMSE": _error(report.rollout_nrmse, report.rollout_persistence_nrmse),
+        **_physical(report),
         "stall": stall + (f" <small>{html.escape(report.tier)} tier</small>" if report.tier else ""),
         "time of a step": _or_dash(report.step_s, format_seconds)
         + ("" if report.ceiling_step_s is None else _alone(report.ceiling_step_s)),
@@ -89,6 +92,20 @@ def _summary(report: TrainReport) -> str:
     }
     shown = (f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures.items())
     return f"<dl>{''.join(shown)}</dl>"
+
+
+def _physical(report: TrainReport) -> dict[str, str]:
+    """Errors of decoded fields, beside what the encoder itself loses; nothing without a decoder."""
+    if report.physical_nrmse is None:
+        return {}
+    lost = _or_dash(report.reconstruction_nrmse, _figure)
+    return {
+        "physical NRMSE": _error(report.physical_nrmse, report.physical_persistence_nrmse),
+        "physical roll-out NRMSE": _error(
+            report.physical_rollout_nrmse, report.physical_rollout_persistence_nrmse
+        ),
+        "encoder's own error": f"{lost} <small>raw fields against decoded records</small>",
+    }
 
 
 def _alone(ceiling_s: float) -> str:
@@ -109,9 +126,14 @@ def _picture(path: Path) -> str:
 
 
 def _epochs(rows: Sequence[Mapping[str, Any]]) -> str:
-    head = "".join(f"<th>{heading}</th>" for heading, _ in EPOCHS.values())
+    shown = {
+        name: column
+        for name, column in EPOCHS.items()
+        if not name.startswith("physical") or any(name in row for row in rows)
+    }
+    head = "".join(f"<th>{heading}</th>" for heading, _ in shown.values())
     cells = (
-        "".join(f"<td>{_or_dash(row.get(name), form)}</td>" for name, (_, form) in EPOCHS.items())
+        "".join(f"<td>{_or_dash(row.get(name), form)}</td>" for name, (_, form) in shown.items())
         for row in rows
     )
     body = "".join(f"<tr>{row}</tr>" for row in cells)

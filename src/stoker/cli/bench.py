@@ -1,0 +1,106 @@
+"""The command that sets one's own cache beside the limits of the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from stoker.cli.edge import edge
+from stoker.cli.flags import Debug, Json, tell_settings
+from stoker.cli.render import Cells, bold, table
+from stoker.errors import ConfigError
+from stoker.units import format_percent, format_seconds
+
+if TYPE_CHECKING:
+    from stoker.pipeline.bench import BenchResult, Figure, Job
+
+PICTURE = Path("runs/bench.png")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command()(bench)
+
+
+def bench(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG | CACHE] [KEY=VALUE]", help="Whose batches to serve; nothing: the machine alone."
+        ),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="How long to measure, in all.")] = 20.0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples in a batch of a CACHE.")] = 256,
+    picture: Annotated[Path, typer.Option(help="Where to draw the figures.")] = PICTURE,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure this machine, and what tiers reach of it.
+
+    Memory, disk and GPU at most, and what each tier serves of a cache's own batches. Reads the cache's
+    shards; writes nothing but the picture.
+
+    \b
+    Example:
+      stoker bench configs/train_burgers_32dim.yaml
+      stoker bench data/latent_cache/burgers1d_train --seconds 10
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        from stoker.pipeline.bench import run_bench
+
+        out.show(run_bench(_job(words or [], batch_size), seconds=seconds, picture=picture), show)
+
+
+def _job(words: list[str], batch_size: int) -> Job | None:
+    from stoker.config import load_config
+    from stoker.pipeline.bench import job_of_cache, job_of_config
+
+    paths, overrides = tell_settings(words)
+    if len(paths) > 1 or (overrides and not (paths and paths[0].suffix in (".yaml", ".yml"))):
+        raise ConfigError(
+            f"expected one CONFIG with settings, one CACHE, or nothing, found {', '.join(words)}. "
+            "Settings are written key=value and go with a CONFIG"
+        )
+    if not paths:
+        return None
+    if paths[0].is_dir():
+        return job_of_cache(paths[0], batch_size)
+    return job_of_config(load_config(paths[0], overrides))
+
+
+def show(result: BenchResult, console: Console) -> None:
+    """Tiers beside their limits, the limits, what to do."""
+    console.print(escape(result.machine), soft_wrap=True)
+    if result.cache:
+        console.print(escape(result.cache), soft_wrap=True)
+    console.print()
+    rows: list[Cells] = []
+    if result.tiers:
+        rows.append(bold("tier", "serves", "a batch", "of its limit", ""))
+        rows += [(name, *_figures(figure), _note(figure)) for name, figure in result.tiers.items()]
+        rows.append(("",))
+    rows.append(bold("limit", "at most", "", "", ""))
+    rows += [(name, _rate(f.bytes_s), "", "", _note(f)) for name, f in result.limits.items()]
+    table(console, rows, fixed=4, right=range(1, 4), gap=2)
+    console.print("", escape(result.advice), sep="\n", soft_wrap=True)
+    if result.picture is not None:
+        console.print(escape(f"{result.picture} · {format_seconds(result.seconds)}"), soft_wrap=True)
+
+
+def _figures(figure: Figure) -> Cells:
+    fraction = "-" if figure.fraction is None else format_percent(figure.fraction)
+    batch = "-" if figure.batch_s is None else format_seconds(figure.batch_s)
+    return (_rate(figure.bytes_s), batch, fraction)
+
+
+def _note(figure: Figure) -> str:
+    scattered = f", rounds differ by {format_percent(figure.scatter)}" if figure.scatter > 0.2 else ""
+    return escape(figure.what + scattered)
+
+
+def _rate(bytes_s: float) -> str:
+    return f"{bytes_s / 1e9:.3g} GB/s" if bytes_s >= 1e9 else f"{bytes_s / 1e6:.3g} MB/s"

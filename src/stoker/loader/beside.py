@@ -1,0 +1,108 @@
+"""Make the next batches while the step computes, where that was seen to pay.
+
+Waking a thread costs some 30 us, more than a small batch takes, and a step that leaves no core free gains
+nothing. So both ways are timed, a strip of batches each, and the quicker one is kept; the other is tried
+again ever more rarely. Batches are the same, in the same order: only who makes them changes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain, islice
+from time import perf_counter
+from typing import Any
+
+from stoker.loader.pool import Pool
+
+HANDOVER_S = 30e-6
+"""What it costs to have another thread make something.
+
+Source: `benchmarks/plan_stall.py`, 2 cores.
+"""
+GAIN = 0.01
+"""Part of a step's time that there must be to gain before the thread is tried."""
+SLOWER = 2
+"""Strips in a row that must be slower with the thread before it is given up."""
+MOST_STRIPS = 64
+"""Strips, at most, until it is tried again."""
+TURN_S = 500e-6
+"""Small batches are made several at a time, of so many seconds together: one waking for all of them."""
+MOST_AT_ONCE = 8
+DEADLINE_S = 300.0
+"""Seconds that one batch from memory may take."""
+
+
+class Beside:
+    """Decides for one loader. Called by the thread that iterates."""
+
+    def __init__(self, *, cores: int, clock: Callable[[], float] = perf_counter) -> None:
+        """`cores` are those that this process may use; with one there is nothing to gain."""
+        self._pool = Pool(1, "stoker-ahead") if cores > 1 else None
+        self._clock = clock
+        self.ahead = False
+        """Whether batches are made beside the step now."""
+        self._begun_s = 0.0
+        self._count = 0
+        self._made: deque[float] = deque(maxlen=3)
+        """Seconds in which the first batches of the last strips were made in line."""
+        self._inline_s = 0.0
+        """Seconds of a batch and its step when the last strip was made in line."""
+        self._left = 0
+        """Strips until the thread is tried again."""
+        self._patience = 1
+        self._slower = 0
+
+    def of(self, batches: Iterable[Any], count: int) -> Iterator[Any]:
+        """The `count` batches of a strip, made in whichever way is the quicker one."""
+        source = iter(batches)
+        if self._pool is None:
+            return source
+        self._count, self._begun_s = count, self._clock()
+        if self.ahead:
+            at_once = max(1, min(MOST_AT_ONCE, int(TURN_S / max(self._made[-1], 1e-9))))
+            return _made_ahead(source, self._pool, at_once)
+        first = _some(source, 1)
+        self._made.append(self._clock() - self._begun_s)
+        return chain(_drained(first), source)
+
+    def ended(self) -> None:
+        """The last step of the strip is over: compare, and choose for the next one."""
+        if self._pool is None or not self._count:
+            return
+        each_s, self._count = (self._clock() - self._begun_s) / self._count, 0
+        if self.ahead:
+            self._slower = self._slower + 1 if each_s > self._inline_s else 0
+            if self._slower == SLOWER:
+                self.ahead, self._slower = False, 0
+                self._left = self._patience = min(MOST_STRIPS, 4 * self._patience)
+            return
+        self._inline_s = each_s
+        self._left -= 1
+        made_s = max(self._made)
+        gain_s = min(made_s, each_s - made_s) - HANDOVER_S
+        self.ahead = len(self._made) > 1 and self._left <= 0 and gain_s > GAIN * each_s
+
+
+def _made_ahead(source: Iterator[Any], pool: Pool, at_once: int) -> Iterator[Any]:
+    """What `source` gives, some of it made while what came before is used."""
+    size = 1
+    ticket = pool.submit(partial(_some, source, size))
+    try:
+        while made := ticket.result(DEADLINE_S, "a batch from memory"):
+            size = min(at_once, 2 * size)
+            ticket = pool.submit(partial(_some, source, size))
+            yield from _drained(made)
+    finally:
+        ticket.wait(DEADLINE_S)  # two threads must not gather into the same buffers
+
+
+def _some(source: Iterator[Any], count: int) -> deque[Any]:
+    return deque(islice(source, count))
+
+
+def _drained(made: deque[Any]) -> Iterator[Any]:
+    """Batches that are let go of one by one: the memory of a large one is wanted for the next."""
+    while made:
+        yield made.popleft()

@@ -1,0 +1,162 @@
+"""Batches made beside the step: chosen by the clock, the same in every way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from stoker.loader import Loader, Windows
+from stoker.loader.beside import Beside
+from stoker.store import Cache
+from tests.loader.caches import trajectories, write_cache
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
+    return write_cache(tmp_path_factory.mktemp("c"), trajectories(40), timed=("latent",))
+
+
+class Clock:
+    """Seconds that pass as a batch is made and a step is taken."""
+
+    def __init__(self, make_s: float, step_s: float, handover_s: float = 0.0) -> None:
+        self.make_s, self.step_s, self.handover_s = make_s, step_s, handover_s
+        self.now_s = 0.0
+        self.main = threading.get_ident()
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def made(self, count: int) -> Iterator[int]:
+        for number in range(count):
+            if threading.get_ident() == self.main:
+                self.now_s += self.make_s
+            yield number
+
+    def strip(self, chooser: Beside, count: int = 32) -> list[int]:
+        found: list[int] = []
+        for number in chooser.of(self.made(count), count):
+            found.append(number)
+            busy_s = max(self.step_s, self.make_s) if chooser.ahead else self.step_s
+            self.now_s += busy_s + (self.handover_s if chooser.ahead else 0)
+        chooser.ended()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("make_s", "step_s", "cores", "expected"),
+    [
+        pytest.param(200e-6, 2e-3, 2, True, id="a-batch-worth-a-thread"),
+        pytest.param(27e-6, 2e-3, 2, False, id="a-small-batch"),
+        pytest.param(200e-6, 0.0, 2, False, id="no-step-to-hide-behind"),
+        pytest.param(200e-6, 10.0, 2, False, id="nothing-to-gain"),
+        pytest.param(200e-6, 2e-3, 1, False, id="no-core-free"),
+    ],
+)
+def test_the_thread_is_taken_where_it_can_pay(
+    make_s: float, step_s: float, cores: int, expected: bool
+) -> None:
+    clock = Clock(make_s, step_s)
+    chooser = Beside(cores=cores, clock=clock)
+
+    for _ in range(4):
+        assert clock.strip(chooser) == list(range(32))
+
+    assert chooser.ahead is expected
+
+
+def test_a_thread_that_does_not_pay_is_given_up_and_tried_ever_more_rarely() -> None:
+    clock = Clock(200e-6, 2e-3, handover_s=1e-3)
+    chooser = Beside(cores=2, clock=clock)
+
+    ways = []
+    for _ in range(200):
+        ways.append(chooser.ahead)
+        clock.strip(chooser)
+
+    assert 4 <= sum(ways) <= 12
+    assert sum(ways[:20]) > sum(ways[100:120])
+
+
+def test_one_slow_strip_does_not_end_it() -> None:
+    clock = Clock(200e-6, 2e-3)
+    chooser = Beside(cores=2, clock=clock)
+    for _ in range(4):
+        clock.strip(chooser)
+    clock.step_s = 1.0
+    clock.strip(chooser)
+    clock.step_s = 2e-3
+    clock.strip(chooser)
+
+    assert chooser.ahead
+
+
+def test_batches_are_the_same_and_places_too(cache: Cache) -> None:
+    def epoch(*, ahead: bool) -> list[tuple[Any, ...]]:
+        loader = Loader(cache, batch_size=7, windows=Windows(field="latent"), tier="host", seed=3)
+        loader._beside = Beside(cores=2)
+        loader._beside.ahead = ahead
+        loader._beside._made.append(1e-4)
+        loader._beside.ended = lambda: None
+        return [(batch.z0.clone(), batch.index.clone(), loader.state_dict()) for batch in loader]
+
+    for (z0, index, state), (other_z0, other_index, other_state) in zip(
+        epoch(ahead=False), epoch(ahead=True), strict=True
+    ):
+        assert torch.equal(z0, other_z0)
+        assert torch.equal(index, other_index)
+        assert state == other_state
+
+
+def test_an_abandoned_pass_leaves_no_thread_at_work() -> None:
+    """The next pass gathers into the same buffers."""
+    at_work = threading.Event()
+
+    def slow() -> Iterator[int]:
+        for number in range(100):
+            at_work.set()
+            time.sleep(0.02)
+            at_work.clear()
+            yield number
+
+    chooser = Beside(cores=2)
+    chooser.ahead = True
+    chooser._made.append(1.0)
+    batches = chooser.of(slow(), 100)
+    next(batches)
+    batches.close()
+
+    assert not at_work.is_set()
+
+
+def test_an_error_comes_out_where_batches_are_asked_for() -> None:
+    def broken() -> Iterator[int]:
+        yield 1
+        raise ValueError("no more")
+
+    chooser = Beside(cores=2)
+    chooser.ahead = True
+    chooser._made.append(1.0)
+
+    with pytest.raises(ValueError, match="no more"):
+        list(chooser.of(broken(), 5))
+
+
+def test_nothing_is_timed_per_batch() -> None:
+    """A small batch takes 27 us; what is added to it is added to every one."""
+    asked: list[float] = []
+
+    def clock() -> float:
+        asked.append(0.0)
+        return 0.0
+
+    chooser = Beside(cores=2, clock=clock)
+    assert list(chooser.of(iter(range(1000)), 1000)) == list(range(1000))
+    chooser.ended()
+
+    assert len(asked) == 3

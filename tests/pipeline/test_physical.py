@@ -1,0 +1,107 @@
+"""Training reports errors in physical space, and what the encoder itself loses beside them."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stoker.pipeline import physical
+from stoker.pipeline.build import build_jobs
+from stoker.pipeline.physical import physical_space
+from stoker.pipeline.precompute import fill_caches
+from stoker.pipeline.train import train_config
+from tests.pipeline.conftest import Configure
+
+SMALL = ("training.max_steps=4", "latent.dim=6")
+
+
+def lost(configure: Configure, *settings: str) -> float:
+    """What records of the validation set lose, over the samples that are compared (all four)."""
+    (job,) = build_jobs(configure(*settings), "burgers1d", ["val"])
+    (cache,) = (result.cache for result in fill_caches(configure(*settings), ["val"]))
+    encoder: Any = job.encoder
+    raw = torch.stack([torch.from_numpy(job.source.read(n)["data"]) for n in range(4)]).double()
+    back = torch.stack([encoder.decode(cache[n]["latent"]) for n in range(4)]).double()
+    return float((back - raw).norm() / raw.norm())
+
+
+def test_training_reports_both_spaces_and_what_the_encoder_loses(configure: Configure) -> None:
+    result = train_config(configure(*SMALL))
+
+    report = result.report
+    assert report.physical_nrmse is not None
+    assert report.physical_persistence_nrmse is not None
+    assert report.physical_rollout_nrmse is not None
+    # the field moves as much as it does in latent space, where the position features are part of the norm
+    assert report.physical_persistence_nrmse == pytest.approx(report.persistence_nrmse, rel=0.3)
+    assert report.reconstruction_nrmse == pytest.approx(lost(configure, *SMALL), rel=1e-6)
+    assert result.to_json()["reconstruction_nrmse"] == report.reconstruction_nrmse
+    page = (report.run_dir / "report.html").read_text()
+    assert "physical NRMSE" in page
+    assert "encoder's own error" in page
+
+
+def test_it_needs_no_raw_data_and_kept_fields_stand_in_for_it(configure: Configure, tmp_path: Path) -> None:
+    before = train_config(configure(*SMALL)).report
+    kept = train_config(configure(*SMALL, "precompute.keep=data", "training.run_dir=kept")).report
+    shutil.rmtree(tmp_path / "raw")
+
+    after = train_config(configure(*SMALL, "training.run_dir=after")).report
+    kept_after = train_config(configure(*SMALL, "precompute.keep=data", "training.run_dir=kept-after")).report
+
+    assert after.physical_nrmse == before.physical_nrmse == kept.physical_nrmse
+    assert after.reconstruction_nrmse is None
+    assert kept_after.reconstruction_nrmse == kept.reconstruction_nrmse
+    assert kept.reconstruction_nrmse == pytest.approx(before.reconstruction_nrmse, rel=1e-2)
+
+
+def test_fields_come_in_units_of_the_data(configure: Configure) -> None:
+    config = configure("data.normalize=true", "latent.dim=8", "training.latent_cache_dtype=float32")
+    (job,) = build_jobs(config, "burgers1d", ["val"])
+    (cache,) = (result.cache for result in fill_caches(config, ["val"]))
+
+    space = physical_space(cache)
+
+    assert space is not None
+    raw = torch.from_numpy(job.source.read(1)["data"])
+    assert torch.allclose(space.decode(cache[1]["latent"]), raw, atol=1e-5)
+    found = space.reconstruction()
+    assert found is not None
+    assert found < 1e-5
+
+
+def test_without_a_decoder_there_are_no_such_errors(configure: Configure) -> None:
+    report = train_config(configure("encoder.kind=identity", "training.max_steps=2")).report
+
+    assert report.physical_nrmse is None
+    assert "physical" not in (report.run_dir / "report.html").read_text()
+
+
+def test_weights_that_are_gone_cost_the_figures_alone(configure: Configure) -> None:
+    config = configure(*SMALL)
+    fill_caches(config, ["train", "val"])
+    shutil.rmtree(Path(config.training.latent_cache_dir) / "encoders")
+
+    report = train_config(config).report
+
+    assert report.val_nrmse is not None
+    assert report.physical_nrmse is None
+
+
+def test_raw_data_that_does_not_answer_costs_one_figure(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(physical, "WAIT_S", 0.1)
+    monkeypatch.setattr(physical._Reconstruction, "_measure", lambda _: gate.wait(30))
+
+    report = train_config(configure(*SMALL)).report
+
+    assert report.physical_nrmse is not None
+    assert report.reconstruction_nrmse is None
+    gate.set()
