@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from stoker.config import Config
 from stoker.errors import ConfigError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
+from stoker.pipeline.augment import chosen_of, normalized, transforms_of
 from stoker.pipeline.budget import verdict_of
 from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import run_dir_of, settings_digest, work_digest, write_diary
@@ -203,7 +204,7 @@ def train_prepared(
 ) -> TrainResult:
     """Train on ready caches; see `train_config`."""
     train_cache, val_cache = (result.cache for result in prepared.caches)
-    run_dir, meter = run_dir_of(config), StallMeter()
+    run_dir, meter = run_dir_of(config), StallMeter(rank=ranks.rank)
     digest = settings_digest(config, {result.split: result.cache.fingerprint for result in prepared.caches})
     shared, work = share_steps(config, digest, train_cache, ranks), work_digest(config, train_cache.schema)
     if not shared.resume:
@@ -219,8 +220,8 @@ def train_prepared(
             on_event(kind, facts)
 
     loader = make_loader(config, train_cache, meter=meter, ranks=ranks, shared=shared)
-    val_loader = make_val_loader(config, val_cache, ranks=ranks)
-    _tell_plan(on_event, train_cache, loader.plan)
+    val_loader = make_val_loader(config, val_cache, train_cache=train_cache, ranks=ranks)
+    _tell_plan(on_event if ranks.leads else None, train_cache, loader.plan)
     check = begin_spot_check(config, train_cache) if ranks.leads else None
     began = time.monotonic()
     try:
@@ -232,14 +233,14 @@ def train_prepared(
             meter=meter,
             on_event=note,
             ranks=ranks,
-            physical=physical_space(val_cache),
+            physical=None if normalized(config) else physical_space(val_cache),
         )
     finally:
         checked = None if check is None else check.finish()
     train_s = time.monotonic() - began
     return TrainResult(
         report=report,
-        caches=prepared.caches,
+        caches=_served(prepared.caches, (loader, val_loader)),
         cache_s=prepared.seconds,
         total_s=began - started + report.startup["first_batch_s"],
         train_s=train_s,
@@ -266,10 +267,21 @@ def _tell_plan(on_event: EventSink | None, cache: Cache, plan: Plan) -> None:
         on_event("serve", {"name": cache.name, "tiers": tiers, "reason": plan.reason})
 
 
+def _served(results: Sequence[CacheResult], loaders: Sequence[Loader | None]) -> tuple[CacheResult, ...]:
+    """The caches as they are now; those that were filled meanwhile have more records."""
+    return tuple(
+        result if used is None else result.served(used.dataset)
+        for result, used in zip(results, loaders, strict=True)
+    )
+
+
 def begin_spot_check(config: Config, cache: Cache) -> SpotCheck | None:
     """The comparison that `verify.spot_check` asks for, begun; None where it asks for none."""
     count = config.verify.spot_check
     if not count:
+        return None
+    if not cache.complete:
+        log.warning("verify.spot_check: %s is being filled now, so nothing was stored to compare", cache.path)
         return None
     if not isinstance(cache.filler, EncodeFiller):
         log.warning("verify.spot_check: the raw data of %s is gone, so nothing can be compared", cache.path)
@@ -297,12 +309,18 @@ def make_loader(
         rank=ranks.rank,
         world=ranks.world,
         meter=meter,
+        transforms=transforms_of(config, cache, training=True),
+        **chosen_of(config, cache),
         **_common(config),
     )
 
 
-def make_val_loader(config: Config, cache: Cache, *, ranks: Ranks = ALONE) -> Loader | None:
+def make_val_loader(
+    config: Config, cache: Cache, *, train_cache: Cache | None = None, ranks: Ranks = ALONE
+) -> Loader | None:
     """The loader of the validation cache, in order, in the memory that other loaders leave.
+
+    It is normalized as training is, by the statistics of `train_cache`.
 
     At horizon 1 windows begin `time_stride` apart whatever `start_every` says: one begins where the last
     ended, so that they chain to the whole trajectories that are rolled out. Ranks have whole trajectories,
@@ -320,6 +338,7 @@ def make_val_loader(config: Config, cache: Cache, *, ranks: Ranks = ALONE) -> Lo
         order="sequential",
         batch_size=_batch_size(config, cache),
         indices=own,
+        transforms=transforms_of(config, train_cache or cache, training=False),
         **_common(config),
     )
 
