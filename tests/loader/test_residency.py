@@ -189,6 +189,15 @@ def test_a_lowered_limit_shrinks_host_memory_and_no_batch_changes(
     assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+def test_what_is_about_to_go_serves_not_everything_any_more(cache: Cache) -> None:
+    running = Running(cache, Machine(), Ledger())
+    assert running.residency.serving() is not None
+
+    running.residency._settle({"device": frozenset(), "host": frozenset(range(4))})
+
+    assert running.residency.serving() is None
+
+
 def test_memory_that_wavers_moves_nothing(cache: Cache, clock: Callable[[float], None]) -> None:
     machine = Machine(host=10)
     running = Running(cache, machine, Ledger())
