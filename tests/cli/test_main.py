@@ -412,7 +412,7 @@ def test_a_setting_that_names_what_is_not_there_exits_with_3(
     ("overrides", "check", "said"),
     [
         pytest.param(["training.rollout_horizon=9"], "windows", "training.rollout_horizon", id="window"),
-        pytest.param(["data.task=[burgers1d,b]"], "training", "takes one task", id="tasks"),
+        pytest.param(["data.task=[burgers1d,b]"], "data b_train", "no file for data.task 'b'", id="tasks"),
         pytest.param(["data.split=val"], "training", "data.split=train", id="split"),
         pytest.param(["data.split=[train,foo]"], "data", 'split "foo" has no file', id="later-split"),
         pytest.param(["training.run_dir=c.yaml/x"], "run folder", "c.yaml is not a folder", id="run-folder"),

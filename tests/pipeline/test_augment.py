@@ -12,7 +12,8 @@ from stoker.config import Config
 from stoker.errors import ConfigError
 from stoker.loader import Loader, subset
 from stoker.pipeline.augment import read_numbers
-from stoker.pipeline.train import make_loader, make_val_loader, prepare, train_config
+from stoker.pipeline.serve import make_loader, make_val_loader
+from stoker.pipeline.train import prepare, train_config
 from stoker.store import Cache
 from tests.pipeline.conftest import Configure
 
@@ -51,6 +52,7 @@ def test_a_run_with_transforms_trains(configure: Configure) -> None:
 
     assert result.report.epochs == 2
     assert result.report.val_nrmse is not None
+    assert result.report.physical_nrmse is None, "a decoder would take normalized states for stored ones"
 
 
 def test_a_subset_is_chosen_by_the_seed_of_the_data(configure: Configure) -> None:

@@ -100,7 +100,7 @@ def expectation(prop: Mapping[str, Any]) -> str:
         return f"names, each with {expectation(prop['additionalProperties'])}"
     if kind == "string" and "examples" in prop:
         return f"text like {_either(prop['examples'])}"
-    return {"string": "text", "boolean": "true or false", "null": "null"}[str(kind)]
+    return {"string": "text", "boolean": "true or false", "null": "null", "None": "a value"}[str(kind)]
 
 
 def _list_of(item: Mapping[str, Any]) -> str:

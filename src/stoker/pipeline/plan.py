@@ -15,7 +15,7 @@ from stoker.pipeline.inspect import shard_bytes
 from stoker.pipeline.locate import Located, batch_size_of, locate, trajectory_steps, windows_of
 from stoker.pipeline.served import served_loads
 from stoker.pipeline.smaller import Smaller, say, smaller_dtypes
-from stoker.plan import Demand, Plan, measure_rates, plan_tiers, probe
+from stoker.plan import Demand, Plan, Resources, measure_rates, plan_tiers, probe
 from stoker.schema import Json, Schema, columns_of
 from stoker.sources.files import canonical_split
 from stoker.store.layout import is_fixed, record_bytes
@@ -61,11 +61,13 @@ def plan_config(config: Config) -> PlanResult:
         StokerError: As `locate`.
     """
     split = canonical_split(config.data.wanted_splits[0])
-    return plan_located(config, locate(config, tasks_of(config)[0], split))
+    task = tasks_of(config)[0]
+    config = config.for_task(task)
+    return plan_located(config, locate(config, task, split))
 
 
-def plan_located(config: Config, located: Located) -> PlanResult:
-    """Plan one cache, whose missing records count as stored."""
+def plan_located(config: Config, located: Located, resources: Resources | None = None) -> PlanResult:
+    """Plan one cache, whose missing records count as stored; `resources`: None asks the machine."""
     cache_dir, device = Path(config.training.latent_cache_dir), device_of(config)
     demand = demand_of(config, located, device)
     cache = located.cache if located.cache is not None and not located.missing else None
@@ -75,7 +77,7 @@ def plan_located(config: Config, located: Located) -> PlanResult:
         rates = replace(rates, served=served_loads(cache, windows_of(config), batch_size))
     planned = partial(
         plan_tiers,
-        resources=probe(device=device, path=cache_dir),
+        resources=probe(device=device, path=cache_dir) if resources is None else resources,
         reserve_bytes=config.training.reserve_bytes,
         step_s=last_step_s(config, located.recipe.schema),
         rates=rates,
@@ -88,6 +90,16 @@ def plan_located(config: Config, located: Located) -> PlanResult:
         missing=located.missing,
         smaller=smaller,
         advice=say(smaller, plan, config.precompute.max_error),
+    )
+
+
+def left_by(plan: Plan, resources: Resources) -> Resources:
+    """What a plan leaves to the next one."""
+    held = {row.tier: row.bytes for row in plan.rows}
+    return replace(
+        resources,
+        host_bytes=max(0, resources.host_bytes - held["host"]),
+        device_bytes=max(0, resources.device_bytes - held["device"]),
     )
 
 

@@ -26,6 +26,8 @@ class StepFacts:
     """Norm of all gradients, a scalar."""
     index: Tensor
     """Sample number and start per example, `(B, 2)`."""
+    task: str | None = None
+    """Of a mixture: which cache the sample numbers are of."""
 
 
 class FiniteGuard:
@@ -71,7 +73,8 @@ class FiniteGuard:
         if self._ranks.any(own, where):
             told = self._ranks.tell(_describe(facts) if own else "", where)
             # A gradient that one rank spoils is spoilt on all: who lost the loss itself knows the sample.
-            raise DivergedError(next((text for text in told if text.startswith(LOSS)), max(told)))
+            blamed = [text for text in told if text.startswith(LOSS)] or [text for text in told if text]
+            raise DivergedError(blamed[0])
 
 
 def check_finite(pairs: Pairs) -> None:
@@ -99,7 +102,9 @@ def _describe(facts: StepFacts) -> str:
     row = int(bad.int().argmax() if count else errors.argmax())  # the first bad one
     number, start = int(facts.index[row, 0]), int(facts.index[row, 1])
     what = LOSS if count else "the gradient"
-    blame = f"first at sample {number}, time step {start}" if count else f"largest loss at sample {number}"
+    of = "" if facts.task is None else f" of {facts.task}"
+    sample = f"sample {number}{of}"
+    blame = f"first at {sample}, time step {start}" if count else f"largest loss at {sample}"
     more = f" ({count} of {len(errors)} examples)" if count else ""
     return (
         f"{what} is not finite in epoch {facts.epoch}, step {facts.step}, {blame}{more}. "
