@@ -140,11 +140,12 @@ def test_rows_in_memory_are_not_read_from_disk(cache: Cache, monkeypatch: pytest
     read: list[int] = []
     loader = loader_at(cache, ["device", "device", "host", "host", "disk", "disk"], batch_size=7)
     reading = DiskBatches._read
-    monkeypatch.setattr(
-        DiskBatches,
-        "_read",
-        lambda self, piece, *rest: read.append(len(piece)) or reading(self, piece, *rest),
-    )
+
+    def noted(self: Any, piece: Any, *rest: Any) -> float:
+        read.append(len(piece))
+        return reading(self, piece, *rest)
+
+    monkeypatch.setattr(DiskBatches, "_read", noted)
 
     batches = list(loader)
 

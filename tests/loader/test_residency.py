@@ -123,6 +123,8 @@ def test_the_device_waits_until_three_steps_have_shown_the_peak(
     cache: Cache, expected: list[Any], clock: Callable[[float], None]
 ) -> None:
     running = Running(cache, Machine(device=10), Ledger())
+    clock(100.0)
+    assert running.look() == (0, SHARDS), "however long the first step takes"
     held: list[tuple[int, int]] = []
 
     batches = iter(running.loader)
@@ -181,9 +183,19 @@ def test_a_lowered_limit_shrinks_host_memory_and_no_batch_changes(
     running.settle()
 
     assert running.held() == (0, 4), "four fifths of what is left"
+    assert running.residency.serving() is None
     assert running.loader.plan.records_by_tier() == {"device": 0, "host": 16, "disk": 16, "encode": 0}
     assert "host memory is short" in caplog.text
     assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_what_is_about_to_go_serves_not_everything_any_more(cache: Cache) -> None:
+    running = Running(cache, Machine(), Ledger())
+    assert running.residency.serving() is not None
+
+    running.residency._settle({"device": frozenset(), "host": frozenset(range(4))})
+
+    assert running.residency.serving() is None
 
 
 def test_memory_that_wavers_moves_nothing(cache: Cache, clock: Callable[[float], None]) -> None:

@@ -9,6 +9,7 @@ chunks.py      positions -> rows, many batches at a time and ahead of need
 outputs.py     what a batch is made of; gather.py: batches from memory; disk.py: from shards
 fused.py       what is done to values on the way: normalise, cast, crop, mirror; kernels/: by what
 residency.py   which shards are in memory now (memory.py, mapped.py: host, device.py: GPU)
+watch.py       when that should change; partial.py: batches for a device that does not hold everything
 mixture.py     several caches as one stream: turns.py says whose step it is, members.py has their loaders,
                conditions.py aligns what examples carry along, mixture_state.py
 buffers.py     memory of large batches; pool.py: threads; batch.py, transform.py, state.py, arguments.py

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from stoker.store import Cache
 
 MOST_BATCHES = 1024
-QUICK_S = 0.25
+QUICK_S = 1.0
 """Batches that take less than this together may be followed by twice as many."""
 
 
@@ -82,7 +82,7 @@ class Strip:
 
 
 class Pace:
-    """How many batches are made between two looks at what is held: as many as take about half a second."""
+    """How many batches are made between two looks at what is held: as many as take a second or some more."""
 
     def __init__(self) -> None:
         self.batches = 4
