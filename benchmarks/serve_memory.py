@@ -4,7 +4,9 @@ Workloads and limits are those of the design (docs/performance.md): W1 20,000 re
 of 1,000 trajectories; W2t whole trajectories; W3 4,000 uint8 images. `limit` is one thread of
 `torch.index_select(..., out=reused)`; `ring` the same loop into a ring of 4 buffers with the order made beforehand.
 Every contender serves shuffled batches that outlive the next one. Figures are seconds per batch and fractions of
-the limit; every verified cache is served at 1, 8 and 40 shards.
+the limit; every verified cache is served at 1, 8 and 40 shards. Loaders of others (`rivals.py`) take part where they are
+installed (`pip install -r benchmarks/requirements.txt`); a row names their versions, and who is missing is said. Those
+that store records in files of their own get up to 160 MiB of them.
 
     python benchmarks/serve_memory.py [--save] [--only W1]
 """
@@ -27,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import stoker
 from measure import interleaved, publish
+from rivals import rivals, versions
 from stoker.store.folder import open_folder
 from stoker.store.recipe import make_recipe
 
@@ -239,6 +242,15 @@ def limited(batches: Any, most: int) -> Iterator[Any]:
         yield batch
 
 
+def others(fields: dict[str, Tensor], folder: Path, batch: int) -> dict[str, Callable[[], int]]:
+    """Installed rivals as contenders; large batches in fewer a turn."""
+    large = batch * sum(rows[0].nbytes for rows in fields.values()) > 8 << 20
+    return {
+        name: lambda epoch=epoch, most=most: drain(limited(epoch(), 4 if large else most))
+        for name, (epoch, most) in rivals(fields, folder, batch).items()
+    }
+
+
 def report(name: str, best: dict[str, float], batch_bytes: int) -> list[dict[str, Any]]:
     limit, ring = best["limit"], best["ring"]
     rivals = {
@@ -288,6 +300,7 @@ def workload_1(folder: Path) -> list[dict[str, Any]]:
     }
     for name, (loader, most) in plain.items():
         contenders[name] = lambda loader=loader, most=most: drain(limited(loader, most))
+    contenders |= others(fields, folder, batch)
     return report("W1", steadily(contenders), batch * (1024 + 16))
 
 
@@ -347,6 +360,7 @@ def workload_2_trajectories(folder: Path) -> list[dict[str, Any]]:
     }
     for name, loader in plain.items():
         contenders[name] = lambda loader=loader: drain(iter(loader))
+    contenders |= others(fields, folder, batch)
     return report("W2t", steadily(contenders), batch * latent[0].nbytes)
 
 
@@ -373,6 +387,7 @@ def workload_3(folder: Path) -> list[dict[str, Any]]:
     }
     for name, loader in plain.items():
         contenders[name] = lambda loader=loader: drain(limited(loader, 5))
+    contenders |= others(fields, folder, batch)
     return report("W3", steadily(contenders, rounds=5), batch * images[0].nbytes)
 
 
@@ -392,7 +407,8 @@ def main() -> None:
             torch.set_num_threads(1)
             with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
                 rows += workload(Path(folder))
-    publish("serve_memory", rows, save=arguments.save)
+    name = "serve_memory" if arguments.only is None else f"serve_memory_{arguments.only}"
+    publish(name, [{"rivals": versions()}, *rows], save=arguments.save)
 
 
 if __name__ == "__main__":

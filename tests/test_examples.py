@@ -33,6 +33,13 @@ def test_one_line_serves_a_dataset(tmp_path: Path) -> None:
     assert "1,000 examples" in run("one_line.py", str(tmp_path))
 
 
+def test_two_tasks_come_in_one_stream_as_often_as_their_weights_say(tmp_path: Path) -> None:
+    out = run("mixture.py", str(tmp_path))
+
+    assert "conditions rate, speed" in out
+    assert "steps {'fading': 8, 'plain': 24}" in out
+
+
 @pytest.mark.parametrize(
     ("name", "package", "says"),
     [

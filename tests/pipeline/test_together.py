@@ -9,8 +9,8 @@ import pytest
 from stoker.errors import ConfigError
 from stoker.pipeline.diary import write_diary
 from stoker.pipeline.precompute import fill_caches
+from stoker.pipeline.serve import make_loader, make_val_loader
 from stoker.pipeline.together import own_trajectories, share_steps
-from stoker.pipeline.train import make_loader, make_val_loader
 from stoker.scale.ranks import ALONE, Ranks
 from tests.pipeline.conftest import Configure
 

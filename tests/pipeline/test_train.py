@@ -14,10 +14,9 @@ from stoker.errors import ConfigError, Interrupted
 from stoker.pipeline.diary import FILE, last_step_s, run_dir_of
 from stoker.pipeline.plan import plan_config
 from stoker.pipeline.precompute import fill_caches
+from stoker.pipeline.serve import make_loader, make_val_loader
 from stoker.pipeline.train import (
     loop_settings,
-    make_loader,
-    make_val_loader,
     prepare,
     train_config,
     train_prepared,
@@ -170,12 +169,6 @@ def test_startup_times_add_up(configure: Configure) -> None:
     assert isinstance(startup, dict)
     assert 0 < startup["cache_s"] <= startup["total_s"]  # type: ignore[operator]
     assert 0 < startup["first_batch_s"] <= startup["total_s"]  # type: ignore[operator]
-
-
-def test_several_tasks_are_refused_before_anything_is_encoded(configure: Configure, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="one task"):
-        train_config(configure("data.task=[burgers1d,advection]"))
-    assert not (tmp_path / "data").exists()
 
 
 def test_the_validation_split_is_refused_for_training(configure: Configure, tmp_path: Path) -> None:

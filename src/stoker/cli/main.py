@@ -169,7 +169,8 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
 ) -> None:
     """Encode what is missing from the caches.
 
-    Returns at once when nothing is; stopped at any moment, the same command resumes.
+    Returns at once when nothing is; stopped at any moment, the same command resumes. Of several
+    tasks one that fails leaves the others alone; the exit code is then that of its error.
 
     \b
     Example:
@@ -188,13 +189,15 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
         if batch_size is not None:
             out.note("--batch-size has no effect: samples are encoded in fixed groups, whatever the machine")
         settings = _load(out, path, flags.settings(overrides))
-        from stoker.cli import render
+        from stoker.cli import render_tasks
         from stoker.pipeline.precompute import precompute_config
 
         with joined(settings) as ranks:
             wanted = split_words(splits or [])
             result = precompute_config(settings, splits=wanted, manifest=manifest, ranks=ranks)
-        out.show(result, render.precompute)
+        out.show(result, render_tasks.precompute)
+        if result.exit_code:
+            raise typer.Exit(result.exit_code)
 
 
 def config_and_overrides(words: list[str], config: Path | None) -> tuple[Path, list[str]]:
@@ -223,16 +226,24 @@ def plan(config: Config, overrides: Overrides = None, as_json: Json = False, deb
     """
     with edge(as_json=as_json, debug=debug) as out:
         settings = _load(out, config, overrides)
-        from stoker.cli import render
+        from stoker.cli import render, render_tasks
+        from stoker.pipeline.build import tasks_of
         from stoker.pipeline.plan import plan_config
+        from stoker.pipeline.plan_tasks import plan_tasks
 
-        out.show(plan_config(settings), render.plan)
+        if len(tasks_of(settings)) > 1:
+            out.show(plan_tasks(settings), render_tasks.plan)
+        else:
+            out.show(plan_config(settings), render.plan)
 
 
 @app.command()
-def train(
+def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     config: Config,
     overrides: Overrides = None,
+    no_wait: Annotated[
+        bool, typer.Option("--no-wait", help="precompute.wait=false: begin at once, encode meanwhile.")
+    ] = False,
     live: Annotated[
         bool | None,
         typer.Option("--live/--no-live", help="A screen that is kept up to date; default: on a terminal."),
@@ -256,9 +267,10 @@ def train(
       torchrun --nproc-per-node 2 -m stoker train configs/train_burgers_32dim.yaml
     """
     with edge(as_json=as_json, debug=debug) as out:
-        budget = [] if max_stall is None else [f"training.max_stall={max_stall:g}"]
-        settings = _load(out, config, [*(overrides or []), *budget])
-        from stoker.cli import render
+        asked = ["precompute.wait=false"] if no_wait else []
+        asked += [] if max_stall is None else [f"training.max_stall={max_stall:g}"]
+        settings = _load(out, config, [*(overrides or []), *asked])
+        from stoker.cli import render, render_tasks
         from stoker.cli.live import watching
         from stoker.pipeline.train import train_config
 
@@ -272,7 +284,7 @@ def train(
                     listener(kind, facts)
 
             result = train_config(settings, started=started, on_event=listen, ranks=ranks)
-        out.show(result, render.train)
+        out.show(result, render_tasks.train)
         _judge(out, result)
 
 

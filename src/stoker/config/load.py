@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,8 @@ from yaml import MarkedYAMLError, YAMLError
 from stoker.config.earlier import EARLIER, Layer, translate
 from stoker.config.models import Config
 from stoker.config.names import all_sections, all_settings, nearest, shown
+from stoker.config.tasks import blocks_of, task_settings, unused_blocks
+from stoker.config.transforms import explain_step
 from stoker.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -55,12 +58,30 @@ def _build(settings: Mapping[str, object], overrides: Mapping[str, object], wher
     for layer in (file, command):
         _check_batch(layer)
     merged = _merge(file, command)
+    if blocks := merged.get("tasks"):
+        merged["tasks"] = own = blocks_of(blocks, where)
+        merged.setdefault("data.task", list(own))
+    config = _validated(merged, where, file, command)
+    notes = [*file.notes, *command.notes, *unused_blocks(config, where)]
+    of_task = {
+        task: _validated({**merged, "tasks": None, **own}, where, *_of_task(task, file, command))
+        for task, own in task_settings(config.data.tasks, merged).items()
+    }
+    return config.with_tasks(of_task).noted(where, tuple(notes))
+
+
+def _of_task(task: str, *layers: Layer) -> list[Layer]:
+    """The layers, whose messages name the task."""
+    return [replace(layer, where=f"{layer.where}: tasks.{task}") for layer in layers]
+
+
+def _validated(merged: Mapping[str, object], where: str, file: Layer, command: Layer) -> Config:
     try:
         config = Config.model_validate(_nest(_resolve(merged, where)))
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(error, merged, file, command))) from error
     _check_together(config, file, command)
-    return config.noted(where, (*file.notes, *command.notes))
+    return config
 
 
 def _read(path: Path) -> dict[str, object]:
@@ -193,6 +214,8 @@ def _check_names(overrides: Mapping[str, object], unknown: list[str]) -> None:
 
 def _mapping_of(name: str) -> str | None:
     """The setting whose entry `name` is: `data.splits` for `data.splits.train`."""
+    if name.startswith("tasks."):
+        return "tasks"
     owner = name.rpartition(".")[0]
     setting = all_settings().get(owner)
     return owner if setting is not None and setting.mapping else None
@@ -230,15 +253,17 @@ def _merge(file: Layer, command: Layer) -> dict[str, object]:
 
 def _resolve(merged: Mapping[str, object], where: str) -> dict[str, object]:
     """Values with `${data.task}` and the like filled in, from the defaults where nothing was given."""
-    defaults = {name: setting.default for name, setting in all_settings().items()}
+    known = {name: setting.default for name, setting in all_settings().items()} | dict(merged)
+    if isinstance(tasks := known["data.task"], list):
+        known["data.task"] = "+".join(map(str, cast("list[object]", tasks)))  # as a part of other values
     try:
-        whole = OmegaConf.create(_nest({**defaults, **merged}))
+        whole = OmegaConf.create(_nest(known))
         plain = cast("dict[str, object]", OmegaConf.to_container(whole, resolve=True, throw_on_missing=True))
     except (OmegaConfBaseException, YAMLError) as error:
         key = getattr(error, "full_key", None)
         at = f"{where}: {key}" if key else where
         raise ConfigError(f"{at}: {str(error).splitlines()[0]}") from error
-    return {name: _at(plain, name) for name in merged}
+    return {name: merged[name] if name == "data.task" else _at(plain, name) for name in merged}
 
 
 def _nest(flat: Mapping[str, object]) -> dict[str, object]:
@@ -270,9 +295,9 @@ def _explain(error: ValidationError, merged: Mapping[str, object], file: Layer, 
         )
         from_command = any(key == name or _mapping_of(key) == name for key in command.values)
         layer = command if from_command else file
-        lines[name] = (
-            f"{layer.where}: {layer.spelled.get(name, name)} is {shown(merged[name])}. "
-            f"Expected {all_settings()[name].expects}"
+        detail = explain_step(problem) if name == "training.transforms" else None
+        lines[name] = f"{layer.where}: {layer.spelled.get(name, name)} " + (
+            f"is {shown(merged[name])}. Expected {all_settings()[name].expects}" if detail is None else detail
         )
     return list(lines.values())
 

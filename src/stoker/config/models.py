@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from omegaconf import OmegaConf
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PrivateAttr
 
+from stoker.config.transforms import Steps
 from stoker.schema import Json
 
 PositiveInt: TypeAlias = Annotated[int, Field(ge=1, strict=True)]
@@ -176,12 +177,24 @@ class TrainingConfig(_Section):
     """Where batches are served from; `auto`: the fastest that fits (docs/plan.md)."""
     reserve_bytes: CountInt | None = None
     """Memory of the device to leave to the model; null: by the rules of docs/plan.md."""
+    transforms: Steps = ()
+    """Done to every training batch, as `[{kind: noise, std: 0.01}]`; `normalize` also in validation."""
+    subset: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
+    """Part of the stored samples to train on, the same share of every file, by `data.seed`; null: all."""
+    indices_file: Place | None = None
+    """Numbers of the samples to train on: a `.npy` file, or text with one a line; null: all."""
+    weights_file: Place | None = None
+    """A weight per stored sample, or per entry of `indices_file`, to draw by; null: each once an epoch."""
     max_stall: Fraction | None = None
     """Largest part of the time that may be waited for data; above it the command ends with exit code 5."""
     seed: CountInt = 0
     """Decides the order of examples and the model's first weights."""
     run_dir: Place | None = None
     """Folder for checkpoints, metrics and curves; null: `runs/{task}`."""
+    mixture: Literal["concat", "weighted", "round_robin"] = "concat"
+    """How several tasks share an epoch: all of each, parts by weight, a batch of each in turn."""
+    task_weights: dict[str, PositiveFloat] | None = None
+    """Parts that tasks have in an epoch of `mixture: weighted`, by name; null: equal ones."""
     latent_cache_dir: Place = "data/latent_cache"
     """Folder of the caches."""
     latent_cache_dtype: StorageDtype | None = "float16"
@@ -220,6 +233,8 @@ class PrecomputeConfig(_Section):
     """Encode all records of this recipe again."""
     retry_quarantined: Flag = False
     """Try quarantined samples again, those with errors of their own as well."""
+    wait: Flag = True
+    """Whether `train` encodes what is missing before it begins; `false`: it begins at once, beside that."""
     deadlines: DeadlinesConfig = DeadlinesConfig()
 
 
@@ -244,9 +259,12 @@ class Config(_Section):
     verify: VerifyConfig = VerifyConfig()
     identity: Literal["auto", "full"] = "auto"
     """How source files are digested: `full` reads them whole; `auto` probes them above 4 GiB in all."""
+    tasks: dict[str, dict[str, JsonValue]] | None = None
+    """Settings of one task alone, as `{well2d: {data: {preset: well}}}` (docs/mixtures.md)."""
 
     _notes: tuple[str, ...] = PrivateAttr(default=())
     _where: str = PrivateAttr(default="defaults")
+    _of_task: dict[str, Config] = PrivateAttr(default_factory=dict[str, "Config"])
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -263,6 +281,21 @@ class Config(_Section):
         copy = self.model_copy()
         copy._where, copy._notes = where, notes
         return copy
+
+    def with_tasks(self, of_task: dict[str, Config]) -> Config:
+        """The same settings, which for these tasks are others."""
+        copy = self.model_copy()
+        copy._of_task = of_task
+        return copy
+
+    def for_task(self, task: str) -> Config:
+        """The settings as they are for one task."""
+        own = self._of_task.get(task)
+        if own is None:
+            return self
+        # The device may have been changed since, for this process.
+        training = own.training.model_copy(update={"device": self.training.device})
+        return own.model_copy(update={"training": training})
 
     def to_dict(self) -> dict[str, Json]:
         """Every setting in force, as plain JSON types; `make_config` reads it back."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stoker.config import Config
@@ -19,7 +19,7 @@ from stoker.encoders.normalize import Normalized
 from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError
 from stoker.pipeline.statistics import train_statistics
-from stoker.schema import Schema
+from stoker.schema import Schema, digest_json
 from stoker.sources.files import resolve_files
 from stoker.sources.hdf5 import HDF5Source
 from stoker.sources.protocol import Source
@@ -55,6 +55,16 @@ def build_jobs(config: Config, task: str, splits: Sequence[str]) -> list[Job]:
         Job(name=f"{task}_{split}", split=split, source=source, encoder=encoder)
         for split, source in sources.items()
     ]
+
+
+def share_encoders(jobs: Sequence[Job], known: dict[str, Encoder]) -> list[Job]:
+    """The jobs with one object for all encoders that are equal; `known` holds those so far by identity."""
+    shared: list[Job] = []
+    for job in jobs:
+        own = job.encoder
+        same = None if own is None else known.setdefault(digest_json(own.identity()), own)
+        shared.append(replace(job, encoder=same))
+    return shared
 
 
 def record_schema(job: Job) -> Schema:

@@ -25,8 +25,8 @@ LIMIT_BYTES = 1 << 20
 
 
 def run_dir_of(config: Config) -> Path:
-    """`training.run_dir`, or `runs/{task}`."""
-    return Path(config.training.run_dir or f"runs/{tasks_of(config)[0]}")
+    """`training.run_dir`, or `runs/{task}`, or `runs/{task}+{task}`."""
+    return Path(config.training.run_dir or f"runs/{'+'.join(tasks_of(config))}")
 
 
 def settings_digest(config: Config, fingerprints: Mapping[str, str]) -> str:
@@ -34,6 +34,8 @@ def settings_digest(config: Config, fingerprints: Mapping[str, str]) -> str:
     settings: dict[str, Any] = config.to_dict()
     training = {k: v for k, v in settings["training"].items() if k not in _FREE}
     kept: dict[str, Json] = {"training": training, "model": settings["model"], "caches": dict(fingerprints)}
+    if settings["tasks"] is not None:
+        kept["tasks"] = settings["tasks"]
     return digest_json(kept)
 
 

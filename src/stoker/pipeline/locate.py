@@ -42,6 +42,7 @@ def locate(config: Config, task: str, split: str) -> Located:
     Raises:
         StokerError: As `build_jobs`; a source that is gone is an error only where no cache matches the rest.
     """
+    config = config.for_task(task)
     try:
         return locate_job(config, build_jobs(config, task, [split])[0])
     except SourceError:
@@ -69,6 +70,7 @@ def recipe_of(config: Config, task: str, split: str) -> Recipe:
     Raises:
         StokerError: As `build_jobs` and `make_recipe`.
     """
+    config = config.for_task(task)
     return job_recipe(config, build_jobs(config, task, [split])[0])
 
 

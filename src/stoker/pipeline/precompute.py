@@ -6,26 +6,44 @@ import datetime
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from stoker.config import Config
-from stoker.errors import FormatError, IncompleteError, SourceError, SplitError
+from stoker.config.remedies import in_settings
+from stoker.encoders.protocol import Encoder
+from stoker.errors import (
+    DeviceError,
+    FormatError,
+    IncompleteError,
+    Interrupted,
+    SourceError,
+    SplitError,
+    StokerError,
+)
 from stoker.pipeline.build import (
     Job,
     build_jobs,
     build_source,
     device_of,
     record_schema,
+    share_encoders,
     tasks_of,
 )
 from stoker.pipeline.folders import is_open, require_writable
 from stoker.pipeline.gone import find_without_source
 from stoker.pipeline.inspect import list_quarantined, shard_bytes, worst_error
 from stoker.pipeline.locate import job_recipe, windows_in
-from stoker.precompute import Deadlines, EncodeFiller, PrecomputeSettings, run_precompute
+from stoker.precompute import (
+    Deadlines,
+    EncodeFiller,
+    PrecomputeReport,
+    PrecomputeSettings,
+    begin_precompute,
+    run_precompute,
+)
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json, Schema, canonical_json, schema_to_json
 from stoker.sources.files import canonical_split
@@ -53,6 +71,11 @@ class CacheResult:
     """Time inside the encoder."""
     source_gone: bool = False
     """The raw data is not there any more; the cache was found by everything else."""
+
+    def served(self, cache: Cache) -> CacheResult:
+        """The same when a loader had served `cache`: it is complete by then, if it was being filled."""
+        more = len(cache) - len(self.cache)
+        return self if more <= 0 else replace(self, cache=cache, encoded=self.encoded + more)
 
     @property
     def name(self) -> str:
@@ -108,14 +131,36 @@ class CacheResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFailure:
+    """Why the caches of one task of several are not complete."""
+
+    task: str
+    error: StokerError
+
+    def to_json(self) -> dict[str, Json]:
+        """The keys that scripts rely on."""
+        error = in_settings(str(self.error))
+        return {"task": self.task, "error": error, "exit_code": self.error.exit_code}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrecomputeResult:
     """All caches of a configuration, in the order of tasks and splits."""
 
     caches: tuple[CacheResult, ...]
+    failed: tuple[TaskFailure, ...] = ()
+    """Of several tasks those without a complete cache: one that fails leaves the others alone."""
+
+    @property
+    def exit_code(self) -> int:
+        """0, or what the command line answers for the errors: 1 where they are of several kinds."""
+        codes = {failure.error.exit_code for failure in self.failed}
+        return max(codes, default=0) if len(codes) < 2 else 1
 
     def to_json(self) -> dict[str, Json]:
         """The keys that scripts rely on."""
-        return {"caches": [cache.to_json() for cache in self.caches]}
+        caches: list[Json] = [cache.to_json() for cache in self.caches]
+        return {"caches": caches, "failed": [failure.to_json() for failure in self.failed]}
 
 
 def precompute_config(
@@ -133,15 +178,28 @@ def precompute_config(
         manifest: Where to write a JSON report of this run.
         ranks: The processes that do it together.
     Raises:
-        StokerError: As `build_jobs` and `run_precompute`.
+        StokerError: As `build_jobs` and `run_precompute`; of several tasks only what ends the whole run.
     """
     if manifest is not None:
         require_writable(manifest.parent, "the folder of --manifest").mkdir(parents=True, exist_ok=True)
-    wanted = list(splits) or wanted_splits(config)
-    result = PrecomputeResult(caches=tuple(fill_caches(config, wanted, ranks=ranks)))
+    tasks = tasks_of(config)
+    caches: list[CacheResult] = []
+    failed: list[TaskFailure] = []
+    encoders: dict[str, Encoder] = {}
+    for task in tasks:
+        own = config.for_task(task)
+        try:
+            caches += fill_caches(own, list(splits) or wanted_splits(own), encoders=encoders, ranks=ranks)
+        except (Interrupted, DeviceError):  # nothing more can be done in this process
+            raise
+        except StokerError as error:
+            if len(tasks) == 1:
+                raise
+            _log.error("task %s failed, the others go on: %s", task, in_settings(str(error)))
+            failed.append(TaskFailure(task=task, error=error))
     if manifest is not None and ranks.leads:
-        write_manifest(manifest, config, result.caches)
-    return result
+        write_manifest(manifest, config, caches)
+    return PrecomputeResult(caches=tuple(caches), failed=tuple(failed))
 
 
 def wanted_splits(config: Config) -> list[str]:
@@ -151,7 +209,7 @@ def wanted_splits(config: Config) -> list[str]:
         return splits
     try:
         for task in tasks_of(config):
-            len(build_source(config, task, "val"))
+            len(build_source(config.for_task(task), task, "val"))
     except SplitError as error:
         _log.info("only train is encoded: %s", error)
         return splits
@@ -161,7 +219,12 @@ def wanted_splits(config: Config) -> list[str]:
 
 
 def fill_caches(
-    config: Config, splits: Sequence[str], *, training: bool = False, ranks: Ranks = ALONE
+    config: Config,
+    splits: Sequence[str],
+    *,
+    training: bool = False,
+    encoders: dict[str, Encoder] | None = None,
+    ranks: Ranks = ALONE,
 ) -> list[CacheResult]:
     """One complete cache per task and split; where the raw data is gone, the cache that matches the rest.
 
@@ -171,6 +234,7 @@ def fill_caches(
         training: Training is to read them. Then samples that failed for a passing reason (a hang, an
             input/output error) are not tried again, since what it reads must not change from run to run by
             luck, and records too short for a window are refused before they are encoded.
+        encoders: Those so far by identity, so that tasks share what is equal; None: none yet.
         ranks: The processes that fill them together, and are all to make this call.
     Raises:
         ConfigError: No cache can lie in the cache folder, or no window can be cut.
@@ -181,12 +245,13 @@ def fill_caches(
     if not is_open(cache_dir):  # one that is may be read-only, if its caches are complete
         require_writable(cache_dir, "training.latent_cache_dir")
     results: list[CacheResult] = []
+    known = {} if encoders is None else encoders
     for task in tasks_of(config):
-        began = time.monotonic()
+        began, own = time.monotonic(), config.for_task(task)
         try:
-            jobs = build_jobs(config, task, splits)
+            jobs = share_encoders(build_jobs(own, task, splits), known)
         except SourceError as error:
-            found = find_without_source(config, task, splits)
+            found = find_without_source(own, task, splits)
             if found is None:
                 raise
             _log.info("%s: the raw data is gone, its cache is used (%s)", task, error)
@@ -201,7 +266,7 @@ def fill_caches(
                 for split, cache in found.items()
             ]
         else:
-            results += _fill_jobs(config, jobs, training=training, ranks=ranks)
+            results += _fill_jobs(own, jobs, training=training, ranks=ranks)
     return counted_together(results, ranks)
 
 
@@ -214,7 +279,8 @@ def _fill_jobs(config: Config, jobs: Sequence[Job], *, training: bool, ranks: Ra
     for job in jobs:
         settings = settings_of(config, job, ranks)
         ready = _ready(config, job, settings) if training else None
-        results.append(ready or _fill(config, job, settings))
+        run = begin_precompute if training and not config.precompute.wait else run_precompute
+        results.append(ready or _fill(config, job, settings, run=run))
     return results
 
 
@@ -276,10 +342,12 @@ def _ready(config: Config, job: Job, settings: PrecomputeSettings) -> CacheResul
     return CacheResult(cache=cache, split=job.split, reused=len(cache), seconds=spent_s)
 
 
-def _fill(config: Config, job: Job, settings: PrecomputeSettings) -> CacheResult:
+def _fill(
+    config: Config, job: Job, settings: PrecomputeSettings, *, run: Callable[..., PrecomputeReport]
+) -> CacheResult:
     began = time.monotonic()
     cache_dir = Path(config.training.latent_cache_dir)
-    report = run_precompute(job.source, job.encoder, cache_dir, name=job.name, settings=settings)
+    report = run(job.source, job.encoder, cache_dir, name=job.name, settings=settings)
     return CacheResult(
         cache=report.cache,
         split=job.split,

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from stoker.config import Config
 from stoker.errors import ConfigError
-from stoker.loader import Loader
 from stoker.monitor import StallMeter
+from stoker.pipeline.augment import normalized
 from stoker.pipeline.budget import verdict_of
 from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import run_dir_of, settings_digest, work_digest, write_diary
 from stoker.pipeline.folders import require_writable
-from stoker.pipeline.locate import batch_size_of, trajectory_steps, windows_of
+from stoker.pipeline.locate import locate
+from stoker.pipeline.mixed import check_together
 from stoker.pipeline.physical import physical_space
 from stoker.pipeline.precompute import CacheResult, fill_caches
-from stoker.pipeline.together import Shared, on_own_device, own_trajectories, share_steps
+from stoker.pipeline.serve import Served, serve
+from stoker.pipeline.together import on_own_device
 from stoker.plan import Plan
 from stoker.precompute import EncodeFiller
 from stoker.precompute.spot_check import SpotCheck, SpotReport
@@ -29,7 +31,7 @@ from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
 from stoker.sources.files import canonical_split
 from stoker.store import Cache
-from stoker.train.config import EventSink, TrainConfig, TrainReport
+from stoker.train.config import EventSink, PhysicalSpace, TrainConfig, TrainReport
 from stoker.train.loop import train
 from stoker.train.run import own_folder
 from stoker.units import format_count
@@ -43,9 +45,9 @@ class TrainResult:
 
     report: TrainReport
     caches: tuple[CacheResult, ...]
-    """The training cache, then the validation cache."""
+    """The training cache, then the validation cache; both of each task in turn."""
     cache_s: float
-    """Seconds until both caches were ready."""
+    """Seconds until all caches were ready."""
     total_s: float
     """Seconds from the start of the process to the first batch."""
     train_s: float
@@ -105,6 +107,7 @@ class TrainResult:
             "persistence_nrmse": report.persistence_nrmse,
             "rollout_nrmse": report.rollout_nrmse,
             "rollout_persistence_nrmse": report.rollout_persistence_nrmse,
+            "tasks": {task: dict(errors) for task, errors in report.tasks.items()},
             "physical_nrmse": report.physical_nrmse,
             "physical_persistence_nrmse": report.physical_persistence_nrmse,
             "physical_rollout_nrmse": report.physical_rollout_nrmse,
@@ -131,9 +134,15 @@ class Prepared:
     """Ready caches of a run."""
 
     caches: tuple[CacheResult, ...]
-    """The training cache, then the validation cache."""
+    """The training cache, then the validation cache; both of each task in turn."""
     seconds: float
     """What it took to have them ready."""
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Of the caches by split; by name where there are several tasks."""
+        several = len(self.caches) > 2
+        return {r.name if several else r.split: r.cache.fingerprint for r in self.caches}
 
 
 def train_config(
@@ -151,7 +160,7 @@ def train_config(
         on_event: Told of what happens in the training loop.
         ranks: The processes that train together, and are all to make this call.
     Raises:
-        ConfigError: More than one task is named, or the split to train on is `val`.
+        ConfigError: The split to train on is `val`, or one operator cannot take all tasks.
         StokerError: As `fill_caches` and `train`.
     """
     started = time.monotonic() if started is None else started
@@ -166,6 +175,14 @@ def prepare(config: Config, ranks: Ranks = ALONE) -> Prepared:
     """
     began = time.monotonic()
     splits = training_splits(config)
+    tasks = tasks_of(config)
+    if len(tasks) > 1:
+        if not config.precompute.wait:
+            raise ConfigError(
+                "precompute.wait=false begins training on one task while it is encoded, and data.task names "
+                f"{len(tasks)}. Leave it out, so that all of them are encoded first"
+            )
+        check_together({task: locate(config, task, splits[0]).recipe.schema for task in tasks})
     run_dir = require_writable(run_dir_of(config), "training.run_dir")
     with own_folder(run_dir) if ranks.leads else nullcontext():
         caches = fill_caches(config, splits, training=True, ranks=ranks)
@@ -176,14 +193,8 @@ def training_splits(config: Config) -> tuple[str, str]:
     """The split to train on, and the one to validate on.
 
     Raises:
-        ConfigError: More than one task is named, or the split to train on is `val`.
+        ConfigError: The split to train on is `val`.
     """
-    tasks = tasks_of(config)
-    if len(tasks) > 1:
-        raise ConfigError(
-            f"training takes one task, data.task names {len(tasks)}: {', '.join(tasks)}. "
-            "Choose one with data.task=NAME; precompute takes them all"
-        )
     split = canonical_split(config.data.wanted_splits[0])
     if split == "val":
         raise ConfigError(
@@ -202,10 +213,12 @@ def train_prepared(
     ranks: Ranks = ALONE,
 ) -> TrainResult:
     """Train on ready caches; see `train_config`."""
-    train_cache, val_cache = (result.cache for result in prepared.caches)
-    run_dir, meter = run_dir_of(config), StallMeter(ranks.rank)
-    digest = settings_digest(config, {result.split: result.cache.fingerprint for result in prepared.caches})
-    shared, work = share_steps(config, digest, train_cache, ranks), work_digest(config, train_cache.schema)
+    train_cache = prepared.caches[0].cache
+    run_dir, meter = run_dir_of(config), StallMeter(rank=ranks.rank)
+    digest = settings_digest(config, prepared.fingerprints)
+    work = work_digest(config, train_cache.schema)
+    served = serve(config, [r.cache for r in prepared.caches], digest=digest, meter=meter, ranks=ranks)
+    shared = served.shared
     if not shared.resume:
         _tell_anew(run_dir)
 
@@ -218,34 +231,33 @@ def train_prepared(
         if on_event is not None:
             on_event(kind, facts)
 
-    loader = make_loader(config, train_cache, meter=meter, ranks=ranks, shared=shared)
-    val_loader = make_val_loader(config, val_cache, ranks=ranks)
-    _tell_plan(on_event if ranks.leads else None, train_cache, loader.plan)
+    for ready, loader in zip(prepared.caches[::2], served.loaders, strict=False):
+        _tell_plan(on_event if ranks.leads else None, ready.cache, loader.plan)
     check = begin_spot_check(config, train_cache) if ranks.leads else None
     began = time.monotonic()
     try:
         report = train(
-            loader,
-            val_loader,
-            loop_settings(config, len(loader), resume=shared.resume),
+            served.train,
+            served.val,
+            loop_settings(config, len(served.train), resume=shared.resume),
             run_dir,
             meter=meter,
             on_event=note,
             ranks=ranks,
-            physical=physical_space(val_cache),
+            physical=_physical(config, prepared),
         )
     finally:
         checked = None if check is None else check.finish()
     train_s = time.monotonic() - began
     return TrainResult(
         report=report,
-        caches=prepared.caches,
+        caches=_now(prepared.caches, served),
         cache_s=prepared.seconds,
         total_s=began - started + report.startup["first_batch_s"],
         train_s=train_s,
-        reason=loader.plan.reason,
-        epoch_steps=len(loader),
-        mended=loader.mended + (0 if val_loader is None else val_loader.mended),
+        reason=served.reason,
+        epoch_steps=len(served.train),
+        mended=sum(loader.mended for loader in served.loaders),
         spot_check=checked,
         over_budget=verdict_of(config, train_cache, report),
     )
@@ -266,10 +278,19 @@ def _tell_plan(on_event: EventSink | None, cache: Cache, plan: Plan) -> None:
         on_event("serve", {"name": cache.name, "tiers": tiers, "reason": plan.reason})
 
 
+def _now(results: Sequence[CacheResult], served: Served) -> tuple[CacheResult, ...]:
+    """The caches as they are now; those that were filled meanwhile have more records."""
+    now = {loader.dataset.path: loader.dataset for loader in served.loaders}
+    return tuple(result.served(now.get(result.cache.path, result.cache)) for result in results)
+
+
 def begin_spot_check(config: Config, cache: Cache) -> SpotCheck | None:
     """The comparison that `verify.spot_check` asks for, begun; None where it asks for none."""
     count = config.verify.spot_check
     if not count:
+        return None
+    if not cache.complete:
+        log.warning("verify.spot_check: %s is being filled now, so nothing was stored to compare", cache.path)
         return None
     if not isinstance(cache.filler, EncodeFiller):
         log.warning("verify.spot_check: the raw data of %s is gone, so nothing can be compared", cache.path)
@@ -279,66 +300,10 @@ def begin_spot_check(config: Config, cache: Cache) -> SpotCheck | None:
     return check
 
 
-def make_loader(
-    config: Config,
-    cache: Cache,
-    *,
-    meter: StallMeter | None = None,
-    ranks: Ranks = ALONE,
-    shared: Shared | None = None,
-) -> Loader:
-    """The loader of the training cache that the settings describe; `shared`: this rank's part of it."""
-    return Loader(
-        cache,
-        windows=windows_of(config),
-        order=config.training.order if shared is None else shared.order,
-        batch_size=_batch_size(config, cache) if shared is None else shared.batch_size,
-        drop_last=None if shared is None else shared.drop_last,
-        rank=ranks.rank,
-        world=ranks.world,
-        reserve_bytes=config.training.reserve_bytes,
-        meter=meter,
-        **_common(config),
-    )
-
-
-def make_val_loader(config: Config, cache: Cache, *, ranks: Ranks = ALONE) -> Loader | None:
-    """The loader of the validation cache, in order, in the memory that other loaders leave.
-
-    At horizon 1 windows begin `time_stride` apart whatever `start_every` says: one begins where the last
-    ended, so that they chain to the whole trajectories that are rolled out. Ranks have whole trajectories,
-    each its own; None: there is none for this one.
-    """
-    windows = windows_of(config)
-    if windows.horizon == 1:
-        windows = replace(windows, start_every=windows.stride)
-    own = own_trajectories(cache, ranks)
-    if own is not None and not len(own):
-        return None
-    return Loader(
-        cache,
-        windows=windows,
-        order="sequential",
-        batch_size=_batch_size(config, cache),
-        indices=own,
-        reserve_bytes=config.training.reserve_bytes,
-        **_common(config),
-    )
-
-
-def _batch_size(config: Config, cache: Cache) -> int:
-    return batch_size_of(config, trajectory_steps(cache.schema))
-
-
-def _common(config: Config) -> dict[str, Any]:
-    """What both loaders are told."""
-    training = config.training
-    return {
-        "tier": training.tier,
-        "device": device_of(config),
-        "seed": training.seed,
-        "verify": config.verify.on_read,
-    }
+def _physical(config: Config, prepared: Prepared) -> PhysicalSpace | None:
+    """Where validation is judged in fields: one task, whose records reach the loop as they were encoded."""
+    _, *others = prepared.caches
+    return physical_space(others[0].cache) if len(others) == 1 and not normalized(config) else None
 
 
 def loop_settings(config: Config, batches: int, *, resume: bool) -> TrainConfig:

@@ -6,7 +6,7 @@ What precompute and train refuse is asked of the very functions that they call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,8 @@ from stoker.pipeline.build import Job, build_jobs, device_of, tasks_of
 from stoker.pipeline.diary import run_dir_of
 from stoker.pipeline.folders import require_writable
 from stoker.pipeline.locate import Located, locate, locate_job, windows_in, windows_of
-from stoker.pipeline.plan import demand_of
+from stoker.pipeline.mixed import check_together
+from stoker.pipeline.plan import demand_of, left_by
 from stoker.pipeline.train import training_splits
 from stoker.plan import Resources, plan_tiers, probe
 from stoker.precompute.space import check_space, needed_bytes
@@ -36,8 +37,8 @@ class Row:
     """One thing that was checked."""
 
     check: str
-    """What: `config`, `training`, `data train`, `encoder`, `cache`, `windows`, `run folder`, `gpu`, `memory`,
-    `disk`."""
+    """What: `config`, `training`, `data train`, `encoder`, `cache`, `windows`, `tasks`, `run folder`, `gpu`,
+    `memory`, `disk`."""
     status: Status
     detail: str
     """What was found, with figures; for warn and fail also what to do."""
@@ -75,12 +76,18 @@ def validate_config(path: Path | str, overrides: Sequence[str] = ()) -> Validati
     rows += [Row(check="config", status="warn", detail=note) for note in config.notes]
     rows.append(_training_row(config))
     located: list[Located] = []
+    trained: dict[str, Located] = {}
     for task in tasks_of(config):
-        rows += _check_task(config, task, located)
-    rows += [_windows_row(config, found) for found in located[:1]]
+        found: list[Located] = []
+        rows += _check_task(config.for_task(task), task, found)
+        located += found
+        if found:
+            trained[task] = found[0]
+    rows += [_windows_row(config.for_task(task), first) for task, first in trained.items()]
+    rows += _together_rows(trained)
     rows.append(_run_dir_row(config))
     device = _check_device(config, rows)
-    rows += _check_room(config, located, device)
+    rows += _check_room(config, located, trained, device)
     return Validation(rows=tuple(rows))
 
 
@@ -89,7 +96,8 @@ def _training_row(config: Config) -> Row:
         split, other = training_splits(config)
     except ConfigError as error:
         return _failed("training", error)
-    return Row(check="training", status="pass", detail=f"on {tasks_of(config)[0]}_{split}, judged on {other}")
+    names = ", ".join(f"{task}_{split}" for task in tasks_of(config))
+    return Row(check="training", status="pass", detail=f"on {names}, judged on {other}")
 
 
 def _check_task(config: Config, task: str, located: list[Located]) -> list[Row]:
@@ -122,6 +130,17 @@ def _check_cache(config: Config, key: tuple[str, str], job: Job | None, located:
     shapes = ", ".join(f"{key} {field.shape} {field.dtype}" for key, field in found.recipe.schema.items())
     encoder = Row(check=f"encoder {name}", status="pass", detail=f"records of {shapes}")
     return [data, encoder, _cache_row(name, found)]
+
+
+def _together_rows(trained: Mapping[str, Located]) -> list[Row]:
+    """Whether one operator can take several tasks; nothing to say of one."""
+    if len(trained) < 2:
+        return []
+    try:
+        check_together({task: found.recipe.schema for task, found in trained.items()})
+    except ConfigError as error:
+        return [_failed("tasks", error)]
+    return [Row(check="tasks", status="pass", detail=f"one operator for {', '.join(trained)}")]
 
 
 def _windows_row(config: Config, found: Located) -> Row:
@@ -191,7 +210,9 @@ def _check_device(config: Config, rows: list[Row]) -> str:
     return device
 
 
-def _check_room(config: Config, located: list[Located], device: str) -> list[Row]:
+def _check_room(
+    config: Config, located: list[Located], trained: Mapping[str, Located], device: str
+) -> list[Row]:
     """The rows of memory and disk, neither of which waits for the other."""
     cache_dir = Path(config.training.latent_cache_dir)
     try:
@@ -200,22 +221,28 @@ def _check_room(config: Config, located: list[Located], device: str) -> list[Row
     except StalledError as error:
         resources = probe(device=device)
         disk = _failed("disk", error, ResourceError.exit_code)
-    return [_memory_row(config, located, resources, device), disk]
-
-
-def _memory_row(config: Config, located: list[Located], resources: Resources, device: str) -> Row:
-    if not located:
+    if not trained:
         detail = "not checked, since no data was found. Mend the rows above and validate again"
-        return Row(check="memory", status="warn", detail=detail)
+        return [Row(check="memory", status="warn", detail=detail), disk]
+    memory: list[Row] = []
+    for task, found in trained.items():
+        row, resources = _memory_row(config.for_task(task), found, resources, device)
+        memory.append(row)
+    return [*memory, disk]
+
+
+def _memory_row(config: Config, found: Located, resources: Resources, device: str) -> tuple[Row, Resources]:
+    """The row, and what is left to the next task."""
     training = config.training
-    demand = demand_of(config, located[0], device)
+    demand = demand_of(config, found, device)
     try:
         plan = plan_tiers(demand, resources, tier=training.tier, reserve_bytes=training.reserve_bytes)
     except ResourceError as error:
-        return _failed("memory", error)
+        return _failed("memory", error), resources
     served = plan.tier in ("host", "device") or training.tier in ("disk", "encode")
     detail = "; ".join(plan.reason.split("; ")[:2])
-    return Row(check="memory", status="pass" if served else "warn", detail=detail)
+    row = Row(check="memory", status="pass" if served else "warn", detail=detail)
+    return row, left_by(plan, resources)
 
 
 def _disk_row(config: Config, located: list[Located], resources: Resources) -> Row:

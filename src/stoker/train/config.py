@@ -137,6 +137,8 @@ class TrainReport:
     """Folder with `metrics.jsonl`, `curves.png`, `report.html` and `checkpoints`."""
     startup: dict[str, float]
     """Seconds from the call: `first_batch_s` until the first batch was there."""
+    tasks: dict[str, dict[str, float | None]] = field(default_factory=dict[str, "dict[str, float | None]"])
+    """The errors above for each task, where several are trained on; those above are then their means."""
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     """Seconds waited for data, by what for: `read`, `gather`, `copy`, `transform`, `wait`."""
     ceiling_step_s: float | None = None

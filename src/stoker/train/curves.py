@@ -16,6 +16,10 @@ Points: TypeAlias = Sequence[tuple[int, float]]
 MARGIN = 1.3
 """Factor between the curves and the ends of a logarithmic axis: what hardly changes looks flat."""
 BLUE, ORANGE, GREY, TEXT = "#1f6fb4", "#d9731a", "#9aa5b1", "#24313f"
+TASKS = (BLUE, ORANGE, "#3a8f5c", "#8a5bb0", "#b0413e", "#5b6b78")
+"""Colours of tasks, where there are several; with more of them they come again."""
+OF_TASK = "val_nrmse/"
+"""How the error of one task of several begins; `judge.py` writes them."""
 STALL_TOPS = (10, 25, 50, 100)
 """Ends of the stall's axis in per cent: the first that holds all of it, so that a small stall looks small."""
 
@@ -56,13 +60,21 @@ def _draw_loss(axes: Any, steps: Rows, epochs: Rows) -> None:
 
 
 def _draw_errors(axes: Any, epochs: Rows) -> None:
-    """Validation errors, each with its own persistence as a dashed line of the same colour."""
+    """Validation errors, each with its own persistence as a dashed line of the same colour; of several tasks
+    those of one step.
+    """
     measured = any(_points(epochs, "epoch", "val_nrmse"))
     _label(axes, "validation NRMSE" if measured else "validation NRMSE: not measured", "epoch")
-    for name, persistence, label, color in (
+    tasks = list(
+        dict.fromkeys(name[len(OF_TASK) :] for row in epochs for name in row if name.startswith(OF_TASK))
+    )
+    for name, persistence, label, color in [
+        (f"{OF_TASK}{task}", f"persistence_nrmse/{task}", task, TASKS[place % len(TASKS)])
+        for place, task in enumerate(tasks)
+    ] or [
         ("val_nrmse", "persistence_nrmse", "one step", BLUE),
         ("rollout_nrmse", "rollout_persistence_nrmse", "roll-out", ORANGE),
-    ):
+    ]:
         _line(axes, _points(epochs, "epoch", name), color, label)
         for _, still in _points(epochs, "epoch", persistence)[-1:]:  # it is the same in every epoch
             dashed = {"linestyle": "--", "linewidth": 1.2, "alpha": 0.8}

@@ -26,6 +26,8 @@ class StepFacts:
     """Norm of all gradients, a scalar."""
     index: Tensor
     """Sample number and start per example, `(B, 2)`."""
+    task: str | None = None
+    """Of a mixture: which cache the sample numbers are of."""
 
 
 class FiniteGuard:
@@ -100,7 +102,9 @@ def _describe(facts: StepFacts) -> str:
     row = int(bad.int().argmax() if count else errors.argmax())  # the first bad one
     number, start = int(facts.index[row, 0]), int(facts.index[row, 1])
     what = LOSS if count else "the gradient"
-    blame = f"first at sample {number}, time step {start}" if count else f"largest loss at sample {number}"
+    of = "" if facts.task is None else f" of {facts.task}"
+    sample = f"sample {number}{of}"
+    blame = f"first at {sample}, time step {start}" if count else f"largest loss at {sample}"
     more = f" ({count} of {len(errors)} examples)" if count else ""
     return (
         f"{what} is not finite in epoch {facts.epoch}, step {facts.step}, {blame}{more}. "

@@ -30,6 +30,7 @@ from stoker.train.config import EventSink, PhysicalSpace, TrainConfig, TrainRepo
 from stoker.train.curves import draw_curves
 from stoker.train.evaluate import ERRORS, errors_of, evaluate
 from stoker.train.guard import FiniteGuard, StepFacts
+from stoker.train.judge import Errors, Validation, by_task, judge
 from stoker.train.operator import Objective
 from stoker.train.pace import Pace
 from stoker.train.report import write_report
@@ -43,7 +44,7 @@ MOST_BETWEEN_LINES, LINES = 50, 40
 
 def train(  # noqa: PLR0913  the face: two loaders, and all else by name
     train_loader: PairLoader,
-    val_loader: PairLoader | None,
+    val_loader: Validation,
     config: TrainConfig,
     run_dir: str | Path,
     *,
@@ -55,7 +56,9 @@ def train(  # noqa: PLR0913  the face: two loaders, and all else by name
     """Train an operator; leave metrics, curves, a report and checkpoints in `run_dir`.
 
     Args:
-        train_loader, val_loader: Latent pairs; None: no validation.
+        train_loader: Latent pairs.
+        val_loader: The same, or by name those of each task, which is then judged by itself; None: no
+            validation.
         config: Settings; with `resume`, the run in `run_dir` goes on where it was.
         run_dir: Without `resume`, a run that is there is moved aside (`*.previous`).
         meter: The one that `train_loader` writes into.
@@ -94,7 +97,7 @@ class Session:
     """One call of `train`."""
 
     train_loader: PairLoader
-    val_loader: PairLoader | None
+    val_loader: Validation
     config: TrainConfig
     folder: Path
     stop: StopFlag
@@ -167,6 +170,7 @@ class Session:
             epochs=progress.epoch,
             steps=progress.step,
             best_val_nrmse=progress.best,
+            tasks=by_task(errors),
             run_dir=self.folder,
             startup=self.startup,
             parts=progress.parts,
@@ -254,7 +258,12 @@ class Session:
             loss.backward()
         norm = nn.utils.clip_grad_norm_(run.model.parameters(), self.config.grad_clip or math.inf)
         facts = StepFacts(
-            epoch=progress.epoch + 1, step=progress.step + 1, errors=errors, norm=norm, index=pairs.index
+            epoch=progress.epoch + 1,
+            step=progress.step + 1,
+            errors=errors,
+            norm=norm,
+            index=pairs.index,
+            task=getattr(batch, "task", None),
         )
         self.guard.submit(facts)
         run.optimizer.step()
@@ -293,19 +302,9 @@ class Session:
         run, progress = self.run, self.run.progress
         begun_s = time.perf_counter()
         if self.validates:
-            found = evaluate(
-                run.model,
-                self._until_stopped(self.val_loader),
-                run.widths,
-                stride=self.config.stride,
-                samples=self.config.rollout_samples,
-                amp=run.amp,
-                ranks=self.ranks,
-                decode=None if self.physical is None else self.physical.decode,
-            )
+            progress.errors = judge(self.val_loader, self._errors)
             if self.ranks.any(self.stop.signal_name is not None, "the end of an evaluation"):
                 self._stop()
-            progress.errors = errors_of(found)
         row: dict[str, Json] = {
             "kind": "epoch",
             "epoch": progress.epoch + 1,
@@ -327,6 +326,20 @@ class Session:
             progress.best, progress.best_epoch = error, progress.epoch
             self._save("best")
         self._save()
+
+    def _errors(self, loader: PairLoader | None) -> Errors:
+        """The errors of the weights as they are on one validation set."""
+        found = evaluate(
+            self.run.model,
+            self._until_stopped(loader),
+            self.run.widths,
+            stride=self.config.stride,
+            samples=self.config.rollout_samples,
+            amp=self.run.amp,
+            ranks=self.ranks,
+            decode=None if self.physical is None else self.physical.decode,
+        )
+        return errors_of(found)
 
     def _until_stopped(self, loader: PairLoader | None) -> Iterator[PairBatch]:
         """The batches to validate on. Ranks, which have different numbers of them, stop after the last."""

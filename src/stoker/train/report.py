@@ -64,6 +64,7 @@ def write_report(
         f"<h1>{title}</h1>",
         _summary(report),
         _picture(path.with_name("curves.png")),
+        _tasks(report),
         f"<h2>Epochs</h2>{_epochs([row for row in rows if row.get('kind') == 'epoch'])}",
         f"<h2>Settings</h2>{_names(config)}",
         *(f"<h2>From step {row['step']:,} on</h2>{_names(row, without=('kind', 'step'))}" for row in starts),
@@ -92,6 +93,21 @@ def _summary(report: TrainReport) -> str:
     }
     shown = (f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures.items())
     return f"<dl>{''.join(shown)}</dl>"
+
+
+def _tasks(report: TrainReport) -> str:
+    """The errors of each task; nothing where there is only one."""
+    if not report.tasks:
+        return ""
+    names = ("val_nrmse", "persistence_nrmse", "rollout_nrmse", "rollout_persistence_nrmse")
+    head = "".join(f"<th>{EPOCHS[name][0]}</th>" for name in names)
+    rows = "".join(
+        f"<tr><td>{html.escape(task)}</td>"
+        + "".join(f"<td>{_or_dash(errors.get(name), _figure)}</td>" for name in names)
+        + "</tr>"
+        for task, errors in report.tasks.items()
+    )
+    return f'<h2>Tasks</h2><table class="names"><tr><th></th>{head}</tr>{rows}</table>'
 
 
 def _physical(report: TrainReport) -> dict[str, str]:

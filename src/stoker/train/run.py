@@ -22,6 +22,7 @@ from stoker.train.batches import PairBatch, PairLoader, Pairs, cond_widths, meas
 from stoker.train.checkpoint import Checkpoint, Kind, save_checkpoint
 from stoker.train.config import TrainConfig
 from stoker.train.guard import check_finite
+from stoker.train.judge import Validation
 from stoker.train.metrics import MetricsLog
 from stoker.train.numerics import numerics_of
 from stoker.train.operator import LatentOperator, OperatorShape
@@ -137,7 +138,7 @@ class Run:
         )
 
 
-def check_validation(loader: PairLoader | None, patience: int | None, ranks: Ranks) -> None:
+def check_validation(loader: Validation, patience: int | None, ranks: Ranks) -> None:
     """Refuse what cannot be validated.
 
     Raises:
@@ -150,7 +151,8 @@ def check_validation(loader: PairLoader | None, patience: int | None, ranks: Ran
             f"TrainConfig.patience is {patience}, but nothing is validated, so training would end after "
             "that many epochs whatever it learnt. Give a val_loader, or leave patience out"
         )
-    if loader is not None and not len(loader):
+    every = loader.values() if isinstance(loader, Mapping) else [loader]
+    if any(one is not None and not len(one) for one in every):
         raise ConfigError("the validation loader has no batch. Give one that has, or None to train without")
 
 

@@ -1,0 +1,135 @@
+"""Several tasks, one operator: what the training loop is given for a mixture of their caches.
+
+Beside the conditions of all tasks the operator sees which of them a task has, and which task it is. Each task
+is judged by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from stoker.config import Config
+from stoker.errors import ConfigError
+from stoker.loader import Loader, Mixture, TaskBatch
+from stoker.loader.windows import time_field
+from stoker.schema import Json, Schema
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskPairs:
+    """A mixture as the training loop takes it."""
+
+    mixture: Mixture
+
+    def __iter__(self) -> Iterator[TaskBatch]:
+        """One pass, or the rest of the pass that a loaded state began."""
+        tasks = len(self.mixture.names)
+        return (with_task(batch, tasks) for batch in self.mixture)
+
+    def __len__(self) -> int:
+        """Batches of a whole pass."""
+        return len(self.mixture)
+
+    def set_epoch(self, epoch: int) -> None:
+        """As `Mixture.set_epoch`."""
+        self.mixture.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Json]:
+        """As `Mixture.state_dict`."""
+        return self.mixture.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """As `Mixture.load_state_dict`."""
+        self.mixture.load_state_dict(state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneTask:
+    """One task of a mixture alone, for validation: a pass in order, with the conditions of all tasks."""
+
+    mixture: Mixture
+    task: str
+
+    def __iter__(self) -> Iterator[TaskBatch]:
+        """All batches of the task."""
+        tasks = len(self.mixture.names)
+        return (with_task(batch, tasks) for batch in self.mixture.only(self.task))
+
+    def __len__(self) -> int:
+        """Batches of the task."""
+        return len(self.mixture.loaders[self.task])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Every pass is the same."""
+
+    def state_dict(self) -> dict[str, Json]:
+        """Nothing: a pass is begun anew."""
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Nothing to go on from."""
+
+
+def with_task(batch: TaskBatch, tasks: int) -> TaskBatch:
+    """The batch with more conditions: `<name>?`, 1 where its cache has that one, and `task`, one-hot."""
+    cond = dict(batch.cond)
+    for name, mask in batch.mask.items():
+        cond[f"{name}?"] = mask.to(torch.float32)
+    cond["task"] = F.one_hot(batch.tasks, tasks).to(torch.float32)
+    return batch._replace(cond=cond)
+
+
+def mix(config: Config, loaders: Mapping[str, Loader], **more: Any) -> TaskPairs:
+    """The training loaders of all tasks, mixed as `training.mixture` says."""
+    training = config.training
+    weights = training.task_weights
+    if weights is not None and training.mixture != "weighted":
+        raise ConfigError(
+            f"training.task_weights are of training.mixture=weighted, but it is {training.mixture}. "
+            "Set it, or leave the weights out"
+        )
+    mixture = Mixture(
+        list(loaders.values()),
+        names=list(loaders),
+        mode=training.mixture,
+        weights=weights,
+        exhausted="longest",
+        mix="batch",
+        seed=training.seed,
+        **more,
+    )
+    return TaskPairs(mixture=mixture)
+
+
+def apart(loaders: Mapping[str, Loader]) -> dict[str, OneTask]:
+    """The validation loaders, each with the conditions of all tasks."""
+    mixture = Mixture(list(loaders.values()), names=list(loaders), mix="batch")
+    return {task: OneTask(mixture=mixture, task=task) for task in loaders}
+
+
+def check_together(schemas: Mapping[str, Schema]) -> None:
+    """Refuse tasks that one operator cannot take.
+
+    Args:
+        schemas: Fields of the records of each task.
+
+    Raises:
+        ConfigError: Their states differ in tokens or width; says which, and what would help.
+    """
+    by_size: dict[tuple[int, int], list[str]] = {}
+    for task, schema in schemas.items():
+        step = schema[time_field(schema, None)].shape[1:]
+        by_size.setdefault((math.prod(step[:-1]), step[-1] if step else 1), []).append(task)
+    if len(by_size) > 1:
+        sizes = [f"{', '.join(tasks)} ({n} tokens of {d} numbers)" for (n, d), tasks in by_size.items()]
+        raise ConfigError(
+            f"one operator cannot be trained on {' and '.join(sizes)} together: its weights are made for one "
+            "number of tokens of one width. Give these tasks the same latent.tokens and latent.dim, or train "
+            "them apart, as data.task=NAME"
+        )

@@ -1,0 +1,154 @@
+"""The loaders of a run: which records the training loop is given, from where, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stoker.config import Config
+from stoker.loader import Loader
+from stoker.monitor import StallMeter
+from stoker.pipeline.augment import chosen_of, transforms_of
+from stoker.pipeline.build import device_of, tasks_of
+from stoker.pipeline.diary import run_dir_of
+from stoker.pipeline.locate import batch_size_of, trajectory_steps, windows_of
+from stoker.pipeline.mixed import OneTask, TaskPairs, apart, mix
+from stoker.pipeline.together import Shared, own_trajectories, share_steps
+from stoker.scale.ranks import ALONE, Ranks
+from stoker.store import Cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What the loop trains and validates on."""
+
+    train: Loader | TaskPairs
+    val: Loader | dict[str, OneTask | None] | None
+    loaders: tuple[Loader, ...]
+    """All that records come from, those of training first."""
+    shared: Shared
+    """This rank's part of the run; of several tasks, of the first."""
+    reason: str
+    """Why records are served from where they are."""
+
+
+def serve(
+    config: Config,
+    caches: Sequence[Cache],
+    *,
+    digest: str = "",
+    meter: StallMeter | None = None,
+    ranks: Ranks = ALONE,
+) -> Served:
+    """Loaders over ready caches; of several tasks, mixed for training and apart for validation.
+
+    Args:
+        caches: For training and for validation, of each task in turn.
+        digest: Of the run's settings: one that was interrupted keeps its global batch.
+        meter, ranks: Told how long batches were waited for; the processes that train together.
+    Raises:
+        ConfigError: The settings of the mixture do not fit the tasks, or the ranks the batch.
+    """
+    owns = {task: _in_run_of(config, config.for_task(task)) for task in tasks_of(config)}
+    parts = [share_steps(o, digest, c, ranks) for o, c in zip(owns.values(), caches[::2], strict=True)]
+    train_loaders = {
+        task: make_loader(own, cache, meter=meter, ranks=ranks, shared=part)
+        for (task, own), cache, part in zip(owns.items(), caches[::2], parts, strict=True)
+    }
+    val_loaders = {
+        task: make_val_loader(own, cache, train_cache=beside, ranks=ranks)
+        for (task, own), beside, cache in zip(owns.items(), caches[::2], caches[1::2], strict=True)
+    }
+    known = (loader for loader in val_loaders.values() if loader is not None)
+    loaders = (*train_loaders.values(), *known)
+    if len(owns) == 1:
+        (val,), one = val_loaders.values(), loaders[0]
+        return Served(train=one, val=val, loaders=loaders, shared=parts[0], reason=one.plan.reason)
+    # A rank without a trajectory of a task still has to know which conditions that task has.
+    whole = {
+        task: val_loaders[task] or make_val_loader(own, cache, train_cache=beside)
+        for (task, own), beside, cache in zip(owns.items(), caches[::2], caches[1::2], strict=True)
+    }
+    alone = apart({task: loader for task, loader in whole.items() if loader is not None})
+    return Served(
+        train=mix(config, train_loaders, meter=meter),
+        val={task: None if val_loaders[task] is None else one for task, one in alone.items()},
+        loaders=loaders,
+        shared=parts[0],
+        reason="; ".join(f"{task}: {loader.plan.reason}" for task, loader in train_loaders.items()),
+    )
+
+
+def _in_run_of(config: Config, own: Config) -> Config:
+    """The settings of a task, in the folder of the whole run."""
+    training = own.training.model_copy(update={"run_dir": str(run_dir_of(config))})
+    return own if own is config else own.model_copy(update={"training": training})
+
+
+def make_loader(
+    config: Config,
+    cache: Cache,
+    *,
+    meter: StallMeter | None = None,
+    ranks: Ranks = ALONE,
+    shared: Shared | None = None,
+) -> Loader:
+    """The loader of the training cache that the settings describe; `shared`: this rank's part of it."""
+    return Loader(
+        cache,
+        windows=windows_of(config),
+        order=config.training.order if shared is None else shared.order,
+        batch_size=_batch_size(config, cache) if shared is None else shared.batch_size,
+        drop_last=None if shared is None else shared.drop_last,
+        rank=ranks.rank,
+        world=ranks.world,
+        meter=meter,
+        transforms=transforms_of(config, cache, training=True),
+        **chosen_of(config, cache),
+        **_common(config),
+    )
+
+
+def make_val_loader(
+    config: Config, cache: Cache, *, train_cache: Cache | None = None, ranks: Ranks = ALONE
+) -> Loader | None:
+    """The loader of the validation cache, in order, in the memory that other loaders leave.
+
+    It is normalized as training is, by the statistics of `train_cache`.
+
+    At horizon 1 windows begin `time_stride` apart whatever `start_every` says: one begins where the last
+    ended, so that they chain to the whole trajectories that are rolled out. Ranks have whole trajectories,
+    each its own; None: there is none for this one.
+    """
+    windows = windows_of(config)
+    if windows.horizon == 1:
+        windows = replace(windows, start_every=windows.stride)
+    own = own_trajectories(cache, ranks)
+    if own is not None and not len(own):
+        return None
+    return Loader(
+        cache,
+        windows=windows,
+        order="sequential",
+        batch_size=_batch_size(config, cache),
+        indices=own,
+        transforms=transforms_of(config, train_cache or cache, training=False),
+        **_common(config),
+    )
+
+
+def _batch_size(config: Config, cache: Cache) -> int:
+    return batch_size_of(config, trajectory_steps(cache.schema))
+
+
+def _common(config: Config) -> dict[str, Any]:
+    """What both loaders are told."""
+    training = config.training
+    return {
+        "tier": training.tier,
+        "device": device_of(config),
+        "seed": training.seed,
+        "reserve_bytes": training.reserve_bytes,
+        "verify": config.verify.on_read,
+    }

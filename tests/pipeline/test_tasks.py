@@ -1,0 +1,219 @@
+"""Several tasks in one configuration: each with its own caches, one operator, one report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+import torch
+
+from stoker.config import Config
+from stoker.config.document import describe_settings
+from stoker.errors import ConfigError, DeviceError, Interrupted, SourceError
+from stoker.pipeline import precompute as module
+from stoker.pipeline.build import build_jobs, share_encoders
+from stoker.pipeline.diary import run_dir_of
+from stoker.pipeline.mixed import OneTask, TaskPairs
+from stoker.pipeline.plan import plan_config
+from stoker.pipeline.plan_tasks import plan_tasks
+from stoker.pipeline.precompute import precompute_config
+from stoker.pipeline.serve import Served, serve
+from stoker.pipeline.train import prepare, train_config
+from stoker.pipeline.why import explain
+from tests.conftest import write_burgers
+from tests.pipeline.conftest import Configure
+from tests.pipeline.test_train import Events
+
+TWO = "data.task=[burgers1d,long]"
+
+
+@pytest.fixture
+def two(configure: Configure, tmp_path: Path) -> Configure:
+    """A second task of other lengths and another grid, whose encoder gives latents of the same size."""
+    for split, samples in (("train", 6), ("val", 2)):
+        path = write_burgers(
+            tmp_path / "raw" / f"long_{split}.h5", samples=samples, steps=12, points=64, nu=0.1
+        )
+        with h5py.File(path, "a") as file:
+            file.attrs["Re"] = 40.0
+    own = (TWO, "tasks.long.encoder.patch_size=8")
+
+    def make(*more: str) -> Config:
+        given = {text.partition("=")[0] for text in more}
+        return configure(*(text for text in own if text.partition("=")[0] not in given), *more)
+
+    return make
+
+
+def loaders(config: Config) -> Served:
+    return serve(config, [result.cache for result in prepare(config).caches])
+
+
+def test_one_operator_is_trained_on_all_tasks_and_judged_on_each(two: Configure) -> None:
+    config = two("training.epochs=3", "model.width=32", "training.lr=1e-2")
+
+    result = train_config(config)
+
+    report = result.report
+    assert list(report.tasks) == ["burgers1d", "long"]
+    errors = [report.tasks[task]["val_nrmse"] for task in report.tasks]
+    assert report.val_nrmse == pytest.approx(sum(error for error in errors if error is not None) / 2)
+    for task in report.tasks:
+        own = report.tasks[task]
+        assert own["val_nrmse"] is not None
+        assert own["persistence_nrmse"] is not None
+        assert own["val_nrmse"] < own["persistence_nrmse"]
+        assert own["rollout_persistence_nrmse"] is not None
+    assert [cache.name for cache in result.caches] == [
+        "burgers1d_train",
+        "burgers1d_val",
+        "long_train",
+        "long_val",
+    ]
+    printed: Any = result.to_json()
+    assert printed["tasks"]["long"]["val_nrmse"] == report.tasks["long"]["val_nrmse"]
+    assert run_dir_of(config) == Path("runs/burgers1d+long")
+    rows = [json.loads(line) for line in (run_dir_of(config) / "metrics.jsonl").read_text().splitlines()]
+    assert "val_nrmse/long" in rows[-1]
+    page = (run_dir_of(config) / "report.html").read_text()
+    assert "<h2>Tasks</h2>" in page
+    assert "burgers1d" in page
+
+
+def test_an_interrupted_mixture_goes_on_and_ends_as_if_it_had_not_been(two: Configure) -> None:
+    whole = train_config(two("training.run_dir=whole"))
+    with pytest.raises(Interrupted):
+        train_config(two(), on_event=Events(stop=True))
+    events = Events()
+
+    resumed = train_config(two(), on_event=events)
+
+    assert "resume" in events.kinds
+    assert resumed.report.tasks == whole.report.tasks
+
+
+def test_the_operator_sees_which_task_it_is_and_which_conditions_are_its_own(two: Configure) -> None:
+    config = two()
+    served = loaders(config)
+    assert isinstance(served.train, TaskPairs)
+    assert isinstance(served.val, dict)
+
+    batches = list(served.train)
+
+    for batch in batches:
+        assert torch.equal(batch.cond["task"].argmax(1), batch.tasks)
+        for name, mask in batch.mask.items():
+            assert torch.equal(batch.cond[f"{name}?"].bool(), mask)
+    assert {batch.task for batch in batches} == {"burgers1d", "long"}
+    one = served.val["long"]
+    assert isinstance(one, OneTask)
+    assert {batch.task for batch in one} == {"long"}
+    assert list(next(iter(one)).cond) == list(batches[0].cond)
+    assert len(list(one)) == len(one)
+
+
+def test_tasks_are_mixed_as_the_settings_say(two: Configure) -> None:
+    config = two("training.mixture=weighted", "training.task_weights={burgers1d: 1, long: 3}")
+    served = loaders(config)
+
+    tasks = [batch.task for batch in served.train]  # type: ignore[union-attr]
+
+    assert abs(tasks.count("long") - 3 * tasks.count("burgers1d")) < 4
+    in_turn = two("training.mixture=round_robin")
+    assert [batch.task for batch in loaders(in_turn).train][:3] == [  # type: ignore[union-attr]
+        "burgers1d", "long", "burgers1d",
+    ]  # fmt: skip
+    wrong = two("training.task_weights={burgers1d: 1, long: 3}")
+    with pytest.raises(ConfigError, match=r"training\.mixture=weighted"):
+        loaders(wrong)
+
+
+def test_tasks_that_one_operator_cannot_take_are_refused_before_anything_is_encoded(
+    two: Configure, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"burgers1d \(4 tokens of 8 numbers\) and long \(2 tokens of 8 numbers\)"
+    ):
+        train_config(two("tasks.long.latent.tokens=2"))
+    assert not list((tmp_path / "data").rglob("*.safetensors"))
+
+
+def test_a_task_that_fails_leaves_the_others_alone(configure: Configure, caplog: Any) -> None:
+    result = precompute_config(configure("data.task=[nowhere,burgers1d]"))
+
+    assert [cache.name for cache in result.caches] == ["burgers1d_train", "burgers1d_val"]
+    assert [failure.task for failure in result.failed] == ["nowhere"]
+    assert result.exit_code == SourceError.exit_code
+    printed: Any = result.to_json()
+    assert printed["failed"][0]["task"] == "nowhere"
+    assert "task nowhere failed, the others go on" in caplog.text
+
+
+def test_one_task_alone_fails_as_ever(configure: Configure) -> None:
+    with pytest.raises(SourceError):
+        precompute_config(configure("data.task=nowhere"))
+
+
+@pytest.mark.parametrize("error", [Interrupted("SIGTERM"), DeviceError("the GPU is gone")])
+def test_what_ends_the_process_ends_all_tasks(
+    two: Configure, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    asked: list[str] = []
+
+    def fail(config: Any, *_: Any, **__: Any) -> Any:
+        asked.append(config.data.task)
+        raise error
+
+    monkeypatch.setattr(module, "fill_caches", fail)
+
+    with pytest.raises(type(error)):
+        precompute_config(two())
+    assert asked == ["burgers1d"]
+
+
+def test_every_task_is_planned_in_the_memory_that_the_others_leave(two: Configure) -> None:
+    config = two()
+    plans = plan_tasks(config)
+    alone = plan_config(two("data.task=long"))
+
+    printed: Any = plans.to_json()
+    assert list(printed["tasks"]) == ["burgers1d", "long"]
+    assert printed["tiers"]["host"] == 18
+    assert printed["missing"] == 18
+    assert printed["tasks"]["long"]["tiers"] == alone.plan.records_by_tier()
+    assert "burgers1d: " in plans.reason
+
+
+def test_a_cache_of_any_task_explains_itself(two: Configure, tmp_path: Path) -> None:
+    precompute_config(two())
+    path = tmp_path / "c.yaml"
+    path.write_text(two().to_yaml())
+
+    for name in ("burgers1d_train", "long_train"):
+        folder = tmp_path / "data" / "latent_cache" / name
+        assert explain(next(folder.iterdir()), path).same
+    changed = explain(next(folder.iterdir()), path, overrides=["tasks.long.encoder.seed=9"])
+    assert any("encoder" in difference.entry for difference in changed.differences)
+
+
+def test_equal_encoders_are_shared(two: Configure) -> None:
+    config, known = two("tasks.long.encoder.patch_size=4"), dict[str, Any]()
+    first, second = (
+        share_encoders(build_jobs(config.for_task(task), task, ["train", "val"]), known)
+        for task in ("burgers1d", "long")
+    )
+
+    assert first[0].encoder is first[1].encoder
+    assert first[0].encoder is not second[0].encoder
+    again = share_encoders(build_jobs(config.for_task("long"), "long", ["val"]), known)
+    assert again[0].encoder is second[0].encoder
+
+
+def test_the_settings_of_a_mixture_are_described() -> None:
+    text = describe_settings()
+
+    for name in ("training.mixture", "training.task_weights", "`tasks`"):
+        assert name in text
