@@ -96,6 +96,19 @@ class Pulse:
         except RuntimeError:
             return
 
+    def leave(self) -> None:
+        """Say that all is done. Rank 0 goes last where it keeps the meeting point: others may read there."""
+        until = time.monotonic() + SILENT_S
+        try:
+            self._store.set(f"left/{self._place.rank}", "1")
+            others = [f"left/{rank}" for rank in range(1, self._place.world)]
+            while self._place.rank == 0 and not self._place.kept and time.monotonic() < until:
+                if self._store.check(others):
+                    return
+                time.sleep(BEAT_S / 10)
+        except RuntimeError:  # somebody else has closed it
+            return
+
     def _note(self, rank: int) -> str | None:
         """Why a rank ended, as far as it said so."""
         return json.loads(self._read(f"ended/{rank}", "null"))
