@@ -55,9 +55,11 @@ class RankGroup(Ranks):
         if kind is not None:
             told = str(error) or kind.__name__
             self._pulse.leave_note(told if kind is StalledError else f"rank {self.rank} ended: {told}")
-        elif self._connected:
-            with suppress(RuntimeError):  # others may have gone first
-                dist.destroy_process_group()
+        else:
+            if self._connected:
+                with suppress(RuntimeError):  # others may have gone first
+                    dist.destroy_process_group()
+            self._pulse.leave()
         self._pulse.stop()
 
     def tell(self, text: str, what: str) -> list[str]:

@@ -8,9 +8,11 @@ when a wait fails, so that the message can name who was waited for.
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -44,6 +46,19 @@ def meet(place: Place, deadline_s: float, *, host: bool) -> Any:
             f"{deadline_s:g} s. Expected rank 0, or the launcher, to have opened it: is MASTER_ADDR right?"
         ) from error
     return PrefixStore(f"stoker/{place.attempt}", store)
+
+
+@contextmanager
+def _deaf_to_sigterm() -> Generator[None]:
+    """A launcher that lost one rank asks the others to end: after they have said which one it was."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 class Pulse:
@@ -81,6 +96,19 @@ class Pulse:
         except RuntimeError:
             return
 
+    def leave(self) -> None:
+        """Say that all is done. Rank 0 goes last where it keeps the meeting point: others may read there."""
+        until = time.monotonic() + SILENT_S
+        try:
+            self._store.set(f"left/{self._place.rank}", "1")
+            others = [f"left/{rank}" for rank in range(1, self._place.world)]
+            while self._place.rank == 0 and not self._place.kept and time.monotonic() < until:
+                if self._store.check(others):
+                    return
+                time.sleep(BEAT_S / 10)
+        except RuntimeError:  # somebody else has closed it
+            return
+
     def _note(self, rank: int) -> str | None:
         """Why a rank ended, as far as it said so."""
         return json.loads(self._read(f"ended/{rank}", "null"))
@@ -92,6 +120,10 @@ class Pulse:
             what: What the ranks were at.
             since: When the wait began, on `time.monotonic`.
         """
+        with _deaf_to_sigterm():
+            return self._blame(what, since)
+
+    def _blame(self, what: str, since: float) -> StalledError | None:
         others = [rank for rank in range(self._place.world) if rank != self._place.rank]
         try:
             first, begun = {rank: self._count(rank) for rank in others}, time.monotonic()
