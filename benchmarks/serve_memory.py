@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import stoker
 from measure import interleaved, publish
+from rivals import rivals, versions
 from stoker.store.folder import open_folder
 from stoker.store.recipe import make_recipe
 
@@ -239,6 +240,15 @@ def limited(batches: Any, most: int) -> Iterator[Any]:
         yield batch
 
 
+def others(fields: dict[str, Tensor], folder: Path, batch: int) -> dict[str, Callable[[], int]]:
+    """Installed rivals as contenders; large batches in fewer a turn."""
+    large = batch * sum(rows[0].nbytes for rows in fields.values()) > 8 << 20
+    return {
+        name: lambda epoch=epoch, most=most: drain(limited(epoch(), 4 if large else most))
+        for name, (epoch, most) in rivals(fields, folder, batch).items()
+    }
+
+
 def report(name: str, best: dict[str, float], batch_bytes: int) -> list[dict[str, Any]]:
     limit, ring = best["limit"], best["ring"]
     rivals = {
@@ -288,6 +298,7 @@ def workload_1(folder: Path) -> list[dict[str, Any]]:
     }
     for name, (loader, most) in plain.items():
         contenders[name] = lambda loader=loader, most=most: drain(limited(loader, most))
+    contenders |= others(fields, folder, batch)
     return report("W1", steadily(contenders), batch * (1024 + 16))
 
 
@@ -347,6 +358,7 @@ def workload_2_trajectories(folder: Path) -> list[dict[str, Any]]:
     }
     for name, loader in plain.items():
         contenders[name] = lambda loader=loader: drain(iter(loader))
+    contenders |= others(fields, folder, batch)
     return report("W2t", steadily(contenders), batch * latent[0].nbytes)
 
 
@@ -373,6 +385,7 @@ def workload_3(folder: Path) -> list[dict[str, Any]]:
     }
     for name, loader in plain.items():
         contenders[name] = lambda loader=loader: drain(limited(loader, 5))
+    contenders |= others(fields, folder, batch)
     return report("W3", steadily(contenders, rounds=5), batch * images[0].nbytes)
 
 
@@ -392,7 +405,7 @@ def main() -> None:
             torch.set_num_threads(1)
             with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
                 rows += workload(Path(folder))
-    publish("serve_memory", rows, save=arguments.save)
+    publish("serve_memory", [{"rivals": versions()}, *rows], save=arguments.save)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
-OURS = ("source", "encoder", "cache_dir", "name")
+OURS = ("source", "encoder", "cache_dir", "name", "wait")
 """Arguments of `precompute` that `cached` gives itself; all others may be given in `precompute=`."""
 
 
@@ -44,6 +44,7 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     batch_size: int = 64,
     device: str = "auto",
     precompute: Mapping[str, Any] | None = None,
+    wait: bool = True,
     **loader: Any,
 ) -> Loader:
     """A loader over everything in `dataset`, which is read and encoded on the first call alone.
@@ -58,6 +59,7 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
         device: Where the encoder runs and batches are wanted; `auto`: a GPU where there is one.
         precompute: How to fill the cache, by the names of `stoker.precompute`: `readers`, `nan`,
             `max_quarantined`, `retry_quarantined`, `deadlines`, `max_error`, `dtype` (of storage), ...
+        wait: False: serve at once, while another process reads and encodes; see `stoker.precompute`.
         **loader: Further arguments of `Loader`; its `dtype` is that of batches.
 
     Raises:
@@ -69,6 +71,7 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     encoding: dict[str, Any] = {"device": device, **_known({} if precompute is None else precompute)}
+    encoding["wait"] = wait
     device, encoding["device"] = str(parse_device(device)), str(parse_device(encoding["device"]))
     _check_loader(batch_size, loader)
     source = dataset if isinstance(dataset, Source) else TorchSource(cast("Any", dataset))

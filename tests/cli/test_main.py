@@ -197,6 +197,26 @@ def test_plan_says_where_and_why(project: Path) -> None:
     assert notes[1] == "nothing is missing"
 
 
+def test_packed_latents_are_encoded_planned_and_trained_on(project: Path) -> None:
+    wide = ["latent.dim=32", "latent.tokens=4"]
+    packed = [*wide, "training.latent_cache_dtype=int8", "precompute.max_error=0.01"]
+    run("precompute", "c.yaml", *wide)
+    assert "training.latent_cache_dtype=int8 would take" in run("plan", "c.yaml", *wide)[0]
+
+    made = run_json("precompute", "c.yaml", *packed, "precompute.keep=data")["caches"][0]
+    shown = run_json("inspect", made["path"])
+    trained = run_json("train", "c.yaml", *packed, "precompute.keep=data", "training.max_steps=2")
+
+    assert made["fields"]["latent"]["packed"] is True
+    assert made["fields"]["data"]["kept"] is True
+    assert 0.001 < shown["error"]["latent"]["max"] < 0.01
+    assert "int8 + scales" in run("inspect", made["path"])[0]
+    assert trained["cache_reused"] is True
+    assert trained["physical_nrmse"] is not None
+    assert trained["reconstruction_nrmse"] is not None
+    assert run_json("verify", made["path"])["ok"] is True
+
+
 def test_plan_shows_every_tier(project: Path) -> None:
     table, _ = run("plan", "c.yaml", "training.tier=disk")
 

@@ -13,7 +13,7 @@ from stoker.encoders.grid import GridEncoder
 from stoker.encoders.keeping import keeping
 from stoker.encoders.protocol import Encoder, Group
 from stoker.errors import ConfigError, EncoderError
-from stoker.loader import Loader, Windows
+from stoker.loader import Loader, Mixture, Windows
 from stoker.sources.hdf5 import HDF5Source
 from stoker.store import Cache, load_recipe
 from stoker.train.batches import cond_widths
@@ -132,3 +132,19 @@ def test_windows_cannot_be_cut_from_a_kept_field(source: HDF5Source, tmp_path: P
 
     with pytest.raises(ConfigError, match=r"'data' is not a field with time.*latent"):
         Loader(cache, batch_size=3, windows=Windows(field="data"))
+
+
+def test_in_a_mixture_raw_fields_stay_with_their_own_cache(source: HDF5Source, tmp_path: Path) -> None:
+    """Padded to those of another grid they would pass for conditions."""
+    kept = make(source, tmp_path / "kept", keep="data", dtype={"latent": "int8"})
+    plain = make(source, tmp_path / "plain")
+
+    for batch in Mixture([kept, plain], 4, mode="round_robin", windows=Windows(), names=["a", "b"]):
+        with_raw = {"data0", "data1"} & batch.cond.keys()
+        own = batch.task == "a"
+        assert with_raw == ({"data0", "data1"} if own else set())
+        assert not {"data0", "data1"} & batch.mask.keys()
+        if own:
+            number, start = batch.index[0].tolist()
+            assert torch.equal(batch.cond["data1"][0], kept[number]["data"][start + 1])
+            assert torch.equal(batch.z1[0], kept[number]["latent"][start + 1])

@@ -9,10 +9,13 @@ import pytest
 import torch
 
 import stoker
+from stoker.loader import residency, watch
 from stoker.precompute import PrecomputeSettings, run_precompute
 from stoker.train.config import TrainConfig
 from stoker.train.loop import train
 from tests.conftest import write_burgers
+from tests.loader.caches import trajectories, write_cache
+from tests.loader.test_loader import values_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -129,3 +132,56 @@ def test_training_on_the_device_resumes_and_beats_persistence(cache: stoker.Cach
     assert report.val_nrmse is not None
     assert report.persistence_nrmse is not None
     assert report.val_nrmse < report.persistence_nrmse
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> stoker.Cache:
+    return write_cache(
+        tmp_path, trajectories(64, 9, (4, 64)), timed=("latent", "time"), shards=(8,) * 8, name="s"
+    )
+
+
+@pytest.mark.parametrize("on_device", [0, 1, 3, 7, 8])
+@pytest.mark.parametrize("order", ["full", "block(8,64)"])
+@pytest.mark.parametrize("windows", [None, stoker.Windows(field="latent", horizon=3)])
+def test_a_part_on_the_device_serves_the_same_bytes(
+    sharded: stoker.Cache, monkeypatch: pytest.MonkeyPatch, on_device: int, order: str, windows: Any
+) -> None:
+    common: dict[str, Any] = {"windows": windows, "order": order, "seed": 3, "batch_size": 12}
+    expected = list(stoker.Loader(sharded, tier="host", **common))
+    homes = {"device": frozenset(range(on_device)), "host": frozenset(range(on_device, 6))}
+    monkeypatch.setattr(residency, "assign", lambda *_: homes)
+
+    loader = stoker.Loader(sharded, device="cuda", tier="device", **common)
+
+    for _ in range(3):  # memory fills, buffers are used again
+        loader.set_epoch(0)
+        for got, wanted in zip(loader, expected, strict=True):
+            assert got.position == wanted.position
+            for a, b in zip(values_of(got), values_of(wanted), strict=True):
+                assert a.device.type == "cuda"
+                assert torch.equal(a.cpu(), b)
+
+
+def test_the_device_is_filled_after_three_steps_and_given_back_under_pressure(
+    sharded: stoker.Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "LOOK_S", 0.0)
+    loader = stoker.Loader(sharded, 4, device="cuda", seed=1)
+    expected = list(stoker.Loader(sharded, 4, tier="host", seed=1))
+    for batch, wanted in zip(loader, expected, strict=True):
+        assert torch.equal(batch["latent"].cpu(), wanted["latent"])
+    list(loader)
+    held = loader._running().residency.held
+    assert held.whole is not None
+    assert held.whole.tier == "device"
+    del held, batch
+    before = torch.cuda.mem_get_info()[0]
+
+    thief = torch.empty(before - (64 << 20), dtype=torch.uint8, device="cuda")
+    loader.set_epoch(0)
+    for batch, wanted in zip(loader, expected, strict=True):
+        assert torch.equal(batch["latent"].cpu(), wanted["latent"])
+
+    assert loader._running().residency.held.device is None
+    del thief

@@ -65,3 +65,8 @@ def test_skipping_is_a_change_of_position(cache: Cache, changes: dict[str, int])
     rest = [batch["index"].tolist() for batch in skipping]
     assert rest == sequence(make(cache, **changes))[size + 3 : 2 * size]
     assert loader.epoch == 2
+
+
+def test_nothing_but_a_loader_is_taken(cache: Cache) -> None:
+    with pytest.raises(ConfigError, match="got a list"):
+        as_dataloader([cache])

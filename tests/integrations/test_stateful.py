@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from stoker.loader import Loader
+from stoker.loader import Loader, Mixture
 from stoker.loader.arguments import IGNORED, REFUSED, TAKEN
 from stoker.store import Cache
 from tests.integrations.passes import make_cache
@@ -89,10 +89,16 @@ def test_what_trainers_look_at_is_there(cache: Cache) -> None:
     assert len(loader.sampler) == 20
 
 
-def test_the_epoch_may_be_set_after_the_iterator_is_made(cache: Cache) -> None:
+@pytest.mark.parametrize("kind", [Loader, Mixture])
+def test_the_epoch_may_be_set_after_the_iterator_is_made(cache: Cache, kind: Any) -> None:
     """As Lightning does."""
-    loader = Loader(cache, batch_size=5, seed=3)
-    expected = Loader(cache, batch_size=5, seed=3)
+
+    def make_one() -> Any:
+        return (
+            kind([cache, cache], 5, names=["a", "b"], seed=3) if kind is Mixture else kind(cache, 5, seed=3)
+        )
+
+    expected, loader = make_one(), make_one()
     expected.set_epoch(2)
 
     batches = iter(loader)

@@ -487,9 +487,9 @@ def test_the_meter_knows_what_a_wait_was_for(cache: Cache, monkeypatch: pytest.M
     """Lower bounds alone: a sleep is never shorter than asked for."""
     pause_s, read = 0.01, disk.DiskBatches._read
 
-    def slow_read(*args: Any) -> None:
+    def slow_read(*args: Any) -> float:
         time.sleep(pause_s)
-        read(*args)
+        return read(*args)
 
     def slow_transform(batch: Any, keys: torch.Tensor) -> Any:
         time.sleep(pause_s)

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stoker.loader import Loader, Windows, partial
+from stoker.loader.disk import DiskBatches
 from stoker.schema import PACKED_DTYPES
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
@@ -137,10 +138,11 @@ def test_rows_in_memory_are_not_read_from_disk(cache: Cache, monkeypatch: pytest
     """What a batch costs follows the fractions: a row in memory costs what memory costs."""
     read: list[int] = []
     loader = loader_at(cache, ["device", "device", "host", "host", "disk", "disk"], batch_size=7)
-    engine = loader._running()
-    reading = engine._disk._read
+    reading = DiskBatches._read
     monkeypatch.setattr(
-        engine._disk, "_read", lambda piece, *rest: (read.append(len(piece)), reading(piece, *rest))[1]
+        DiskBatches,
+        "_read",
+        lambda self, piece, *rest: read.append(len(piece)) or reading(self, piece, *rest),
     )
 
     batches = list(loader)
@@ -159,6 +161,38 @@ def test_every_example_exactly_once_while_shards_move(cache: Cache) -> None:
 
         assert sorted(seen) == list(range(COUNT))
         seen.clear()
+
+
+@pytest.mark.parametrize("windows", [WINDOWS[1], Windows(field="latent", horizon=4)])
+@pytest.mark.parametrize("batch_size", [4, 7])
+def test_a_window_of_block_order_copies_its_trajectories_once(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, windows: Windows, batch_size: int
+) -> None:
+    """A set larger than the device slides through it: far fewer bytes than each example's steps."""
+    per_record = windows.count(9)
+    order = f"block({per_record},{4 * per_record})"
+    common: dict[str, Any] = {"windows": windows, "order": order, "batch_size": batch_size, "seed": 5}
+    expected = list(Loader(cache, tier="disk", **common))
+    loader = loader_at(cache, ["device"] + ["host"] * 3 + ["disk"] * 2, **common)
+    copied: list[tuple[int, int]] = []
+    far = partial.PartialBatches._far
+
+    def noted(self: Any, records: Any, starts: Any, index: Any) -> Any:
+        values, rows, read = far(self, records, starts, index)
+        copied.append((sum(v.nbytes for v in values), len(records)))
+        assert rows is not None or len(records) < 2 * per_record
+        return values, rows, read
+
+    monkeypatch.setattr(partial.PartialBatches, "_far", noted)
+    loader._running()._pace.batches = 64
+
+    got = list(loader)
+
+    assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
+    whole = cache.recipe.columns["latent"].size_bytes() + 4 + 12 + 36
+    away = COUNT - cache.index.shards[0].rows
+    assert sum(size for size, _ in copied) < 1.6 * away * whole
+    assert sum(count for _, count in copied) == away * per_record, "every example once"
 
 
 def test_a_transform_gets_the_keys_of_its_examples(cache: Cache) -> None:

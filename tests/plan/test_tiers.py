@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from stoker.errors import ConfigError, ResourceError
-from stoker.plan import TIERS, Demand, Plan, Rates, Resources, plan_tiers, stall_of
+from stoker.plan import TIERS, Demand, Load, Plan, Rates, Resources, plan_tiers, stall_of
 
 RECORD = 1_000  # bytes; round, so that expected counts can be read off the budgets
 RATES = Rates(copy_bytes_s=1e9, disk_bytes_s=1e8, h2d_bytes_s=1e10, device_bytes_s=1e12, measured=True)
@@ -313,3 +313,18 @@ def test_json_has_the_keys_that_scripts_read() -> None:
 def test_nonsense_is_refused(make: Any) -> None:
     with pytest.raises(ConfigError):
         make()
+
+
+@pytest.mark.parametrize(
+    ("step_cpus", "direct_s", "beside_s"),
+    [pytest.param(1.0, 1e-3, 9e-3, id="a-core-is-free"), pytest.param(4.0, 10e-3, 0.0, id="none-is")],
+)
+def test_loads_that_were_served_win_over_rates(step_cpus: float, direct_s: float, beside_s: float) -> None:
+    served = {"host": Load(alone_s=10e-3, direct_s=1e-3, beside_s=9e-3)}
+    plan = plan_tiers(
+        demand(10, step_cpus=step_cpus), machine(host=25), rates=Rates(served=served, measured=True)
+    )
+    host, disk = plan.rows[1:3]
+
+    assert (host.direct_s, host.beside_s) == (direct_s, beside_s)
+    assert disk.load_s != host.load_s  # nothing was served from there: by rates, as ever

@@ -41,15 +41,20 @@ def torchrun(count: int, *words: str, cwd: Path) -> Generator[subprocess.Popen[s
         process.communicate()
 
 
-def rank_process(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
-    """The process that does the work of a rank, below its guardian."""
-    found: list[psutil.Process] = []
+def rank_processes(launcher: subprocess.Popen[str], module: str) -> list[tuple[psutil.Process, int]]:
+    """The processes that run a module, each with its rank."""
+    found: list[tuple[psutil.Process, int]] = []
     for child in psutil.Process(launcher.pid).children(recursive=True):
         with suppress(psutil.Error):
-            if "stoker.cli.main" in child.cmdline() and child.environ().get("RANK") == str(rank):
-                found.append(child)
-    assert len(found) == 1, f"{len(found)} processes of rank {rank}"
-    return found[0]
+            if module in child.cmdline():
+                found.append((child, int(child.environ()["RANK"])))
+    return found
+
+
+def rank_process(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
+    """The process that does the work of a rank, below its guardian."""
+    (found,) = (process for process, own in rank_processes(launcher, "stoker.cli.main") if own == rank)
+    return found
 
 
 def wait_until(happened: Callable[[], bool], launcher: subprocess.Popen[str]) -> None:
@@ -58,4 +63,4 @@ def wait_until(happened: Callable[[], bool], launcher: subprocess.Popen[str]) ->
     while not happened():
         assert launcher.poll() is None, launcher.communicate()
         assert time.monotonic() < until
-        time.sleep(0.05)
+        time.sleep(0.02)

@@ -8,20 +8,26 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import stoker
 from tests.cli.conftest import project
-from tests.scale.launch import LONG_S, rank_process, torchrun, wait_until
+from tests.conftest import write_burgers
+from tests.scale.launch import LONG_S, rank_process, rank_processes, torchrun, wait_until
+from tests.test_guarantees import shared_and_private_bytes
 
 __all__ = ["project"]
 pytestmark = pytest.mark.timeout(3 * LONG_S)
 ENDLESS = "training.epochs=100000"
+SAMPLES = 10_000
 
 
 def alone(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -98,3 +104,143 @@ def test_a_killed_rank_ends_the_other_with_a_message_that_names_it(project: Path
     cache = stoker.open_cache(project / "data" / "latent_cache" / "burgers1d_train")
     assert cache.verify().ok
     assert weights(project), "the last checkpoint is whole"
+
+
+def test_the_example_of_a_loop_of_ones_own(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples" / "ddp.py"
+
+    with torchrun(2, str(script), str(tmp_path / "cache"), cwd=tmp_path) as launcher:
+        out, err = launcher.communicate(timeout=LONG_S)
+
+    assert launcher.returncode == 0, err
+    found = re.fullmatch(r"2 ranks, 1000 examples evaluated, mean squared error (\S+)\n", out)
+    assert found is not None, out
+    assert float(found[1]) < 0.1
+
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+import stoker, torch
+folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+loader = stoker.Loader(stoker.open_cache(folder), batch_size=64, tier="host", rank=rank, world=2)
+seen = sum(len(batch["index"]) for batch in loader)
+Path(f"ready-{rank}").write_text(f"{os.getpid()} {seen}")
+until = time.monotonic() + 120
+while not Path("measured").exists() and time.monotonic() < until:
+    time.sleep(0.05)
+"""
+
+
+def test_two_ranks_on_one_node_hold_one_copy_of_the_cached_bytes(tmp_path: Path) -> None:
+    dataset = torch.utils.data.TensorDataset(torch.randn(2048, 16, 256))
+    size = 2048 * 16 * 256 * 4
+    source = stoker.TorchSource(dataset, identity="random")
+    cache = stoker.precompute(source, None, tmp_path / "cache", name="r", readers=0)
+    (tmp_path / "holder.py").write_text(HOLDER)
+    notes = [tmp_path / f"ready-{rank}" for rank in range(2)]
+
+    with torchrun(2, "holder.py", str(cache.path), cwd=tmp_path) as launcher:
+        wait_until(lambda: all(note.exists() and note.read_text() for note in notes), launcher)
+        told = [list(map(int, note.read_text().split())) for note in notes]
+        figures = [shared_and_private_bytes(pid, cache.path) for pid, _ in told]
+        (tmp_path / "measured").touch()
+        _, err = launcher.communicate(timeout=LONG_S)
+
+    assert launcher.returncode == 0, err
+    assert [seen for _, seen in told] == [1024, 1024]
+    assert all(rss >= 0.95 * size for _, rss in figures), "the cache is not mapped: the test proves nothing"
+    assert sum(pss for pss, _ in figures) <= 1.1 * size
+
+
+def precomputed(folder: Path) -> dict[int, dict[str, torch.Tensor]]:
+    cache = stoker.open_cache(folder / "data" / "latent_cache" / "burgers1d_train")
+    return {number: cache[number] for number in cache.numbers.tolist()}
+
+
+WORDS = ("precompute", "c.yaml", "precompute.readers=1", "--splits", "train", "--json")
+
+
+@contextmanager
+def held(launcher: subprocess.Popen[str], rank: int) -> Generator[None]:
+    """A rank in the middle of encoding, its reader stopped. Those of the others wait until it has one."""
+    stopped: dict[psutil.Process, int] = {}
+
+    def caught() -> bool:
+        for reader, owner in rank_processes(launcher, "stoker.precompute.reader"):
+            if reader not in stopped:
+                reader.suspend()
+                stopped[reader] = owner
+        return rank in stopped.values()
+
+    try:
+        wait_until(caught, launcher)
+        for reader, owner in stopped.items():
+            if owner != rank:
+                reader.resume()
+        yield
+    finally:
+        for reader, owner in stopped.items():
+            with suppress(psutil.NoSuchProcess):
+                reader.kill() if owner == rank else reader.resume()
+
+
+@pytest.mark.chaos
+def test_a_rank_killed_while_encoding_costs_no_record(project: Path) -> None:
+    """Its guardian starts it again; every group is stored as one process would have stored it."""
+    write_burgers(project / "raw" / "burgers1d_train.h5", samples=SAMPLES)
+    with torchrun(2, "-m", "stoker", *WORDS, cwd=project) as launcher:
+        with held(launcher, 1):
+            rank_process(launcher, 1).kill()
+        out, err = launcher.communicate(timeout=LONG_S)
+    assert launcher.returncode == 0, err
+    assert "rank 1: the encoding process was killed by SIGKILL" in err
+    (told,) = json.loads(out)["caches"]
+    assert (told["records"], told["complete"]) == (SAMPLES, True)
+
+    one = alone(*WORDS, "training.latent_cache_dir=other", cwd=project)
+
+    assert one.returncode == 0, one.stderr
+    whole = stoker.open_cache(project / "other" / "burgers1d_train")
+    for number, record in precomputed(project).items():
+        for name, value in record.items():
+            assert torch.equal(value, whole[number][name]), (number, name)
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+def test_ranks_that_die_with_their_guardians_leave_the_rest_to_the_next_run(project: Path) -> None:
+    """`torchrun` ends the others then; the next run, of any size, goes on with what is missing."""
+    write_burgers(project / "raw" / "burgers1d_train.h5", samples=SAMPLES)
+    for ranks in (4, 2):
+        with torchrun(ranks, "-m", "stoker", *WORDS, cwd=project) as launcher:
+            with held(launcher, 1):
+                rank_process(launcher, 1).parent().kill()
+            launcher.communicate(timeout=LONG_S)
+            assert launcher.returncode != 0
+    words = ("train", "c.yaml", "training.max_steps=4", "--json")
+    with torchrun(4, "-m", "stoker", *words, cwd=project) as last:
+        out, err = last.communicate(timeout=2 * LONG_S)
+
+    assert last.returncode == 0, err
+    assert json.loads(out)["caches"][0]["records"] == SAMPLES
+    assert len(precomputed(project)) == SAMPLES
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_of_four_ranks_one_that_is_killed_or_stopped_ends_three(
+    project: Path, number: signal.Signals
+) -> None:
+    words = ("train", "c.yaml", ENDLESS, "training.batch_size=8", "training.rank_deadline=20")
+    with torchrun(4, "-m", "stoker", *words, cwd=project) as launcher:
+        wait_until(lambda: any(row["kind"] == "epoch" for row in metrics(project)), launcher)
+        rank_process(launcher, 2).send_signal(number)
+        begun = time.monotonic()
+        _, err = launcher.communicate(timeout=LONG_S)
+
+    assert time.monotonic() - begun < 20 + 10 + 45, "deadline, a look at who is gone, torchrun's own grace"
+    assert err.count("rank 2 of 4 ended without a word") >= 1

@@ -57,7 +57,7 @@ class Edge:
         self.debug = debug
         self._rank = name_of_rank()
         self._stdout: TextIO = sys.stdout
-        self.notes = console(sys.stderr)
+        self.notes = console(sys.stderr, quiet=bool(self._rank))
 
     def show(self, result: R, render: Callable[[R, Console], None]) -> None:
         """Print a result: one JSON object, or what `render` makes of it."""
@@ -174,11 +174,12 @@ class _Lines(logging.Handler):
             say(line)
 
 
-def console(stream: TextIO) -> Console:
+def console(stream: TextIO, *, quiet: bool = False) -> Console:
     """A console that writes to `stream`; colours and bold only on a terminal and without NO_COLOR."""
     return Console(
         file=stream,
         highlight=False,
+        quiet=quiet,
         width=None if stream.isatty() else WIDE,
         color_system=None if os.environ.get("NO_COLOR") else "auto",
     )

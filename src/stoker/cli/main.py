@@ -238,9 +238,12 @@ def plan(config: Config, overrides: Overrides = None, as_json: Json = False, deb
 
 
 @app.command()
-def train(
+def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     config: Config,
     overrides: Overrides = None,
+    no_wait: Annotated[
+        bool, typer.Option("--no-wait", help="precompute.wait=false: begin at once, encode meanwhile.")
+    ] = False,
     live: Annotated[
         bool | None,
         typer.Option("--live/--no-live", help="A screen that is kept up to date; default: on a terminal."),
@@ -264,8 +267,9 @@ def train(
       torchrun --nproc-per-node 2 -m stoker train configs/train_burgers_32dim.yaml
     """
     with edge(as_json=as_json, debug=debug) as out:
-        budget = [] if max_stall is None else [f"training.max_stall={max_stall:g}"]
-        settings = _load(out, config, [*(overrides or []), *budget])
+        asked = ["precompute.wait=false"] if no_wait else []
+        asked += [] if max_stall is None else [f"training.max_stall={max_stall:g}"]
+        settings = _load(out, config, [*(overrides or []), *asked])
         from stoker.cli import render, render_tasks
         from stoker.cli.live import watching
         from stoker.pipeline.train import train_config

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from stoker.pipeline.train import TrainResult
     from stoker.pipeline.validate import Validation
     from stoker.pipeline.why import Explanation
-    from stoker.schema import Json, Schema
+    from stoker.schema import Field, Json, Schema
     from stoker.train.config import EventSink, TrainReport
 
 Cells: TypeAlias = tuple[str, ...]
@@ -65,6 +65,8 @@ def plan(result: PlanResult, console: Console) -> None:
         rows.append((row.tier, *figures, escape(row.note)))
     table(console, rows, fixed=5, right=range(1, 5), gap=2)
     console.print(escape(result.reason), soft_wrap=True)
+    if result.advice:
+        console.print(escape(result.advice), soft_wrap=True)
 
 
 def train(result: TrainResult, console: Console) -> None:
@@ -139,7 +141,7 @@ def inspect(result: CacheSummary, console: Console) -> None:
         errors: Mapping[str, object] = result.error.get(name) or {}
         figures = [_number(numbers.get(key)) for key in ("mean", "std", "min", "max")]
         rounded = f"largest rounding error {_number(errors['max'])}" if errors.get("max") else ""
-        rows.append((name, escape(str(field.shape)), field.dtype, *figures, rounded))
+        rows.append((name, escape(str(field.shape)), _dtype(field), *figures, rounded))
     table(console, rows, fixed=7, right=range(3, 7), gap=2)
     lines = [f"  sample {f['number']:,} ({f['stage']}: {f['error']})" for f in result.quarantined]
     some(console, lines, "quarantined")
@@ -229,8 +231,12 @@ def _held(result: PlanResult) -> str:
 
 
 def _fields(schema: Schema) -> str:
-    shown = [f"{escape(str(f.shape))} {f.dtype}" for f in schema.values() if f.shape]
+    shown = [f"{escape(str(f.shape))} {_dtype(f)}" for f in schema.values() if f.shape]
     return ", ".join(shown) or "scalars"
+
+
+def _dtype(field: Field) -> str:
+    return f"{field.dtype} + scales" if field.packed else field.dtype
 
 
 def bold(*names: str) -> Cells:

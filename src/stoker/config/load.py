@@ -18,6 +18,7 @@ from stoker.config.earlier import EARLIER, Layer, translate
 from stoker.config.models import Config
 from stoker.config.names import all_sections, all_settings, nearest, shown
 from stoker.config.tasks import blocks_of, task_settings, unused_blocks
+from stoker.config.transforms import explain_step
 from stoker.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -294,9 +295,9 @@ def _explain(error: ValidationError, merged: Mapping[str, object], file: Layer, 
         )
         from_command = any(key == name or _mapping_of(key) == name for key in command.values)
         layer = command if from_command else file
-        lines[name] = (
-            f"{layer.where}: {layer.spelled.get(name, name)} is {shown(merged[name])}. "
-            f"Expected {all_settings()[name].expects}"
+        detail = explain_step(problem) if name == "training.transforms" else None
+        lines[name] = f"{layer.where}: {layer.spelled.get(name, name)} " + (
+            f"is {shown(merged[name])}. Expected {all_settings()[name].expects}" if detail is None else detail
         )
     return list(lines.values())
 

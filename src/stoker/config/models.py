@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from omegaconf import OmegaConf
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PrivateAttr
 
+from stoker.config.transforms import Steps
 from stoker.schema import Json
 
 PositiveInt: TypeAlias = Annotated[int, Field(ge=1, strict=True)]
@@ -176,6 +177,14 @@ class TrainingConfig(_Section):
     """Where batches are served from; `auto`: the fastest that fits (docs/plan.md)."""
     reserve_bytes: CountInt | None = None
     """Memory of the device to leave to the model; null: by the rules of docs/plan.md."""
+    transforms: Steps = ()
+    """Done to every training batch, as `[{kind: noise, std: 0.01}]`; `normalize` also in validation."""
+    subset: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
+    """Part of the stored samples to train on, the same share of every file, by `data.seed`; null: all."""
+    indices_file: Place | None = None
+    """Numbers of the samples to train on: a `.npy` file, or text with one a line; null: all."""
+    weights_file: Place | None = None
+    """A weight per stored sample, or per entry of `indices_file`, to draw by; null: each once an epoch."""
     max_stall: Fraction | None = None
     """Largest part of the time that may be waited for data; above it the command ends with exit code 5."""
     seed: CountInt = 0
@@ -224,6 +233,8 @@ class PrecomputeConfig(_Section):
     """Encode all records of this recipe again."""
     retry_quarantined: Flag = False
     """Try quarantined samples again, those with errors of their own as well."""
+    wait: Flag = True
+    """Whether `train` encodes what is missing before it begins; `false`: it begins at once, beside that."""
     deadlines: DeadlinesConfig = DeadlinesConfig()
 
 

@@ -95,8 +95,7 @@ def expectation(prop: Mapping[str, Any]) -> str:
     if kind == "array" and "prefixItems" in prop:
         return f"a list of {len(prop['prefixItems'])}, each {expectation(prop['prefixItems'][0])}"
     if kind == "array":
-        items = expectation(prop["items"])
-        return "a list of text" if items == "text" else f"a list, each {items}"
+        return _list_of(prop["items"])
     if kind == "object":
         return f"names, each with {expectation(prop['additionalProperties'])}"
     if kind == "string" and "examples" in prop:
@@ -104,11 +103,20 @@ def expectation(prop: Mapping[str, Any]) -> str:
     return {"string": "text", "boolean": "true or false", "null": "null", "None": "a value"}[str(kind)]
 
 
+def _list_of(item: Mapping[str, Any]) -> str:
+    if "discriminator" in item:
+        return f"a list, each with a kind: {_either([*item['discriminator']['mapping']])}"
+    items = expectation(item)
+    return "a list of text" if items == "text" else f"a list, each {items}"
+
+
 def _either(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _bounds(prop: Mapping[str, Any]) -> str:
+    if "exclusiveMinimum" in prop and "maximum" in prop:
+        return f" above {prop['exclusiveMinimum']:g}, at most {prop['maximum']:g}"
     if "maximum" in prop:
         return f" from {prop['minimum']:g} to {prop['maximum']:g}"
     if "exclusiveMinimum" in prop:

@@ -20,7 +20,12 @@ def as_dataloader(loader: Loader) -> DataLoader[Any]:
     """`loader` as a DataLoader; only one of the two may be iterated at a time.
 
     Its batches are those of `loader`, of `loader`'s rank alone: frameworks must not share it out again.
+
+    Raises:
+        ConfigError: It is no Loader; batches of a Mixture have no number that skips could be counted in.
     """
+    if not isinstance(cast("object", loader), Loader):
+        raise ConfigError(f"as_dataloader got a {type(loader).__name__}. Expected a stoker.Loader")
     return _Numbered(loader)
 
 

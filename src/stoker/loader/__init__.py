@@ -10,12 +10,14 @@ residency.py   which shards are in memory now (memory.py, mapped.py: host, devic
 mixture.py     several caches as one stream: turns.py says whose step it is, members.py has their loaders,
                conditions.py aligns what examples carry along, mixture_state.py
 buffers.py     memory of large batches; pool.py: threads; batch.py, transform.py, state.py, arguments.py
-keyed.py       random numbers for transforms, by example
+keyed.py       random numbers for transforms, by example; draws.py, subsets.py: which examples, and how often
 """
 
 from stoker.loader.batch import RecordBatch, TaskBatch, WindowBatch
+from stoker.loader.draws import Weights
 from stoker.loader.loader import Loader
 from stoker.loader.mixture import Mixture
+from stoker.loader.subsets import subset
 from stoker.loader.windows import Windows
 
-__all__ = ["Loader", "Mixture", "RecordBatch", "TaskBatch", "WindowBatch", "Windows"]
+__all__ = ["Loader", "Mixture", "RecordBatch", "TaskBatch", "Weights", "WindowBatch", "Windows", "subset"]

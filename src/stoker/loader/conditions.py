@@ -41,8 +41,9 @@ class Condition:
 class Conditions:
     """All conditions of a mixture, sorted by name."""
 
-    def __init__(self, conditions: Sequence[Condition]) -> None:
-        self._all = tuple(conditions)
+    def __init__(self, conditions: Sequence[Condition], raw: Sequence[frozenset[str]] = ()) -> None:
+        """`raw` names per cache the kept raw fields: no conditions, they stay in its own batches alone."""
+        self._all, self._raw = tuple(conditions), tuple(raw)
         members = range(len(self._all[0].shapes) if self._all else 0)
         self._as_it_is = {
             member: {one.name for one in self._all if one.shapes[member] == one.shape and one.same_dtype}
@@ -77,6 +78,8 @@ class Conditions:
             one.name: own[one.name] if one.name in as_it_is else _fitted(one, member, own, index)
             for one in self._all
         }
+        if self._raw:
+            values |= {name: own[name] for name in self._raw[member]}
         key = (member, len(index), index.device)
         if key not in self._masks:
             self._masks[key] = {one.name: _mask(one, member, index) for one in self._all}
@@ -122,13 +125,22 @@ def find_conditions(designs: Mapping[str, Design]) -> Conditions:
                 "something else. Give the field another name in its source"
             )
     names = sorted({name for outputs in found for name in outputs})
-    return Conditions([_condition(name, found) for name in names])
+    raw = [frozenset(_kept_by(design)) for design in designs.values()]
+    return Conditions([_condition(name, found) for name in names], raw if any(raw) else ())
+
+
+def _kept_by(design: Design) -> list[str]:
+    """Names under which batches of windows give kept raw fields."""
+    schema = design.cache.schema
+    return [o.name for o in design.outputs if design.windowed and schema[o.field].kept]
 
 
 def _outputs_of(design: Design) -> dict[str, Output]:
     outputs = design.outputs
     if design.windowed:
-        return {o.name: o for o in outputs[3 if len(outputs) > 2 and outputs[2].name == "future" else 2 :]}
+        kept = _kept_by(design)
+        first = 3 if len(outputs) > 2 and outputs[2].name == "future" else 2
+        return {o.name: o for o in outputs[first:] if o.name not in kept}
     schema = design.cache.schema
     return {o.name: o for o in outputs if not (schema[o.field].time or o.ragged or len(o.shape) > 1)}
 

@@ -20,6 +20,7 @@ from stoker.errors import ConfigError, IncompleteError
 from stoker.loader import state as states
 from stoker.loader.arguments import check_share, check_static
 from stoker.loader.disk import READ_DEADLINE_S, Reading
+from stoker.loader.draws import Weights
 from stoker.loader.engine import Design
 from stoker.loader.order import Order, parse_order
 from stoker.loader.outputs import Output, make_outputs
@@ -55,7 +56,7 @@ class Wishes:
     world: int
     order: str
     indices: Sequence[int] | NDArray[Any] | None
-    weights: Sequence[float] | NDArray[Any] | None
+    weights: Sequence[float] | NDArray[Any] | Weights | None
     dtype: str | None
     static: bool
     drop_last: bool | None
@@ -130,22 +131,29 @@ def completed(cache: Cache) -> Cache:
     """
     if cache.complete:
         return cache
+    if cache.filling is not None and cache.filling.done():
+        return opened_anew(cache)
     missing = np.ones(cache.recipe.count, dtype=np.bool_)
     missing[cache.numbers] = False
     missing[list(cache.quarantined)] = False
     numbers = np.flatnonzero(missing)
     if cache.filler is not None:
-        from stoker.store import open_cache
-
         cache.filler.fill(numbers.tolist(), FILL_DEADLINE_S)
-        filled = open_cache(cache.path)
-        filled.filler = cache.filler
-        return filled
+        return opened_anew(cache)
     raise IncompleteError(
         f"{cache.path} holds {format_count(len(cache))} of {format_count(cache.recipe.count)} records; "
         f"{format_count(len(numbers))} are missing, the first is sample {int(numbers[0])}. "
         "Run the same precompute again: it encodes exactly what is missing"
     )
+
+
+def opened_anew(cache: Cache) -> Cache:
+    """The same cache as it is now, complete, with whoever can encode for it."""
+    from stoker.store import open_cache
+
+    filled = open_cache(cache.path)
+    filled.filler = cache.filler
+    return filled
 
 
 def _number(cache: Cache, places: Places, windows: Windows | None) -> Examples:
@@ -182,12 +190,15 @@ def _share(order: Order, rank: int, world: int, drop_last: bool | None) -> Share
 def terms_of(design: Design, windows: Windows | None) -> states.Terms:
     """What the meaning of a loader's positions depends on."""
     order, cache = design.order, design.cache
-    weights = [] if order.draws is None else [order.draws.cumulative]
+    draws = order.draws
+    weights = [] if draws is None else [draws.cumulative]
+    if draws is not None and draws.weights is not None:
+        weights.append(draws.weights)  # without repeats: other examples from the same weights
     return states.Terms(
         seed=order.seed,
         order=str(order.kind),
         global_batch=order.global_batch,
-        examples=order.count,
+        examples=order.count if draws is None else order.positions,
         fingerprint=cache.fingerprint,
         generation=cache.index.generation,
         records=states.digest_of(design.places.numbers, *weights),

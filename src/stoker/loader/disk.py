@@ -7,6 +7,7 @@ so that a batch may draw from several tiers. Reads have a deadline: storage that
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -35,7 +36,17 @@ if TYPE_CHECKING:
     from stoker.store.shard_read import Verify
 
 READ_THREADS = 8
-"""Reads in flight. 16 were measured to reach 0.90 of the direct limit of a cold disk; 8 were not measured."""
+"""Threads that read while storage is waited for; each announces what it is about to read, so that more reads
+are under way than there are threads.
+
+Source: `benchmarks/serve_disk.py`, 2 cores: announced, 8 threads read as fast as 16; unannounced, slower.
+"""
+FEW_THREADS = 4
+"""Threads that read while all comes from the page cache: more only wait for each other."""
+WAITED_S, WAITED_BYTES_S = 0.5e-3, 1e9
+"""An example that takes longer than this, and than its bytes at this rate, was waited for."""
+ADVISED = hasattr(os, "posix_fadvise")
+"""Whether the system can be told what is about to be read."""
 READ_DEADLINE_S = 60.0
 """Seconds that a batch may take to be read."""
 MAX_AHEAD = 4
@@ -78,7 +89,8 @@ class Pending:
     """The memory that has some of the examples."""
     held: NDArray[np.int64]
     """Which it has."""
-    tickets: list[Ticket[None]]
+    tickets: list[Ticket[float]]
+    """Each gives the seconds that its examples took, one after another."""
 
     def ready(self) -> bool:
         """Whether every read has ended."""
@@ -106,11 +118,23 @@ class DiskBatches:
         self._reading = reading
         self._pool = Pool(READ_THREADS, "stoker-read")
         self._ahead = 1
+        self._depth = READ_THREADS
+        self._waits = True
+        self._example_bytes = sum(output.example_bytes for output in outputs)
         self._buffers: dict[tuple[str, int], Buffers] = {}
         self.meter: StallMeter | None = None
         self._runs = _plan_runs(cache, outputs)
         self._whole = [i for i, output in enumerate(outputs) if output.index == RECORD]
+        self._spans = [(outputs[i].field, 0, 0) for i in self._whole if not outputs[i].ragged]
+        columns = cache.recipe.columns
+        self._spans += [
+            (run.field, run.first, run.stop) for run in self._runs if not columns[run.field].ragged
+        ]
         self._views: tuple[Memory, list[Tensor]] | None = None
+
+    def over(self, cache: Cache, places: Places) -> None:
+        """Read from another handle of the same cache from now on; not while batches are being made."""
+        self._cache, self._places = cache, places
 
     def batches(self, chunk: Chunk, first: int) -> Iterator[list[Any]]:
         """Values per output, then `index`, of each batch of the chunk from the `first` on.
@@ -151,7 +175,7 @@ class DiskBatches:
         spaces = [None if isinstance(v, list) else bytes_of(v) for v in values]
         tickets = [
             self._pool.submit(partial(self._read, piece, shard, row, starts, values, spaces))
-            for piece in np.array_split(missing, min(READ_THREADS, max(1, len(missing) // 4)))
+            for piece in np.array_split(missing, min(self._depth, max(1, len(missing) // 4)))
             if len(piece)
         ]
         return Pending(
@@ -183,9 +207,11 @@ class DiskBatches:
         starts: NDArray[np.int64],
         values: list[Any],
         spaces: list[memoryview[Any] | None],
-    ) -> None:
-        """Read some of a batch's examples, in a thread of the pool."""
-        verify = self._reading.verify
+    ) -> float:
+        """Read some of a batch's examples, in a thread of the pool; returns the seconds that it took."""
+        verify, begin = self._reading.verify, perf_counter()
+        if self._waits and ADVISED:
+            self._announce(piece, shard, row, starts)
         for j in piece.tolist():
             handle, own_row, start = self._cache.shard(int(shard[j])), int(row[j]), int(starts[j])
             for i in self._whole:
@@ -203,8 +229,28 @@ class DiskBatches:
                 steps = np.ascontiguousarray(data).reshape(run.stop - run.first, -1).view(np.uint8)
                 for i, place, step in run.targets:
                     space, width = cast("memoryview[Any]", spaces[i]), steps.shape[1]
-                    begin = j * self._outputs[i].example_bytes + place * width
-                    space[begin : begin + width] = steps[step].data
+                    at = j * self._outputs[i].example_bytes + place * width
+                    space[at : at + width] = steps[step].data
+        return perf_counter() - begin
+
+    def _announce(
+        self,
+        piece: NDArray[np.int64],
+        shard: NDArray[np.int32],
+        row: NDArray[np.int32],
+        starts: NDArray[np.int64],
+    ) -> None:
+        """Have the system begin to read all of a piece, so that more is under way than there are threads."""
+        for j in piece.tolist():
+            handle, own_row, start = self._cache.shard(int(shard[j])), int(row[j]), int(starts[j])
+            for field, first, stop in self._spans:
+                column = handle.columns[field]
+                begin = column.offset + own_row * column.row_bytes
+                size = column.row_bytes
+                if stop:
+                    step = column.field.row_bytes
+                    begin, size = begin + (start + first) * step, (stop - first) * step
+                os.posix_fadvise(handle.fileno(), begin, size, os.POSIX_FADV_WILLNEED)
 
     def _finish(self, pending: Pending) -> list[Any]:
         values = self.finish(pending, self.meter)
@@ -228,8 +274,11 @@ class DiskBatches:
         if pending.memory is not None and len(pending.held):
             self._from_memory(pending.memory, pending)  # while the reads go on
         begin = perf_counter()
-        for ticket in pending.tickets:
-            ticket.result(self._reading.deadline_s, f"reading a batch of {self._cache.path}")
+        what = f"reading a batch of {self._cache.path}"
+        took_s = sum(ticket.result(self._reading.deadline_s, what) for ticket in pending.tickets)
+        if count := len(pending.records) - len(pending.held):
+            self._waits = took_s > count * (WAITED_S + self._example_bytes / WAITED_BYTES_S)
+            self._depth = READ_THREADS if self._waits else FEW_THREADS
         if meter is not None:
             meter.spent("read", perf_counter() - begin)
         return pending.values

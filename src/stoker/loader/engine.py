@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from stoker.monitor.meter import StallMeter
     from stoker.store import Cache
 
+MOST_BATCHES = 1024
 QUICK_S = 0.25
 """Batches that take less than this together may be followed by twice as many."""
 
@@ -92,7 +93,7 @@ class Pace:
         now = time.monotonic()
         spent, self._begun = now - self._begun, now
         if spent < QUICK_S:
-            self.batches = min(STRIP_BATCHES, 2 * self.batches)
+            self.batches = min(MOST_BATCHES, 2 * self.batches)
         elif spent > 4 * QUICK_S:
             self.batches = max(1, self.batches // 2)
         return self.batches
@@ -111,11 +112,7 @@ class Engine:
         self._locators: dict[str, Locator] = {}
         self._chunked: dict[str, Chunks] = {}
         self._batches: tuple[Memory, MemoryBatches] | None = None
-        cache, places, cpu = design.cache, design.places, self._locator(torch.device("cpu"))
-        self._disk = DiskBatches(
-            cache, places, self._outputs, cpu, lambda: self.residency.held.host, design.reading
-        )
-        self._disk.meter = design.meter
+        self._disk = self._make_disk(self._outputs)
         self._partial: PartialBatches | None = None
         self._unpack = unpacker(design.outputs, design.share.batch_size, static=design.static)
         self._names = (*(output.name for output in design.outputs), "index")
@@ -126,6 +123,14 @@ class Engine:
                 f"static=True: memory was not filled within {design.fill_s:.0f} s. "
                 "Leave static out: batches then come from disk until it is"
             )
+
+    def _make_disk(self, outputs: tuple[Output, ...]) -> DiskBatches:
+        design, locator = self._design, self._locator(torch.device("cpu"))
+        made = DiskBatches(
+            design.cache, design.places, outputs, locator, lambda: self.residency.held.host, design.reading
+        )
+        made.meter = design.meter
+        return made
 
     def _locator(self, device: torch.device) -> Locator:
         """Turns examples into rows on `device`."""
@@ -220,7 +225,7 @@ class Engine:
             rows = self._locator(memory.device).rows(memory, chunk.records, chunk.starts)
         number = 0
         while number < chunk.span.batches:
-            count = min(self._pace.next(), chunk.span.batches - number)
+            count = min(self._pace.next(), STRIP_BATCHES, chunk.span.batches - number)
             own = slice(number * size, (number + count) * size)
             some = {name: values[own] for name, values in rows.items()}
             for columns in gathers.strips(some, chunk.index[own], size):
@@ -235,11 +240,12 @@ class Engine:
     def _from_several(self, chunk: Chunk, held: Held) -> Iterator[Strip]:
         if self._partial is None:
             design, locator = self._design, self._locator(torch.device("cpu"))
-            schema, places = design.cache.recipe.columns, design.places
-            self._partial = PartialBatches(self._outputs, schema, places, locator, self._disk, self.device)
+            self._partial = PartialBatches(
+                self._outputs, design.cache, design.places, locator, self._make_disk, self.device
+            )
             self._partial.meter = design.meter
-        number, most = 0, self._pace.next()
-        for columns, count, tier in self._partial.strips(chunk, 0, held.device, most):
+        number, window = 0, self._design.order.kind.window
+        for columns, count, tier in self._partial.strips(chunk, held.device, window, self._pace.next):
             yield self._strip(columns, chunk, number, count, tier)
             number += count
 

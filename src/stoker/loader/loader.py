@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, CorruptError
 from stoker.loader import state as states
+from stoker.loader.ahead import Ahead
 from stoker.loader.arguments import (
     NOT_BY_NUMBER,
     check_kinds,
@@ -23,9 +24,10 @@ from stoker.loader.arguments import (
     take_dataloader_arguments,
     whole_numbers,
 )
-from stoker.loader.beside import Beside
 from stoker.loader.decide import Wishes, completed, decide, terms_of
+from stoker.loader.draws import Weights
 from stoker.loader.engine import Design, Engine, Strip
+from stoker.loader.filling import FillingPass, begin_filling_pass
 from stoker.loader.mend import Mender
 from stoker.loader.ranks import check_ranks
 from stoker.loader.transform import Finish, Transform
@@ -61,7 +63,7 @@ class Loader:
         world: int = 1,
         order: str | None = None,
         indices: Sequence[int] | NDArray[Any] | None = None,
-        weights: Sequence[float] | NDArray[Any] | None = None,
+        weights: Sequence[float] | NDArray[Any] | Weights | None = None,
         dtype: str | None = None,
         static: bool = False,
         drop_last: bool | None = None,
@@ -74,7 +76,8 @@ class Loader:
         """Decide what is served from where; records are read when iteration begins.
 
         Args:
-            cache: What to serve. One with records missing needs a filler, which then encodes them now.
+            cache: What to serve. One that is being filled (`precompute(wait=False)`) is served meanwhile, in
+                block order; another with records missing needs a filler, which then encodes them first.
             batch_size: Examples in a batch of this rank: windows if `windows` is given, else records.
             windows: How trajectories are cut; None serves whole records.
             tier: `auto`, or the tier that shall hold everything: `device`, `host`, `disk`, `encode`.
@@ -82,7 +85,7 @@ class Loader:
             seed, rank, world: The order's seed; this process's part of every global batch.
             order: `full` (default), `sequential` (evaluation), `block`, `block(block,window)`, `static`.
             indices: Sample numbers to serve, repeats allowed; None: all that are stored.
-            weights: Draw with replacement, in proportion to one weight per record.
+            weights: Draw with replacement, in proportion to one weight per record; or `Weights`.
             dtype: Hand floats out as this dtype instead of the stored one.
             static: Every batch at the same addresses, overwriting the last; device tier only.
             drop_last: Leave out a short last batch. None: only with several ranks, not in sequential order.
@@ -126,12 +129,12 @@ class Loader:
             verify=verify,
         )
         self._mender = Mender()
-        self._design = self._decided(completed(cache))
-        self._terms = terms_of(self._design, windows)
+        self._filling = begin_filling_pass(cache, self._wishes)
+        self._serve(cache)
         self._transforms = tuple(transforms)
         self._pin = pin and torch.cuda.is_available()
         self._meter = meter
-        self._beside = Beside(cores=self._design.threads)
+        self._ahead = self._new_ahead()
         self._example_bytes = sum(output.served_bytes for output in self._design.outputs)
         self._engine: Engine | None = None
         self._stop: weakref.finalize[[], Loader] | None = None
@@ -196,6 +199,18 @@ class Loader:
             f"{self._terms.order} order, {self.plan.tier} tier, {format_bytes(size)})"
         )
 
+    def _serve(self, cache: Cache) -> None:
+        """Take up `cache`: beside its filling, or as a complete one."""
+        beside = self._filling
+        self._design = self._decided(completed(cache)) if beside is None else beside.design
+        self._terms = terms_of(self._design, self._wishes.windows) if beside is None else beside.terms
+
+    def _complete(self, *, wait: bool = False) -> None:
+        """Serve the cache as a complete one, if it is by now, or when it is."""
+        if self._filling is not None and (cache := self._filling.complete(wait=wait)) is not None:
+            self._filling = None
+            self._serve(cache)
+
     def set_epoch(self, epoch: int) -> None:
         """Have the next pass serve `epoch`; a restored position in this very epoch is kept."""
         if epoch < 0:
@@ -216,12 +231,19 @@ class Loader:
         Raises:
             StaleStateError: The state belongs to another cache, order, seed or batch size.
         """
+        if states.is_beside(state):
+            self._filling = self._filling or FillingPass(self._design.cache, self._wishes)
+            self._serve(self._design.cache)
+        else:
+            self._complete(wait=True)
         self._at = states.restore(state, self._terms, allow_rebatch=allow_rebatch)
         self._resuming = True
 
     def __iter__(self) -> Iterator[Any]:
         """One pass over the rest of the epoch: `WindowBatch`es, or `RecordBatch`es without windows."""
         refuse_workers()
+        if not (self._resuming and self._at[1]):
+            self._complete()
         if not self._resuming:
             self._at = (self._at[0], 0)
         return self._pass()
@@ -234,15 +256,15 @@ class Loader:
         begin = perf_counter()
         for strip, finish in self._strips(epoch, position):
             batches = strip.batches
-            if strip.tier == "host" and not self._wishes.static:
-                batches = self._beside.of(batches, len(strip.examples) // strip.size)
+            if strip.tier == "host":
+                batches = self._ahead.of(batches, strip.count)
             if finish:
                 batches = finish.apply(batches, strip.examples, strip.size, epoch)
             if meter is None:
                 for batch in batches:
                     self._at = batch.position
                     yield batch
-                self._beside.ended()
+                self._ahead.ended()
                 continue
             size_bytes = self._example_bytes * strip.size
             for batch in batches:
@@ -251,7 +273,7 @@ class Loader:
                 meter.handed(size_bytes, strip.size, strip.tier)
                 yield batch
                 begin = perf_counter()
-            self._beside.ended()
+            self._ahead.ended()
         if meter is not None:
             meter.ended()
         if not self._design.share.steps(position):
@@ -260,6 +282,9 @@ class Loader:
     def _strips(self, epoch: int, position: int) -> Iterator[tuple[Strip, Finish]]:
         """The rest of an epoch, and what is still to be done to its batches; mends what is damaged."""
         at = (epoch, position)
+        if self._filling is not None:
+            yield from self._strips_filling(self._filling, at)
+            return
         while at[0] == epoch:
             try:
                 finish = self._finish(self._running())
@@ -271,7 +296,15 @@ class Loader:
             else:
                 return
 
-    def _finish(self, engine: Engine) -> Finish:
+    def _strips_filling(self, beside: FillingPass, at: tuple[int, int]) -> Iterator[tuple[Strip, Finish]]:
+        finish = self._finish(beside)
+        beside.meter = self._meter
+        for strip in beside.strips(*at, self._mender):
+            self._design = beside.design  # its length settles
+            yield strip, finish
+        self._at = (at[0] + 1, 0)
+
+    def _finish(self, engine: Engine | FillingPass) -> Finish:
         wanted = self._design.device
         return Finish(
             device=None if wanted == engine.device else wanted,
@@ -302,6 +335,11 @@ class Loader:
             self._design = self._decided(cache, self._design.plan)
             self._terms = terms_of(self._design, self._wishes.windows)
 
+    def _new_ahead(self) -> Ahead:
+        # A thread of its own would be in another stream of a GPU, and write over a batch at a fixed address.
+        inline = self._design.static or self._design.device.type != "cpu"
+        return Ahead(cores=1 if inline else self._design.threads)
+
     def _retire(self) -> None:
         """Let go of the engine; what it has read, and is reading, goes with it."""
         if self._stop is not None:
@@ -316,7 +354,7 @@ class Loader:
                 cache = reopened(cache)
             with torch.inference_mode(False):  # its memory outlives the caller's mode, and a thread fills it
                 self._engine = Engine(replace(self._design, cache=cache, meter=self._meter))
-            self._process = os.getpid()
+            self._process, self._ahead = os.getpid(), self._new_ahead()
             self._stop = weakref.finalize(self, self._engine.residency.stop)
             self._stop.atexit = False
         return self._engine
@@ -339,4 +377,8 @@ class EpochSetter:
 
 def design_of(loader: Loader) -> Design:
     """All that was decided about a loader, for whoever puts several together."""
+    if loader._filling is not None:  # pyright: ignore[reportPrivateUsage] - of this module
+        raise ConfigError(
+            f"a mixture needs complete caches, and {loader!r} is being filled. Precompute first"
+        )
     return loader._design  # pyright: ignore[reportPrivateUsage] - of this module

@@ -204,10 +204,11 @@ class Mixture:
         refuse_workers()
         if not self._resuming:
             self._at = (self._at[0], 0)
-        self._resuming = False
-        return self._pass(*self._at)
+        return self._pass()
 
-    def _pass(self, epoch: int, step: int) -> Iterator[Any]:
+    def _pass(self) -> Iterator[Any]:
+        epoch, step = self._at  # with the first batch, as a Loader: trainers set the epoch after `iter`
+        self._resuming = False
         streams = [_Stream(loader, self._steps[name]) for name, loader in self.loaders.items()]
         turns = self._served(epoch, step)
         following = next(turns, None)

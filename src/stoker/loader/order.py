@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.errors import ConfigError
+from stoker.loader.draws import without_repeats
 
 SORTED_LIMIT = 1 << 27
 """Up to this many examples an order is sorted (8 bytes each); above, computed by position. Part of the order,
@@ -177,6 +178,10 @@ class Draws:
     """Running sum of weight times windows, `(records,)`."""
     first: NDArray[np.int64]
     """First example of each record, `(records + 1,)`."""
+    samples: int | None = None
+    """Positions of an epoch; None: as many as there are examples."""
+    weights: NDArray[np.float64] | None = None
+    """One per record, to draw without repeats; None: with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +212,7 @@ class Order:
     def positions(self) -> int:
         """Positions of an epoch: all examples, except that `static` parts are cut to the shortest."""
         if self.kind.kind != "static":
-            return self.count
+            return self.count if self.draws is None else self.draws.samples or self.count
         share = self.global_batch // self.kind.parts
         return (self.count // self.kind.parts // share) * self.global_batch
 
@@ -255,6 +260,10 @@ def _between(order: NDArray[np.int64], start: int, stop: int) -> NDArray[np.int6
 
 
 def _drawn(draws: Draws, base: int) -> Ids:
+    if draws.weights is not None:
+        keys = keys_of(base, np.arange(draws.first[-1], dtype=np.int64))
+        weights = np.repeat(draws.weights, np.diff(draws.first))
+        return partial(_between, without_repeats(weights, keys, draws.samples or len(keys)))
     other = mix(base + 1)
     total = float(draws.cumulative[-1])
     below = np.nextafter(total, 0.0)  # rounding may reach the total itself, which belongs to no record

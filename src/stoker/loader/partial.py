@@ -7,12 +7,16 @@ memory, and copied on a stream of their own, all by a thread that is ahead of th
 then gathers every row of the group on the device, with stand-ins for those that are not there, and puts the
 copied rows in their places. So a batch is drawn uniformly from all memories, and a row costs what it costs
 where it is.
+
+In `block` order a group is a window of the order: only a few trajectories, each with many of its examples.
+Then these are copied whole, which is fewer bytes than the steps that the examples take, and are on the device
+for as long as the window lasts: a window that slides through a set larger than the device.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +32,7 @@ from stoker.loader.chunks import Chunk, Locator, host
 from stoker.loader.disk import READ_DEADLINE_S, DiskBatches
 from stoker.loader.gather import STRIP_BATCHES, RaggedGather
 from stoker.loader.memory import Memory
-from stoker.loader.outputs import Output, view_for
+from stoker.loader.outputs import RECORD, Output, view_for
 from stoker.loader.places import Places
 from stoker.loader.pool import Pool, Ticket
 from stoker.units import MIB
@@ -36,9 +40,12 @@ from stoker.units import MIB
 if TYPE_CHECKING:
     from stoker.monitor.meter import StallMeter
     from stoker.schema import Schema
+    from stoker.store import Cache
 
 GROUP_BYTES = 4 * MIB
 """Batches are made together up to this size: below it a copy to a GPU is bound by calls, not by bytes."""
+WINDOW_BYTES = 64 * MIB
+"""Batches of one window of the order are made together up to this size."""
 MAX_AHEAD = 4
 """Groups made ahead at most; it starts with one, and one more whenever a group was not ready in time: copying
 has then taken longer than the steps."""
@@ -58,7 +65,10 @@ class Group:
     far: Tensor | None
     """Which examples were not near, on the device; None: all were."""
     values: list[Any]
-    """Per output the rows of these, as stored: a tensor, or a list of tensors."""
+    """Per output the rows of these, as stored: a tensor, or a list of tensors. With `rows`, per field that is
+    served the records that they are cut from."""
+    rows: Mapping[str, Tensor] | None
+    """Per kind of index the rows of these in `values`; None: they are there one after another."""
     index: Tensor
     tier: str
     """The slowest tier that some row came from."""
@@ -72,19 +82,19 @@ class PartialBatches:
     def __init__(
         self,
         outputs: tuple[Output, ...],
-        schema: Schema,
+        cache: Cache,
         places: Places,
         locator: Locator,
-        disk: DiskBatches,
+        disk: Callable[[tuple[Output, ...]], DiskBatches],
         device: torch.device,
     ) -> None:
-        """`disk` assembles rows in host memory; `locator` is one on the CPU."""
+        """`disk` makes what assembles rows of outputs in host memory; `locator` is one on the CPU."""
         self._outputs = outputs
         self._stored = tuple(replace(output, cast=None) for output in outputs)
-        self._schema = schema
+        self._schema = cache.recipe.columns
         self._places = places
         self._locator = locator
-        self._disk = disk
+        self._disk = disk(outputs)
         self._device = device
         self._cuda = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._cuda else None
@@ -93,33 +103,37 @@ class PartialBatches:
         self.meter: StallMeter | None = None
         self._example_bytes = sum(output.example_bytes for output in outputs)
         self._views: tuple[Memory, list[Tensor]] | None = None
+        self._whole = _whole_records(outputs, self._schema)
+        self._record_bytes = sum(output.example_bytes for output in self._whole)
+        self._disk_whole = disk(self._whole)
 
     def strips(
-        self, chunk: Chunk, first: int, near: Memory | None, most: int
+        self, chunk: Chunk, near: Memory | None, window: int, most: Callable[[], int]
     ) -> Iterator[tuple[list[Iterable[Any]], int, str]]:
-        """The chunk's batches from `first` on, some at a time: columns per output and `index`, how many
-        batches, and the slowest tier that was read.
+        """The chunk's batches, some at a time: columns per output and `index`, how many batches, and the
+        slowest tier that was read.
 
         Args:
+            chunk: Which batches.
             near: The memory on the device; it may still be filling.
-            most: Batches made at once, at most.
+            window: Positions of an epoch that draw from few records (`block` order); 0: there are none.
+            most: Gives how many batches to make at once, at most.
 
         Raises:
             CorruptError: A record's bytes do not match their checksums.
             StalledError: A group was not there in time.
         """
         size, last = chunk.span.batch, chunk.span.batches
-        count = max(1, min(most, STRIP_BATCHES, GROUP_BYTES // max(1, size * self._example_bytes)))
         line: deque[tuple[int, Ticket[Group]]] = deque()
-        following = first
+        following = 0
         while following < last or line:
             while following < last and len(line) <= self._ahead:
-                batches = min(count, last - following)
+                batches = min(most(), self._count(chunk, following, window))
                 own = slice(following * size, (following + batches) * size)
                 line.append((batches, self._pool.submit(partial(self._stage, chunk, own, near))))
                 following += batches
             batches, ticket = line.popleft()
-            if not ticket.done() and following - batches > first:
+            if not ticket.done() and following > batches:
                 self._ahead = min(MAX_AHEAD, self._ahead + 1)
             begin = perf_counter()
             group = ticket.result(READ_DEADLINE_S * WAIT_FACTOR, "bringing a batch to the device")
@@ -127,6 +141,16 @@ class PartialBatches:
                 self.meter.spent("read" if group.tier == "disk" else "copy", perf_counter() - begin)
             columns = [_cut(value, size) for value in [*self._place(group), group.index]]
             yield columns, batches, group.tier
+
+    def _count(self, chunk: Chunk, number: int, window: int) -> int:
+        """How many batches from this one on make a good group."""
+        span = chunk.span
+        batch_bytes = max(1, span.batch * self._example_bytes)
+        count = min(STRIP_BATCHES, GROUP_BYTES // batch_bytes)
+        if window:
+            left = window - (span.position + number * span.step) % window
+            count = max(count, min(-(-left // span.step), WINDOW_BYTES // batch_bytes))
+        return max(1, min(count, span.batches - number))
 
     def _stage(self, chunk: Chunk, own: slice, near: Memory | None) -> Group:
         """Bring what is not near to the device; in the thread of the pool."""
@@ -140,11 +164,8 @@ class PartialBatches:
         if near is not None:
             here = np.frombuffer(near.ready, dtype=np.uint8)[self._places.shard[records]] == 1
         where = np.flatnonzero(~here)
-        pending = self._disk.begin(
-            records[where], starts[where], index, [self._room(output, len(where)) for output in self._outputs]
-        )
-        values = self._disk.finish(pending)
-        tier = "disk" if pending.tickets else "host" if len(where) else "device"
+        values, rows, read = self._far(records[where], starts[where], index)
+        tier = "disk" if read else "host" if len(where) else "device"
         some = len(where) < len(records)
         if some:  # the first one that is near stands in for those that are not
             at = int(np.argmax(here))
@@ -155,10 +176,30 @@ class PartialBatches:
             starts=self._located(starts) if some else None,
             far=self._over(torch.as_tensor(where)) if len(where) else None,
             values=[self._over(value) for value in values],
+            rows=None if rows is None else {name: self._over(own) for name, own in rows.items()},
             index=self._over(index),
             tier=tier,
             done=self._stream.record_event() if self._cuda else None,
         )
+
+    def _far(
+        self, records: NDArray[np.int64], starts: NDArray[np.int64], index: Tensor
+    ) -> tuple[list[Any], dict[str, Tensor] | None, bool]:
+        """Rows in host memory, or the records that they are cut from where those are fewer bytes: `values`
+        and `rows` of a group, and whether disk was read.
+        """
+        disk, outputs, rows = self._disk, self._outputs, None
+        if self._whole and len(records) * self._example_bytes > self._record_bytes:
+            some, own = np.unique(records, return_inverse=True)
+            if len(some) * self._record_bytes < len(records) * self._example_bytes:
+                disk, outputs = self._disk_whole, self._whole
+                rows = {RECORD: torch.as_tensor(own)}
+                for name, length in self._locator.step_lengths.items():
+                    rows[name] = torch.as_tensor(own * length + starts)
+                records, starts = some, np.zeros_like(some)
+        room = [self._room(output, len(records)) for output in outputs]
+        pending = disk.begin(records, starts, index, room)
+        return disk.finish(pending), rows, bool(pending.tickets)
 
     def _room(self, output: Output, count: int) -> Any:
         if output.ragged:
@@ -184,9 +225,11 @@ class PartialBatches:
         if group.done is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(group.done)
-            for tensor in _tensors([group.records, group.starts, group.far, group.values, group.index]):
+            rows = [] if group.rows is None else [*group.rows.values()]
+            for tensor in _tensors([group.records, group.starts, group.far, group.values, rows, group.index]):
                 tensor.record_stream(stream)
-        made = group.values if group.near is None else self._joined(group, group.near)
+        far = group.values if group.rows is None else self._cut_out(group.values, group.rows)
+        made = far if group.near is None else self._joined(group, group.near, far)
         return [
             value if output.cast is None
             else [one.to(output.cast) for one in value] if output.ragged
@@ -194,10 +237,20 @@ class PartialBatches:
             for output, value in zip(self._outputs, made, strict=True)
         ]  # fmt: skip
 
-    def _joined(self, group: Group, near: Memory) -> list[Any]:
+    def _cut_out(self, records: list[Tensor], rows: Mapping[str, Tensor]) -> list[Tensor]:
+        """Per output its rows of whole records."""
+        sources = {output.field: value for output, value in zip(self._whole, records, strict=True)}
+        return [
+            torch.index_select(
+                view_for(output, self._schema[output.field], sources[output.field]), 0, rows[output.index]
+            )
+            for output in self._stored
+        ]
+
+    def _joined(self, group: Group, near: Memory, values: list[Any]) -> list[Any]:
         rows = self._locator.rows(near, group.records, group.starts)
         made: list[Any] = []
-        for output, view, far in zip(self._stored, self._views_of(near), group.values, strict=True):
+        for output, view, far in zip(self._stored, self._views_of(near), values, strict=True):
             if output.ragged:
                 found = RaggedGather(view, output)(
                     rows[f"starts:{output.field}"], rows[f"lengths:{output.field}"]
@@ -222,6 +275,18 @@ class PartialBatches:
             views = [view_for(o, self._schema[o.field], memory.sources[o.field]) for o in self._outputs]
             self._views = (memory, views)
         return self._views[1]
+
+
+def _whole_records(outputs: tuple[Output, ...], schema: Schema) -> tuple[Output, ...]:
+    """The fields of windows as whole records; none where that is no gain or no tensor."""
+    fields = {output.field: schema[output.field] for output in outputs}
+    if any(field.ragged for field in fields.values()) or all(o.index == RECORD for o in outputs):
+        return ()
+    dtypes = {output.field: output.dtype for output in outputs}
+    return tuple(
+        Output(name=name, field=name, index=RECORD, shape=field.shape, dtype=dtypes[name])
+        for name, field in fields.items()
+    )
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, IncompleteError, MissingRecordError
-from stoker.loader.order import Draws
+from stoker.loader.draws import Weights
+from stoker.loader.order import SORTED_LIMIT, Draws
 from stoker.loader.windows import Examples
+from stoker.units import format_count
 
 if TYPE_CHECKING:
     from stoker.store import Cache
@@ -84,16 +86,18 @@ def _choose(cache: Cache, numbers: NDArray[np.int64], wanted: NDArray[Any]) -> N
     return place[found]
 
 
-def weighted(weights: Sequence[float] | NDArray[Any], places: Places, examples: Examples) -> Draws:
+def weighted(weights: Sequence[float] | NDArray[Any] | Weights, places: Places, examples: Examples) -> Draws:
     """Make the table that examples are drawn from, in proportion to their record's weight.
 
     Args:
         weights: One number per entry of `indices`, or per stored record in number order.
 
     Raises:
-        ConfigError: Another number of weights, a negative one or a NaN, or none above 0.
+        ConfigError: Another number of weights, a negative one or a NaN, none above 0, or fewer examples
+            above 0 than are to be drawn without repeats.
     """
-    values = np.asarray(weights, dtype=np.float64)
+    asked = weights if isinstance(weights, Weights) else Weights(values=weights)
+    values = np.asarray(asked.values, dtype=np.float64)
     if values.shape != places.numbers.shape:
         raise ConfigError(
             f"weights have shape {values.shape}, but {len(places.numbers)} records are served. Give one "
@@ -107,4 +111,14 @@ def weighted(weights: Sequence[float] | NDArray[Any], places: Places, examples: 
     cumulative = np.cumsum(values * np.diff(first))
     if not cumulative[-1] > 0:
         raise ConfigError("every record with a weight above 0 is too short for one window")
-    return Draws(cumulative=cumulative, first=first)
+    if asked.replacement:
+        return Draws(cumulative=cumulative, first=first, samples=asked.samples)
+    possible = int(np.diff(first)[values > 0].sum())
+    samples = examples.count if asked.samples is None else asked.samples
+    if samples > possible or examples.count > SORTED_LIMIT:
+        raise ConfigError(
+            f"{format_count(samples)} examples cannot be drawn without repeats: {format_count(possible)} of "
+            f"{format_count(examples.count)} have a weight above 0, and {format_count(SORTED_LIMIT)} can be "
+            "told apart. Choose fewer samples=, or replacement=True"
+        )
+    return Draws(cumulative=cumulative, first=first, samples=samples, weights=values)

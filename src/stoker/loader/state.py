@@ -36,6 +36,8 @@ class Terms:
     windows: str | None
     world: int
     """Ranks; matters in sequential order alone, where every rank has a piece of its own."""
+    beside: str | None = None
+    """How a pass beside the filling of its cache is ordered; None: a pass over a complete cache."""
 
 
 def digest_of(*arrays: Any) -> str:
@@ -61,7 +63,13 @@ def dump(terms: Terms, at: tuple[int, int]) -> dict[str, Json]:
         "records": terms.records,
         "windows": terms.windows,
         "world": terms.world,
+        **({} if terms.beside is None else {"beside": terms.beside}),
     }
+
+
+def is_beside(state: Mapping[str, Any]) -> bool:
+    """Whether a state was saved in a pass that began before its cache was complete."""
+    return state.get("beside") is not None
 
 
 def restore(state: Mapping[str, Any], terms: Terms, *, allow_rebatch: bool) -> tuple[int, int]:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from stoker.config import Config
 from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import last_step_s
 from stoker.pipeline.inspect import shard_bytes
 from stoker.pipeline.locate import Located, batch_size_of, locate, trajectory_steps, windows_of
+from stoker.pipeline.served import served_loads
+from stoker.pipeline.smaller import Smaller, say, smaller_dtypes
 from stoker.plan import Demand, Plan, Resources, measure_rates, plan_tiers, probe
 from stoker.schema import Json, Schema, columns_of
 from stoker.sources.files import canonical_split
@@ -25,6 +30,10 @@ class PlanResult:
     records: int
     missing: int
     """Records still to be encoded; the plan counts them as stored."""
+    smaller: tuple[Smaller, ...] = ()
+    """Storage dtypes that would take fewer bytes, what they would buy and cost."""
+    advice: str = ""
+    """The best of those in words; empty where there is none."""
 
     @property
     def reason(self) -> str:
@@ -39,6 +48,8 @@ class PlanResult:
             "reason": self.reason,
             "records": self.records,
             "missing": self.missing,
+            "smaller": [one.to_json() for one in self.smaller],
+            "advice": self.advice,
         }
 
 
@@ -58,16 +69,28 @@ def plan_config(config: Config) -> PlanResult:
 def plan_located(config: Config, located: Located, resources: Resources | None = None) -> PlanResult:
     """Plan one cache, whose missing records count as stored; `resources`: None asks the machine."""
     cache_dir, device = Path(config.training.latent_cache_dir), device_of(config)
-    plan = plan_tiers(
-        demand_of(config, located, device),
-        probe(device=device, path=cache_dir) if resources is None else resources,
-        tier=config.training.tier,
+    demand = demand_of(config, located, device)
+    cache = located.cache if located.cache is not None and not located.missing else None
+    rates = measure_rates(located.folder if located.cache is not None else None, device=device)
+    if cache is not None and device == "cpu":
+        batch_size = batch_size_of(config, trajectory_steps(cache.schema))
+        rates = replace(rates, served=served_loads(cache, windows_of(config), batch_size))
+    planned = partial(
+        plan_tiers,
+        resources=probe(device=device, path=cache_dir) if resources is None else resources,
         reserve_bytes=config.training.reserve_bytes,
         step_s=last_step_s(config, located.recipe.schema),
-        rates=measure_rates(located.folder if located.cache is not None else None, device=device),
+        rates=rates,
     )
-    records = sum(plan.records_by_tier().values())
-    return PlanResult(plan=plan, records=records, missing=located.missing)
+    plan = planned(demand, tier=config.training.tier)
+    smaller = smaller_dtypes(located, demand, planned)
+    return PlanResult(
+        plan=plan,
+        records=sum(plan.records_by_tier().values()),
+        missing=located.missing,
+        smaller=smaller,
+        advice=say(smaller, plan, config.precompute.max_error),
+    )
 
 
 def left_by(plan: Plan, resources: Resources) -> Resources:
@@ -95,6 +118,7 @@ def demand_of(config: Config, located: Located, device: str) -> Demand:
         example_bytes=example_bytes(config, schema, size),
         device=device,
         encoded_first=located.missing,
+        step_cpus=1.0 if device != "cpu" else float(torch.get_num_threads()),
     )
 
 

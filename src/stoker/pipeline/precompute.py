@@ -6,7 +6,7 @@ import datetime
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,14 @@ from stoker.pipeline.folders import is_open, require_writable
 from stoker.pipeline.gone import find_without_source
 from stoker.pipeline.inspect import list_quarantined, shard_bytes, worst_error
 from stoker.pipeline.locate import job_recipe, windows_in
-from stoker.precompute import Deadlines, EncodeFiller, PrecomputeSettings, run_precompute
+from stoker.precompute import (
+    Deadlines,
+    EncodeFiller,
+    PrecomputeReport,
+    PrecomputeSettings,
+    begin_precompute,
+    run_precompute,
+)
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json, Schema, canonical_json, schema_to_json
 from stoker.sources.files import canonical_split
@@ -64,6 +71,11 @@ class CacheResult:
     """Time inside the encoder."""
     source_gone: bool = False
     """The raw data is not there any more; the cache was found by everything else."""
+
+    def served(self, cache: Cache) -> CacheResult:
+        """The same when a loader had served `cache`: it is complete by then, if it was being filled."""
+        more = len(cache) - len(self.cache)
+        return self if more <= 0 else replace(self, cache=cache, encoded=self.encoded + more)
 
     @property
     def name(self) -> str:
@@ -267,7 +279,8 @@ def _fill_jobs(config: Config, jobs: Sequence[Job], *, training: bool, ranks: Ra
     for job in jobs:
         settings = settings_of(config, job, ranks)
         ready = _ready(config, job, settings) if training else None
-        results.append(ready or _fill(config, job, settings))
+        run = begin_precompute if training and not config.precompute.wait else run_precompute
+        results.append(ready or _fill(config, job, settings, run=run))
     return results
 
 
@@ -329,10 +342,12 @@ def _ready(config: Config, job: Job, settings: PrecomputeSettings) -> CacheResul
     return CacheResult(cache=cache, split=job.split, reused=len(cache), seconds=spent_s)
 
 
-def _fill(config: Config, job: Job, settings: PrecomputeSettings) -> CacheResult:
+def _fill(
+    config: Config, job: Job, settings: PrecomputeSettings, *, run: Callable[..., PrecomputeReport]
+) -> CacheResult:
     began = time.monotonic()
     cache_dir = Path(config.training.latent_cache_dir)
-    report = run_precompute(job.source, job.encoder, cache_dir, name=job.name, settings=settings)
+    report = run(job.source, job.encoder, cache_dir, name=job.name, settings=settings)
     return CacheResult(
         cache=report.cache,
         split=job.split,

@@ -9,6 +9,7 @@ from typing import Any
 from stoker.config import Config
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
+from stoker.pipeline.augment import chosen_of, transforms_of
 from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import run_dir_of
 from stoker.pipeline.locate import batch_size_of, trajectory_steps, windows_of
@@ -24,12 +25,17 @@ class Served:
 
     train: Loader | TaskPairs
     val: Loader | dict[str, OneTask | None] | None
-    loaders: tuple[Loader, ...]
-    """All that records come from, those of training first."""
+    by_cache: tuple[Loader | None, ...]
+    """The loader of each cache, in the order of the caches; None: this rank reads nothing of it."""
     shared: Shared
     """This rank's part of the run; of several tasks, of the first."""
     reason: str
     """Why records are served from where they are."""
+
+    @property
+    def mended(self) -> int:
+        """Damaged records that were encoded again while they were served."""
+        return sum(loader.mended for loader in self.by_cache if loader is not None)
 
 
 def serve(
@@ -56,24 +62,24 @@ def serve(
         for (task, own), cache, part in zip(owns.items(), caches[::2], parts, strict=True)
     }
     val_loaders = {
-        task: make_val_loader(own, cache, ranks=ranks)
-        for (task, own), cache in zip(owns.items(), caches[1::2], strict=True)
+        task: make_val_loader(own, cache, train_cache=seen, ranks=ranks)
+        for (task, own), seen, cache in zip(owns.items(), caches[::2], caches[1::2], strict=True)
     }
-    known = (loader for loader in val_loaders.values() if loader is not None)
-    loaders = (*train_loaders.values(), *known)
+    by_cache = tuple(one for task in owns for one in (train_loaders[task], val_loaders[task]))
     if len(owns) == 1:
-        (val,), one = val_loaders.values(), loaders[0]
-        return Served(train=one, val=val, loaders=loaders, shared=parts[0], reason=one.plan.reason)
+        (train,), (val,) = train_loaders.values(), val_loaders.values()
+        reason = train.plan.reason
+        return Served(train=train, val=val, by_cache=by_cache, shared=parts[0], reason=reason)
     # A rank without a trajectory of a task still has to know which conditions that task has.
     whole = {
-        task: val_loaders[task] or make_val_loader(own, cache)
-        for (task, own), cache in zip(owns.items(), caches[1::2], strict=True)
+        task: val_loaders[task] or make_val_loader(own, cache, train_cache=seen)
+        for (task, own), seen, cache in zip(owns.items(), caches[::2], caches[1::2], strict=True)
     }
     alone = apart({task: loader for task, loader in whole.items() if loader is not None})
     return Served(
         train=mix(config, train_loaders, meter=meter),
         val={task: None if val_loaders[task] is None else one for task, one in alone.items()},
-        loaders=loaders,
+        by_cache=by_cache,
         shared=parts[0],
         reason="; ".join(f"{task}: {loader.plan.reason}" for task, loader in train_loaders.items()),
     )
@@ -102,14 +108,19 @@ def make_loader(
         drop_last=None if shared is None else shared.drop_last,
         rank=ranks.rank,
         world=ranks.world,
-        reserve_bytes=config.training.reserve_bytes,
         meter=meter,
+        transforms=transforms_of(config, cache, training=True),
+        **chosen_of(config, cache),
         **_common(config),
     )
 
 
-def make_val_loader(config: Config, cache: Cache, *, ranks: Ranks = ALONE) -> Loader | None:
+def make_val_loader(
+    config: Config, cache: Cache, *, train_cache: Cache | None = None, ranks: Ranks = ALONE
+) -> Loader | None:
     """The loader of the validation cache, in order, in the memory that other loaders leave.
+
+    It is normalized as training is, by the statistics of `train_cache`.
 
     At horizon 1 windows begin `time_stride` apart whatever `start_every` says: one begins where the last
     ended, so that they chain to the whole trajectories that are rolled out. Ranks have whole trajectories,
@@ -127,7 +138,7 @@ def make_val_loader(config: Config, cache: Cache, *, ranks: Ranks = ALONE) -> Lo
         order="sequential",
         batch_size=_batch_size(config, cache),
         indices=own,
-        reserve_bytes=config.training.reserve_bytes,
+        transforms=transforms_of(config, train_cache or cache, training=False),
         **_common(config),
     )
 
@@ -143,5 +154,6 @@ def _common(config: Config) -> dict[str, Any]:
         "tier": training.tier,
         "device": device_of(config),
         "seed": training.seed,
+        "reserve_bytes": training.reserve_bytes,
         "verify": config.verify.on_read,
     }

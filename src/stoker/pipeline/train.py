@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,9 @@ from typing import cast
 
 from stoker.config import Config
 from stoker.errors import ConfigError
+from stoker.loader import Loader
 from stoker.monitor import StallMeter
+from stoker.pipeline.augment import normalized
 from stoker.pipeline.budget import verdict_of
 from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import run_dir_of, settings_digest, work_digest, write_diary
@@ -175,6 +177,11 @@ def prepare(config: Config, ranks: Ranks = ALONE) -> Prepared:
     began = time.monotonic()
     splits = training_splits(config)
     tasks = tasks_of(config)
+    if len(tasks) > 1 and not config.precompute.wait:
+        raise ConfigError(
+            f"precompute.wait=false trains on one task while it is encoded, data.task names {len(tasks)}: "
+            f"{', '.join(tasks)}. Leave it out, or choose one with data.task=NAME"
+        )
     if len(tasks) > 1:
         check_together({task: locate(config, task, splits[0]).recipe.schema for task in tasks})
     run_dir = require_writable(run_dir_of(config), "training.run_dir")
@@ -207,8 +214,8 @@ def train_prepared(
     ranks: Ranks = ALONE,
 ) -> TrainResult:
     """Train on ready caches; see `train_config`."""
-    train_cache = prepared.caches[0].cache
-    run_dir, meter = run_dir_of(config), StallMeter()
+    train_cache, val_cache = prepared.caches[0].cache, prepared.caches[-1].cache
+    run_dir, meter = run_dir_of(config), StallMeter(rank=ranks.rank)
     digest = settings_digest(config, prepared.fingerprints)
     work = work_digest(config, train_cache.schema)
     served = serve(config, [r.cache for r in prepared.caches], digest=digest, meter=meter, ranks=ranks)
@@ -225,8 +232,9 @@ def train_prepared(
         if on_event is not None:
             on_event(kind, facts)
 
-    for ready, loader in zip(prepared.caches[::2], served.loaders, strict=False):
-        _tell_plan(on_event, ready.cache, loader.plan)
+    for loader in served.by_cache[::2] if ranks.leads else ():
+        if loader is not None:
+            _tell_plan(on_event, loader.dataset, loader.plan)
     check = begin_spot_check(config, train_cache) if ranks.leads else None
     began = time.monotonic()
     try:
@@ -238,20 +246,20 @@ def train_prepared(
             meter=meter,
             on_event=note,
             ranks=ranks,
-            physical=physical_space(prepared.caches[1].cache) if len(prepared.caches) == 2 else None,
+            physical=None if normalized(config) or len(prepared.caches) > 2 else physical_space(val_cache),
         )
     finally:
         checked = None if check is None else check.finish()
     train_s = time.monotonic() - began
     return TrainResult(
         report=report,
-        caches=prepared.caches,
+        caches=_served(prepared.caches, served.by_cache),
         cache_s=prepared.seconds,
         total_s=began - started + report.startup["first_batch_s"],
         train_s=train_s,
         reason=served.reason,
         epoch_steps=len(served.train),
-        mended=sum(loader.mended for loader in served.loaders),
+        mended=served.mended,
         spot_check=checked,
         over_budget=verdict_of(config, train_cache, report),
     )
@@ -272,10 +280,21 @@ def _tell_plan(on_event: EventSink | None, cache: Cache, plan: Plan) -> None:
         on_event("serve", {"name": cache.name, "tiers": tiers, "reason": plan.reason})
 
 
+def _served(results: Sequence[CacheResult], loaders: Sequence[Loader | None]) -> tuple[CacheResult, ...]:
+    """The caches as they are now; those that were filled meanwhile have more records."""
+    return tuple(
+        result if used is None else result.served(used.dataset)
+        for result, used in zip(results, loaders, strict=True)
+    )
+
+
 def begin_spot_check(config: Config, cache: Cache) -> SpotCheck | None:
     """The comparison that `verify.spot_check` asks for, begun; None where it asks for none."""
     count = config.verify.spot_check
     if not count:
+        return None
+    if not cache.complete:
+        log.warning("verify.spot_check: %s is being filled now, so nothing was stored to compare", cache.path)
         return None
     if not isinstance(cache.filler, EncodeFiller):
         log.warning("verify.spot_check: the raw data of %s is gone, so nothing can be compared", cache.path)

@@ -10,7 +10,7 @@ moves.py       when what is held should change, and when it had better stay
 """
 
 from stoker.plan.ledger import LEDGER, Claim, Ledger
-from stoker.plan.rates import Rates, measure_rates
+from stoker.plan.rates import Load, Rates, measure_rates
 from stoker.plan.resources import Resources, probe
 from stoker.plan.tiers import TIERS, Demand, Plan, Tier, TierShare, plan_tiers, stall_of
 
@@ -20,6 +20,7 @@ __all__ = [
     "Claim",
     "Demand",
     "Ledger",
+    "Load",
     "Plan",
     "Rates",
     "Resources",

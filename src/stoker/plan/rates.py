@@ -12,9 +12,9 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,18 @@ THREADS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Seconds that loading one batch takes."""
+
+    alone_s: float
+    """All of them, where nothing goes on beside the step."""
+    direct_s: float
+    """Where a core is free to prefetch: those that the step waits for nevertheless."""
+    beside_s: float
+    """Those that then go on beside the step before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
     """Bytes per second. The defaults are those of an ordinary machine, for plans made without timing."""
 
@@ -46,6 +58,8 @@ class Rates:
     """Copying within the GPU's memory."""
     measured: bool = False
     """Whether anything was timed here."""
+    served: Mapping[str, Load] = field(default_factory=dict[str, "Load"])
+    """Per tier the load of one batch of the demand, where some were served to find out; wins over rates."""
 
 
 def measure_rates(path: Path | None = None, *, device: str = "cpu") -> Rates:

@@ -52,6 +52,8 @@ class Demand:
     """Where batches are wanted: `cpu` or `cuda[:i]`."""
     missing_records: int = 0
     """How many of `records` are not stored yet, so that only the encoder can serve them."""
+    step_cpus: float = 1.0
+    """Cores that a step keeps busy: one that starts a GPU's kernels, or all threads that compute on a CPU."""
     encoded_first: int = 0
     """How many of the others are to be encoded before anything is served; they are placed as stored ones."""
 
@@ -303,6 +305,10 @@ def _loads(tier: Tier, facts: Facts) -> tuple[float, float] | None:
     size, spare_core = demand.batch_bytes, facts.resources.cpus >= 2
     if tier == "encode" or (tier == "device" and demand.on_cpu):
         return None
+    served = rates.served.get(tier)
+    if served is not None:
+        free = facts.resources.cpus - demand.step_cpus >= 1
+        return (served.direct_s, served.beside_s) if free else (served.alone_s, 0.0)
     if tier == "device":
         return DEVICE_CALL_S + size / rates.device_bytes_s, 0.0
     copy_s = HOST_CALL_S + size / rates.copy_bytes_s + (0.0 if demand.on_cpu else size / rates.h2d_bytes_s)

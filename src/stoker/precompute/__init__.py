@@ -12,6 +12,7 @@ The path of a sample:
 stages, `run.py` is the loop over them (pace, progress, live), `in_process.py` reads without readers.
 `clock.py` says where the encoder stands: to `watchdog.py`, or through `guarded.py` to the guardian.
 `filler.py` encodes single groups for a loader, `spot_check.py` compares some with what is stored.
+`background.py` runs all of it in `fill_process.py`, beside a training that serves what is there.
 
 `reader.py` must start in a tenth of a second, so importing this package imports none of the rest.
 """
@@ -22,7 +23,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stoker.precompute.engine import precompute, run_precompute
+    from stoker.precompute.engine import begin_precompute, precompute, run_precompute
     from stoker.precompute.filler import EncodeFiller
     from stoker.precompute.progress import LineProgress, ProgressSink, Snapshot
     from stoker.precompute.settings import Deadlines, PrecomputeReport, PrecomputeSettings
@@ -35,11 +36,13 @@ __all__ = [
     "PrecomputeSettings",
     "ProgressSink",
     "Snapshot",
+    "begin_precompute",
     "precompute",
     "run_precompute",
 ]
 
 _HOMES = {
+    "begin_precompute": "engine",
     "precompute": "engine",
     "run_precompute": "engine",
     "EncodeFiller": "filler",

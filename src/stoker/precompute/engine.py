@@ -70,6 +70,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     part: tuple[int, int] = (0, 1),
     keep: str | Sequence[str] = (),
     progress: ProgressSink | Literal["auto"] | None = "auto",
+    wait: bool = True,
 ) -> Cache:
     """Encode what the cache lacks, and return it; a complete cache comes back at once.
 
@@ -85,10 +86,11 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
             `PrecomputeSettings`.
         part: This rank and the number of ranks, where each of them makes this call: all help, and each
             returns the whole cache.
+        wait: False: return at once, while another process encodes; a `Loader` serves what is there.
 
     Returns:
-        The cache, complete: every sample is stored or quarantined. It carries source and encoder, with which
-        a loader has damaged records encoded again.
+        The cache, complete unless `wait=False`: every sample is stored or quarantined. It carries source and
+        encoder, with which a loader has damaged records encoded again.
 
     Raises:
         IncompleteError: More samples than `max_quarantined` failed; everything else is stored.
@@ -108,7 +110,34 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         part=part,
         progress=progress,
     )
-    return run_precompute(source, keeping(encoder, keep), cache_dir, name=name, settings=settings).cache
+    run = run_precompute if wait else begin_precompute
+    return run(source, keeping(encoder, keep), cache_dir, name=name, settings=settings).cache
+
+
+def begin_precompute(
+    source: Source, encoder: Encoder | None, cache_dir: str | Path, *, name: str, settings: PrecomputeSettings
+) -> PrecomputeReport:
+    """As `run_precompute`, but what is missing is encoded by another process, in the background.
+
+    The report is of what is there so far. Errors of that process are raised by whoever serves the cache.
+
+    Raises:
+        SourceError: Source and encoder cannot be sent to a process.
+    """
+    tally, cache_dir = _Tally(), Path(cache_dir)
+    digests = Digests(cache_dir, settings.identity)
+    recipe = make_recipe(source, encoder, dtype=settings.dtype, digests=digests)
+    weights = None if encoder is None else encoder.weights()
+    folder = open_folder(cache_dir, name, recipe, weights=weights)
+    if not settings.overwrite and _ready(folder, settings) is not None:
+        return run_precompute(source, encoder, cache_dir, name=name, settings=settings)
+    filler = EncodeFiller(
+        source, encoder, cache_dir, name=name, settings=settings, fingerprint=recipe.fingerprint
+    )
+    filling = filler.begin()
+    cache, _ = filling.look()
+    cache.filler, cache.filling = filler, filling
+    return _report(cache, folder, tally)
 
 
 def run_precompute(

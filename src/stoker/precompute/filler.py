@@ -12,6 +12,7 @@ import numpy as np
 
 from stoker.encoders.protocol import Encoder
 from stoker.errors import MissingRecordError, SourceError, StalledError
+from stoker.precompute.background import Background, Job
 from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.run import Run, Standing
 from stoker.precompute.settings import PrecomputeSettings
@@ -47,6 +48,7 @@ class EncodeFiller:
         self._encoder = encoder
         self._cache_dir = cache_dir
         self._name = name
+        self._all = settings
         self._settings = replace(settings, readers=settings.readers and 1, progress=None)
         self._fingerprint = fingerprint
 
@@ -82,6 +84,21 @@ class EncodeFiller:
                 f"{len(missing)} samples were not encoded within {deadline_s:g} s. "
                 f"Run precompute first, or give more time"
             )
+
+    def begin(self) -> Background:
+        """A process that encodes all that is missing, begun.
+
+        Raises:
+            SourceError: As `fill`; or source and encoder cannot be sent to a process.
+        """
+        job = Job(
+            source=self._source,
+            encoder=self._encoder,
+            cache_dir=self._cache_dir,
+            name=self._name,
+            settings=self._all,
+        )
+        return Background(job, self._folder())
 
     def spot_check(self, cache: Cache, count: int, *, seed: int = 0) -> SpotCheck:
         """A comparison of `count` records of `cache` with what source and encoder give now, not begun."""

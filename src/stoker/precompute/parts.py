@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import Interrupted
 from stoker.precompute.interrupts import Interrupts
-from stoker.precompute.turn import POLL_S, look_of
+from stoker.precompute.turn import POLL_S, folder_mark
 from stoker.store import Folder, Recipe
 
 
@@ -56,7 +56,7 @@ def encode_parts(
         encode(0)
         return
     left = [(rank + step) % world for step in range(world)]
-    mark, changed = look_of(folder.path), time.monotonic()
+    mark, changed = folder_mark(folder.path), time.monotonic()
     while left:
         if interrupts.signal is not None:
             raise Interrupted("stopped while waiting for other ranks; what is encoded is stored")
@@ -65,8 +65,8 @@ def encode_parts(
         left = [number for number in left if number not in done]
         if left and not done:
             select.select([interrupts.fd] if interrupts.fd >= 0 else [], [], [], POLL_S)
-        if done or look_of(folder.path) != mark:
-            mark, changed = look_of(folder.path), time.monotonic()
+        if done or folder_mark(folder.path) != mark:
+            mark, changed = folder_mark(folder.path), time.monotonic()
 
 
 def _take(folder: Folder, number: int, world: int, encode: Callable[[int], None], *, beside: bool) -> bool:

@@ -111,6 +111,15 @@ class WorkQueue:
         self._clean = (lasts <= ends)[self._edges - 1]
         self._weight = max(1, group_bytes)
 
+    def follow_blocks(self, blocks: NDArray[np.int64]) -> None:
+        """Hand out block after block, whoever asks, so that the first are whole before the last are begun.
+
+        Args:
+            blocks: Stretches `[start, stop)` of samples that end where groups do, `(n, 2)`.
+        """
+        bounds = np.searchsorted(self._firsts, blocks).tolist()
+        self._stretches = [_Stretch(owner=_NOBODY, next=low, stop=high) for low, high in bounds if low < high]
+
     @property
     def groups(self) -> int:
         """Groups of this run in all."""

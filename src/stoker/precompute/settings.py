@@ -101,6 +101,8 @@ class PrecomputeSettings:
     larger by itself goes alone."""
     on_hang: OnHang = "report"
     """When the encoder passes its deadline: say where it stands, or also end this process (exit 5)."""
+    by_blocks: bool = False
+    """Somebody serves what is stored meanwhile: encode block after block (`fill_blocks`), and seal early."""
     progress: ProgressSink | Literal["auto"] | None = "auto"
     """Where progress goes; `auto`: live on a terminal, else a line every ten seconds on standard error."""
     part: tuple[int, int] = (0, 1)

@@ -34,6 +34,7 @@ from stoker.precompute.watchdog import EncodeWatchdog
 from stoker.precompute.write_thread import WriteThread
 from stoker.sources.protocol import Source
 from stoker.store import Failure, Folder, WriterSettings
+from stoker.store.growing import fill_blocks
 
 _LOG_FOLDER = ".readers"
 _LOGS_KEPT_S = 24 * 3600
@@ -109,6 +110,8 @@ class Bench:
             _RAGGED_GROUP_BYTES if self._ragged else slot_size(self._schema, self.folder.recipe.group.samples)
         )
         self.queue.follow_runs(self._source.runs(), group_bytes)
+        if self.settings.by_blocks:
+            self.queue.follow_blocks(fill_blocks(self.folder.recipe))
         if self._first_readers == 0:
             pulse = Silent()
             samples = SampleReader(
@@ -185,7 +188,12 @@ class Bench:
     def writer(self) -> WriteThread:
         """The writer thread, started."""
         settings = self.settings
-        kept = WriterSettings(max_error=settings.max_error, device=settings.device, float32=PRECISION)
+        kept = WriterSettings(
+            max_error=settings.max_error,
+            device=settings.device,
+            float32=PRECISION,
+            early=settings.by_blocks,
+        )
         return WriteThread(
             self.folder.writer(kept),
             self.folder.path,

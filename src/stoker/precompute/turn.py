@@ -43,7 +43,7 @@ def take_turn(
                 stack.push(attempt.pop_all())
                 return waited
         waited = True
-        now, present = time.monotonic(), look_of(folder.path)
+        now, present = time.monotonic(), folder_mark(folder.path)
         if present != mark:
             mark, changed = present, now
         if now - said > _SAY_EVERY_S:
@@ -58,7 +58,7 @@ def take_turn(
     return waited
 
 
-def look_of(path: Path) -> tuple[int, int]:
+def folder_mark(path: Path) -> tuple[int, int]:
     """Files in a folder and their bytes: a holder that writes changes it, in the open shard as well."""
     sizes: list[int] = []
     with os.scandir(path) as entries:

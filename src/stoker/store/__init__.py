@@ -8,6 +8,7 @@ cache.py       shards -> records (index.py, shard_read.py, header.py); verify.py
 catalog.py     what shards there are, and the index made from them; adopt.py takes over a sibling's
 layout.py      where columns lie, pure arithmetic
 compact.py     short shards into full ones; repair.py sets damaged ones aside
+growing.py     what is there of a cache that is being filled, and in which order that is done
 gc.py          removes what nobody needs (gc_scan.py, superseded.py); use.py says who needs a folder
 local.py       files that appear whole or not at all; claims.py, failures.py, strict_json.py
 protocols.py   what the store asks of storage, and a loader of whoever can fill gaps

@@ -35,7 +35,7 @@ from stoker.store.layout import axis_length
 from stoker.store.local import LocalStorage
 from stoker.store.lost import LostShard, without_lost
 from stoker.store.packing import read_field
-from stoker.store.protocols import Filler
+from stoker.store.protocols import Filler, Filling
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
 from stoker.store.shard_read import Shard
 from stoker.store.use import Use, note_use
@@ -73,6 +73,8 @@ class Cache:
         """Shards that were gone when it was opened; `index` serves nothing from them."""
         self.filler: Filler | None = None
         """Whoever can encode what is missing; a loader asks it."""
+        self.filling: Filling | None = None
+        """The work under way to complete it (`precompute(wait=False)`); a loader serves beside it."""
         self._use = use or Use(path)
         self._storage = LocalStorage(path)
         self._lock = threading.Lock()

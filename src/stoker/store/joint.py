@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -105,6 +105,11 @@ class _JointFiller:
             if own and member.filler is not None:
                 member.filler.fill(own, until - time.monotonic())
             offset += member.recipe.count
+
+    def begin(self) -> NoReturn:
+        """Refused: what fills several caches at once would need an order of all of them."""
+        paths = ", ".join(str(member.path) for member in self._members if not member.complete)
+        raise ConfigError(f"caches served as one must be complete, {paths} are not. Precompute them first")
 
 
 def _check_alike(members: Sequence[Cache]) -> None:

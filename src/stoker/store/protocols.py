@@ -7,7 +7,13 @@ for records that are missing without knowing who encodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from stoker.store.cache import Cache
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview[Any]"
 
@@ -91,4 +97,40 @@ class Filler(Protocol):
             StalledError: `deadline_s` passed.
             MissingRecordError: A sample was quarantined; the message says why.
         """
+        ...
+
+    def begin(self) -> Filling:
+        """Begin to encode all that is missing, beside this process, block by block (`fill_blocks`)."""
+        ...
+
+
+class Filling(Protocol):
+    """A cache that is being filled while others read what is there."""
+
+    def look(self) -> tuple[Cache, NDArray[np.bool_]]:
+        """What is stored now, and which samples are settled: stored, or quarantined for good, `(count,)`.
+
+        Raises:
+            StokerError: Filling ended with an error; the same at every call.
+        """
+        ...
+
+    def done(self) -> bool:
+        """Whether filling has ended well: the cache is complete and has its index.
+
+        Raises:
+            StokerError: As `look`.
+        """
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until more may be there, `timeout_s` at most.
+
+        Raises:
+            StalledError: Nothing has been stored for longer than all deadlines together.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Look afresh at which records are damaged; call it when some were mended."""
         ...

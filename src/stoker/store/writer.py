@@ -24,6 +24,8 @@ from stoker.store.protocols import Storage
 from stoker.store.recipe import Recipe
 from stoker.store.shard_write import OpenShard, ShardSpec
 
+EARLY_S, EARLY_SHARE = 1.0, 0.05
+"""An early seal comes after a second, or a 20th of the time so far: about 200 shards in the first hour."""
 OPEN_PARTS = 4
 """Parts with an open shard at a time: readers' work interleaves where one part ends and the next begins."""
 
@@ -40,6 +42,8 @@ class WriterSettings:
     """Bytes of records in a full shard."""
     seal_after_s: float = 30.0
     """Seconds after its first record at which a shard is sealed even if it is not full."""
+    early: bool = False
+    """Somebody serves what is sealed: seal after `EARLY_S` at first, then ever more rarely."""
     max_error: float | None = None
     """Largest conversion error of a record and field, as a fraction of its largest value; None: any."""
     device: str = "cpu"
@@ -69,6 +73,7 @@ class RecordWriter:
         self._open: dict[int, OpenShard] = {}
         self._since: dict[int, float] = {}
         self._latest: int | None = None
+        self._begun = time.monotonic()
         self._scratch = {name: FieldScratch() for name in recipe.schema}
         self._capacity = layout.capacity(recipe.columns, settings.shard_bytes)
 
@@ -116,8 +121,10 @@ class RecordWriter:
 
     def tick(self) -> None:
         """Seal shards that are older than their time; call when idle."""
-        now = time.monotonic()
-        for part in [p for p, since in self._since.items() if now - since >= self._settings.seal_after_s]:
+        now, after_s = time.monotonic(), self._settings.seal_after_s
+        if self._settings.early:
+            after_s = min(after_s, max(EARLY_S, EARLY_SHARE * (now - self._begun)))
+        for part in [p for p, since in self._since.items() if now - since >= after_s]:
             self._seal(part)
 
     def seal(self) -> None:

@@ -34,14 +34,14 @@ DEADLINE_S = 300.0
 """Seconds that one batch from memory may take."""
 
 
-class Beside:
+class Ahead:
     """Decides for one loader. Called by the thread that iterates."""
 
     def __init__(self, *, cores: int, clock: Callable[[], float] = perf_counter) -> None:
         """`cores` are those that this process may use; with one there is nothing to gain."""
         self._pool = Pool(1, "stoker-ahead") if cores > 1 else None
         self._clock = clock
-        self.ahead = False
+        self.beside = False
         """Whether batches are made beside the step now."""
         self._begun_s = 0.0
         self._count = 0
@@ -60,7 +60,7 @@ class Beside:
         if self._pool is None:
             return source
         self._count, self._begun_s = count, self._clock()
-        if self.ahead:
+        if self.beside:
             at_once = max(1, min(MOST_AT_ONCE, int(TURN_S / max(self._made[-1], 1e-9))))
             return _made_ahead(source, self._pool, at_once)
         first = _some(source, 1)
@@ -72,17 +72,17 @@ class Beside:
         if self._pool is None or not self._count:
             return
         each_s, self._count = (self._clock() - self._begun_s) / self._count, 0
-        if self.ahead:
+        if self.beside:
             self._slower = self._slower + 1 if each_s > self._inline_s else 0
             if self._slower == SLOWER:
-                self.ahead, self._slower = False, 0
+                self.beside, self._slower = False, 0
                 self._left = self._patience = min(MOST_STRIPS, 4 * self._patience)
             return
         self._inline_s = each_s
         self._left -= 1
         made_s = max(self._made)
         gain_s = min(made_s, each_s - made_s) - HANDOVER_S
-        self.ahead = len(self._made) > 1 and self._left <= 0 and gain_s > GAIN * each_s
+        self.beside = len(self._made) > 1 and self._left <= 0 and gain_s > GAIN * each_s
 
 
 def _made_ahead(source: Iterator[Any], pool: Pool, at_once: int) -> Iterator[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from stoker.loader import Loader, Windows
-from stoker.loader.beside import Beside
+from stoker.loader.ahead import Ahead
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
 
@@ -38,12 +40,12 @@ class Clock:
                 self.now_s += self.make_s
             yield number
 
-    def strip(self, chooser: Beside, count: int = 32) -> list[int]:
+    def strip(self, chooser: Ahead, count: int = 32) -> list[int]:
         found: list[int] = []
         for number in chooser.of(self.made(count), count):
             found.append(number)
-            busy_s = max(self.step_s, self.make_s) if chooser.ahead else self.step_s
-            self.now_s += busy_s + (self.handover_s if chooser.ahead else 0)
+            busy_s = max(self.step_s, self.make_s) if chooser.beside else self.step_s
+            self.now_s += busy_s + (self.handover_s if chooser.beside else 0)
         chooser.ended()
         return found
 
@@ -62,21 +64,21 @@ def test_the_thread_is_taken_where_it_can_pay(
     make_s: float, step_s: float, cores: int, expected: bool
 ) -> None:
     clock = Clock(make_s, step_s)
-    chooser = Beside(cores=cores, clock=clock)
+    chooser = Ahead(cores=cores, clock=clock)
 
     for _ in range(4):
         assert clock.strip(chooser) == list(range(32))
 
-    assert chooser.ahead is expected
+    assert chooser.beside is expected
 
 
 def test_a_thread_that_does_not_pay_is_given_up_and_tried_ever_more_rarely() -> None:
     clock = Clock(200e-6, 2e-3, handover_s=1e-3)
-    chooser = Beside(cores=2, clock=clock)
+    chooser = Ahead(cores=2, clock=clock)
 
     ways = []
     for _ in range(200):
-        ways.append(chooser.ahead)
+        ways.append(chooser.beside)
         clock.strip(chooser)
 
     assert 4 <= sum(ways) <= 12
@@ -85,7 +87,7 @@ def test_a_thread_that_does_not_pay_is_given_up_and_tried_ever_more_rarely() -> 
 
 def test_one_slow_strip_does_not_end_it() -> None:
     clock = Clock(200e-6, 2e-3)
-    chooser = Beside(cores=2, clock=clock)
+    chooser = Ahead(cores=2, clock=clock)
     for _ in range(4):
         clock.strip(chooser)
     clock.step_s = 1.0
@@ -93,24 +95,36 @@ def test_one_slow_strip_does_not_end_it() -> None:
     clock.step_s = 2e-3
     clock.strip(chooser)
 
-    assert chooser.ahead
+    assert chooser.beside
 
 
-def test_batches_are_the_same_and_places_too(cache: Cache) -> None:
-    def epoch(*, ahead: bool) -> list[tuple[Any, ...]]:
+def test_batches_are_the_same_and_places_too(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {False: 0, True: 0}
+
+    def epoch(*, beside: bool) -> list[tuple[Any, ...]]:
+        chooser = Ahead(cores=2)
+        chooser.beside = beside
+        chooser._made.append(1e-4)
+        monkeypatch.setattr(chooser, "ended", lambda: None)
+        submit = chooser._pool.submit
+
+        def counted(work: Any) -> Any:
+            made[beside] += 1
+            return submit(work)
+
+        monkeypatch.setattr(chooser._pool, "submit", counted)
         loader = Loader(cache, batch_size=7, windows=Windows(field="latent"), tier="host", seed=3)
-        loader._beside = Beside(cores=2)
-        loader._beside.ahead = ahead
-        loader._beside._made.append(1e-4)
-        loader._beside.ended = lambda: None
+        loader._new_ahead = lambda: chooser
         return [(batch.z0.clone(), batch.index.clone(), loader.state_dict()) for batch in loader]
 
     for (z0, index, state), (other_z0, other_index, other_state) in zip(
-        epoch(ahead=False), epoch(ahead=True), strict=True
+        epoch(beside=False), epoch(beside=True), strict=True
     ):
         assert torch.equal(z0, other_z0)
         assert torch.equal(index, other_index)
         assert state == other_state
+    assert made[False] == 0
+    assert made[True] > 2
 
 
 def test_an_abandoned_pass_leaves_no_thread_at_work() -> None:
@@ -124,8 +138,8 @@ def test_an_abandoned_pass_leaves_no_thread_at_work() -> None:
             at_work.clear()
             yield number
 
-    chooser = Beside(cores=2)
-    chooser.ahead = True
+    chooser = Ahead(cores=2)
+    chooser.beside = True
     chooser._made.append(1.0)
     batches = chooser.of(slow(), 100)
     next(batches)
@@ -139,8 +153,8 @@ def test_an_error_comes_out_where_batches_are_asked_for() -> None:
         yield 1
         raise ValueError("no more")
 
-    chooser = Beside(cores=2)
-    chooser.ahead = True
+    chooser = Ahead(cores=2)
+    chooser.beside = True
     chooser._made.append(1.0)
 
     with pytest.raises(ValueError, match="no more"):
@@ -155,8 +169,27 @@ def test_nothing_is_timed_per_batch() -> None:
         asked.append(0.0)
         return 0.0
 
-    chooser = Beside(cores=2, clock=clock)
+    chooser = Ahead(cores=2, clock=clock)
     assert list(chooser.of(iter(range(1000)), 1000)) == list(range(1000))
     chooser.ended()
 
     assert len(asked) == 3
+
+
+def test_a_child_of_a_fork_has_a_thread_of_its_own(cache: Cache) -> None:
+    code = f"""
+import os, sys
+from stoker.loader import Loader, Windows
+from stoker.store import open_cache
+loader = Loader(open_cache({str(cache.path)!r}), batch_size=7, windows=Windows(field="latent"), tier="host")
+list(loader)
+loader._ahead.beside = True
+assert list(loader._ahead.of(iter(range(50)), 50)) == list(range(50))  # its thread is there now
+child = os.fork()
+if not child:
+    before = loader._ahead
+    list(loader)
+    os._exit(int(loader._ahead is before))
+assert os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)

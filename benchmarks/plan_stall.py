@@ -1,0 +1,191 @@
+"""Question: is the stall that a plan predicts the one that a run then has?
+
+1,000 latent trajectories of 103 KiB: windows (t, t+1) from host memory and from disk in the page cache, whole records from disk
+past it (windows would find their neighbours in it), two batch sizes each, and steps that sleep (as one on a GPU leaves
+the CPU alone) or multiply matrices on one core: 12 combinations. The
+plan knows the tiers by a fraction of a second of serving and the step by ten of it alone, as `stoker plan` does after a
+run. `measured` is all that the run lacks to the step alone, `stall` what the meter saw as waiting: threads that read also
+delay the step itself, by the interpreter's lock. Medians of rounds of step, plan and run one after another. Last, W2 with a step of 2 ms where a core is free and where none is.
+
+    python benchmarks/plan_stall.py [--save] [--seconds 1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import stoker
+from measure import publish
+from serve_memory import Records, cache_of
+from stoker.loader.outputs import make_outputs
+from stoker.monitor import StallMeter
+from stoker.pipeline.served import served_loads
+from stoker.plan import Demand, Rates, plan_tiers, probe
+from stoker.plan.limits import drop_from_page_cache
+
+WINDOWS = stoker.Windows()
+TRAJECTORIES, STEPS = 1_000, 101
+ROUNDS = 3
+
+
+@dataclass
+class Place:
+    """Where batches come from."""
+
+    tier: str
+    windows: stoker.Windows | None = WINDOWS
+    batches: tuple[int, int] = (64, 512)
+    before: Callable[[], None] = lambda: None
+    """Called before each epoch."""
+
+
+def sleeping(step_s: float) -> Callable[[], None]:
+    return lambda: time.sleep(step_s)
+
+
+def multiplying(step_s: float) -> Callable[[], None]:
+    """Products of matrices for that long, the interpreter's lock free most of the time."""
+    a = torch.randn(192, 192)
+
+    def step() -> None:
+        end = time.perf_counter() + step_s
+        while time.perf_counter() < end:
+            torch.mm(a, a)
+
+    return step
+
+
+def alone(step: Callable[[], None]) -> float:
+    """Seconds of the step with nothing beside it."""
+    step()
+    begin = time.perf_counter()
+    for _ in range(10):
+        step()
+    return (time.perf_counter() - begin) / 10
+
+
+def predicted(place: Place, cache: stoker.Cache, batch: int, step_s: float, step_cpus: float) -> float:
+    """What a plan says that was made with the tiers as they are now."""
+    place.before()
+    served = served_loads(cache, place.windows, batch, tiers=[place.tier])
+    outputs = make_outputs(cache.schema, place.windows, None)
+    demand = Demand(
+        records=len(cache),
+        record_bytes=cache.schema["latent"].size_bytes(),
+        batch_examples=batch,
+        example_bytes=sum(output.example_bytes for output in outputs),
+        step_cpus=step_cpus,
+    )
+    plan = plan_tiers(
+        demand, probe(), tier=place.tier, step_s=step_s, rates=Rates(served=served, measured=True)
+    )
+    stall = plan.predicted_stall(step_s)
+    assert stall is not None
+    return stall
+
+
+def measured(
+    place: Place, cache: stoker.Cache, batch: int, step: Callable[[], None], seconds: float
+) -> dict[str, float]:
+    """A run of that many seconds, after one third of it to begin with."""
+    meter = StallMeter()
+    loader = stoker.Loader(cache, batch, windows=place.windows, tier=place.tier, meter=meter)
+    begin, counted = time.perf_counter(), False
+    while time.perf_counter() - begin < seconds * 4 / 3:
+        place.before()
+        for _ in loader:
+            step()
+            now = time.perf_counter() - begin
+            if not counted and now >= seconds / 3:
+                meter.reset()
+                counted = True
+            if now >= seconds * 4 / 3:
+                break
+    report = meter.epoch()
+    return {"stall": report.stall, "batch_s": (report.wait_s + report.step_s) / max(1, report.batches - 1)}
+
+
+def once(
+    place: Place, cache: stoker.Cache, batch: int, step: Callable[[], None], step_cpus: float, seconds: float
+) -> dict[str, float]:
+    """Step, plan and run, one after another."""
+    step_s = alone(step)
+    expected = predicted(place, cache, batch, step_s, step_cpus)
+    found = measured(place, cache, batch, step, seconds)
+    return {
+        "predicted": expected,
+        "measured": max(0.0, 1 - step_s / found["batch_s"]),
+        "stall": found["stall"],
+        "step_ms": step_s * 1e3,
+        "batch_ms": found["batch_s"] * 1e3,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--seconds", type=float, default=1.0)
+    arguments = parser.parse_args()
+
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        latent = torch.randn(TRAJECTORIES, STEPS, 16, 32, generator=torch.Generator().manual_seed(0)).half()
+        cache = cache_of(Records({"latent": latent}, time=("latent",)), Path(folder), shards=4)
+        del latent
+        files = [cache.path / shard.file for shard in cache.index.shards]
+        places = {
+            "disk, cold": Place("disk", None, (8, 32), lambda: drop_from_page_cache(files)),
+            "disk, warm": Place("disk"),
+            "host": Place("host"),
+        }
+        steps = {"sleep 2 ms": (sleeping(2e-3), 0.0), "multiply 8 ms": (multiplying(8e-3), 1.0)}
+        for name, place in places.items():
+            for batch in place.batches:
+                for doing, (step, step_cpus) in steps.items():
+                    rounds = [
+                        once(place, cache, batch, step, step_cpus, arguments.seconds) for _ in range(ROUNDS)
+                    ]
+                    found = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+                    rows.append(
+                        {
+                            "tier": name,
+                            "batch": batch,
+                            "step": doing,
+                            **{key: round(value, 4) for key, value in found.items()},
+                            "points": round(100 * (found["predicted"] - found["measured"]), 1),
+                        }
+                    )
+                    print(rows[-1], file=sys.stderr)
+        rows += two_milliseconds(cache, arguments.seconds)
+    publish("plan_stall", rows, save=arguments.save)
+
+
+def two_milliseconds(cache: stoker.Cache, seconds: float) -> list[dict[str, Any]]:
+    """W2 in batches of 256, a step of 2 ms: with all cores, and held to one."""
+    rows: list[dict[str, Any]] = []
+    cores = os.sched_getaffinity(0)
+    for name, own in (("all cores", cores), ("one core", {min(cores)})):
+        os.sched_setaffinity(0, own)
+        try:
+            for doing, step in (("sleep 2 ms", sleeping(2e-3)), ("multiply 2 ms", multiplying(2e-3))):
+                found = [measured(Place("host"), cache, 256, step, seconds)["stall"] for _ in range(ROUNDS)]
+                rows.append({"W2": doing, "on": name, "stall": round(statistics.median(found), 4)})
+        finally:
+            os.sched_setaffinity(0, cores)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

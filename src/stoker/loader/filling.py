@@ -1,0 +1,381 @@
+"""A pass over a cache that is still being filled: served beside the filling, each example once.
+
+Examples come in the order in which the cache is filled (`stoker.store.growing`): window after window of a few
+blocks, shuffled inside each. A window is served once every sample of it is settled, stored or quarantined, so
+that what is served, and in which order, depends on the seed, the epoch and the samples alone, not on when
+anything was ready. Samples that prove to be quarantined are passed over, and batches are filled up with those
+that follow; a position counts all examples, also those passed over. From the next epoch on the cache is
+complete, and the order is the one that was asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stoker.errors import ConfigError, CorruptError, IncompleteError, MissingRecordError, StalledError
+from stoker.loader.arguments import check_share
+from stoker.loader.chunks import Chunk, Locator, Span
+from stoker.loader.decide import Wishes, completed
+from stoker.loader.disk import READ_DEADLINE_S, DiskBatches, Reading
+from stoker.loader.engine import Design, Strip
+from stoker.loader.fill_order import KIND, FillOrder, Window
+from stoker.loader.gather import record_batches, window_batches
+from stoker.loader.mend import Mender
+from stoker.loader.order import Order, parse_order
+from stoker.loader.outputs import make_outputs
+from stoker.loader.packed import stored_outputs, unpacker
+from stoker.loader.places import Places, find_places
+from stoker.loader.ranks import Share
+from stoker.loader.state import Terms, digest_of
+from stoker.loader.watch import Ask
+from stoker.plan import LEDGER, Demand, Plan, Resources, probe
+from stoker.units import format_count
+
+if TYPE_CHECKING:
+    from stoker.monitor.meter import StallMeter
+    from stoker.store import Cache
+    from stoker.store.protocols import Filling
+
+log = logging.getLogger("stoker")
+
+LOOK_S = 0.1
+"""Between two looks at what is there by now."""
+
+
+def begin_filling_pass(cache: Cache, wishes: Wishes) -> FillingPass | None:
+    """A pass beside the filling of `cache`, where it is being filled or `tier="encode"` asks for it.
+
+    Raises:
+        ConfigError: Something was asked for that needs a complete cache.
+        StokerError: Filling has failed.
+    """
+    if cache.complete:
+        return None
+    filling = cache.filling
+    if filling is None and wishes.tier == "encode" and cache.filler is not None:
+        filling = cache.filling = cache.filler.begin()
+    return None if filling is None or filling.done() else FillingPass(cache, wishes)
+
+
+class FillingPass:
+    """Makes the batches of a pass that began before its cache was complete, also after that."""
+
+    def __init__(self, cache: Cache, wishes: Wishes) -> None:
+        _check(cache, wishes)
+        self._cache, self._wishes, self._process = cache, wishes, os.getpid()
+        self._outputs = make_outputs(cache.schema, wishes.windows, wishes.dtype, device=wishes.device.type)
+        self._unpack = unpacker(self._outputs, wishes.batch_size, static=False)
+        self.meter: StallMeter | None = None
+        """Told how long encoding was waited for."""
+        self._order = FillOrder(
+            cache.recipe,
+            wishes.windows,
+            wishes.indices,
+            seed=wishes.seed,
+            shuffled=wishes.order != "sequential",
+        )
+        self._numbers, self._examples = self._order.numbers, self._order.examples
+        self._design = self._decide()
+        self._disk: DiskBatches | None = None
+        self._at = (0, 0)
+        self.device = torch.device("cpu")
+        """Where batches are made."""
+        self._take(cache, np.full(cache.recipe.count, cache.filling is None))
+
+    @property
+    def design(self) -> Design:
+        """What is known of the loader now; its share shrinks when samples prove to be quarantined."""
+        return self._design
+
+    @property
+    def terms(self) -> Terms:
+        """What a position of this pass depends on."""
+        order, windows = self._design.order, self._wishes.windows
+        return Terms(
+            seed=order.seed,
+            order=str(order.kind),
+            global_batch=order.global_batch,
+            examples=self._examples.count,
+            fingerprint=self._cache.fingerprint,
+            generation=self._cache.index.generation,
+            records=digest_of(self._numbers),
+            windows=None if windows is None else windows.text(),
+            world=1,
+            beside=KIND,
+        )
+
+    def complete(self, *, wait: bool = False) -> Cache | None:
+        """The cache, once it is complete; None while it is not, unless that is to be waited for.
+
+        Raises:
+            StokerError: Filling failed.
+            StalledError: It came to a halt.
+        """
+        filling = self._cache.filling
+        if filling is None:
+            return self._cache
+        settled = filling.look()[1]
+        while not filling.done():
+            if not wait and not settled.all():
+                return None
+            filling.wait(LOOK_S)
+        return completed(self._cache)
+
+    def strips(self, epoch: int, position: int, mender: Mender) -> Iterator[Strip]:
+        """The batches of the rest of the pass, one a strip; damaged records are mended on the way.
+
+        Raises:
+            StalledError: A window was not settled in time.
+            StokerError: Filling failed.
+        """
+        if self._process != os.getpid():
+            raise ConfigError(
+                "this loader's cache is being filled for the process that made it, and this one is a fork "
+                "of that. Make the loader here, or when the cache is complete"
+            )
+        self._at = (epoch, position)
+        while self._at[0] == epoch:
+            try:
+                yield from self._pass(*self._at)
+            except CorruptError as error:
+                filling = self._cache.filling
+                mended = mender.mend(self._cache, error)
+                mended.filling = filling
+                self._take(mended, self._settled)
+                if filling is not None:
+                    filling.forget()
+            else:
+                return
+
+    def _pass(self, epoch: int, position: int) -> Iterator[Strip]:
+        size, total = self._wishes.batch_size, self._examples.count
+        examples = places = np.empty(0, np.int64)
+        for window in self._order.windows:
+            stop = window.stop
+            if stop <= position:
+                continue
+            own, at = self._stored(window, epoch)
+            rest = at >= position
+            examples, places = np.append(examples, own[rest]), np.append(places, at[rest])
+            whole = len(examples) if stop == total else len(examples) // size * size
+            yield from self._served(epoch, examples[:whole], places[:whole], last=stop == total)
+            examples, places = examples[whole:], places[whole:]
+        self._at = (epoch + 1, 0)
+
+    def _served(
+        self, epoch: int, examples: NDArray[np.int64], places: NDArray[np.int64], *, last: bool
+    ) -> Iterator[Strip]:
+        """Batches of these examples; a short one comes last, where that is wanted."""
+        size = self._wishes.batch_size
+        tail = 0 if self._wishes.drop_last else len(examples) % size
+        whole = len(examples) // size
+        for first, count, length in ((0, whole, size), (whole * size, min(1, tail), tail)):
+            if not count:
+                continue
+            stop = first + count * length
+            after = [(epoch, int(place) + 1) for place in places[first + length - 1 : stop : length]]
+            if last and (stop == len(examples) or not tail):
+                after[-1] = (epoch + 1, 0)
+            chunk = self._chunk(examples[first:stop], count, length)
+            for k, values in enumerate(self._reader().batches(chunk, 0)):
+                columns: list[Iterable[Any]] = [[value] for value in values]
+                self._at = after[k]
+                yield self._strip(columns, chunk.examples[k * length : (k + 1) * length], after[k])
+
+    def _strip(self, columns: list[Iterable[Any]], examples: Any, after: tuple[int, int]) -> Strip:
+        if self._unpack is not None:
+            columns = self._unpack(columns)
+        if self._design.windowed:
+            batches: Iterable[Any] = window_batches(self._outputs, columns, [after])
+        else:
+            names = (*(output.name for output in self._outputs), "index")
+            batches = record_batches(names, columns, [after])
+        return Strip(
+            batches=batches, count=1, size=len(examples), examples=examples, tier="encode", after=after
+        )
+
+    def _chunk(self, examples: NDArray[np.int64], count: int, size: int) -> Chunk:
+        """Consecutive batches, located in the cache as it is now."""
+        slots, starts = self._examples.locate(examples, self._examples.first)
+        numbers, records = np.unique(self._numbers[slots], return_inverse=True)
+        places = find_places(self._cache, numbers)
+        if len(places.numbers) != len(numbers):
+            lost = int(np.setdiff1d(numbers, places.numbers)[0])
+            raise MissingRecordError(f"sample {lost} was stored and is quarantined now. Begin the epoch anew")
+        self._reader().over(self._cache, places)
+        index = torch.as_tensor(self._numbers[slots])
+        if self._design.windowed:
+            index = torch.stack([index, torch.as_tensor(starts)], dim=1)
+        span = Span(epoch=0, position=0, batches=count, batch=size, step=0, short=False, last=False)
+        return Chunk(
+            span=span, examples=examples, records=records, starts=starts, index=index, rows=None, memory=None
+        )
+
+    def _reader(self) -> DiskBatches:
+        if self._disk is None:
+            design = self._design
+            locator = Locator(
+                examples=design.examples,
+                first=design.examples.first,
+                numbers=self._numbers,
+                windowed=design.windowed,
+                step_lengths={},
+                ragged=(),
+                lengths={},
+            )
+            outputs = stored_outputs(self._outputs)
+            self._disk = DiskBatches(
+                self._cache, design.places, outputs, locator, lambda: None, design.reading
+            )
+            self._disk.meter = self.meter
+        return self._disk
+
+    def _stored(self, window: Window, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Examples of a window that can be served, in the order of the epoch, and their positions."""
+        begin = time.perf_counter()
+        self._await(self._numbers[window.slots])
+        if self.meter is not None:
+            self.meter.spent("read", time.perf_counter() - begin)
+        examples, positions = self._order.shuffled(window, epoch)
+        here = self._here[self._numbers[examples // self._order.per_record]]
+        return examples[here], positions[here]
+
+    def _await(self, numbers: NDArray[np.int64]) -> None:
+        """Wait until these samples are settled, and have the handle that knows them.
+
+        A `timeout` given to the loader is the deadline; else it is the filling's own, which moves with it.
+        """
+        filling, timeout_s = self._cache.filling, self._wishes.timeout_s
+        if filling is None:
+            return
+        until = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            ended = filling.done()
+            self._look(filling)
+            if self._settled[numbers].all():
+                return
+            if ended:
+                lost = numbers[~self._settled[numbers]]
+                raise IncompleteError(
+                    f"{self._cache.path} was filled, and {format_count(len(lost))} samples of it are gone "
+                    f"since, the first is {int(lost[0])}. Run the same precompute again"
+                )
+            if time.monotonic() >= until:
+                raise StalledError(
+                    f"{format_count(int((~self._settled[numbers]).sum()))} samples of the next window were "
+                    f"not encoded within {timeout_s:g} s. Give the loader a longer timeout="
+                )
+            filling.wait(LOOK_S)
+
+    def _look(self, filling: Filling) -> None:
+        cache, settled = filling.look()
+        if settled is not self._settled:
+            cache.filler, cache.filling = self._cache.filler, filling
+            self._take(cache, settled)
+
+    def _take(self, cache: Cache, settled: NDArray[np.bool_]) -> None:
+        """Serve from this handle, the same cache as it is now; what is settled and not stored is left out."""
+        self._cache, self._settled = cache, settled
+        self._here = np.zeros(cache.recipe.count, np.bool_)
+        self._here[cache.numbers] = True
+        gone = int((settled & ~self._here)[self._numbers].sum())
+        share = replace(self._design.share, positions=self._examples.count - gone * self._order.per_record)
+        self._design = replace(self._design, cache=cache, share=share)
+
+    def _decide(self) -> Design:
+        wishes, count = self._wishes, self._examples.count
+        example_bytes = sum(output.example_bytes for output in self._outputs)
+        share = Share(
+            positions=count,
+            batch_size=wishes.batch_size,
+            rank=0,
+            world=1,
+            drop_last=bool(wishes.drop_last),
+            contiguous=False,
+        )
+        check_share(share)
+        none = np.full(len(self._numbers), -1, np.int32)
+        resources = probe(device=str(wishes.device), path=self._cache.path)
+        ask = Ask(
+            demand=self._demand(example_bytes),
+            tier="encode",
+            reserve_bytes=wishes.reserve_bytes,
+            look=lambda: resources,
+        )
+        return Design(
+            cache=self._cache,
+            places=Places(numbers=self._numbers, shard=none, row=none, chosen=None),
+            examples=self._examples,
+            outputs=self._outputs,
+            windowed=wishes.windows is not None,
+            order=Order(
+                kind=parse_order(wishes.order, world=1, example_bytes=example_bytes),
+                count=count,
+                seed=wishes.seed,
+                global_batch=wishes.batch_size,
+            ),
+            share=share,
+            plan=self._plan(ask, resources),
+            ask=ask,
+            claim=LEDGER.claim(),
+            device=wishes.device,
+            static=False,
+            threads=1,
+            reading=Reading(deadline_s=wishes.timeout_s or READ_DEADLINE_S, verify=wishes.verify),
+        )
+
+    def _demand(self, example_bytes: int) -> Demand:
+        cache, wishes = self._cache, self._wishes
+        here = int(np.isin(self._numbers, cache.numbers).sum())
+        sizes = (f.row_bytes if f.ragged else f.size_bytes() for f in cache.recipe.columns.values())
+        return Demand(
+            records=len(self._numbers),
+            record_bytes=float(sum(sizes)),
+            batch_examples=wishes.batch_size,
+            example_bytes=example_bytes,
+            device=str(wishes.device),
+            missing_records=len(self._numbers) - here,
+        )
+
+    def _plan(self, ask: Ask, resources: Resources) -> Plan:
+        demand = ask.demand
+        reason = (
+            f"{format_count(demand.missing_records)} of {format_count(demand.records)} records are encoded "
+            "while this epoch is served: in block order, as they come, from disk. The next epoch has them "
+            f"all, in {self._wishes.order} order, from the fastest tier"
+        )
+        log.info("%s: %s", self._cache.path, reason)
+        return replace(ask.plan(resources), tier="encode", reason=reason)
+
+
+def _check(cache: Cache, wishes: Wishes) -> None:
+    """Refuse what has no meaning before a cache is complete."""
+    wants = {
+        f"world={wishes.world}": wishes.world > 1,
+        "weights=": wishes.weights is not None,
+        "static=True": wishes.static,
+        f"order={wishes.order!r}": wishes.order.startswith("static"),
+        "windows= over trajectories of varying length": wishes.windows is not None
+        and any(field.time and field.ragged for field in cache.schema.values()),
+    }
+    for what, wanted in wants.items():
+        if wanted and cache.complete:
+            raise ConfigError(
+                f"the state was saved in an epoch that was served while its cache was being filled, and "
+                f"{what} cannot go on with one. Load it with the settings of then, or begin the next epoch"
+            )
+        if wanted:
+            raise ConfigError(
+                f"{what} needs a complete cache, and {cache.path} is still being filled: "
+                f"{format_count(len(cache))} of {format_count(cache.recipe.count)} records are stored. "
+                "Leave wait=False out, so that it is filled first"
+            )

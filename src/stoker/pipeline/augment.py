@@ -1,0 +1,106 @@
+"""From `training.transforms`, `training.subset` and the files beside it to arguments of a `Loader`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.config import Config
+from stoker.config.transforms import NormalizeStep, Step
+from stoker.errors import ConfigError
+from stoker.loader import subset
+from stoker.loader.transform import Transform
+from stoker.store import Cache
+from stoker.transforms import Crop, Flip, Noise, Normalize, Roll
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+RANDOM: dict[str, Callable[..., Transform]] = {"flip": Flip, "roll": Roll, "crop": Crop, "noise": Noise}
+"""The transforms that draw, by their kind in a configuration."""
+
+
+def transforms_of(config: Config, cache: Cache, *, training: bool) -> list[Transform]:
+    """The transforms of a configuration.
+
+    Args:
+        cache: The training cache, whose statistics `normalize` takes where it is given none.
+        training: All of them; else those that draw nothing, which validation needs too.
+
+    Raises:
+        ConfigError: One does not fit the cache.
+    """
+    found: list[Transform] = []
+    for step in config.training.transforms:
+        if isinstance(step, NormalizeStep):
+            found += _normalize(step, cache)
+        elif training:
+            found.append(_drawing(step))
+    return found
+
+
+def normalized(config: Config) -> bool:
+    """Whether batches are not the encoder's records any more, so that it cannot decode them."""
+    return any(isinstance(step, NormalizeStep) for step in config.training.transforms)
+
+
+def _drawing(step: Step) -> Transform:
+    settings = step.model_dump(exclude={"kind"})
+    return RANDOM[step.kind](**settings)
+
+
+def _normalize(step: NormalizeStep, cache: Cache) -> list[Transform]:
+    if (step.mean is None) != (step.std is None):
+        raise ConfigError(
+            "training.transforms: normalize has a mean without a std, or a std without a mean. Give both, or "
+            "neither for the statistics of the training cache"
+        )
+    if step.mean is not None and step.std is not None:
+        return [Normalize(mean=step.mean, std=step.std, axis=step.axis, fields=step.fields)]
+    return [Normalize.of(cache, name) for name in (step.fields or (None,))]
+
+
+def chosen_of(config: Config, cache: Cache) -> dict[str, Any]:
+    """Which records of the training cache are served, and how often: `indices` and `weights` of a Loader.
+
+    Raises:
+        ConfigError: A file cannot be read as numbers, or two settings choose at once.
+    """
+    training = config.training
+    if training.subset is not None and training.indices_file is not None:
+        raise ConfigError("training.subset and training.indices_file both choose samples. Give one of them")
+    chosen: dict[str, Any] = {}
+    if training.subset is not None:
+        chosen["indices"] = subset(cache, training.subset, seed=config.data.seed)
+    if training.indices_file is not None:
+        chosen["indices"] = read_numbers(training.indices_file, "training.indices_file", np.int64)
+    if training.weights_file is not None:
+        chosen["weights"] = read_numbers(training.weights_file, "training.weights_file", np.float64)
+    return chosen
+
+
+def read_numbers(path: str, setting: str, dtype: type[np.generic]) -> NDArray[Any]:
+    """The numbers of a `.npy` file, or of a text file with one a line.
+
+    Raises:
+        ConfigError: No such file, or it holds something else.
+    """
+    expected = "Expected a .npy file of one axis, or text with a number per line"
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"{setting}: {path} is not a file. {expected}")
+    try:
+        found: NDArray[Any] = (
+            np.load(file, allow_pickle=False)
+            if file.suffix == ".npy"
+            else np.array(file.read_text().split(), dtype=dtype)
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting}: {path} cannot be read as numbers: {error}. {expected}") from error
+    kind = np.integer if dtype is np.int64 else np.number
+    if found.ndim != 1 or not np.issubdtype(found.dtype, kind):
+        raise ConfigError(f"{setting}: {path} holds {found.dtype} {found.shape}. {expected}")
+    return found.astype(dtype)

@@ -1,0 +1,41 @@
+"""What a plan knows of the tiers from having some batches served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stoker.errors import CorruptError
+from stoker.loader import Loader, Windows
+from stoker.pipeline.served import served_loads
+from stoker.store import Cache
+from tests.loader.caches import trajectories, write_cache
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return write_cache(tmp_path, trajectories(40), timed=("latent",))
+
+
+@pytest.mark.parametrize("windows", [Windows(), None])
+def test_each_tier_is_served_in_the_batches_asked_for(cache: Cache, windows: Windows | None) -> None:
+    loads = served_loads(cache, windows, 8, seconds=0.05)
+
+    assert set(loads) == {"disk", "host"}
+    for load in loads.values():
+        assert 0 < load.alone_s < 1
+        assert load.direct_s <= load.alone_s
+        assert load.beside_s <= load.alone_s
+    assert loads["disk"].beside_s > 0
+
+
+def test_a_tier_that_cannot_serve_is_left_to_arithmetic(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Loader) -> None:
+        raise CorruptError("a bad record")
+
+    monkeypatch.setattr(Loader, "__iter__", broken)
+
+    assert served_loads(cache, None, 8, seconds=0.05) == {}

@@ -1,0 +1,166 @@
+"""`precompute(wait=False)`: a process fills the cache while it is served; how that may end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import stoker
+from stoker.errors import ConfigError, IncompleteError, SourceError, StokerError
+from stoker.loader import Loader
+from stoker.precompute.background import Background
+from stoker.precompute.queue import PartSpan, WorkQueue
+from stoker.store import WriterSettings, make_recipe, open_cache, open_folder
+from tests.precompute.fake_sources import FakeSource
+
+DEADLINE_S = 60.0
+
+
+def begin(folder: Path, source: Any, **settings: Any) -> stoker.Cache:
+    return stoker.precompute(source, None, folder, name="x", wait=False, readers=1, **settings)
+
+
+def numbers(loader: Loader) -> list[int]:
+    return sorted(n for batch in loader for n in batch["index"].tolist())
+
+
+def until(what: Any) -> None:
+    """Wait for `what()`, and no longer than a test may take."""
+    end = time.monotonic() + DEADLINE_S
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_it_returns_at_once_and_every_sample_is_served_once(tmp_path: Path) -> None:
+    source = FakeSource((300, 100), faults={7: "raise"})
+    cache = begin(tmp_path, source, max_quarantined=0.01)
+    assert not cache.complete
+
+    loader = Loader(cache, batch_size=16)
+    batches = list(loader)
+
+    assert sorted(n for batch in batches for n in batch["index"].tolist()) == [
+        n for n in range(400) if n != 7
+    ]
+    for batch in batches:
+        wanted = np.stack([source.read(n)["data"] for n in batch["index"].tolist()])
+        assert np.array_equal(batch["data"].numpy(), wanted)
+    assert numbers(loader) == [n for n in range(400) if n != 7]
+    assert loader.dataset.complete
+    assert [*loader.dataset.quarantined] == [7]
+    assert begin(tmp_path, source, max_quarantined=0.01).complete
+
+
+def test_what_ends_the_filling_ends_the_epoch_with_its_own_error(tmp_path: Path) -> None:
+    loader = Loader(begin(tmp_path, FakeSource((300,), faults={7: "raise", 8: "raise"})), batch_size=16)
+    with pytest.raises(IncompleteError, match=r"beside the training failed.*2 quarantined") as found:
+        assert numbers(loader) != numbers(loader)
+    assert found.value.exit_code == 4
+
+
+def test_a_filling_that_is_killed_is_named_and_resumed(tmp_path: Path) -> None:
+    cache = begin(tmp_path, FakeSource((1200,), delay_s=0.01))
+    filling = cache.filling
+    assert isinstance(filling, Background)
+    loader = Loader(cache, batch_size=16)
+    batches = iter(loader)
+    next(batches)
+    os.kill(filling._process.pid, signal.SIGKILL)
+    with pytest.raises(StokerError, match=r"was killed by signal 9.*the same call resumes"):
+        list(batches)
+
+    again = stoker.precompute(FakeSource((1200,)), None, tmp_path, name="x", wait=False)
+
+    assert 0 < len(again) < 1200
+    assert numbers(Loader(again, batch_size=16)) == [*range(1200)]
+
+
+def test_stopping_seals_what_is_encoded(tmp_path: Path) -> None:
+    cache = begin(tmp_path, FakeSource((4000,), delay_s=0.005))
+    filling = cache.filling
+    assert isinstance(filling, Background)
+    until(lambda: len(filling.look()[0]))
+    filling.stop()
+    assert filling._process.returncode is not None
+    stored = len(open_cache(cache.path, require_complete=False))
+    assert 0 < stored < 4000
+
+
+def test_it_ends_in_order_when_its_caller_is_killed(tmp_path: Path) -> None:
+    words = (
+        "import sys, time, stoker\n"
+        "from tests.precompute.fake_sources import FakeSource\n"
+        f"cache = stoker.precompute(FakeSource((4000,), delay_s=0.005), None, {str(tmp_path)!r}, name='x',"
+        " wait=False, readers=1)\n"
+        "while not len(cache.filling.look()[0]): time.sleep(0.05)\n"
+        "print(cache.filling._process.pid, cache.path, flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", words], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    ) as caller:
+        assert caller.stdout is not None
+        pid, path = caller.stdout.readline().split()
+        before = len(open_cache(path, require_complete=False))
+        caller.kill()
+    until(lambda: not Path(f"/proc/{pid}").exists())
+    assert before <= len(open_cache(path, require_complete=False)) < 4000
+
+
+class Unsendable(FakeSource):
+    def __init__(self) -> None:
+        super().__init__((10,))
+        self.lock = threading.Lock()
+
+
+def test_what_cannot_be_begun_is_refused_in_the_call(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"cannot be sent to another process.*leave wait=False out"):
+        begin(tmp_path, Unsendable())
+    with pytest.raises(ConfigError, match="overwrite removes what wait=False"):
+        begin(tmp_path, FakeSource(), overwrite=True)
+
+
+def test_cached_serves_at_once_too(tmp_path: Path) -> None:
+    loader = stoker.cached(FakeSource((40,)), cache_dir=tmp_path, wait=False, batch_size=8, device="cpu")
+    assert loader.plan.tier == "encode"
+    assert numbers(loader) == [*range(40)]
+
+
+def test_blocks_are_handed_out_one_after_another_to_all_readers() -> None:
+    missing = np.array([0, 1, 2, 3, 8, 9, 10, 11], np.int64)
+    queue = WorkQueue([PartSpan(offset=0, count=12)], 2, missing, bad=lambda _: False)
+    queue.follow_runs([range(12)], 100)
+    queue.follow_blocks(np.array([[8, 12], [4, 8], [0, 4]], np.int64))
+    taken = [queue.take(reader, 2)[0].numbers.start for reader in (0, 1, 0, 1)]
+    assert taken == [8, 0, 10, 2]
+    assert not queue.take(0, 2)
+
+
+def test_early_seals_come_soon_and_then_ever_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    now = [1000.0]
+    monkeypatch.setattr("stoker.store.writer.time.monotonic", lambda: now[0])
+    folder = open_folder(tmp_path, "x", make_recipe(FakeSource((1000,)), None))
+    writer = folder.writer(WriterSettings(early=True))
+    seals = []
+    for number in range(300):
+        writer.append([number], {"data": torch.zeros(1, 6, 5), "nu": torch.zeros(1)})
+        before, now[0] = len(list(folder.path.glob("shard-*"))), now[0] + 0.5
+        writer.tick()
+        if len(list(folder.path.glob("shard-*"))) > before:
+            seals.append(now[0] - 1000)
+    assert seals[:3] == [1.0, 2.0, 3.0]
+    assert 5 < seals[-1] - seals[-2] < 8
