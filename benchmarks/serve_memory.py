@@ -4,7 +4,9 @@ Workloads and limits are those of the design (docs/performance.md): W1 20,000 re
 of 1,000 trajectories; W2t whole trajectories; W3 4,000 uint8 images. `limit` is one thread of
 `torch.index_select(..., out=reused)`; `ring` the same loop into a ring of 4 buffers with the order made beforehand.
 Every contender serves shuffled batches that outlive the next one. Figures are seconds per batch and fractions of
-the limit; every verified cache is served at 1, 8 and 40 shards.
+the limit; every verified cache is served at 1, 8 and 40 shards. Loaders of others (`rivals.py`) take part where they are
+installed (`pip install -r benchmarks/requirements.txt`); a row names their versions, and who is missing is said. Those
+that store records in files of their own get up to 160 MiB of them.
 
     python benchmarks/serve_memory.py [--save] [--only W1]
 """
@@ -405,7 +407,8 @@ def main() -> None:
             torch.set_num_threads(1)
             with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
                 rows += workload(Path(folder))
-    publish("serve_memory", [{"rivals": versions()}, *rows], save=arguments.save)
+    name = "serve_memory" if arguments.only is None else f"serve_memory_{arguments.only}"
+    publish(name, [{"rivals": versions()}, *rows], save=arguments.save)
 
 
 if __name__ == "__main__":

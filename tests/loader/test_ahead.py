@@ -143,6 +143,7 @@ def test_an_abandoned_pass_leaves_no_thread_at_work() -> None:
     chooser._made.append(1.0)
     batches = chooser.of(slow(), 100)
     next(batches)
+    assert at_work.wait(10)
     batches.close()
 
     assert not at_work.is_set()

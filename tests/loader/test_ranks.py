@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import ConfigError
+from stoker.loader import Loader, Windows
 from stoker.loader.ranks import Share
+from tests.loader.caches import write_cache
 
 
 def share(rank: int = 0, **changes: object) -> Share:
@@ -83,3 +88,28 @@ def test_global_batches_are_cut_by_rank() -> None:
 def test_ranks_and_sizes_that_are_none_are_refused(changes: dict) -> None:
     with pytest.raises(ConfigError, match="Expected batch_size"):
         share(**changes)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_in_static_order_a_rank_holds_its_own_part_alone(tmp_path: Path, ragged: bool) -> None:
+    """Which is what it is for: N ranks hold N times as much on their devices."""
+    lengths = [5 + 2 * (n % 3) if ragged else 6 for n in range(40)]
+    latent = [torch.randn(steps, 3) for steps in lengths]
+    values = latent if ragged else torch.stack(latent)
+    cache = write_cache(tmp_path, {"latent": values}, timed=["latent"], shards=[10, 10, 10])
+    windows = Windows(field="latent")
+
+    def served(rank: int, order: str, world: int = 2) -> tuple[int, set[int]]:
+        loader = Loader(
+            cache, batch_size=4, windows=windows, order=order, rank=rank, world=world, tier="host"
+        )
+        seen = {number for _ in range(3) for batch in loader for number in batch.index[:, 0].tolist()}
+        return sum(row.records for row in loader.plan.rows), seen
+
+    for rank, half in enumerate((range(21), range(19, 40)) if ragged else (range(20), range(20, 40))):
+        held, seen = served(rank, "static")
+        assert held <= (30 if ragged else 20)
+        assert seen <= set(half)
+        assert served(rank, "full")[0] == 40
+    assert served(0, "static(4)")[1] <= set(range(21))
+    assert served(0, "static(2)", world=1)[0] == 40

@@ -52,6 +52,7 @@ def test_a_run_with_transforms_trains(configure: Configure) -> None:
 
     assert result.report.epochs == 2
     assert result.report.val_nrmse is not None
+    assert result.report.physical_nrmse is None, "a decoder would take normalized states for stored ones"
 
 
 def test_a_subset_is_chosen_by_the_seed_of_the_data(configure: Configure) -> None:

@@ -142,7 +142,7 @@ def test_tasks_that_one_operator_cannot_take_are_refused_before_anything_is_enco
 
 
 def test_several_tasks_are_encoded_before_they_are_trained_on(two: Configure) -> None:
-    with pytest.raises(ConfigError, match="trains on one task while it is encoded"):
+    with pytest.raises(ConfigError, match="begins training on one task while it is encoded"):
         train_config(two("precompute.wait=false"))
 
 

@@ -97,13 +97,21 @@ def test_a_process_alone_waits_for_ranks_and_ranks_for_it(tmp_path: Path) -> Non
 
 
 def test_what_fails_for_a_passing_reason_is_tried_again_by_its_own_rank_alone(tmp_path: Path) -> None:
-    """Or every rank that looks after the others' parts would try it once more."""
-    source = FakeSource((24,), faults={13: "eio"})
+    """Or every rank that looks after the others' parts would wait for the same hang once more."""
+    tried: list[int] = []
 
-    first = run(source, FakeEncoder(), tmp_path, readers=0, part=(0, 2))
+    class Failing(FakeSource):
+        def read(self, number, start=None, stop=None):
+            if number == 13:
+                tried.append(number)
+            return super().read(number, start, stop)
 
-    assert list(first.cache.quarantined) == [13]
-    assert first.cache.quarantined[13].attempts == 2
+    source = Failing((24,), faults={13: "eio"})
+    for rank, times in ((1, 2), (0, 2), (1, 4)):
+        report = run(source, FakeEncoder(), tmp_path, readers=0, part=(rank, 2))
+
+        assert list(report.cache.quarantined) == [13]
+        assert len(tried) == times
 
 
 def test_ranks_do_not_overwrite(tmp_path: Path) -> None:

@@ -135,10 +135,29 @@ def test_the_meter_leaves_lines_and_tells_intervals(tmp_path: Path, monkeypatch:
     assert sum(report.parts.values()) == pytest.approx(rows[-1]["wait_s"], rel=1e-3)
 
 
-def test_a_new_run_moves_the_lines_of_the_last_one_aside(tmp_path: Path) -> None:
+def test_a_new_run_moves_the_lines_of_the_last_one_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.train.pace.EVERY_S", 1e9)
     run(tmp_path, StallMeter(rank=1), epochs=1)
     run(tmp_path, StallMeter(rank=1), epochs=1)
 
     for name in ("stall-rank1.jsonl", "stall-rank1.previous.jsonl"):
         kinds = [json.loads(line)["kind"] for line in (tmp_path / name).read_text().splitlines()]
         assert kinds == ["interval", "summary"]
+
+
+def test_passes_shorter_than_an_interval_are_told_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.train.pace.TELL_S", 1e9)
+    told: list[dict[str, Any]] = []
+
+    def note(kind: str, facts: Any) -> None:
+        if kind == "stall":
+            told.append(dict(facts))
+
+    run(tmp_path, StallMeter(), epochs=3, sink=note)
+
+    assert [facts["step"] for facts in told] == [6, 12, 18]
+    assert all(facts["batches"] == 6 for facts in told)

@@ -80,8 +80,8 @@ class Ahead:
             return
         self._inline_s = each_s
         self._left -= 1
-        made_s = max(self._made)
-        gain_s = min(made_s, each_s - made_s) - HANDOVER_S
+        # The least that there is to hide, and the least to hide it behind: where in doubt, in line.
+        gain_s = min(*self._made, each_s - max(self._made)) - HANDOVER_S
         self.beside = len(self._made) > 1 and self._left <= 0 and gain_s > GAIN * each_s
 
 

@@ -25,7 +25,7 @@ from stoker.loader.engine import Design
 from stoker.loader.order import Order, parse_order
 from stoker.loader.outputs import Output, make_outputs
 from stoker.loader.places import Places, find_places, weighted
-from stoker.loader.ranks import Share
+from stoker.loader.ranks import Share, own_records
 from stoker.loader.residency import claim_plan, parts_of
 from stoker.loader.watch import Ask
 from stoker.loader.windows import Examples, Windows, number_examples, time_field
@@ -88,6 +88,7 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
         global_batch=wishes.batch_size * world,
         draws=None if wishes.weights is None else weighted(wishes.weights, places, examples),
     )
+    places = replace(places, own=own_records(order, examples, rank, world))
     static, drop_last = wishes.static, wishes.drop_last
     share = _share(order, rank, world, static or None if drop_last is None else drop_last)
     check_share(share)

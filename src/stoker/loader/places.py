@@ -31,10 +31,12 @@ class Places:
     """Row inside that shard."""
     chosen: NDArray[np.int64] | None
     """Place of each record among all stored ones; None: all of them, in number order."""
+    own: tuple[int, int | None] = (0, None)
+    """First and one past the last record that this rank may ever serve: fewer than all in static order."""
 
     def shards(self) -> list[int]:
-        """The shards that hold any of them, sorted. (`np.unique` would import `numpy.ma`: 20 ms.)"""
-        return np.flatnonzero(np.bincount(self.shard)).tolist()
+        """The shards that hold any of its own, sorted. (`np.unique` would import `numpy.ma`: 20 ms.)"""
+        return np.flatnonzero(np.bincount(self.shard[slice(*self.own)])).tolist()
 
     def of_all(self, per_record: NDArray[Any]) -> NDArray[Any]:
         """Pick the served records' entries from an array over all stored records."""

@@ -10,8 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from stoker.errors import ConfigError
-from stoker.loader.order import Ids
+from stoker.loader.order import Ids, Order
+from stoker.loader.windows import Examples
 
 
 def check_ranks(batch_size: int, rank: int, world: int) -> None:
@@ -24,6 +27,21 @@ def check_ranks(batch_size: int, rank: int, world: int) -> None:
         raise ConfigError(
             f"batch_size {batch_size}, rank {rank} of {world}. Expected batch_size >= 1 and 0 <= rank < world"
         )
+
+
+def own_records(order: Order, examples: Examples, rank: int, world: int) -> tuple[int, int | None]:
+    """First and one past the last record that a rank may ever serve: in static order those of its parts."""
+    parts = order.kind.parts
+    if order.kind.kind != "static" or order.draws is not None:
+        return 0, None
+    begin = order.count * (rank * parts // world) // parts
+    end = order.count * -(-(rank + 1) * parts // world) // parts
+    if begin == end:
+        return 0, None
+    if examples.per_record:
+        return begin // examples.per_record, -(-end // examples.per_record)
+    first, last = np.searchsorted(examples.first, [begin, end - 1], side="right").tolist()
+    return first - 1, last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

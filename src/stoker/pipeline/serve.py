@@ -25,17 +25,12 @@ class Served:
 
     train: Loader | TaskPairs
     val: Loader | dict[str, OneTask | None] | None
-    by_cache: tuple[Loader | None, ...]
-    """The loader of each cache, in the order of the caches; None: this rank reads nothing of it."""
+    loaders: tuple[Loader, ...]
+    """All that records come from, those of training first."""
     shared: Shared
     """This rank's part of the run; of several tasks, of the first."""
     reason: str
     """Why records are served from where they are."""
-
-    @property
-    def mended(self) -> int:
-        """Damaged records that were encoded again while they were served."""
-        return sum(loader.mended for loader in self.by_cache if loader is not None)
 
 
 def serve(
@@ -62,24 +57,24 @@ def serve(
         for (task, own), cache, part in zip(owns.items(), caches[::2], parts, strict=True)
     }
     val_loaders = {
-        task: make_val_loader(own, cache, train_cache=seen, ranks=ranks)
-        for (task, own), seen, cache in zip(owns.items(), caches[::2], caches[1::2], strict=True)
+        task: make_val_loader(own, cache, train_cache=beside, ranks=ranks)
+        for (task, own), beside, cache in zip(owns.items(), caches[::2], caches[1::2], strict=True)
     }
-    by_cache = tuple(one for task in owns for one in (train_loaders[task], val_loaders[task]))
+    known = (loader for loader in val_loaders.values() if loader is not None)
+    loaders = (*train_loaders.values(), *known)
     if len(owns) == 1:
-        (train,), (val,) = train_loaders.values(), val_loaders.values()
-        reason = train.plan.reason
-        return Served(train=train, val=val, by_cache=by_cache, shared=parts[0], reason=reason)
+        (val,), one = val_loaders.values(), loaders[0]
+        return Served(train=one, val=val, loaders=loaders, shared=parts[0], reason=one.plan.reason)
     # A rank without a trajectory of a task still has to know which conditions that task has.
     whole = {
-        task: val_loaders[task] or make_val_loader(own, cache, train_cache=seen)
-        for (task, own), seen, cache in zip(owns.items(), caches[::2], caches[1::2], strict=True)
+        task: val_loaders[task] or make_val_loader(own, cache, train_cache=beside)
+        for (task, own), beside, cache in zip(owns.items(), caches[::2], caches[1::2], strict=True)
     }
     alone = apart({task: loader for task, loader in whole.items() if loader is not None})
     return Served(
         train=mix(config, train_loaders, meter=meter),
         val={task: None if val_loaders[task] is None else one for task, one in alone.items()},
-        by_cache=by_cache,
+        loaders=loaders,
         shared=parts[0],
         reason="; ".join(f"{task}: {loader.plan.reason}" for task, loader in train_loaders.items()),
     )

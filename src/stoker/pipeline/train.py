@@ -12,7 +12,6 @@ from typing import cast
 
 from stoker.config import Config
 from stoker.errors import ConfigError
-from stoker.loader import Loader
 from stoker.monitor import StallMeter
 from stoker.pipeline.augment import normalized
 from stoker.pipeline.budget import verdict_of
@@ -23,7 +22,7 @@ from stoker.pipeline.locate import locate
 from stoker.pipeline.mixed import check_together
 from stoker.pipeline.physical import physical_space
 from stoker.pipeline.precompute import CacheResult, fill_caches
-from stoker.pipeline.serve import serve
+from stoker.pipeline.serve import Served, serve
 from stoker.pipeline.together import on_own_device
 from stoker.plan import Plan
 from stoker.precompute import EncodeFiller
@@ -32,7 +31,7 @@ from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
 from stoker.sources.files import canonical_split
 from stoker.store import Cache
-from stoker.train.config import EventSink, TrainConfig, TrainReport
+from stoker.train.config import EventSink, PhysicalSpace, TrainConfig, TrainReport
 from stoker.train.loop import train
 from stoker.train.run import own_folder
 from stoker.units import format_count
@@ -177,12 +176,12 @@ def prepare(config: Config, ranks: Ranks = ALONE) -> Prepared:
     began = time.monotonic()
     splits = training_splits(config)
     tasks = tasks_of(config)
-    if len(tasks) > 1 and not config.precompute.wait:
-        raise ConfigError(
-            f"precompute.wait=false trains on one task while it is encoded, data.task names {len(tasks)}: "
-            f"{', '.join(tasks)}. Leave it out, or choose one with data.task=NAME"
-        )
     if len(tasks) > 1:
+        if not config.precompute.wait:
+            raise ConfigError(
+                "precompute.wait=false begins training on one task while it is encoded, and data.task names "
+                f"{len(tasks)}. Leave it out, so that all of them are encoded first"
+            )
         check_together({task: locate(config, task, splits[0]).recipe.schema for task in tasks})
     run_dir = require_writable(run_dir_of(config), "training.run_dir")
     with own_folder(run_dir) if ranks.leads else nullcontext():
@@ -214,7 +213,7 @@ def train_prepared(
     ranks: Ranks = ALONE,
 ) -> TrainResult:
     """Train on ready caches; see `train_config`."""
-    train_cache, val_cache = prepared.caches[0].cache, prepared.caches[-1].cache
+    train_cache = prepared.caches[0].cache
     run_dir, meter = run_dir_of(config), StallMeter(rank=ranks.rank)
     digest = settings_digest(config, prepared.fingerprints)
     work = work_digest(config, train_cache.schema)
@@ -232,9 +231,8 @@ def train_prepared(
         if on_event is not None:
             on_event(kind, facts)
 
-    for loader in served.by_cache[::2] if ranks.leads else ():
-        if loader is not None:
-            _tell_plan(on_event, loader.dataset, loader.plan)
+    for ready, loader in zip(prepared.caches[::2], served.loaders, strict=False):
+        _tell_plan(on_event if ranks.leads else None, ready.cache, loader.plan)
     check = begin_spot_check(config, train_cache) if ranks.leads else None
     began = time.monotonic()
     try:
@@ -246,20 +244,20 @@ def train_prepared(
             meter=meter,
             on_event=note,
             ranks=ranks,
-            physical=None if normalized(config) or len(prepared.caches) > 2 else physical_space(val_cache),
+            physical=_physical(config, prepared),
         )
     finally:
         checked = None if check is None else check.finish()
     train_s = time.monotonic() - began
     return TrainResult(
         report=report,
-        caches=_served(prepared.caches, served.by_cache),
+        caches=_now(prepared.caches, served),
         cache_s=prepared.seconds,
         total_s=began - started + report.startup["first_batch_s"],
         train_s=train_s,
         reason=served.reason,
         epoch_steps=len(served.train),
-        mended=served.mended,
+        mended=sum(loader.mended for loader in served.loaders),
         spot_check=checked,
         over_budget=verdict_of(config, train_cache, report),
     )
@@ -280,12 +278,10 @@ def _tell_plan(on_event: EventSink | None, cache: Cache, plan: Plan) -> None:
         on_event("serve", {"name": cache.name, "tiers": tiers, "reason": plan.reason})
 
 
-def _served(results: Sequence[CacheResult], loaders: Sequence[Loader | None]) -> tuple[CacheResult, ...]:
+def _now(results: Sequence[CacheResult], served: Served) -> tuple[CacheResult, ...]:
     """The caches as they are now; those that were filled meanwhile have more records."""
-    return tuple(
-        result if used is None else result.served(used.dataset)
-        for result, used in zip(results, loaders, strict=True)
-    )
+    now = {loader.dataset.path: loader.dataset for loader in served.loaders}
+    return tuple(result.served(now.get(result.cache.path, result.cache)) for result in results)
 
 
 def begin_spot_check(config: Config, cache: Cache) -> SpotCheck | None:
@@ -302,6 +298,12 @@ def begin_spot_check(config: Config, cache: Cache) -> SpotCheck | None:
     check = cache.filler.spot_check(cache, count, seed=config.training.seed)
     check.start()
     return check
+
+
+def _physical(config: Config, prepared: Prepared) -> PhysicalSpace | None:
+    """Where validation is judged in fields: one task, whose records reach the loop as they were encoded."""
+    _, *others = prepared.caches
+    return physical_space(others[0].cache) if len(others) == 1 and not normalized(config) else None
 
 
 def loop_settings(config: Config, batches: int, *, resume: bool) -> TrainConfig:

@@ -73,7 +73,8 @@ class FiniteGuard:
         if self._ranks.any(own, where):
             told = self._ranks.tell(_describe(facts) if own else "", where)
             # A gradient that one rank spoils is spoilt on all: who lost the loss itself knows the sample.
-            raise DivergedError(next((text for text in told if text.startswith(LOSS)), max(told)))
+            blamed = [text for text in told if text.startswith(LOSS)] or [text for text in told if text]
+            raise DivergedError(blamed[0])
 
 
 def check_finite(pairs: Pairs) -> None:

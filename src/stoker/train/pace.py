@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from stoker.monitor.journal import EVERY_S, StallJournal, journal_name
-from stoker.monitor.meter import PARTS, StallMeter
+from stoker.monitor.meter import PARTS, StallMeter, StallReport
 from stoker.plan.tiers import TIERS
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
@@ -32,6 +32,8 @@ class Pace:
         self._meter = meter
         self._tell = tell
         self._ranks = ranks
+        self._facts: dict[str, Json] = {}
+        self._total = 0
         self._journals: tuple[StallJournal, StallJournal] | None = None
         if meter is not None:
             meter.reset()
@@ -44,8 +46,6 @@ class Pace:
     def begin_pass(self) -> None:
         """Count anew: what lies between two passes is neither waiting nor stepping."""
         if self._meter is not None and self._journals is not None:
-            for journal in self._journals:
-                journal.cut()
             self._meter.reset()
             for journal in self._journals:
                 journal.restarted()
@@ -55,16 +55,22 @@ class Pace:
         if self._journals is None:
             return
         told, written = self._journals
-        facts: dict[str, Json] = {"step": progress.step, "epoch": progress.epoch + 1}
-        interval = told.tick()
+        self._facts = {"step": progress.step, "epoch": progress.epoch + 1}
+        self._total = total
+        self._say(told.tick())
+        written.tick(self._facts)
+
+    def _say(self, interval: StallReport | None) -> None:
         if interval is not None:
-            self._tell("stall", {**facts, "total": total, **interval.to_json()})
-        written.tick(facts)
+            self._tell("stall", {**self._facts, "total": self._total, **interval.to_json()})
 
     def end_pass(self, progress: Progress) -> None:
         """Add the pass of all ranks to `progress`."""
-        if self._meter is None:
+        if self._meter is None or self._journals is None:
             return
+        told, written = self._journals
+        self._say(told.cut())  # a pass shorter than an interval is one
+        written.cut(self._facts)
         report = self._meter.epoch()
         own = [report.wait_s, report.step_s, report.batches]
         own += [report.tiers.get(tier, 0) for tier in TIERS] + [report.parts.get(part, 0.0) for part in PARTS]
