@@ -141,6 +141,11 @@ def test_tasks_that_one_operator_cannot_take_are_refused_before_anything_is_enco
     assert not list((tmp_path / "data").rglob("*.safetensors"))
 
 
+def test_several_tasks_are_encoded_before_they_are_trained_on(two: Configure) -> None:
+    with pytest.raises(ConfigError, match="begins training on one task while it is encoded"):
+        train_config(two("precompute.wait=false"))
+
+
 def test_a_task_that_fails_leaves_the_others_alone(configure: Configure, caplog: Any) -> None:
     result = precompute_config(configure("data.task=[nowhere,burgers1d]"))
 

@@ -92,3 +92,15 @@ def test_stall_is_in_per_cent_on_an_axis_that_holds_it(
 )
 def test_what_is_missing_is_left_out(figures: list[Any], tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     assert len(draw(rows, figures, tmp_path)) == 3
+
+
+def test_each_task_has_a_line_beside_its_own_persistence(figures: list[Any], tmp_path: Path) -> None:
+    own = {"val_nrmse/a": 0.04, "persistence_nrmse/a": 0.06, "val_nrmse/b": 0.4, "persistence_nrmse/b": 0.6}
+
+    _, error, _ = draw([epoch(1, **own), epoch(2, **own)], figures, tmp_path)
+    lines = {line.get_label(): (set(line.get_ydata()), line.get_color()) for line in error.lines}
+
+    assert lines.keys() == {"a", "a, persistence", "b", "b, persistence"}
+    assert lines["b"][0] == {0.4}
+    assert lines["b, persistence"][0] == {0.6}
+    assert lines["a"][1] == lines["a, persistence"][1] != lines["b"][1]

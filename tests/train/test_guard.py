@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -34,3 +36,10 @@ def test_a_bad_gradient_names_the_largest_loss() -> None:
 
     with pytest.raises(DivergedError, match=r"gradient .*largest loss at sample 12"):
         guard.submit(facts([1.0, 2.0, 3.0], norm=float("inf")))
+
+
+def test_a_bad_loss_of_a_mixture_names_the_task_too() -> None:
+    guard = FiniteGuard(torch.device("cpu"))
+
+    with pytest.raises(DivergedError, match="first at sample 11 of well2d, time step 4"):
+        guard.submit(replace(facts([1.0, float("nan"), 2.0]), task="well2d"))
