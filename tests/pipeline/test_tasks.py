@@ -83,6 +83,7 @@ def test_one_operator_is_trained_on_all_tasks_and_judged_on_each(two: Configure)
     assert "burgers1d" in page
 
 
+@pytest.mark.slow
 def test_an_interrupted_mixture_goes_on_and_ends_as_if_it_had_not_been(two: Configure) -> None:
     whole = train_config(two("training.run_dir=whole"))
     with pytest.raises(Interrupted):

@@ -106,6 +106,7 @@ def test_a_killed_rank_ends_the_other_with_a_message_that_names_it(project: Path
     assert weights(project), "the last checkpoint is whole"
 
 
+@pytest.mark.slow
 def test_the_example_of_a_loop_of_ones_own(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "examples" / "ddp.py"
 
@@ -185,6 +186,7 @@ def held(launcher: subprocess.Popen[str], rank: int) -> Generator[None]:
                 reader.kill() if owner == rank else reader.resume()
 
 
+@pytest.mark.slow
 @pytest.mark.chaos
 def test_a_rank_killed_while_encoding_costs_no_record(project: Path) -> None:
     """Its guardian starts it again; every group is stored as one process would have stored it."""
