@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,27 @@ def test_training_reports_both_spaces_and_what_the_encoder_loses(configure: Conf
     page = (report.run_dir / "report.html").read_text()
     assert "physical NRMSE" in page
     assert "encoder's own error" in page
+
+
+EXIT_WHILE_MEASURING = """
+import sys
+import torch
+from stoker import open_cache
+from stoker.pipeline import physical
+def measure(self):
+    for _ in range(400):
+        torch.randn(500, 500) @ torch.randn(500, 500)
+physical._Reconstruction._measure = measure
+physical.physical_space(open_cache(sys.argv[1]))
+"""
+
+
+def test_a_program_that_ends_while_it_is_measured_is_no_abort(configure: Configure) -> None:
+    """As when the first step fails: the error counts, not a thread that ends inside torch."""
+    (cache,) = (result.cache for result in fill_caches(configure(*SMALL), ["val"]))
+    for _ in range(2):
+        words = [sys.executable, "-c", EXIT_WHILE_MEASURING, str(cache.path)]
+        subprocess.run(words, timeout=60, check=True)
 
 
 def test_it_needs_no_raw_data_and_kept_fields_stand_in_for_it(configure: Configure, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)  # pyright: igno
 
 
 class Buffers:
-    """Equal tensors for one output of a loader. For several threads: a pass that was left may still read ahead."""
+    """Equal tensors for one output of a loader. For several threads: a pass that was left may read ahead."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self._shape = shape

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor
 from stoker.encoders.decode import Decode, decoder_of
 from stoker.encoders.keeping import KEEPING
 from stoker.errors import StokerError
+from stoker.loader.pool import Pool
 from stoker.precompute import EncodeFiller
 from stoker.store import Cache
 from stoker.store.convert import from_array
@@ -81,12 +81,12 @@ class _Reconstruction:
         # A copy, with files of its own: whoever mends the cache may be reading through the other one.
         self._source = copy.deepcopy(filler.source) if isinstance(filler, EncodeFiller) else None
         self._found: float | None = None
-        self._thread = threading.Thread(target=self._run, name="stoker-reconstruction", daemon=True)
-        self._thread.start()
+        # Of the loader's pools, whose threads do not end inside torch when the program does.
+        self._ticket = Pool(1, "stoker-reconstruction").submit(self._run)
 
     def finish(self) -> float | None:
         """What was found; None: no raw field is at hand, or reading it takes too long."""
-        self._thread.join(WAIT_S)
+        self._ticket.wait(WAIT_S)
         return self._found
 
     def _run(self) -> None:
