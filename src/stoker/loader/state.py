@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import xxhash
 
@@ -68,7 +68,13 @@ def dump(terms: Terms, at: tuple[int, int]) -> dict[str, Json]:
 
 
 def is_beside(state: Mapping[str, Any]) -> bool:
-    """Whether a state was saved in a pass that began before its cache was complete."""
+    """Whether a state was saved in a pass that began before its cache was complete.
+
+    Raises:
+        StaleStateError: It is no state.
+    """
+    if not isinstance(cast(object, state), Mapping):
+        raise StaleStateError(f"a loader's state is a dict, as state_dict() gives it, not {state!r}")
     return state.get("beside") is not None
 
 
@@ -83,6 +89,11 @@ def restore(state: Mapping[str, Any], terms: Terms, *, allow_rebatch: bool) -> t
         lacking = ", ".join(sorted(here.keys() - state.keys())) or f"version {state.get('version')!r}"
         raise StaleStateError(
             f"this is not the state of a loader of version {VERSION} ({lacking}). Start the epoch anew"
+        )
+    if not all(isinstance(state[name], int) for name in ("epoch", "position")):
+        raise StaleStateError(
+            f"the saved state is at epoch {state['epoch']!r}, example {state['position']!r}. "
+            "Expected whole numbers; start the epoch anew"
         )
     position = int(state["position"])
     ignored = {"version", "epoch", "position", "generation"}
