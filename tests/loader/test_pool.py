@@ -69,3 +69,27 @@ time.sleep(0.05)
 
 def test_an_exit_while_torch_works_in_threads_is_no_abort() -> None:
     subprocess.run([sys.executable, "-c", EXIT_WITH_TORCH_AT_WORK], timeout=60, check=True)
+
+
+EXIT_WITH_BATCHES_AHEAD = """
+import tempfile
+from pathlib import Path
+import torch
+from stoker.loader import Loader, ahead
+from tests.loader.caches import write_cache
+cache = write_cache(Path(tempfile.mkdtemp()), {"x": torch.randn(4096, 2048)})
+loader = Loader(cache, 128, tier="host")
+while loader._running().residency.serving() is None:
+    pass
+loader._ahead = ahead.Ahead(cores=2)
+loader._ahead.beside = True
+loader._ahead._made.extend([1e-3, 1e-3])
+it = iter(loader)
+next(it)
+"""
+
+
+def test_an_exit_with_an_iterator_alive_is_neither_a_hang_nor_an_abort() -> None:
+    """Batches are made ahead, and the module's names are cleared after the threads were told to end."""
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", EXIT_WITH_BATCHES_AHEAD], timeout=60, check=True)

@@ -14,7 +14,7 @@ from itertools import chain, islice
 from time import perf_counter
 from typing import Any
 
-from stoker.loader.pool import Pool
+from stoker.loader.pool import Pool, ending
 
 HANDOVER_S = 30e-6
 """What it costs to have another thread make something.
@@ -95,7 +95,8 @@ def _made_ahead(source: Iterator[Any], pool: Pool, at_once: int) -> Iterator[Any
             ticket = pool.submit(partial(_some, source, size))
             yield from _drained(made)
     finally:
-        ticket.wait(DEADLINE_S)  # two threads must not gather into the same buffers
+        if not ending():  # an iterator that is alive at the exit: the thread may never come back
+            ticket.wait(DEADLINE_S)  # two threads must not gather into the same buffers
 
 
 def _some(source: Iterator[Any], count: int) -> deque[Any]:

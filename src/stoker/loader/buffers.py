@@ -8,6 +8,7 @@ every tensor, view and numpy array over it counts, and so does an open `untyped_
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any, cast
 
 import torch
@@ -25,15 +26,20 @@ _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)  # pyright: igno
 
 
 class Buffers:
-    """Equal tensors for one output of a loader. Not for several threads at once."""
+    """Equal tensors for one output of a loader. For several threads: a pass that was left may still read ahead."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self._shape = shape
         self._dtype = dtype
         self._kept: list[tuple[Tensor, tuple[int, int]]] = []
+        self._lock = threading.Lock()
 
     def take(self) -> Tensor:
         """A tensor nobody else refers to, `shape`, content undefined."""
+        with self._lock:
+            return self._take()
+
+    def _take(self) -> Tensor:
         # Always from the front, so that as few buffers rotate as are in flight and they stay in the cache.
         for tensor, alone in self._kept:
             # Memory that was moved to another process has no count that tells.

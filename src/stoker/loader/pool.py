@@ -46,6 +46,11 @@ class Ticket(Generic[T]):
             self._error = error
         self._done.set()
 
+    def drop(self) -> None:
+        """Give it up: it will not be done any more."""
+        self._error = StalledError("the program is ending, and no further work is begun")
+        self._done.set()
+
     def done(self) -> bool:
         """Whether the outcome is there."""
         return self._done.is_set()
@@ -91,14 +96,21 @@ class Pool:
         """Drop what was not begun, and wait for what was until the monotonic time `until`."""
         if self._process != os.getpid():  # its threads are those of the process that forked
             return
-        while self._threads > self._idle and time.monotonic() < until:
+        while True:
             with self._change:
-                self._line.clear()
+                while self._line:
+                    self._line.popleft().drop()
+                busy = self._threads > self._idle
+            if not busy or time.monotonic() >= until:
+                return
             time.sleep(0.001)
 
     def submit(self, work: Callable[[], T]) -> Ticket[T]:
-        """Have `work` done by one of the threads."""
+        """Have `work` done by one of the threads, or, once the interpreter exits, at once by this one."""
         ticket = Ticket(work)
+        if ending():
+            ticket.run()
+            return ticket
         with self._change:
             self._line.append(ticket)
             if self._idle >= len(self._line):
