@@ -12,6 +12,7 @@ import torch
 
 from stoker.errors import ConfigError, EncoderError, MissingRecordError, StaleStateError, StalledError
 from stoker.loader import Loader, Windows
+from stoker.loader.fused import Normalise
 from stoker.store import Cache, make_recipe, open_cache, open_folder
 from stoker.store.failures import Failure
 from stoker.store.growing import Growing, fill_blocks
@@ -292,6 +293,16 @@ def test_the_encode_tier_begins_the_filling_by_itself(tmp_path: Path, fields: di
     assert sorted(numbers(Loader(cache, batch_size=5, tier="encode"))) == [*range(COUNT)]
 
 
+def damage(steps: Steps) -> None:
+    """Change a byte of the record that was stored last."""
+    wanted = steps.fields["latent"][steps.filled[-1]].numpy().tobytes()[:64]
+    for shard in steps.folder.path.glob("shard-*"):
+        data = bytearray(shard.read_bytes())
+        if (at := data.find(wanted)) >= 0:
+            data[at] ^= 1
+            shard.write_bytes(bytes(data))
+
+
 def test_a_damaged_record_is_mended_on_the_way(tmp_path: Path, fields: dict[str, Any]) -> None:
     steps = Steps(tmp_path, fields)
     loader = Loader(steps.cache(), batch_size=5)
@@ -299,17 +310,82 @@ def test_a_damaged_record_is_mended_on_the_way(tmp_path: Path, fields: dict[str,
     head = [next(batches)]
     for _ in range(3):
         steps.wait(0)
-    shard = max(steps.folder.path.glob("shard-*"), key=lambda path: path.stat().st_mtime_ns)
-    data = bytearray(shard.read_bytes())
-    at = data.find(fields["latent"][steps.filled[-1]].numpy().tobytes()[:64])
-    data[at] ^= 1
-    shard.write_bytes(bytes(data))
+    damage(steps)
 
     rest = list(batches)
 
     assert all(same(batch, fields) for batch in head + rest)
     assert sorted(numbers(head + rest)) == [*range(COUNT)]
     assert loader.mended == 1
+
+
+def test_a_place_beside_the_filling_is_still_one_after_a_mending(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    steps = Steps(tmp_path, fields, bad=[5, 6])
+    beside = Loader(steps.cache(), batch_size=5)
+    batches = iter(beside)
+    next(batches)
+    state = beside.state_dict()
+    rest = numbers(batches)
+    cache = open_cache(steps.folder.path)
+    cache.filler = steps
+    damage(steps)
+
+    loader = Loader(cache, batch_size=5)
+    whole = [*loader]
+    loader.load_state_dict(state)
+
+    assert loader.mended == 1
+    assert all(same(batch, fields) for batch in whole)
+    assert numbers(loader) == rest
+
+
+def test_values_are_normalised_as_they_are_later(tmp_path: Path, fields: dict[str, Any]) -> None:
+    how = {"latent": Normalise(mean=2.0, std=4.0, axis=-1)}
+    loader = Loader(Steps(tmp_path, fields).cache(), batch_size=5, normalise=how)
+    wanted = {**fields, "latent": fields["latent"] * 0.25 - 0.5}
+    for _ in range(2):
+        assert all(same(batch, wanted) for batch in loader)
+
+
+def test_two_passes_at_once_do_not_meet(tmp_path: Path, fields: dict[str, Any]) -> None:
+    loader = Loader(Steps(tmp_path, fields).cache(), batch_size=1)
+    older = iter(loader)
+    first = [next(older)]
+    newer = iter(loader)
+    second = [next(newer) for _ in range(10)]
+    first += older
+    third = iter(loader)  # of the complete cache
+    second += newer
+    later = [*third]
+
+    assert all(same(batch, fields) for batch in first + second + later)
+    assert numbers(first) == numbers(second)
+    assert sorted(numbers(first)) == sorted(numbers(later)) == [*range(COUNT)]
+    assert loader.plan.tier != "encode"
+
+
+@pytest.mark.parametrize(
+    ("size", "drop_last", "count"),
+    [(5, False, 12), (5, True, 11), (8, False, 7), (8, True, 7), (60, True, 0)],
+)
+def test_an_epoch_whose_end_is_quarantined_is_over_with_its_last_batch(
+    tmp_path: Path, fields: dict[str, Any], size: int, drop_last: bool, count: int
+) -> None:
+    steps = Steps(tmp_path, fields)
+    steps.bad = {n for block in steps.blocks[-8:] for n in block}  # the last two windows
+    loader = Loader(steps.cache(), batch_size=size, drop_last=drop_last)
+
+    batches, places = [], []
+    for batch in loader:
+        batches.append(batch)
+        places.append((loader.state_dict()["epoch"], loader.state_dict()["position"]))
+
+    assert len(batches) == len(loader) == count
+    assert places[-1:] == [(1, 0)] * min(1, count)
+    assert all(epoch == 0 for epoch, _ in places[:-1])
+    assert loader.epoch == 1
 
 
 def test_blocks_cover_every_sample_once_in_a_fixed_shuffled_order(tmp_path: Path) -> None:

@@ -69,6 +69,19 @@ def test_packed_records_are_served_as_they_will_be(tmp_path: Path) -> None:
     assert all(first[n].equal(later[n]) for n in later)
 
 
+def test_a_fork_does_not_take_what_is_meant_for_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = begin(tmp_path, FakeSource((60,)))
+    loader = Loader(cache, batch_size=8)
+    other = os.getpid() + 1
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: other)
+        with pytest.raises(ConfigError, match="is a fork of that"):
+            iter(loader)
+    assert numbers(loader) == numbers(loader) == [*range(60)]
+
+
 def test_what_ends_the_filling_ends_the_epoch_with_its_own_error(tmp_path: Path) -> None:
     loader = Loader(begin(tmp_path, FakeSource((300,), faults={7: "raise", 8: "raise"})), batch_size=16)
     with pytest.raises(IncompleteError, match=r"beside the training failed.*2 quarantined") as found:

@@ -335,6 +335,24 @@ def test_early_stop_ends_after_patience_epochs_without_progress(tmp_path: Path) 
     assert report.epochs == 3
 
 
+def test_a_pass_that_is_shorter_than_was_thought_is_an_epoch(tmp_path: Path) -> None:
+    class Longer(FakeLoader):
+        hoped = 1
+
+        def __len__(self) -> int:
+            return super().__len__() + self.hoped
+
+        def __iter__(self) -> Iterator[FakeBatch]:
+            self.hoped = 0
+            yield from super().__iter__()
+            self.hoped = 1
+
+    report = train(Longer(waves()), None, TrainConfig(**SMALL), tmp_path)
+    assert (report.epochs, report.steps) == (3, STEPS)
+    ends = [row["step"] for row in MetricsLog(tmp_path / "metrics.jsonl").rows() if row["kind"] == "epoch"]
+    assert ends == [6, 12, 18]
+
+
 def test_unrolled_training_over_a_future(tmp_path: Path) -> None:
     loader = FakeLoader(waves(), horizon=3)
 

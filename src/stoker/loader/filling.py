@@ -72,7 +72,9 @@ class FillingPass:
     def __init__(self, cache: Cache, wishes: Wishes) -> None:
         _check(cache, wishes)
         self._cache, self._wishes, self._process = cache, wishes, os.getpid()
-        self._outputs = make_outputs(cache.schema, wishes.windows, wishes.dtype, device=wishes.device.type)
+        self._outputs = make_outputs(
+            cache.schema, wishes.windows, wishes.dtype, wishes.normalise, device=wishes.device.type
+        )
         self._unpack = unpacker(self._outputs, wishes.batch_size, static=False)
         self.meter: StallMeter | None = None
         """Told how long encoding was waited for."""
@@ -85,8 +87,6 @@ class FillingPass:
         )
         self._numbers, self._examples = self._order.numbers, self._order.examples
         self._design = self._decide()
-        self._disk: DiskBatches | None = None
-        self._at = (0, 0)
         self.device = torch.device("cpu")
         """Where batches are made."""
         self._take(cache, np.full(cache.recipe.count, cache.filling is None))
@@ -142,10 +142,12 @@ class FillingPass:
                 "this loader's cache is being filled for the process that made it, and this one is a fork "
                 "of that. Make the loader here, or when the cache is complete"
             )
-        self._at = (epoch, position)
-        while self._at[0] == epoch:
+        at, reader = (epoch, position), self._reader()
+        while at[0] == epoch:
             try:
-                yield from self._pass(*self._at)
+                for strip in self._pass(reader, *at):
+                    at = strip.after
+                    yield strip
             except CorruptError as error:
                 filling = self._cache.filling
                 mended = mender.mend(self._cache, error)
@@ -156,23 +158,30 @@ class FillingPass:
             else:
                 return
 
-    def _pass(self, epoch: int, position: int) -> Iterator[Strip]:
-        size, total = self._wishes.batch_size, self._examples.count
+    def _pass(self, reader: DiskBatches, epoch: int, position: int) -> Iterator[Strip]:
+        size = self._wishes.batch_size
+        more = size if self._wishes.drop_last else 1
         examples = places = np.empty(0, np.int64)
         for window in self._order.windows:
-            stop = window.stop
-            if stop <= position:
+            if window.stop <= position:
                 continue
             own, at = self._stored(window, epoch)
             rest = at >= position
             examples, places = np.append(examples, own[rest]), np.append(places, at[rest])
-            whole = len(examples) if stop == total else len(examples) // size * size
-            yield from self._served(epoch, examples[:whole], places[:whole], last=stop == total)
+            # What follows may all be quarantined: a batch is not the last one if `more` examples are here.
+            whole = max(0, (len(examples) - more) // size * size)
+            yield from self._served(reader, epoch, examples[:whole], places[:whole], last=False)
             examples, places = examples[whole:], places[whole:]
-        self._at = (epoch + 1, 0)
+        yield from self._served(reader, epoch, examples, places, last=True)
 
     def _served(
-        self, epoch: int, examples: NDArray[np.int64], places: NDArray[np.int64], *, last: bool
+        self,
+        reader: DiskBatches,
+        epoch: int,
+        examples: NDArray[np.int64],
+        places: NDArray[np.int64],
+        *,
+        last: bool,
     ) -> Iterator[Strip]:
         """Batches of these examples; a short one comes last, where that is wanted."""
         size = self._wishes.batch_size
@@ -185,10 +194,9 @@ class FillingPass:
             after = [(epoch, int(place) + 1) for place in places[first + length - 1 : stop : length]]
             if last and (stop == len(examples) or not tail):
                 after[-1] = (epoch + 1, 0)
-            chunk = self._chunk(examples[first:stop], count, length)
-            for k, values in enumerate(self._reader().batches(chunk, 0)):
+            chunk = self._chunk(reader, examples[first:stop], count, length)
+            for k, values in enumerate(reader.batches(chunk, 0)):
                 columns: list[Iterable[Any]] = [[value] for value in values]
-                self._at = after[k]
                 yield self._strip(columns, chunk.examples[k * length : (k + 1) * length], after[k])
 
     def _strip(self, columns: list[Iterable[Any]], examples: Any, after: tuple[int, int]) -> Strip:
@@ -203,7 +211,7 @@ class FillingPass:
             batches=batches, count=1, size=len(examples), examples=examples, tier="encode", after=after
         )
 
-    def _chunk(self, examples: NDArray[np.int64], count: int, size: int) -> Chunk:
+    def _chunk(self, reader: DiskBatches, examples: NDArray[np.int64], count: int, size: int) -> Chunk:
         """Consecutive batches, located in the cache as it is now."""
         slots, starts = self._examples.locate(examples, self._examples.first)
         numbers, records = np.unique(self._numbers[slots], return_inverse=True)
@@ -211,7 +219,7 @@ class FillingPass:
         if len(places.numbers) != len(numbers):
             lost = int(np.setdiff1d(numbers, places.numbers)[0])
             raise MissingRecordError(f"sample {lost} was stored and is quarantined now. Begin the epoch anew")
-        self._reader().over(self._cache, places)
+        reader.over(self._cache, places)
         index = torch.as_tensor(self._numbers[slots])
         if self._design.windowed:
             index = torch.stack([index, torch.as_tensor(starts)], dim=1)
@@ -221,23 +229,21 @@ class FillingPass:
         )
 
     def _reader(self) -> DiskBatches:
-        if self._disk is None:
-            design = self._design
-            locator = Locator(
-                examples=design.examples,
-                first=design.examples.first,
-                numbers=self._numbers,
-                windowed=design.windowed,
-                step_lengths={},
-                ragged=(),
-                lengths={},
-            )
-            outputs = stored_outputs(self._outputs)
-            self._disk = DiskBatches(
-                self._cache, design.places, outputs, locator, lambda: None, design.reading
-            )
-            self._disk.meter = self.meter
-        return self._disk
+        """One for each pass: it is told for each of its chunks where the records are."""
+        design = self._design
+        locator = Locator(
+            examples=design.examples,
+            first=design.examples.first,
+            numbers=self._numbers,
+            windowed=design.windowed,
+            step_lengths={},
+            ragged=(),
+            lengths={},
+        )
+        outputs = stored_outputs(self._outputs)
+        reader = DiskBatches(self._cache, design.places, outputs, locator, lambda: None, design.reading)
+        reader.meter = self.meter
+        return reader
 
     def _stored(self, window: Window, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Examples of a window that can be served, in the order of the epoch, and their positions."""

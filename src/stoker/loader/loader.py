@@ -206,7 +206,7 @@ class Loader:
     def _serve(self, cache: Cache) -> None:
         """Take up `cache`: beside its filling, or as a complete one."""
         beside = self._filling
-        self._design = self._decided(completed(cache)) if beside is None else beside.design
+        self._design = self._decided(completed(cache), self._wishes) if beside is None else beside.design
         self._terms = terms_of(self._design, self._wishes.windows) if beside is None else beside.terms
 
     def _complete(self, *, wait: bool = False) -> None:
@@ -304,9 +304,15 @@ class Loader:
         finish = self._finish(beside)
         beside.meter = self._meter
         for strip in beside.strips(*at, self._mender):
-            self._design = beside.design  # its length settles
+            self._settle(beside)
             yield strip, finish
+        self._settle(beside)
         self._at = (at[0] + 1, 0)
+
+    def _settle(self, beside: FillingPass) -> None:
+        """Take over the length, which settles; a pass that outlived its filling has none to give."""
+        if self._filling is beside:
+            self._design = beside.design
 
     def _finish(self, engine: Engine | FillingPass) -> Finish:
         wanted = self._design.device
@@ -318,11 +324,11 @@ class Loader:
             meter=self._meter,
         )
 
-    def _decided(self, cache: Cache, plan: Plan | None = None) -> Design:
+    def _decided(self, cache: Cache, wishes: Wishes, plan: Plan | None = None) -> Design:
         """A design for `cache`, or for what it is once its headers are mended."""
         while True:
             try:
-                return decide(cache, self._wishes, plan)
+                return decide(cache, wishes, plan)
             except CorruptError as error:
                 cache = self._mender.mend(cache, error)
 
@@ -334,9 +340,9 @@ class Loader:
             self._retire()
         with torch.inference_mode(False):
             cache = self._mender.mend(self._design.cache, error)
-            self._wishes = replace(self._wishes, indices=self._design.places.numbers)
+            wishes = replace(self._wishes, indices=self._design.places.numbers)
             # Not planned anew: what is free by now is what the model and the old tier have left.
-            self._design = self._decided(cache, self._design.plan)
+            self._design = self._decided(cache, wishes, self._design.plan)
             self._terms = terms_of(self._design, self._wishes.windows)
 
     def _new_ahead(self) -> Ahead:

@@ -81,6 +81,7 @@ class Background:
         self._quiet_s = sum(getattr(limits, entry.name) for entry in fields(limits))
         self._mark, self._moved = folder_mark(folder.path), time.monotonic()
         self._end: dict[str, Any] | None = None
+        self._owner = os.getpid()
         self._error: StokerError | None = None
         self._oom_kills = oom_kills()
         payload = _pickled(replace(job, settings=settings))
@@ -109,6 +110,7 @@ class Background:
     def done(self) -> bool:
         """As in the protocol."""
         if self._end is None:
+            self._check_process()
             self._end = next(iter(self._channel.receive()), None)
             if self._end is None and self._process.poll() is not None:
                 self._end = next(iter(self._channel.receive()), None) or {"kind": "died"}
@@ -137,6 +139,14 @@ class Background:
     def stop(self) -> None:
         """End it in order: what was encoded is sealed, the same call resumes. Safe to call twice."""
         self._stop()
+
+    def _check_process(self) -> None:
+        """Refuse a fork of ours: what it took from the channel would never reach who began the filling."""
+        if os.getpid() != self._owner:
+            raise ConfigError(
+                f"{self._path} is being filled for process {self._owner}, and this one is a fork of that. "
+                "Make the loader here, or when the cache is complete"
+            )
 
     def _explained(self, end: dict[str, Any]) -> StokerError:
         if end["kind"] == "failed":

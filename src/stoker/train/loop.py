@@ -146,7 +146,7 @@ class Session:
             "step": progress.step,
             "total": self.total,
             "batches": len(self.train_loader),
-            "parameters": _count(self.run.model),
+            "parameters": sum(p.numel() for p in self.run.model.parameters()),
             "device": str(self.run.device),
             "ranks": self.ranks.world,
             **self.run.numerics,
@@ -155,8 +155,8 @@ class Session:
         self._tell("start", facts)
         while self._goes_on():
             begun_s = time.perf_counter()
-            self._pass()
-            self._evaluate(time.perf_counter() - begun_s)
+            over = self._pass()
+            self._evaluate(time.perf_counter() - begun_s, over=over)
 
     def finish(self) -> TrainReport:
         """Draw the curves, write the page, and report."""
@@ -201,14 +201,15 @@ class Session:
         self._tell("resume", {"step": checkpoint.step, "epoch": run.progress.epoch + 1, "changed": differs})
         return run
 
-    def _pass(self) -> None:
-        """The rest of a pass; returns early when `total` steps are done."""
+    def _pass(self) -> bool:
+        """The rest of a pass; whether it is over, which it is not when `total` steps are done before."""
         run, progress = self.run, self.run.progress
         if progress.batch == 0:
             self.train_loader.set_epoch(progress.epoch)
             run.loss_sum.zero_()
         self.pace.begin_pass()
-        if progress.batch < len(self.train_loader) and progress.step < self.total:
+        over = progress.batch >= len(self.train_loader)
+        if not over and progress.step < self.total:
             self.logged = progress.step
             recent = torch.zeros_like(run.loss_sum)
             for batch in self.train_loader:
@@ -220,11 +221,15 @@ class Session:
                 self.pace.tick(progress, self.total)
                 self._after_step()
                 if progress.step >= self.total:
+                    over = progress.batch >= len(self.train_loader)
                     break
+            else:
+                over = True  # whatever its length was thought to be
         self.guard.check()
-        if progress.batch >= len(self.train_loader):
+        if over:
             self.place = self.train_loader.state_dict()
         self.pace.end_pass(progress)
+        return over
 
     def _measure_ceiling(self, batch: PairBatch) -> None:
         """Time steps on a twin when the first batch is at hand; after that, nothing."""
@@ -297,7 +302,7 @@ class Session:
             f"saved {path}. The same command goes on from there; from Python, TrainConfig(resume=True)"
         )
 
-    def _evaluate(self, train_s: float) -> None:
+    def _evaluate(self, train_s: float, *, over: bool) -> None:
         """Judge the weights, write the epoch's line and its checkpoints, and move on to the next pass."""
         run, progress = self.run, self.run.progress
         begun_s = time.perf_counter()
@@ -317,7 +322,7 @@ class Session:
         }
         run.log.append(row)
         self._tell("epoch", row)
-        if progress.batch >= len(self.train_loader):
+        if over:
             progress.epoch += 1
             progress.batch = 0
         progress.unjudged = False
@@ -391,7 +396,3 @@ class Session:
     def _tell(self, kind: str, facts: Mapping[str, Json]) -> None:
         if self.sink is not None:
             self.sink(kind, facts)
-
-
-def _count(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
