@@ -320,10 +320,10 @@ def test_host_memory_that_batches_were_mixed_from_is_let_go_of(
     assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_memory_that_is_made_while_a_model_is_evaluated_can_be_filled(
+def test_memory_that_is_made_while_a_model_is_evaluated_is_ordinary_memory(
     cache: Cache, expected: list[Any], clock: Callable[[float], None]
 ) -> None:
-    """The thread that fills it is in no such mode."""
+    """The thread that fills it is in no such mode, nor is who trains on it later."""
     machine = Machine(device=4)
     running = Running(cache, machine, Ledger(), reserve_bytes=0)
     machine.device = 6
@@ -333,6 +333,9 @@ def test_memory_that_is_made_while_a_model_is_evaluated_can_be_filled(
         assert running.look() == (SHARDS, 0)
         got = list(running.loader)
 
+    held = running.residency.held.device
+    assert held is not None
+    assert not any(source.is_inference() for source in held.sources.values())
     assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
