@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -43,3 +46,35 @@ def test_modes_may_take_turns_on_one_loader(cache: stoker.Cache, tier: str, batc
 
     assert weight.grad is not None
     assert weight.grad[0] == 2 * 799 * 400
+
+
+@pytest.mark.parametrize(
+    ("stored", "settings"),
+    [
+        pytest.param(None, {}, id="copied"),
+        pytest.param(None, {"dtype": "float64"}, id="cast"),
+        pytest.param(
+            None, {"normalise": {"data": stoker.loader.Normalise(mean=0.0, std=1.0)}}, id="normalised"
+        ),
+        pytest.param("int8", {}, id="packed"),
+    ],
+)
+def test_modes_may_take_turns_on_fixed_addresses(
+    tmp_path: Path, stored: Any, settings: dict[str, Any]
+) -> None:
+    source = stoker.TorchSource(Wide())
+    cache = stoker.precompute(source, None, tmp_path, name="wide", readers=0, dtype=stored)
+    loader = stoker.Loader(cache, 80, tier="device", static=True, **settings)
+    weight = torch.ones(WIDTH, requires_grad=True, dtype=getattr(torch, settings.get("dtype", "float32")))
+
+    for _ in range(2):
+        with torch.inference_mode():
+            assert sum(float(batch["data"][:, 0].sum()) for batch in loader) == pytest.approx(799 * 400)
+        numbers = 0
+        for batch in loader:
+            (batch["data"] @ weight).sum().backward()
+            numbers += int(batch["index"].sum())
+        assert numbers == 799 * 400
+
+    assert weight.grad is not None
+    assert float(weight.grad[0]) == pytest.approx(2 * 799 * 400)

@@ -16,6 +16,7 @@ import torch
 from stoker.loader import Loader, Windows, residency, watch
 from stoker.loader import device as device_tier
 from stoker.loader.watch import Ask
+from stoker.monitor.meter import StallMeter
 from stoker.plan import Ledger, Resources
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
@@ -250,6 +251,91 @@ def test_another_process_that_takes_the_device_costs_the_tier_and_no_batch(
     clock(100.0)
     assert running.look() == (SHARDS, 0)
 
+    assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("meter", [False, True])
+@pytest.mark.parametrize(("free", "then"), [(5, 7), (10, 0.1), (5, 0.1)], ids=["grow", "leave", "leave part"])
+def test_the_old_memory_is_free_before_the_device_is_asked_for_other(
+    cache: Cache,
+    expected: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    clock: Callable[[float], None],
+    free: float,
+    then: float,
+    meter: bool,
+) -> None:
+    machine, settings = Machine(device=free), {"meter": StallMeter()} if meter else {}
+    running = Running(cache, machine, Ledger(), reserve_bytes=SHARD_BYTES, **settings)
+    held = running.residency.held.device
+    assert held is not None
+    gone = weakref.ref(held.sources["latent"])
+    del held
+    asked: list[bool] = []
+    reclaim = residency.Residency._reclaim
+
+    def noted(self: residency.Residency) -> None:
+        asked.append(gone() is None)
+        reclaim(self)
+
+    monkeypatch.setattr(residency.Residency, "_reclaim", noted)
+    gc.disable()  # nobody may have to wait for a collection
+    try:
+        batches = iter(running.loader)
+        got = [next(batches), next(batches)]
+        machine.device = then
+        clock(40.0)
+        got += batches
+    finally:
+        gc.enable()
+
+    assert asked == [True]
+    assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_host_memory_that_batches_were_mixed_from_is_let_go_of(
+    cache: Cache, expected: list[Any], monkeypatch: pytest.MonkeyPatch, clock: Callable[[float], None]
+) -> None:
+    monkeypatch.setattr("stoker.loader.mapped._choose_mapped", lambda *_: None)
+    machine = Machine(device=5)
+    running = Running(cache, machine, Ledger(), reserve_bytes=SHARD_BYTES)
+    assert running.held() == (4, 4)
+    host = running.residency.held.host
+    assert host is not None
+    gone = weakref.ref(host.sources["latent"])
+    del host
+    batches = iter(running.loader)
+    got = [next(batches), next(batches)]
+
+    machine.host = 1 - 4 + 2  # what it holds itself is added
+    clock(2.0)
+    got += batches
+    running.settle()
+    partial = running.loader._running()._partial
+    assert partial is not None
+    partial._pool.submit(lambda: None).result(30, "what was staged before")
+
+    assert running.held()[1] < 4
+    assert gone() is None
+    assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_memory_that_is_made_while_a_model_is_evaluated_is_ordinary_memory(
+    cache: Cache, expected: list[Any], clock: Callable[[float], None]
+) -> None:
+    """The thread that fills it is in no such mode, nor is who trains on it later."""
+    machine = Machine(device=4)
+    running = Running(cache, machine, Ledger(), reserve_bytes=0)
+    machine.device = 6
+    clock(40.0)
+
+    with torch.inference_mode():
+        assert running.look() == (SHARDS, 0)
+        got = list(running.loader)
+
+    held = running.residency.held.device
+    assert held is not None
+    assert not any(source.is_inference() for source in held.sources.values())
     assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
 
 

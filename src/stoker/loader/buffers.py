@@ -25,6 +25,14 @@ KEPT = 8
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)  # pyright: ignore[reportPrivateUsage]
 
 
+def lasting(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """An ordinary empty tensor whatever mode the caller is in: for what is written to again in other modes,
+    and by threads.
+    """
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
 class Buffers:
     """Equal tensors for one output of a loader. For several threads: a pass that was left may read ahead."""
 
@@ -45,9 +53,7 @@ class Buffers:
             # Memory that was moved to another process has no count that tells.
             if _references(tensor) == alone and not tensor.is_shared():
                 return tensor.view(self._shape)
-        # An ordinary tensor whatever mode the caller is in: it is written to again in others, and by threads.
-        with torch.inference_mode(False):
-            tensor = torch.empty(self._shape, dtype=self._dtype)
+        tensor = lasting(self._shape, self._dtype)
         if _use_count is not None:
             if len(self._kept) == KEPT:
                 del self._kept[0]  # somebody keeps batches for good; their memory is theirs

@@ -175,15 +175,23 @@ class Engine:
         """
         at = (epoch, position)
         while at[0] == epoch:
-            held = self.residency.turn(0)
-            self._forget(held)
+            held = self._turn()
             for strip in self._from(held, *at):
-                at = strip.after
+                at, count = strip.after, strip.count
                 yield strip
-                if self.residency.turn(strip.count) is not held:
+                del strip  # it refers to the memory that its batches come from
+                if self.residency.turn(count) is not held:
                     break
             else:
                 return
+            del held
+
+    def _turn(self) -> Held:
+        """What is held now, and nothing else referred to: neither while memory is given back, nor later."""
+        self._forget(self.residency.held)
+        held = self.residency.turn(0)
+        self._forget(held)
+        return held
 
     def _forget(self, held: Held) -> None:
         """Refer to no memory that is not held any more, so that it is free for what comes in its place."""
@@ -191,7 +199,7 @@ class Engine:
             self._batches = None
         self._disk.forget(held.host)
         if self._partial is not None:
-            self._partial.forget(held.device)
+            self._partial.forget(held.device, held.host)
 
     def _from(self, held: Held, epoch: int, position: int) -> Iterator[Strip]:
         """The same from what is held now, until that changes."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.loader.batch import RecordBatch, WindowBatch
-from stoker.loader.buffers import REUSE_FROM_BYTES, Buffers
+from stoker.loader.buffers import REUSE_FROM_BYTES, Buffers, lasting
 from stoker.loader.kernels.choose import converting, twin_for
 from stoker.loader.kernels.twin import Twin
 from stoker.loader.memory import Memory
@@ -94,7 +94,7 @@ class FixedGather:
 
     def __init__(self, view: Tensor, output: Output, batch: int) -> None:
         self._view = view
-        self._out = torch.empty((batch, *output.shape), dtype=output.dtype, device=view.device)
+        self._out = lasting((batch, *output.shape), output.dtype, view.device)
 
     def __call__(self, index: Tensor) -> Tensor:
         """Gather one batch over the previous one."""
@@ -184,7 +184,7 @@ class MemoryBatches:
 
     def _to_fixed_index(self, index: Tensor) -> Tensor:
         if self._index_out is None:
-            self._index_out = torch.empty_like(index)
+            self._index_out = lasting(index.shape, index.dtype, index.device)
         return self._index_out.copy_(index)
 
 

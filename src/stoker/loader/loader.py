@@ -268,16 +268,16 @@ class Loader:
                 for batch in batches:
                     self._at = batch.position
                     yield batch
-                self._ahead.ended()
-                continue
-            size_bytes = self._example_bytes * strip.size
-            for batch in batches:
-                self._at = batch.position
-                meter.waited(perf_counter() - begin)
-                meter.handed(size_bytes, strip.size, strip.tier)
-                yield batch
-                begin = perf_counter()
+            else:
+                size_bytes = self._example_bytes * strip.size
+                for batch in batches:
+                    self._at = batch.position
+                    meter.waited(perf_counter() - begin)
+                    meter.handed(size_bytes, strip.size, strip.tier)
+                    yield batch
+                    begin = perf_counter()
             self._ahead.ended()
+            del strip, batches  # they refer to memory that may be let go of before the next ones
         if meter is not None:
             meter.ended()
         if not self._design.share.steps(position):
@@ -295,6 +295,7 @@ class Loader:
                 for strip in self._running().strips(*at):
                     at = strip.after
                     yield strip, finish
+                    del strip
             except CorruptError as error:
                 self._mend(error)
             else:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from stoker.loader.buffers import REUSE_FROM_BYTES, Buffers
+from stoker.loader.buffers import REUSE_FROM_BYTES, Buffers, lasting
 from stoker.loader.kernels.choose import twin_for
 from stoker.loader.kernels.twin import Twin
 from stoker.loader.outputs import Output
@@ -72,7 +72,7 @@ class Decoder:
         shape = (len(bits), *self._output.shape)
         if self._static:
             if self._fixed is None:
-                self._fixed = torch.empty(shape, dtype=self._output.dtype, device=bits.device)
+                self._fixed = lasting(shape, self._output.dtype, bits.device)
             return self._fixed
         if self._buffers is not None and len(bits) == self._batch and bits.device.type == "cpu":
             return self._buffers.take()

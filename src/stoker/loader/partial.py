@@ -58,8 +58,6 @@ WAIT_FACTOR = 2 * (MAX_AHEAD + 1)
 class Group:
     """Consecutive batches, everything that is not on the device yet on its way there."""
 
-    near: Memory | None
-    """The device memory that has some of the rows."""
     records: Any
     """Per example a record that is near: its own, or a stand-in. On the device; None: nothing is near."""
     starts: Any
@@ -125,13 +123,15 @@ class PartialBatches:
             StalledError: A group was not there in time.
         """
         size, last = chunk.span.batch, chunk.span.batches
+        # The thread refers to no memory of the device, which can so be let go of while groups are ahead.
+        ready = None if near is None else near.ready
         line: deque[tuple[int, Ticket[Group]]] = deque()
         following = 0
         while following < last or line:
             while following < last and len(line) <= self._ahead:
                 batches = min(most(), self._count(chunk, following, window))
                 own = slice(following * size, (following + batches) * size)
-                line.append((batches, self._pool.submit(partial(self._stage, chunk, own, near))))
+                line.append((batches, self._pool.submit(partial(self._stage, chunk, own, ready))))
                 following += batches
             batches, ticket = line.popleft()
             if not ticket.done() and following > batches:
@@ -140,7 +140,7 @@ class PartialBatches:
             group = ticket.result(READ_DEADLINE_S * WAIT_FACTOR, "bringing a batch to the device")
             if self.meter is not None:
                 self.meter.spent("read" if group.tier == "disk" else "copy", perf_counter() - begin)
-            columns = [_cut(value, size) for value in [*self._place(group), group.index]]
+            columns = [_cut(value, size) for value in [*self._place(group, near), group.index]]
             yield columns, batches, group.tier
 
     def _count(self, chunk: Chunk, number: int, window: int) -> int:
@@ -153,17 +153,17 @@ class PartialBatches:
             count = max(count, min(-(-left // span.step), WINDOW_BYTES // batch_bytes))
         return max(1, min(count, span.batches - number))
 
-    def _stage(self, chunk: Chunk, own: slice, near: Memory | None) -> Group:
+    def _stage(self, chunk: Chunk, own: slice, ready: bytearray | None) -> Group:
         """Bring what is not near to the device; in the thread of the pool."""
         with torch.cuda.stream(self._stream) if self._cuda else nullcontext():
-            return self._staged(host(chunk.records[own]), host(chunk.starts[own]), chunk.index[own], near)
+            return self._staged(host(chunk.records[own]), host(chunk.starts[own]), chunk.index[own], ready)
 
     def _staged(
-        self, records: NDArray[np.int64], starts: NDArray[np.int64], index: Tensor, near: Memory | None
+        self, records: NDArray[np.int64], starts: NDArray[np.int64], index: Tensor, ready: bytearray | None
     ) -> Group:
         here = np.zeros(len(records), dtype=np.bool_)
-        if near is not None:
-            here = np.frombuffer(near.ready, dtype=np.uint8)[self._places.shard[records]] == 1
+        if ready is not None:
+            here = np.frombuffer(ready, dtype=np.uint8)[self._places.shard[records]] == 1
         where = np.flatnonzero(~here)
         values, rows, read = self._far(records[where], starts[where], index)
         tier = "disk" if read else "host" if len(where) else "device"
@@ -172,7 +172,6 @@ class PartialBatches:
             at = int(np.argmax(here))
             records, starts = np.where(here, records, records[at]), np.where(here, starts, starts[at])
         return Group(
-            near=near if some else None,
             records=self._located(records) if some else None,
             starts=self._located(starts) if some else None,
             far=self._over(torch.as_tensor(where)) if len(where) else None,
@@ -221,7 +220,7 @@ class PartialBatches:
         pinned = value if value.is_pinned() else value.pin_memory()
         return pinned.to(self._device, non_blocking=True)
 
-    def _place(self, group: Group) -> list[Any]:
+    def _place(self, group: Group, near: Memory | None) -> list[Any]:
         """Values per output, in order, on the device, as handed out."""
         if group.done is not None:
             stream = torch.cuda.current_stream(self._device)
@@ -230,7 +229,7 @@ class PartialBatches:
             for tensor in _tensors([group.records, group.starts, group.far, group.values, rows, group.index]):
                 tensor.record_stream(stream)
         far = group.values if group.rows is None else self._cut_out(group.values, group.rows)
-        made = far if group.near is None else self._joined(group, group.near, far)
+        made = far if near is None or group.records is None else self._joined(group, near, far)
         return [
             value if twin is None
             else [twin(one) for one in value] if isinstance(value, list)
@@ -266,10 +265,12 @@ class PartialBatches:
             made.append(found)
         return made
 
-    def forget(self, memory: Memory | None) -> None:
-        """Refer to no memory but this one."""
-        if self._views is not None and self._views[0] is not memory:
+    def forget(self, near: Memory | None, host: Memory | None) -> None:
+        """Refer to no memory but these: that of the host once groups made before have been read from it."""
+        if self._views is not None and self._views[0] is not near:
             self._views = None
+        for disk in (self._disk, self._disk_whole):  # both are used by the thread alone
+            self._pool.submit(partial(disk.forget, host))
 
     def _views_of(self, memory: Memory) -> list[Tensor]:
         if self._views is None or self._views[0] is not memory:

@@ -179,6 +179,7 @@ class Residency:
     def _planned(self) -> dict[str, frozenset[int]]:
         return assign(self._design.cache, self._design.places, self._watch.plan)
 
+    @torch.inference_mode(False)  # what is made here outlives the caller's mode, and a thread fills it
     def _settle(self, homes: Mapping[str, frozenset[int]]) -> None:
         """Make `homes` what is meant to be held: remove the memories that cannot become that, add new ones.
 

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from stoker.loader.buffers import REUSE_FROM_BYTES, Buffers
+from stoker.loader.buffers import REUSE_FROM_BYTES, Buffers, lasting
 from stoker.loader.fused import Fused
 from stoker.loader.pool import Pool
 from stoker.units import KIB, MIB
@@ -215,8 +215,7 @@ class Room:
         self.shape, self._dtype, self._device = shape, dtype, device
         self.bytes = math.prod(shape) * dtype.itemsize
         """Of a full batch."""
-        with torch.inference_mode(False):
-            self._fixed = torch.empty(shape, dtype=dtype, device=device) if static else None
+        self._fixed = lasting(shape, dtype, device) if static else None
         reused = self.bytes >= REUSE_FROM_BYTES and device.type == "cpu" and not static
         self._buffers = Buffers(shape, dtype) if reused else None
 
