@@ -26,6 +26,11 @@ except inside a reader, where all are wrapped with path, sample and stage.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 
 class StokerError(Exception):
     """Root of the tree; `exit_code` is the command line's answer."""
@@ -76,12 +81,16 @@ class CorruptError(FormatError):
         fact: What is damaged.
         advice: What to do about it; the message is both.
         shard: File name of the shard that is damaged, where it is one.
+        folder: Where that shard lies: copies of a cache have shards of the same names.
     """
 
-    def __init__(self, fact: str = "", *, advice: str = "", shard: str = "") -> None:
+    def __init__(
+        self, fact: str = "", *, advice: str = "", shard: str = "", folder: Path | None = None
+    ) -> None:
         super().__init__(f"{fact}. {advice}" if advice else fact)
         self.fact = fact
         self.shard = shard
+        self.folder = folder
 
 
 class IncompleteError(StokerError):

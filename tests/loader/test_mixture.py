@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from stoker.errors import ConfigError, StaleStateError
 from stoker.loader import Loader, Mixture, RecordBatch, TaskBatch, WindowBatch, Windows
 from stoker.monitor.meter import StallMeter
-from stoker.store import Cache
+from stoker.store import Cache, open_cache
 from stoker.store.joint import Joint, reopened
 from tests.loader.caches import trajectories, write_cache
+from tests.loader.test_filling import Steps
 from tests.loader.test_mend import flip
 from tests.loader.test_mend import make as make_mendable
 
@@ -425,6 +427,62 @@ def test_damage_in_one_of_several_caches_is_mended_on_the_way(tmp_path: Path) ->
 
     assert all(map(same, mixture, expected))
     assert [loader.mended for loader in mixture.loaders.values()] != [0]
+
+
+@pytest.mark.parametrize("copied", [True, False], ids=["copied", "twice"])
+def test_damage_is_mended_in_the_folder_where_it_is(tmp_path: Path, *, copied: bool) -> None:
+    names = ["a", "b"]
+    first = make_mendable(tmp_path / "a")
+    if copied:
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+    given = [first, make_mendable(tmp_path / names[copied])]
+    expected = list(Mixture(given, 5, names=names))
+    for number in (3, 15):
+        flip(given[1], number)
+    mixture = Mixture(given, 5, names=names, tier="disk")
+
+    assert all(map(same, mixture, expected))
+    assert [loader.mended for loader in mixture.loaders.values()] == [2]
+    assert open_cache(given[1].path).verify().bad == []
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["cache", "loader"])
+def test_a_cache_that_is_being_filled_is_refused_before_anything_is_encoded(
+    tmp_path: Path, caches: dict[str, Cache], *, made: bool
+) -> None:
+    filling = Steps(tmp_path, trajectories(13, 9))
+    cache = filling.cache()
+
+    with pytest.raises(ConfigError, match=r"complete caches, .* is being filled.*(wait=False|Precompute)"):
+        Mixture([caches["a"], Loader(cache, 4) if made else cache], 4)
+
+    assert filling.filled == []
+
+
+def test_what_a_cache_lacks_is_encoded_once_beside_a_loader(tmp_path: Path, caches: dict[str, Cache]) -> None:
+    filling = Steps(tmp_path, trajectories(13, 9))
+    cache = filling.cache()
+    cache.filling = None
+
+    mixture = Mixture([Loader(caches["b"], 4), cache], 4)
+
+    assert filling.filled == [*range(13)]
+    assert all(own.complete for own in mixture.dataset)
+    assert mixture.statistics["c"]["latent"]["count"] > 0
+
+
+@pytest.mark.parametrize("lacks", ["index", "nu"])
+@pytest.mark.parametrize("mix", ["batch", "example"])
+def test_a_batch_that_transforms_leave_without_what_a_mixture_needs_is_named(
+    alike: list[Cache], lacks: str, mix: Any
+) -> None:
+    def without(batch: Any, keys: torch.Tensor) -> dict[str, Any]:
+        return {name: value for name, value in batch.items() if name != lacks}
+
+    mixture = Mixture(alike, 4, mix=mix, transforms=[without])
+
+    with pytest.raises(ConfigError, match=f"transforms= of 'a.*lacks '{lacks}'.*`index`.*Return them too"):
+        next(iter(mixture))
 
 
 def test_caches_as_one_are_reopened_after_a_fork(alike: list[Cache]) -> None:

@@ -93,24 +93,21 @@ def make_members(
         StokerError: As `Loader`.
     """
     _check_given(given, settings)
-    caches = [one.dataset if isinstance(one, Loader) else one for one in given]
-    called = _names(caches, names)
-    if any(isinstance(one, Loader) for one in given):
-        can = False
-    else:
-        caches = [completed(cache) for cache in caches]
-        can = same_fields(caches)
+    called = _names([_cache_of(one) for one in given], names)
+    made = any(isinstance(one, Loader) for one in given)
+    if in_one_batch and made:
+        raise ConfigError(
+            "mix='example' puts examples of several caches into one batch, which takes caches: a Loader "
+            "makes batches of its own. Give the caches, or mix='batch'"
+        )
+    whole = [one if isinstance(one, Loader) else completed(one) for one in given]
+    caches = [_cache_of(one) for one in whole]
     joint = None
-    if can if in_one_batch is None else in_one_batch:
-        if not can and any(isinstance(one, Loader) for one in given):
-            raise ConfigError(
-                "mix='example' puts examples of several caches into one batch, which takes caches: a Loader "
-                "makes batches of its own. Give the caches, or mix='batch'"
-            )
+    if (not made and same_fields(caches)) if in_one_batch is None else in_one_batch:
         joint = Joint(caches)
         loaders = {"+".join(called): Loader(joint, seed=seed, **settings)}
     else:
-        loaders = _loaders(dict(zip(called, given, strict=True)), seed, settings, full_batches=full_batches)
+        loaders = _loaders(dict(zip(called, whole, strict=True)), seed, settings, full_batches=full_batches)
     members = Members(names=called, caches=tuple(caches), loaders=loaders, joint=joint)
     _check_together(members)
     return members
@@ -134,11 +131,20 @@ def _loaders(
     return loaders
 
 
+def _cache_of(one: Cache | Loader) -> Cache:
+    return one.dataset if isinstance(one, Loader) else one
+
+
 def _check_given(given: Sequence[object], settings: Mapping[str, Any]) -> None:
     wrong = [one for one in given if not isinstance(one, Cache | Loader)]
     if wrong or not given:
         shown = repr(wrong[0]) if wrong else "nothing"
         raise ConfigError(f"a mixture is of caches or Loaders, got {shown}. Give a list of them")
+    for one in given:
+        if isinstance(one, Cache):
+            _check_whole(one)
+        elif isinstance(one, Loader):
+            design_of(one)  # which refuses one beside a filling
     if settings and all(isinstance(one, Loader) for one in given):
         raise ConfigError(
             f"{', '.join(settings)}: settings of loaders that are made already. Give them to Loader(...)"
@@ -146,6 +152,17 @@ def _check_given(given: Sequence[object], settings: Mapping[str, Any]) -> None:
     for name, why in REFUSED.items():
         if settings.get(name) is not None:
             raise ConfigError(f"{name}= means nothing in a mixture: {why}. Give Loaders made with {name}=")
+
+
+def _check_whole(cache: Cache) -> None:
+    """Refuse a cache that another process is filling: encoding what it lacks here would do it twice."""
+    filling = cache.filling
+    if filling is not None and not cache.complete and not filling.done():
+        raise ConfigError(
+            f"a mixture needs complete caches, and {cache.path} is being filled: {len(cache)} of "
+            f"{cache.recipe.count} records were stored when it was opened. Leave wait=False out of its "
+            "precompute, or give it once it is complete"
+        )
 
 
 def _names(caches: Sequence[Cache], names: Sequence[str] | None) -> tuple[str, ...]:

@@ -47,17 +47,17 @@ class Mender:
             CorruptError: Nobody can encode them, or it failed; says why and what to do.
         """
         if isinstance(cache, Joint):
-            place = cache.owner(error)
-            members = list(cache.members)
-            members[place] = self.mend(members[place], error)
-            return Joint(members)
+            owners = cache.owners(error)
+            able = next((owner for owner in owners if owner.filler is not None), owners[0])
+            mended = self.mend(able, error)
+            return Joint([mended if member in owners else member for member in cache.members])
         if cache.filler is None or not error.shard:
             raise error
         try:
             mended = self._mended(cache, error, cache.filler)
         except StokerError as reason:
             fact = f"{error.fact}. Encoding it again from its source failed: {reason}"
-            raise CorruptError(fact, shard=error.shard) from reason
+            raise CorruptError(fact, shard=error.shard, folder=error.folder) from reason
         mended.filler = cache.filler
         return mended
 

@@ -238,21 +238,32 @@ class Mixture:
     def _named(self, batch: Any, member: int, position: tuple[int, int]) -> Any:
         """A loader's batch with the conditions of all caches, and whose it is."""
         windowed = isinstance(batch, WindowBatch)
-        index: Tensor = batch.index if windowed else batch["index"]
-        task: str | None = None
-        if self._members.joint is None:
-            task = self.names[member]
-            tasks = self._conditions.tasks(member, index)
-        else:
-            tasks, index = self._members.whose(index)
         own = batch.cond if windowed else batch
-        cond, mask = self._conditions.align(member, own, index)
+        task: str | None = None
+        try:
+            index: Tensor = batch.index if windowed else batch["index"]
+            if self._members.joint is None:
+                task = self.names[member]
+                tasks = self._conditions.tasks(member, index)
+            else:
+                tasks, index = self._members.whose(index)
+            cond, mask = self._conditions.align(member, own, index)
+        except KeyError as error:  # loaders give all of them; only transforms leave one out
+            raise self._lacking(error.args[0], member, own) from error
         if windowed:
             values = (batch.z0, batch.z1, batch.future)
             return TaskBatch(*values, cond, index, position, task, tasks, mask)
         named = RecordBatch({**batch, **cond, "index": index, "task": task, "tasks": tasks, "mask": mask})
         named.position = position
         return named
+
+    def _lacking(self, name: str, member: int, own: Mapping[str, Any]) -> ConfigError:
+        whose = self.names[member] if self._members.joint is None else "+".join(self.names)
+        return ConfigError(
+            f"what transforms= of {whose!r} returned lacks {name!r} and has {', '.join(map(str, own))}. A "
+            "mixture needs `index`, which says whose each example is, and every condition. Return them too, "
+            "as in {**batch, ...} of a batch of records"
+        )
 
     def _arranged(self, turns: Turns, mode: Mode) -> Turns:
         """Not shuffled where there is nothing to shuffle, or where all serve in order."""

@@ -31,7 +31,7 @@ def transforms_of(config: Config, cache: Cache, *, training: bool) -> list[Trans
         training: All of them; else those that draw nothing, which validation needs too.
 
     Raises:
-        ConfigError: One does not fit the cache.
+        ConfigError: One does not fit the cache, or needs a complete one.
     """
     found: list[Transform] = []
     for step in config.training.transforms:
@@ -60,20 +60,34 @@ def _normalize(step: NormalizeStep, cache: Cache) -> list[Transform]:
         )
     if step.mean is not None and step.std is not None:
         return [Normalize(mean=step.mean, std=step.std, axis=step.axis, fields=step.fields)]
+    cure = "give normalize a mean and a std"
+    _check_complete(cache, "training.transforms: normalize takes the statistics", cure)
     return [Normalize.of(cache, name) for name in (step.fields or (None,))]
+
+
+def _check_complete(cache: Cache, what: str, cure: str) -> None:
+    """Refuse to take for the whole what is stored of a cache by now: each run would find another part."""
+    if not cache.complete:
+        raise ConfigError(
+            f"{what} of the whole training cache, of which {len(cache)} of {cache.recipe.count} records are "
+            f"stored by now in {cache.path}. Leave --no-wait (precompute.wait=false) out, or {cure}"
+        )
 
 
 def chosen_of(config: Config, cache: Cache) -> dict[str, Any]:
     """Which records of the training cache are served, and how often: `indices` and `weights` of a Loader.
 
     Raises:
-        ConfigError: A file cannot be read as numbers, or two settings choose at once.
+        ConfigError: A file cannot be read as numbers, two settings choose at once, or there is nothing to
+            choose among yet.
     """
     training = config.training
     if training.subset is not None and training.indices_file is not None:
         raise ConfigError("training.subset and training.indices_file both choose samples. Give one of them")
     chosen: dict[str, Any] = {}
     if training.subset is not None:
+        cure = "list samples in training.indices_file"
+        _check_complete(cache, f"training.subset={training.subset:g} chooses among the records", cure)
         chosen["indices"] = subset(cache, training.subset, seed=config.data.seed)
     if training.indices_file is not None:
         chosen["indices"] = read_numbers(training.indices_file, "training.indices_file", np.int64)

@@ -175,12 +175,11 @@ class Cache:
         try:
             shard = Shard(self._storage.open(entry.file), path, self.schema, offset=part.offset)
         except FileNotFoundError as error:
-            raise CorruptError(f"{path} is missing", advice=_AGAIN, shard=entry.file) from error
+            raise self._unusable(path, f"{path} is missing") from error
         except FormatError as error:  # the index pins it as a sound one
-            raise CorruptError(str(error), advice=_AGAIN, shard=entry.file) from error
+            raise self._unusable(path, str(error)) from error
         if shard.header_digest != entry.header or shard.part != part.key:
-            fact = f"{path} is not the shard that the index pins: swapped or replaced"
-            raise CorruptError(fact, advice=_AGAIN, shard=entry.file)
+            raise self._unusable(path, f"{path} is not the shard that the index pins: swapped or replaced")
         return shard
 
     def lengths(self, field: str) -> NDArray[np.int64]:
@@ -218,6 +217,9 @@ class Cache:
         if i < 0 or number >= int(segments.first[i] + segments.count[i]):
             return None
         return int(segments.shard[i]), int(segments.row[i]) + number - int(segments.first[i])
+
+    def _unusable(self, path: Path, fact: str) -> CorruptError:
+        return CorruptError(fact, advice=_AGAIN, shard=path.name, folder=self.path)
 
     def _missing(self, number: int) -> MissingRecordError:
         failure = self.quarantined.get(number)

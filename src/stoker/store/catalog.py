@@ -83,8 +83,8 @@ class DamagedShardError(CorruptError):
 
     def __init__(self, path: Path, why: Exception) -> None:
         fact = why.fact if isinstance(why, CorruptError) else str(why)
-        advice = repair_advice(path.parent)
-        super().__init__(f"{path} can no longer be read: {fact}", advice=advice, shard=path.name)
+        fact, folder = f"{path} can no longer be read: {fact}", path.parent
+        super().__init__(fact, advice=repair_advice(folder), shard=path.name, folder=folder)
 
 
 class Catalog:

@@ -52,16 +52,16 @@ class Joint(Cache):
         member = int(np.searchsorted(self._first_shard, i, side="right")) - 1
         return self.members[member].fresh_shard(i - int(self._first_shard[member]))
 
-    def owner(self, error: CorruptError) -> int:
-        """Which member the shard belongs to that `error` is about.
+    def owners(self, error: CorruptError) -> list[Cache]:
+        """The members that serve from the folder of the shard that `error` is about: several, if given twice.
 
         Raises:
             CorruptError: None of them.
         """
-        for place, member in enumerate(self.members):
-            if any(entry.file == error.shard for entry in member.index.shards):
-                return place
-        raise error
+        found = [member for member in self.members if member.path == error.folder]
+        if not found:
+            raise error
+        return found
 
 
 def reopened(cache: Cache) -> Cache:

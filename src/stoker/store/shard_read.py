@@ -294,7 +294,8 @@ class Shard:
 
     def _corrupt(self, fact: str) -> CorruptError:
         """The error for damaged records."""
-        return CorruptError(fact, advice=repair_advice(self._path.parent), shard=self.name)
+        folder = self._path.parent
+        return CorruptError(fact, advice=repair_advice(folder), shard=self.name, folder=folder)
 
     def _block_starts(self, name: str) -> NDArray[np.int64]:
         """Index of each row's first sum in a ragged field, and the number of all sums."""
