@@ -346,6 +346,14 @@ def test_what_is_no_state_is_refused(cache: Cache, state: dict) -> None:
         Loader(cache, batch_size=5).load_state_dict(state)
 
 
+def test_a_state_of_other_types_is_refused(cache: Cache) -> None:
+    loader: Any = Loader(cache, batch_size=5)
+    with pytest.raises(StaleStateError, match=r"is a dict, as state_dict.* gives it, not None"):
+        loader.load_state_dict(None)
+    with pytest.raises(StaleStateError, match=r"example 'a'\. Expected whole numbers"):
+        loader.load_state_dict({**loader.state_dict(), "position": "a"})
+
+
 def test_another_batch_size_goes_on_with_the_next_example(cache: Cache) -> None:
     loader = Loader(cache, batch_size=5)
     order = indices_of_records(Loader(cache, batch_size=5))

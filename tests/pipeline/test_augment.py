@@ -55,6 +55,14 @@ def test_a_run_with_transforms_trains(configure: Configure) -> None:
     assert result.report.physical_nrmse is None, "a decoder would take normalized states for stored ones"
 
 
+def test_a_crop_that_makes_states_smaller_is_refused_before_the_first_step(configure: Configure) -> None:
+    for crop in ("{kind: crop, size: 8, axes: [-2]}", "{kind: crop, size: 8}"):
+        with pytest.raises(
+            ConfigError, match=r"crop of size 8 along axes .*a state is of shape \[\d+, \d+\]"
+        ):
+            train_config(configure(f"training.transforms=[{crop}]", "training.max_steps=1"))
+
+
 def test_a_subset_is_chosen_by_the_seed_of_the_data(configure: Configure) -> None:
     train, _ = caches_of(configure())
 

@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.config import Config
-from stoker.config.transforms import NormalizeStep, Step
+from stoker.config.transforms import CropStep, NormalizeStep, Step
 from stoker.errors import ConfigError
 from stoker.loader import subset
 from stoker.loader.transform import Transform
+from stoker.loader.windows import time_field
 from stoker.store import Cache
 from stoker.transforms import Crop, Flip, Noise, Normalize, Roll
 
@@ -38,8 +39,23 @@ def transforms_of(config: Config, cache: Cache, *, training: bool) -> list[Trans
         if isinstance(step, NormalizeStep):
             found += _normalize(step, cache)
         elif training:
+            if isinstance(step, CropStep):
+                _check_crop(step, cache)
             found.append(_drawing(step))
     return found
+
+
+def _check_crop(step: CropStep, cache: Cache) -> None:
+    """Refuse a crop after which states are not of the size that validation and roll-outs have."""
+    state = cache.schema[time_field(cache.schema, None)].shape[1:]
+    sizes = [step.size] * len(step.axes) if isinstance(step.size, int) else step.size
+    fits = [-axis <= len(state) and state[axis] == size for axis, size in zip(step.axes, sizes, strict=False)]
+    if not all(fits):
+        raise ConfigError(
+            f"training.transforms: crop of size {step.size} along axes {list(step.axes)}, but a state is of "
+            f"shape {list(state)}, which validation and roll-outs have too. Give the size that the axes "
+            "have, with padding= to move states about, or roll them; a smaller piece is for a loop of your own"
+        )
 
 
 def normalized(config: Config) -> bool:
