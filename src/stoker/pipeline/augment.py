@@ -54,7 +54,7 @@ def _check_crop(step: CropStep, cache: Cache) -> None:
         raise ConfigError(
             f"training.transforms: crop of size {step.size} along axes {list(step.axes)}, but a state is of "
             f"shape {list(state)}, which validation and roll-outs have too. Give the size that the axes "
-            "have, with padding= to move states about, or roll them; a smaller piece is for a loop of your own"
+            "have, with padding= to move states about, or roll them; smaller pieces need a loop of your own"
         )
 
 
