@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -272,13 +274,14 @@ def test_the_old_memory_is_free_before_the_device_is_asked_for_other(
     gone = weakref.ref(held.sources["latent"])
     del held
     asked: list[bool] = []
-    reclaim = residency.Residency._reclaim
+    turn = residency.Residency.turn
 
-    def noted(self: residency.Residency) -> None:
-        asked.append(gone() is None)
-        reclaim(self)
+    def noted(self: residency.Residency, batches: int) -> residency.Held:
+        if self._freed is not None:  # it may be given back in this turn
+            asked.append(gone() is None)
+        return turn(self, batches)
 
-    monkeypatch.setattr(residency.Residency, "_reclaim", noted)
+    monkeypatch.setattr(residency.Residency, "turn", noted)
     gc.disable()  # nobody may have to wait for a collection
     try:
         batches = iter(running.loader)
@@ -286,10 +289,35 @@ def test_the_old_memory_is_free_before_the_device_is_asked_for_other(
         machine.device = then
         clock(40.0)
         got += batches
+        running.settle()
     finally:
         gc.enable()
 
-    assert asked == [True]
+    assert asked
+    assert all(asked)
+    assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_the_device_is_not_asked_while_the_old_memory_is_being_filled(
+    cache: Cache, expected: list[Any], clock: Callable[[float], None]
+) -> None:
+    machine = Machine(device=5)
+    running = Running(cache, machine, Ledger(), reserve_bytes=SHARD_BYTES)
+    over = threading.Event()
+
+    def fill(held: residency.Held | None) -> None:
+        over.wait(30)
+
+    running.residency._line.submit(functools.partial(fill, running.residency.held))
+    machine.device = 7
+    clock(40.0)
+
+    got = list(running.loader)
+
+    assert running.residency.held.device is None
+    over.set()
+    running.settle()
+    assert running.held() == (SHARDS, 0)
     assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
