@@ -25,7 +25,7 @@ from stoker.loader import device as device_tier
 from stoker.loader.mapped import map_host
 from stoker.loader.memory import Memory
 from stoker.loader.places import Places
-from stoker.loader.pool import Pool, ending
+from stoker.loader.pool import Pool, Ticket, ending
 from stoker.loader.watch import Watch, major_faults
 from stoker.plan import Claim, Demand, Plan
 
@@ -78,6 +78,10 @@ def claim_plan(claim: Claim, cache: Cache, places: Places, plan: Plan, demand: D
     claim.parts[demand.device] = parts_of(cache, homes["device"], size, own=id(claim))
 
 
+def _nothing() -> None:
+    """Work that only tells that what came before it is over."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Held:
     """The memories of a loader at one time. Another object whenever batches should be made in another way."""
@@ -105,7 +109,8 @@ class Residency:
         self._line = Pool(1, "stoker-fill")
         self._homes: Mapping[str, frozenset[int]] = {}
         self._steps = 0
-        self._freed = False
+        self._freed: Ticket[None] | None = None
+        """A device memory was removed; done once the thread that fills does not refer to it any more."""
         self._watched = not design.static and design.ask.tier not in ("disk", "encode")
         self.complete = False
         """Every shard is where it is meant to be."""
@@ -159,7 +164,7 @@ class Residency:
             raise self._error
         self._steps += batches
         if self._watched:
-            if self._freed:
+            if self._freed is not None and self._freed.done():
                 self._reclaim()
             now = time.monotonic()
             if self._watch.due(self._steps, now):
@@ -183,13 +188,13 @@ class Residency:
     def _settle(self, homes: Mapping[str, frozenset[int]]) -> None:
         """Make `homes` what is meant to be held: remove the memories that cannot become that, add new ones.
 
-        A device memory that is to have another size is removed here and made anew at the next turn, when
+        A device memory that is to have another size is removed here and made anew at a later turn, when
         nobody refers to it any more: there may be no room for both.
         """
         device, host = self.held.device, self.held.host
         if device is not None and device.shards != homes["device"]:
-            device, self._freed = None, True
-        if device is None and homes["device"] and not self._freed:
+            device, self._freed = None, self._line.submit(_nothing)  # after what is being filled now
+        if device is None and homes["device"] and self._freed is None:
             device = self._on_device(homes["device"])
             if device is None:
                 return self._settle(self._planned())
@@ -218,7 +223,7 @@ class Residency:
 
     def _reclaim(self) -> None:
         """Give the memory of what was removed back to the device, and make what comes in its place."""
-        self._freed = False
+        self._freed = None
         if self._design.device.type == "cuda":
             torch.cuda.empty_cache()
         self._settle(self._homes)
