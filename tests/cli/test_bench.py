@@ -38,6 +38,9 @@ def test_bench_of_the_machine_alone(project: Path) -> None:
     ("words", "exit_code", "said"),
     [
         pytest.param(
+            ["c.yaml", "--batch-size", "8"], 3, "training.batch_size=8", id="a-batch-size-of-its-own"
+        ),
+        pytest.param(
             ["c.yaml"], 3, "run `stoker precompute` with the same settings first", id="nothing-there"
         ),
         pytest.param(["a", "b"], 3, "expected one CONFIG", id="two"),

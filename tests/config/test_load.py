@@ -404,3 +404,8 @@ def test_a_patch_of_one_number_is_square_except_in_one_dimension() -> None:
     given = load_config(None, ["encoder.patch_size=[1, 8]"]).encoder
 
     assert (square.patch(1), square.patch(64), given.patch(64)) == ((1, 4), (4, 4), (1, 8))
+
+
+def test_an_order_that_is_none_is_answered_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r'training.order is "foo".*full, block, block\(64,4096\), static'):
+        load_config(None, ["training.order=foo"])

@@ -373,6 +373,8 @@ def test_members_that_do_not_go_together_are_refused(caches: dict[str, Cache]) -
         Mixture([a], 4)
     with pytest.raises(ConfigError, match="got 3"):
         Mixture([3])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match=r"got Cache.*Give a list of them"):
+        Mixture(caches["a"])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="got nothing"):
         Mixture([])
     with pytest.raises(ConfigError, match="no items by number"):

@@ -53,3 +53,8 @@ def test_a_loader_serves_the_subset(cache: Cache) -> None:
 def test_no_fraction_is_refused(cache: Cache, fraction: float) -> None:
     with pytest.raises(ConfigError, match="above 0 and at most 1"):
         subset(cache, fraction)
+
+
+def test_a_share_in_words_is_refused(cache: Cache) -> None:
+    with pytest.raises(ConfigError, match=r"fraction '10%'. Expected a number"):
+        subset(cache, "10%")  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from stoker.config.remedies import in_settings
 from stoker.errors import ConfigError
 from stoker.loader import RecordBatch, WindowBatch
 from stoker.loader.keyed import child_keys, example_keys, integers, uniform
@@ -131,7 +132,7 @@ def test_what_is_not_there_or_not_clear_is_named() -> None:
     two = images(4, 6, 3)
     two["mask"] = two["image"]
 
-    with pytest.raises(ConfigError, match=r"2 fields could be meant .* as fields=\('image',\)"):
+    with pytest.raises(ConfigError, match=r"2 fields could be meant .* as `fields` \['image'\]"):
         Flip()(two, KEYS)
     with pytest.raises(ConfigError, match=r"'imag', which is not in the batch. It has image \(40, 4, 6, 3\)"):
         Flip(fields=("imag",))(two, KEYS)
@@ -172,3 +173,18 @@ def test_padding_of_none_copies_nothing() -> None:
     values = torch.zeros(2, 3)
 
     assert padded(values, -1, 0, "wrap") is values
+
+
+def test_the_obvious_argument_may_go_without_its_name() -> None:
+    assert (Crop(6).size, Flip(-1).axis, tuple(Roll((-2,)).axes)) == (6, -1, (-2,))
+    with pytest.raises(ConfigError, match=r"axes are -2. Expected a list, as \(-2,\)"):
+        Roll(-2)  # type: ignore[arg-type]
+
+
+def test_a_field_that_is_not_there_is_no_matter_of_the_data_settings() -> None:
+    batch = RecordBatch(image=torch.zeros(2, 4, 4, 1), index=torch.arange(2))
+
+    with pytest.raises(ConfigError, match="`fields` of a transform names 'foo'") as found:
+        Flip(fields=("foo",))(batch, batch["index"])
+
+    assert in_settings(str(found.value)) == str(found.value)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from stoker.pipeline.bench import BenchResult, Figure, Job
 
 PICTURE = Path("runs/bench.png")
+BATCH_SIZE = 256
 
 
 def register(app: typer.Typer) -> None:
@@ -34,7 +35,9 @@ def bench(
         ),
     ] = None,
     seconds: Annotated[float, typer.Option(help="How long to measure, in all.")] = 20.0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples in a batch of a CACHE.")] = 256,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Examples in a batch of a CACHE.", show_default=str(BATCH_SIZE))
+    ] = None,
     picture: Annotated[Path, typer.Option(help="Where to draw the figures.")] = PICTURE,
     as_json: Json = False,
     debug: Debug = False,
@@ -55,7 +58,7 @@ def bench(
         out.show(run_bench(_job(words or [], batch_size), seconds=seconds, picture=picture), show)
 
 
-def _job(words: list[str], batch_size: int) -> Job | None:
+def _job(words: list[str], batch_size: int | None) -> Job | None:
     from stoker.config import load_config
     from stoker.pipeline.bench import job_of_cache, job_of_config
 
@@ -65,10 +68,14 @@ def _job(words: list[str], batch_size: int) -> Job | None:
             f"expected one CONFIG with settings, one CACHE, or nothing, found {', '.join(words)}. "
             "Settings are written key=value and go with a CONFIG"
         )
+    if paths and paths[0].is_dir():
+        return job_of_cache(paths[0], batch_size or BATCH_SIZE)
+    if batch_size is not None:
+        raise ConfigError(
+            f"--batch-size {batch_size} is of a CACHE. Write training.batch_size={batch_size} after a CONFIG"
+        )
     if not paths:
         return None
-    if paths[0].is_dir():
-        return job_of_cache(paths[0], batch_size)
     return job_of_config(load_config(paths[0], overrides))
 
 

@@ -169,7 +169,13 @@ class TrainingConfig(_Section):
         str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", examples=["auto", "cpu", "cuda", "cuda:1"])
     ] = "auto"
     """Where to compute; `auto` takes a GPU where there is one."""
-    order: Annotated[str, Field(pattern=r"^(full|block(\(\d+, ?\d+\))?|static(\(\d+\))?)$")] = "full"
+    order: Annotated[
+        str,
+        Field(
+            pattern=r"^(full|block(\(\d+, ?\d+\))?|static(\(\d+\))?)$",
+            examples=["full", "block", "block(64,4096)", "static", "static(8)"],
+        ),
+    ] = "full"
     """Order of examples: `full` shuffle, `block` for slow media, `static`: each rank keeps its part."""
     rank_deadline: PositiveFloat = 300.0
     """Seconds that a rank waits for the others, under torchrun, before it ends and names them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from stoker.errors import ConfigError
 class Weights:
     """How often each record is drawn: for `weights=`, where numbers alone do not say enough."""
 
-    values: Sequence[float] | NDArray[Any]
+    values: Sequence[float] | NDArray[Any] = field(kw_only=False)
     """One per stored record in number order, or per entry of `indices=`; at least 0, not all 0."""
     samples: int | None = None
     """Examples of an epoch; None: as many as there are."""

@@ -136,6 +136,8 @@ def _cache_of(one: Cache | Loader) -> Cache:
 
 
 def _check_given(given: Sequence[object], settings: Mapping[str, Any]) -> None:
+    if isinstance(given, Cache | Loader):
+        raise ConfigError(f"a mixture is of several caches or Loaders, got {given!r}. Give a list of them")
     wrong = [one for one in given if not isinstance(one, Cache | Loader)]
     if wrong or not given:
         shown = repr(wrong[0]) if wrong else "nothing"

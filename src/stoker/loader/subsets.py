@@ -26,7 +26,7 @@ def subset(cache: Cache, fraction: float, *, seed: int = 0) -> NDArray[np.int64]
     Raises:
         ConfigError: `fraction` is not above 0 and at most 1.
     """
-    if not 0 < fraction <= 1:
+    if isinstance(fraction, str) or not 0 < fraction <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"subset: fraction {fraction!r}. Expected a number above 0 and at most 1")
     numbers = cache.numbers
     keys = keys_of(stream(seed, 0, SUBSET_SALT), numbers)

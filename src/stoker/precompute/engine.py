@@ -69,7 +69,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     max_error: float | None = None,
     part: tuple[int, int] = (0, 1),
     keep: str | Sequence[str] = (),
-    progress: ProgressSink | Literal["auto"] | None = "auto",
+    progress: ProgressSink | Literal["auto", False] | None = "auto",
     wait: bool = True,
 ) -> Cache:
     """Encode what the cache lacks, and return it; a complete cache comes back at once.
@@ -108,7 +108,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         overwrite=overwrite,
         max_error=max_error,
         part=part,
-        progress=progress,
+        progress=progress or None,
     )
     run = run_precompute if wait else begin_precompute
     return run(source, keeping(encoder, keep), cache_dir, name=name, settings=settings).cache

@@ -39,7 +39,7 @@ def change(
         if values.dim() <= axes:
             raise ConfigError(
                 f"field {name!r} has examples of shape {tuple(values.shape[1:])}, but this transform needs "
-                f"at least {axes} axes. Name others with fields="
+                f"at least {axes} axes. Name others in its `fields`"
             )
     return with_tensors(batch, {name: function(name, tensors[name]) for name in chosen})
 
@@ -73,7 +73,10 @@ def _named(tensors: Mapping[str, Any], fields: Sequence[str]) -> list[str]:
     """The fields that are asked for and there; `future` is absent at horizon 1 without being unknown."""
     unknown = [name for name in fields if name not in tensors and not (name == "future" and "z0" in tensors)]
     if unknown:
-        raise ConfigError(f"fields= names {unknown[0]!r}, which is not in the batch. It has {_list(tensors)}")
+        raise ConfigError(
+            f"`fields` of a transform names {unknown[0]!r}, which is not in the batch. "
+            f"It has {_list(tensors)}"
+        )
     return [name for name in fields if name in tensors]
 
 
@@ -83,8 +86,9 @@ def _meant(batch: Any, tensors: Mapping[str, Any], axes: int) -> list[str]:
     found = [name for name, values in tensors.items() if isinstance(values, Tensor) and values.dim() > axes]
     if len(found) != 1:
         raise ConfigError(
-            f"{len(found)} fields could be meant by a transform without fields=: the batch has "
-            f"{_list(tensors)}. Name one or more, as fields=('{(found or [*tensors] or ['image'])[0]}',)"
+            f"{len(found)} fields could be meant by a transform without `fields`: the batch has "
+            f"{_list(tensors)}. Name one or more in a list, "
+            f"as `fields` ['{(found or [*tensors] or ['image'])[0]}']"
         )
     return found
 

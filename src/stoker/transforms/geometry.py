@@ -7,7 +7,7 @@ with time: `(H, W, C)` has -3, -2, -1. Each example is moved in its own way and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -25,7 +25,7 @@ Border: TypeAlias = Literal["zeros", "wrap", "reflect"]
 class Flip:
     """Mirrors examples along one axis, each with probability `p`."""
 
-    axis: int = -2
+    axis: int = field(default=-2, kw_only=False)
     """Counted from the last, so negative."""
     p: float = 0.5
     """Probability, 0..1."""
@@ -64,7 +64,7 @@ class Flip:
 class Roll:
     """Shifts examples along periodic axes, each by a distance of its own."""
 
-    axes: Sequence[int] = (-2,)
+    axes: Sequence[int] = field(default=(-2,), kw_only=False)
     """Counted from the last, so negative; any distance along each is as likely as another."""
     fields: Sequence[str] | None = None
     """Tensors to shift; None: the states of windows, or the only field of records with these axes."""
@@ -90,7 +90,7 @@ class Roll:
 class Crop:
     """Cuts a random piece out of every example, from beyond its edges too if `padding` is given."""
 
-    size: int | Sequence[int]
+    size: int | Sequence[int] = field(kw_only=False)
     """Points of the piece along each of `axes`; one number stands for all."""
     axes: Sequence[int] = (-3, -2)
     """Counted from the last, so negative; height and width of `(H, W, C)`."""
@@ -177,6 +177,8 @@ def check_axes(axes: Sequence[int]) -> None:
     Raises:
         ConfigError: As said.
     """
+    if isinstance(axes, int):
+        raise ConfigError(f"axes are {axes}. Expected a list, as ({axes},)")
     if not axes or any(axis >= 0 for axis in axes) or len(set(axes)) != len(axes):
         raise ConfigError(
             f"axes are {tuple(axes)}. Expected different negative numbers, counted from the last: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +94,7 @@ class Normalize:
 class Noise:
     """Adds Gaussian noise; the states of one window get the same, other fields noise of their own."""
 
-    std: float | Sequence[float]
+    std: float | Sequence[float] = field(kw_only=False)
     """In the unit of the values; one number, or one per place on the last axis."""
     fields: Sequence[str] | None = None
     """Tensors to change; None: the states of windows, or the only field of records. `("z0",)`: the input
