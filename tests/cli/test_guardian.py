@@ -338,6 +338,7 @@ def test_an_encoder_that_hangs_is_not_started_again_once_the_command_was_asked_t
     assert "again" not in said
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_what_hangs_with_the_interpreters_lock(project: Path) -> None:
     begun = Begun(project, broken_encoder(project, HANGS), "precompute.deadlines.encode=3600")
 
@@ -351,6 +352,7 @@ def test_a_second_signal_ends_what_hangs_with_the_interpreters_lock(project: Pat
     assert "again" not in said
 
 
+@pytest.mark.slow
 def test_what_an_overwrite_has_encoded_before_a_crash_is_kept(project: Path) -> None:
     env = broken_encoder(project, {10: f"wait_for_shards(4)\n{FAULTS['sigkill']}"})
     add_to_site(project, SEALS_AT_ONCE)

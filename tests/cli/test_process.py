@@ -118,6 +118,7 @@ def test_a_reader_that_went_away_is_no_fault_to_talk_about(cached_project: Path,
     assert "cannot be written" not in done.stderr
 
 
+@pytest.mark.slow
 def test_closed_standard_streams_change_nothing(cached_project: Path) -> None:
     """Else the next file opened would be standard output, and what libraries print would go into it."""
     command = [*STOKER, "train", "c.yaml", "training.max_steps=1", "--json"]
@@ -128,6 +129,7 @@ def test_closed_standard_streams_change_nothing(cached_project: Path) -> None:
     assert done.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_full_standard_error_ends_no_run(project: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

@@ -89,6 +89,7 @@ def test_what_ends_the_filling_ends_the_epoch_with_its_own_error(tmp_path: Path)
     assert found.value.exit_code == 4
 
 
+@pytest.mark.slow
 def test_a_filling_that_is_killed_is_named_and_resumed(tmp_path: Path) -> None:
     cache = begin(tmp_path, FakeSource((1200,), delay_s=0.01))
     filling = cache.filling

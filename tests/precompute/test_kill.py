@@ -118,6 +118,7 @@ def test_a_signal_seals_what_is_encoded_and_the_same_command_resumes(tmp_path, u
     same_records(unkilled, open_cache(tmp_path / "c"))
 
 
+@pytest.mark.slow
 @pytest.mark.chaos
 def test_a_second_signal_ends_at_once(tmp_path):
     process = start(tmp_path, 60, 0, 1.5)
@@ -158,6 +159,7 @@ def test_of_two_processes_one_waits_and_says_for_whom(tmp_path):
     assert f"being encoded by process {both[1 - waiter].pid}" in results[waiter][1]
 
 
+@pytest.mark.slow
 def test_host_memory_does_not_grow_with_the_number_of_samples(tmp_path):
     """A sample has 400 KB; 4 times as many samples are 96 MB more, and must not be held."""
     peaks = []

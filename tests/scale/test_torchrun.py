@@ -67,6 +67,7 @@ def test_two_ranks_train_as_one_process_with_twice_the_batch(project: Path) -> N
         torch.testing.assert_close(both[name], value, rtol=0.02, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_a_run_of_two_ranks_goes_on_alone_over_the_same_global_batches(project: Path) -> None:
     """SIGTERM to one rank ends all at one step; the same command, without torchrun, takes it from there."""
     words = ("train", "c.yaml", "training.epochs=12")

@@ -440,6 +440,7 @@ train(FakeLoader(waves()), val, config, Path(sys.argv[1]), on_event=lambda kind,
 """
 
 
+@pytest.mark.slow
 @pytest.mark.chaos
 def test_kill_9_at_random_moments_changes_nothing(tmp_path: Path) -> None:
     chance = random.Random(0)
