@@ -47,6 +47,10 @@ class Pace:
         self._rate = rate
         return helped
 
+    def settle(self) -> None:
+        """Add no more: another reader did not start."""
+        self._settled = True
+
     def restart(self) -> None:
         """Begin a new window, as when readers have just been started."""
         self.waited_s, self.elapsed_s, self.groups = 0.0, 0.0, 0

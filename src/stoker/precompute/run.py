@@ -127,6 +127,8 @@ class Run:
         feed, pace = self._stages.feed, self._pace
         if pace is None or not isinstance(feed, Supervisor):
             return
+        if feed.given_up:
+            pace.settle()
         if not feed.all_delivering:
             pace.restart()
             return

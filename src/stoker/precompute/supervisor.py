@@ -66,6 +66,8 @@ class Supervisor:
         self._incoming: dict[int, _Incoming] = {}
         self._ready: list[Parcel] = []
         self._start_failures = 0
+        self.given_up = False
+        """A reader could not be started, and the run goes on without it."""
         self.wake_fd = -1
         """A descriptor whose readiness ends a poll early (signals)."""
 
@@ -120,6 +122,7 @@ class Supervisor:
     def _do_without(self, why: str) -> None:
         """Go on with one reader fewer: those that work are enough to end the run."""
         self._roster.wanted -= 1
+        self.given_up = True
         log.warning("another reader cannot be started; going on with %d: %s", self._roster.wanted, why)
 
     def _keep_spare(self, now: float) -> None:
