@@ -7,7 +7,7 @@ A transform draws what it needs from the keys alone, so that its output is part 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -32,6 +32,24 @@ def run(transforms: Sequence[Transform], batch: Any, keys: Tensor) -> Any:
     for place, transform in enumerate(transforms):
         batch = transform(batch, child_keys(keys, place))
     return batch
+
+
+def names_of(transforms: Sequence[Transform]) -> tuple[str, ...]:
+    """What a state says of transforms: their names, with the settings of those that are dataclasses."""
+    return tuple(_name_of(transform) for transform in transforms)
+
+
+def _name_of(value: object) -> str:
+    if is_dataclass(value) and not isinstance(value, type):
+        settings = (f"{field.name}={_name_of(getattr(value, field.name))}" for field in fields(value))
+        return f"{type(value).__qualname__}({', '.join(settings)})"
+    if isinstance(value, partial):
+        return _name_of(value.func)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_name_of, cast('Sequence[object]', value)))}]"
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
