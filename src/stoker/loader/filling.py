@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, CorruptError, IncompleteError, MissingRecordError, StalledError
+from stoker.loader.ahead import Ahead
 from stoker.loader.arguments import check_share
 from stoker.loader.chunks import Chunk, Locator, Span
 from stoker.loader.decide import Wishes, completed
@@ -34,6 +35,7 @@ from stoker.loader.order import Order, parse_order
 from stoker.loader.outputs import make_outputs
 from stoker.loader.packed import stored_outputs, unpacker
 from stoker.loader.places import Places, find_places
+from stoker.loader.ragged import make_join
 from stoker.loader.ranks import Share
 from stoker.loader.state import Terms, digest_of
 from stoker.loader.transform import names_of
@@ -75,6 +77,7 @@ class FillingPass:
         self._outputs = make_outputs(
             cache.schema, wishes.windows, wishes.dtype, wishes.normalise, device=wishes.device.type
         )
+        make_join(wishes.ragged, self._outputs)  # refuses now what the first batch would
         self._unpack = unpacker(self._outputs, wishes.batch_size, static=False)
         self._order = FillOrder(
             cache.recipe,
@@ -89,6 +92,7 @@ class FillingPass:
         """Where batches are made."""
         self.faulted = 0
         """None are counted: batches are read from disk."""
+        self.ahead = Ahead(cores=1)
         self._take(cache, np.full(cache.recipe.count, cache.filling is None))
         self.terms = self._make_terms()
         """What a position of this pass depends on."""

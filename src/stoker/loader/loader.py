@@ -27,6 +27,7 @@ from stoker.loader.filling import FillingPass, begin_filling_pass
 from stoker.loader.fused import Normalise
 from stoker.loader.mend import Mender
 from stoker.loader.place import EpochSetter, Place
+from stoker.loader.ragged import Ragged, make_join
 from stoker.loader.ranks import check_ranks
 from stoker.loader.transform import Finish, Transform
 from stoker.loader.whole import Serving, Whole
@@ -64,6 +65,7 @@ class Loader:
         weights: Sequence[float] | NDArray[Any] | Weights | None = None,
         dtype: str | None = None,
         normalise: Mapping[str, Normalise] | None = None,
+        ragged: Ragged = "list",
         static: bool = False,
         drop_last: bool | None = None,
         reserve_bytes: int | None = None,
@@ -87,6 +89,7 @@ class Loader:
             weights: Draw with replacement, in proportion to one weight per record; or `Weights`.
             dtype: Hand floats out as this dtype instead of the stored one.
             normalise: By field how values are normalised on the way, in float32 and on every tier alike.
+            ragged: Whole records of varying length as `list`, `pad`, `pack`, or `Pad(to=..., value=...)`.
             static: Every batch at the same addresses, overwriting the last; device tier only.
             drop_last: Leave out a short last batch. None: only with several ranks, not in sequential order.
             reserve_bytes: Memory of the device to leave to the model.
@@ -128,6 +131,7 @@ class Loader:
             timeout_s=timeout_s,
             verify=verify,
             normalise=normalise,
+            ragged=ragged,
             transforms=tuple(transforms),
             meter=meter,
         )
@@ -233,6 +237,8 @@ class Loader:
         begin = perf_counter()
         for strip in serving.strips(epoch, position):
             batches = strip.batches
+            if strip.tier == "host":
+                batches = serving.ahead.of(batches, strip.count)
             if finish:
                 batches = finish.apply(batches, strip.examples, strip.size, epoch)
             if meter is None:
@@ -247,6 +253,7 @@ class Loader:
                     meter.handed(size_bytes, strip.size, strip.tier)
                     yield batch
                     begin = perf_counter()
+            serving.ahead.ended()
             del strip, batches  # they refer to memory that may be let go of before the next ones
         if meter is not None:
             meter.ended()
@@ -255,6 +262,7 @@ class Loader:
     def _finish(self, serving: Serving) -> Finish:
         wanted = self._wishes.device
         return Finish(
+            join=make_join(self._wishes.ragged, serving.design.outputs),
             device=None if wanted == serving.device else wanted,
             pin=self._pin and wanted.type == "cpu",
             transforms=self._wishes.transforms,

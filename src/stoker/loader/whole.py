@@ -49,6 +49,11 @@ class Serving(Protocol):
         """Where batches are made."""
         ...
 
+    @property
+    def ahead(self) -> Ahead:
+        """What makes batches of host memory while the step computes; another one after a fork."""
+        ...
+
     def strips(self, epoch: int, position: int) -> Iterator[Strip]:
         """The batches of the rest of an epoch; what is damaged is mended on the way."""
         ...
@@ -106,8 +111,7 @@ class Whole:
             try:
                 for strip in self.running().strips(*at):
                     at = strip.after
-                    yield self._ahead_of(strip)
-                    self.ahead.ended()
+                    yield strip
                     del strip  # it refers to memory that may be let go of before the next one
             except CorruptError as error:
                 self._mend(error)
@@ -126,11 +130,6 @@ class Whole:
             self._stop = weakref.finalize(self, self.engine.residency.stop)
             self._stop.atexit = False
         return self.engine
-
-    def _ahead_of(self, strip: Strip) -> Strip:
-        if strip.tier != "host":
-            return strip
-        return replace(strip, batches=self.ahead.of(strip.batches, strip.count))
 
     def _new_ahead(self) -> Ahead:
         # A thread of its own would be in another stream of a GPU, and write over a batch at a fixed address.
