@@ -12,6 +12,7 @@ residency.py   which shards are in memory now (memory.py, mapped.py: host, devic
 watch.py       when that should change; partial.py: batches for a device that does not hold everything
 mixture.py     several caches as one stream: turns.py says whose step it is, members.py has their loaders,
                conditions.py aligns what examples carry along, mixture_state.py
+ragged.py      fields of varying length as one tensor: padded, or packed
 buffers.py     memory of large batches; pool.py: threads; batch.py, transform.py, state.py, arguments.py
 keyed.py       random numbers for transforms, by example; draws.py, subsets.py: which examples, and how often
 """
@@ -21,6 +22,7 @@ from stoker.loader.draws import Weights
 from stoker.loader.fused import Normalise
 from stoker.loader.loader import Loader
 from stoker.loader.mixture import Mixture
+from stoker.loader.ragged import Pad
 from stoker.loader.subsets import subset
 from stoker.loader.windows import Windows
 
@@ -28,6 +30,7 @@ __all__ = [
     "Loader",
     "Mixture",
     "Normalise",
+    "Pad",
     "RecordBatch",
     "TaskBatch",
     "Weights",

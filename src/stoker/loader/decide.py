@@ -26,6 +26,7 @@ from stoker.loader.fused import Normalise
 from stoker.loader.order import Order, parse_order
 from stoker.loader.outputs import Output, make_outputs
 from stoker.loader.places import Places, find_places, weighted
+from stoker.loader.ragged import Ragged, check_lengths, make_join
 from stoker.loader.ranks import Share, own_records
 from stoker.loader.residency import claim_plan, parts_of
 from stoker.loader.watch import Ask
@@ -65,6 +66,7 @@ class Wishes:
     timeout_s: float | None
     verify: Verify
     normalise: Mapping[str, Normalise] | None
+    ragged: Ragged
 
 
 def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Ledger = LEDGER) -> Design:
@@ -81,6 +83,7 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
     windows, rank, world = wishes.windows, wishes.rank, wishes.world
     outputs = make_outputs(cache.schema, windows, wishes.dtype, wishes.normalise, device=wishes.device.type)
     places = find_places(cache, wishes.indices)
+    check_lengths(make_join(wishes.ragged, outputs), cache, places)
     examples = _number(cache, places, windows)
     example_bytes = sum(output.example_bytes for output in outputs)
     order = Order(

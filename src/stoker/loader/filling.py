@@ -34,6 +34,7 @@ from stoker.loader.order import Order, parse_order
 from stoker.loader.outputs import make_outputs
 from stoker.loader.packed import stored_outputs, unpacker
 from stoker.loader.places import Places, find_places
+from stoker.loader.ragged import make_join
 from stoker.loader.ranks import Share
 from stoker.loader.state import Terms, digest_of
 from stoker.loader.watch import Ask
@@ -75,6 +76,7 @@ class FillingPass:
         self._outputs = make_outputs(
             cache.schema, wishes.windows, wishes.dtype, wishes.normalise, device=wishes.device.type
         )
+        make_join(wishes.ragged, self._outputs)  # refuses now what the first batch would
         self._unpack = unpacker(self._outputs, wishes.batch_size, static=False)
         self.meter: StallMeter | None = None
         """Told how long encoding was waited for."""

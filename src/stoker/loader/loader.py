@@ -30,6 +30,7 @@ from stoker.loader.engine import Design, Engine, Strip
 from stoker.loader.filling import FillingPass, begin_filling_pass
 from stoker.loader.fused import Normalise
 from stoker.loader.mend import Mender
+from stoker.loader.ragged import Ragged, make_join
 from stoker.loader.ranks import check_ranks
 from stoker.loader.transform import Finish, Transform
 from stoker.loader.windows import Windows
@@ -67,6 +68,7 @@ class Loader:
         weights: Sequence[float] | NDArray[Any] | Weights | None = None,
         dtype: str | None = None,
         normalise: Mapping[str, Normalise] | None = None,
+        ragged: Ragged = "list",
         static: bool = False,
         drop_last: bool | None = None,
         reserve_bytes: int | None = None,
@@ -90,6 +92,7 @@ class Loader:
             weights: Draw with replacement, in proportion to one weight per record; or `Weights`.
             dtype: Hand floats out as this dtype instead of the stored one.
             normalise: By field how values are normalised on the way, in float32 and on every tier alike.
+            ragged: Whole records of varying length as `list`, `pad`, `pack`, or `Pad(to=..., value=...)`.
             static: Every batch at the same addresses, overwriting the last; device tier only.
             drop_last: Leave out a short last batch. None: only with several ranks, not in sequential order.
             reserve_bytes: Memory of the device to leave to the model.
@@ -131,6 +134,7 @@ class Loader:
             timeout_s=timeout_s,
             verify=verify,
             normalise=normalise,
+            ragged=ragged,
         )
         self._mender = Mender()
         self._filling = begin_filling_pass(cache, self._wishes)
@@ -318,6 +322,7 @@ class Loader:
     def _finish(self, engine: Engine | FillingPass) -> Finish:
         wanted = self._design.device
         return Finish(
+            join=make_join(self._wishes.ragged, self._design.outputs),
             device=None if wanted == engine.device else wanted,
             pin=self._pin and wanted.type == "cpu",
             transforms=self._transforms,

@@ -18,6 +18,7 @@ from torch import Tensor
 from stoker.errors import ConfigError
 from stoker.loader.batch import RecordBatch, WindowBatch
 from stoker.loader.keyed import child_keys, example_keys
+from stoker.loader.ragged import Join
 
 if TYPE_CHECKING:
     from stoker.monitor.meter import StallMeter
@@ -38,6 +39,8 @@ def run(transforms: Sequence[Transform], batch: Any, keys: Tensor) -> Any:
 class Finish:
     """What happens to a batch after it was gathered; nothing, unless asked for."""
 
+    join: Join | None
+    """What is done to fields of varying length; None: they stay lists."""
     device: torch.device | None
     """Where batches go when they were not made there; None: they stay."""
     pin: bool
@@ -49,12 +52,14 @@ class Finish:
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return self.device is not None or self.pin or bool(self.transforms)
+        return any((self.join, self.device is not None, self.pin, self.transforms))
 
     def apply(self, batches: Iterable[Any], examples: Any, size: int, epoch: int) -> Iterator[Any]:
         """Finish consecutive batches of `size` examples; `examples` are those of all of them."""
         for number, made in enumerate(batches):
             batch, begin = made, perf_counter()
+            if self.join is not None:
+                batch = self.join(batch)
             if self.pin:
                 batch = _each(batch, Tensor.pin_memory)
             if self.device is not None:
