@@ -41,7 +41,7 @@ def find_batch_size(  # noqa: PLR0913 - the public face; every setting is named 
         model: Put back as it was: weights, buffers, gradients, training mode.
         batches: A `Loader` or anything that gives batches: its first one is repeated or cut to size, along
             axis 0 of every tensor in it. Or a function that makes a batch of so many examples.
-        step: One whole step of training, with `backward()` and `optimizer.step()`; what it returns is dropped.
+        step: One whole step of training, with `backward()` and `optimizer.step()`; its result is dropped.
         optimizer: What the step changes besides the model: an optimizer, or several things with
             `state_dict` and `load_state_dict` (a schedule, a scaler). They are put back as they were too.
         initial, maximum: The first number that is tried, and the largest.
@@ -62,12 +62,15 @@ def find_batch_size(  # noqa: PLR0913 - the public face; every setting is named 
             "Expected 1 <= initial <= maximum, 0 <= precision < 1 and at least one step"
         )
     others = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    make = batches if callable(batches) else _repeated(batches)
     with Untouched(model, others) as before:
-        make = cast("MakeBatch", batches) if callable(batches) else _repeated(batches)
 
         def fits(count: int) -> bool:
+            ran = _try(model, make, step, count, steps=steps)
             before.restore()
-            return _try(model, make, step, count, steps=steps)
+            if not ran:
+                _let_go()
+            return ran
 
         return _search(fits, initial, maximum, precision)
 
@@ -98,7 +101,7 @@ def _search(fits: Callable[[int], bool], initial: int, maximum: int, precision: 
 def _try(
     model: nn.Module, make: MakeBatch, step: Callable[[nn.Module, Any], object], count: int, *, steps: int
 ) -> bool:
-    """Whether steps with so many examples run; what they leave behind is let go of before the answer."""
+    """Whether steps with so many examples run."""
     fits = True
     try:
         for _ in range(steps):
@@ -109,11 +112,14 @@ def _try(
         if not out_of_memory(error):
             raise
         fits = False
-    if not fits:  # outside of the `except`, where the error would still hold what its frames hold
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
     return fits
+
+
+def _let_go() -> None:
+    """Give back what the last trial held: not in its `except`, where the error still holds its frames."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -134,14 +140,17 @@ def _repeated(batches: Iterable[Any]) -> MakeBatch:
     examples = _examples(one)
     if not examples:
         raise ConfigError(
-            f"find_batch_size got batches of type {type(one).__name__} without a tensor of examples. Expected "
-            "a loader, or a function that makes a batch of so many examples"
+            f"find_batch_size got batches of type {type(one).__name__} without a tensor of examples. "
+            "Expected a loader, or a function that makes a batch of so many examples"
         )
     return lambda count: _resized(one, examples, count)
 
 
 def _examples(batch: Any) -> int:
-    """The length of axis 0 that the first tensor has; 0 where there is none."""
+    """The length of axis 0 that the first tensor has, or `index`, if there is one; 0 where there is none."""
+    index = batch.get("index") if isinstance(batch, Mapping) else getattr(batch, "index", None)
+    if isinstance(index, Tensor):
+        return len(index)  # fields of varying length are no measure
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else 0
     inner = batch.values() if isinstance(batch, Mapping) else batch

@@ -1,4 +1,4 @@
-"""A model, what trains it, and the random numbers, as they were before: to the last bit, at the same place."""
+"""A model, what trains it, and the random numbers, as they were before: each bit, and at the same place."""
 
 from __future__ import annotations
 
