@@ -28,6 +28,8 @@ def test_these_are_the_public_names() -> None:
         "Windows",
         "__version__",
         "cached",
+        "disable_torch_compile",
+        "find_batch_size",
         "open_cache",
         "precompute",
     ]

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from stoker.sources.hdf5 import HDF5Source
     from stoker.sources.torch_dataset import TorchSource
     from stoker.store import Cache, open_cache
+    from stoker.train.batch_size import find_batch_size
+    from stoker.train.compiling import disable_torch_compile
 
 __version__ = "0.1.0"
 
@@ -45,6 +47,8 @@ __all__ = [
     "Windows",
     "__version__",
     "cached",
+    "disable_torch_compile",
+    "find_batch_size",
     "open_cache",
     "precompute",
 ]
@@ -59,6 +63,8 @@ _HOMES = {
     "TorchSource": "stoker.sources.torch_dataset",
     "Windows": "stoker.loader",
     "cached": "stoker.cached",
+    "disable_torch_compile": "stoker.train.compiling",
+    "find_batch_size": "stoker.train.batch_size",
     "open_cache": "stoker.store",
     "precompute": "stoker.precompute",
 }

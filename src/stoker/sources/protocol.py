@@ -93,3 +93,12 @@ class Source(Protocol):
     def schema(self) -> Schema:
         """Fields of every sample as `read` returns them."""
         ...
+
+
+@runtime_checkable
+class Proving(Protocol):
+    """A source that tries itself out before it is read in other processes; most have no need to."""
+
+    def prove(self) -> None:
+        """Raise what would fail, or differ, there: once, before the first reader starts."""
+        ...
