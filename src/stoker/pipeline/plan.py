@@ -12,7 +12,7 @@ from stoker.config import Config
 from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import last_step_s
 from stoker.pipeline.inspect import shard_bytes
-from stoker.pipeline.locate import Located, batch_size_of, locate, trajectory_steps, windows_of
+from stoker.pipeline.locate import Located, batch_size_of, locate, trajectory_steps, windows_for, windows_of
 from stoker.pipeline.served import served_loads
 from stoker.pipeline.smaller import Smaller, say, smaller_dtypes
 from stoker.plan import Demand, Plan, Resources, measure_rates, plan_tiers, probe
@@ -74,7 +74,7 @@ def plan_located(config: Config, located: Located, resources: Resources | None =
     rates = measure_rates(located.folder if located.cache is not None else None, device=device)
     if cache is not None and device == "cpu":
         batch_size = batch_size_of(config, trajectory_steps(cache.schema))
-        rates = replace(rates, served=served_loads(cache, windows_of(config), batch_size))
+        rates = replace(rates, served=served_loads(cache, windows_for(config, cache.schema), batch_size))
     planned = partial(
         plan_tiers,
         resources=probe(device=device, path=cache_dir) if resources is None else resources,
