@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from stoker.loader import Loader, Mixture, Windows
     from stoker.precompute import precompute
     from stoker.sources.hdf5 import HDF5Source
+    from stoker.sources.sql.source import SQLSource
     from stoker.sources.torch_dataset import TorchSource
     from stoker.store import Cache, open_cache
 
@@ -40,6 +41,7 @@ __all__ = [
     "Loader",
     "Mixture",
     "ModuleEncoder",
+    "SQLSource",
     "StokerError",
     "TorchSource",
     "Windows",
@@ -56,6 +58,7 @@ _HOMES = {
     "Loader": "stoker.loader",
     "Mixture": "stoker.loader",
     "ModuleEncoder": "stoker.encoders.module",
+    "SQLSource": "stoker.sources.sql.source",
     "TorchSource": "stoker.sources.torch_dataset",
     "Windows": "stoker.loader",
     "cached": "stoker.cached",
