@@ -23,6 +23,7 @@ def test_these_are_the_public_names() -> None:
         "Loader",
         "Mixture",
         "ModuleEncoder",
+        "SQLSource",
         "StokerError",
         "TorchSource",
         "Windows",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from stoker.loader import Loader, Mixture, Windows
     from stoker.precompute import precompute
     from stoker.sources.hdf5 import HDF5Source
+    from stoker.sources.sql.source import SQLSource
     from stoker.sources.torch_dataset import TorchSource
     from stoker.store import Cache, open_cache
     from stoker.train.batch_size import find_batch_size
@@ -42,6 +43,7 @@ __all__ = [
     "Loader",
     "Mixture",
     "ModuleEncoder",
+    "SQLSource",
     "StokerError",
     "TorchSource",
     "Windows",
@@ -60,6 +62,7 @@ _HOMES = {
     "Loader": "stoker.loader",
     "Mixture": "stoker.loader",
     "ModuleEncoder": "stoker.encoders.module",
+    "SQLSource": "stoker.sources.sql.source",
     "TorchSource": "stoker.sources.torch_dataset",
     "Windows": "stoker.loader",
     "cached": "stoker.cached",

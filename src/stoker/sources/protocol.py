@@ -57,6 +57,15 @@ class SourceIdentity:
 
 
 @runtime_checkable
+class Splitting(Protocol):
+    """A source that can give its other splits from what it has read already."""
+
+    def for_split(self, split: str | None) -> Source:
+        """The same data, another split."""
+        ...
+
+
+@runtime_checkable
 class Source(Protocol):
     """Random access to raw samples. Satisfied by shape; there is no base class to inherit.
 
