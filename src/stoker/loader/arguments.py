@@ -113,7 +113,7 @@ def whole_numbers(**given: object) -> tuple[int, ...]:
     return tuple(operator.index(cast("SupportsIndex", value)) for value in given.values())
 
 
-_EXAMPLES = {"batch_size": 64, "rank": 0, "world": 1, "seed": 0}
+_EXAMPLES = {"batch_size": 64, "rank": 0, "world": 1, "seed": 0, "epoch": 0}
 
 
 def parse_device(device: str | torch.device) -> torch.device:
