@@ -74,7 +74,8 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     encoding["wait"] = wait
     device, encoding["device"] = str(parse_device(device)), str(parse_device(encoding["device"]))
     _check_loader(batch_size, loader)
-    source = dataset if isinstance(dataset, Source) else TorchSource(cast("Any", dataset))
+    whole = isinstance(dataset, Source) and not isinstance(dataset, type)  # a class has the methods too
+    source = cast(Source, dataset) if whole else TorchSource(cast("Any", dataset))
     encoder = _as_encoder(encoder)
     if loader.get("windows") is None and "index" in source.schema():
         check_names(source.schema() if encoder is None else encoder.schema(source.schema()))
