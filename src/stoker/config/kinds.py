@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, get_args
 
 from pydantic import BaseModel
 
-Kind: TypeAlias = Literal["hdf5"]
+Kind: TypeAlias = Literal["hdf5", "sql"]
 """What `data.kind` can be."""
 
 KINDS: tuple[str, ...] = get_args(Kind)

@@ -21,6 +21,7 @@ from stoker.config.names import all_sections, all_settings, nearest, shown
 from stoker.config.tasks import blocks_of, check_weights, task_settings, unused_blocks
 from stoker.config.transforms import explain_step
 from stoker.errors import ConfigError
+from stoker.sources.sql.address import has_password
 
 COMMAND_LINE = "command line"
 
@@ -331,6 +332,12 @@ def _check_together(config: Config, file: Layer, command: Layer) -> None:
         raise ConfigError(
             f"{layer.where}: data.{name} is given, but data.kind={kind} has no use for it. Leave it out, or "
             f"give data.kind={' or '.join(kinds)}"
+        )
+    if kind == "sql" and (url := config.data.sql.url) and has_password(url):
+        layer = command if "data.sql.url" in command.values else file
+        raise ConfigError(
+            f"{layer.where}: data.sql.url holds a password, and settings are copied into every run's folder. "
+            "Put it in ~/.pgpass or PGPASSWORD, where PostgreSQL's own library looks for it"
         )
     if config.model.width % config.model.heads:
         layer = command if {"model.width", "model.heads"} & command.values.keys() else file

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr
 
 from stoker.config.kinds import Kind
+from stoker.config.rows import SqlConfig
 from stoker.config.section import (
     CountInt,
     Flag,
@@ -76,6 +77,7 @@ class DataConfig(SettingsSection):
     """Shift and scale each channel by mean and deviation of the train split, before encoding."""
     limit: PositiveInt | None = None
     """Take only the first so many samples."""
+    sql: SqlConfig = SqlConfig()
 
     @property
     def tasks(self) -> tuple[str, ...]:
