@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, CorruptError
 from stoker.loader import state as states
-from stoker.loader.ahead import Ahead
+from stoker.loader.ahead import Ahead, Strips, Turn
 from stoker.loader.arguments import (
     NOT_BY_NUMBER,
     check_kinds,
@@ -139,6 +139,7 @@ class Loader:
         self._pin = pin and torch.cuda.is_available()
         self._meter = meter
         self._ahead = self._new_ahead()
+        self._turn = Turn()
         self._example_bytes = sum(output.served_bytes for output in self._design.outputs)
         self._engine: Engine | None = None
         self._stop: weakref.finalize[[], Loader] | None = None
@@ -256,28 +257,31 @@ class Loader:
         # Where to begin is decided with the first batch: trainers make the iterator, then call `set_epoch`.
         epoch, position = self._at
         self._resuming = False
-        meter = self._meter
-        begin = perf_counter()
-        for strip, finish in self._strips(epoch, position):
-            batches = strip.batches
-            if strip.tier == "host":
-                batches = self._ahead.of(batches, strip.count)
-            if finish:
-                batches = finish.apply(batches, strip.examples, strip.size, epoch)
-            if meter is None:
-                for batch in batches:
-                    self._at = batch.position
-                    yield batch
-            else:
-                size_bytes = self._example_bytes * strip.size
-                for batch in batches:
-                    self._at = batch.position
-                    meter.waited(perf_counter() - begin)
-                    meter.handed(size_bytes, strip.size, strip.tier)
-                    yield batch
-                    begin = perf_counter()
-            self._ahead.ended()
-            del strip, batches  # they refer to memory that may be let go of before the next ones
+        meter, begin = self._meter, perf_counter()
+        strips = Strips(self._strips(epoch, position), self._turn)
+        try:
+            for strip, finish in strips:
+                batches = strip.batches
+                if strip.tier == "host":
+                    batches = self._ahead.of(batches, strip.count, strips)
+                if finish:
+                    batches = finish.apply(batches, strip.examples, strip.size, epoch)
+                if meter is None:
+                    for batch in batches:
+                        self._at = batch.position
+                        yield batch
+                else:
+                    size_bytes = self._example_bytes * strip.size
+                    for batch in batches:
+                        self._at = batch.position
+                        meter.waited(perf_counter() - begin)
+                        meter.handed(size_bytes, strip.size, strip.tier)
+                        yield batch
+                        begin = perf_counter()
+                self._ahead.ended()
+                del strip, batches  # they refer to memory that may be let go of before the next ones
+        finally:
+            strips.close()
         if meter is not None:
             meter.ended()
         if not self._design.share.steps(position):
