@@ -38,6 +38,15 @@ def _long_dtype(value: object) -> object:
     return _SHORT.get(value, value) if isinstance(value, str) else value
 
 
+def _of_percent(value: object) -> object:
+    """What `2%` stands for, as a number; anything else as it is."""
+    text = value.strip() if isinstance(value, str) else ""
+    try:
+        return float(text.removesuffix("%")) / 100 if text.endswith("%") else value
+    except ValueError:
+        return value
+
+
 StorageDtype: TypeAlias = Annotated[
     Literal["float32", "float16", "bfloat16", "int8", "float8_e4m3fn"], BeforeValidator(_long_dtype)
 ]
@@ -177,8 +186,8 @@ class TrainingConfig(SettingsSection):
     """Numbers of the samples to train on: a `.npy` file, or text with one a line; null: all."""
     weights_file: Place | None = None
     """A weight per stored sample, or per entry of `indices_file`, to draw by; null: each once an epoch."""
-    max_stall: Fraction | None = None
-    """Largest part of the time that may be waited for data; above it the command ends with exit code 5."""
+    max_stall: Annotated[Fraction | None, BeforeValidator(_of_percent)] = None
+    """Largest part of the time that may be waited for data, as `2%` or 0.02; above it: exit code 5."""
     seed: CountInt = 0
     """Decides the order of examples and the model's first weights."""
     run_dir: Place | None = None
@@ -236,7 +245,7 @@ class VerifyConfig(SettingsSection):
     on_read: Literal["always", "first", "off"] = "always"
     """When the disk tier compares what it reads with checksums: at each read, a block's first, or never."""
     spot_check: CountInt = 0
-    """Records to encode again in the background while training, and to compare with the stored ones."""
+    """Records of each training cache to encode again while training, and to compare with the stored ones."""
 
 
 class Config(SettingsSection):
