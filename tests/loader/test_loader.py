@@ -24,7 +24,7 @@ from stoker.errors import (
     StaleStateError,
     StalledError,
 )
-from stoker.loader import Loader, RecordBatch, WindowBatch, Windows, arguments, disk, residency
+from stoker.loader import Loader, RecordBatch, WindowBatch, Windows, arguments, pieces, residency
 from stoker.monitor.meter import StallMeter
 from stoker.store import Cache, open_cache
 from tests.loader.caches import trajectories, write_cache
@@ -493,9 +493,9 @@ def test_the_meter_is_told_of_every_batch(cache: Cache) -> None:
 
 def test_the_meter_knows_what_a_wait_was_for(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower bounds alone: a sleep is never shorter than asked for."""
-    pause_s, read = 0.01, disk.DiskBatches._read
+    pause_s, read = 0.01, pieces.Pieces.read
 
-    def slow_read(*args: Any) -> float:
+    def slow_read(*args: Any) -> int:
         time.sleep(pause_s)
         return read(*args)
 
@@ -506,7 +506,7 @@ def test_the_meter_knows_what_a_wait_was_for(cache: Cache, monkeypatch: pytest.M
     found: dict[str, dict[str, float]] = {}
     for name, wanted in {"disk": {"tier": "disk"}, "transform": {"transforms": [slow_transform]}}.items():
         with monkeypatch.context() as patch:
-            patch.setattr(disk.DiskBatches, "_read", slow_read)
+            patch.setattr(pieces.Pieces, "read", slow_read)
             meter = StallMeter()
             loader = Loader(cache, batch_size=5, windows=Windows(field="latent"), meter=meter, **wanted)
             batches = len(list(loader))
@@ -644,7 +644,7 @@ def test_a_read_that_hangs_is_a_stall_not_a_hang(cache: Cache, monkeypatch: pyte
     import threading
 
     gate = threading.Event()
-    monkeypatch.setattr(disk.DiskBatches, "_read", lambda *_: gate.wait(30))
+    monkeypatch.setattr(pieces.Pieces, "read", lambda *_: gate.wait(30))
 
     with pytest.raises(StalledError, match=r"reading a batch .* 0\.1 s"):
         next(iter(Loader(cache, batch_size=4, tier="disk", timeout=0.1)))
