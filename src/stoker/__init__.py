@@ -10,6 +10,7 @@ transforms/   changes to a batch on its device, random by example
 integrations/ adapters for training frameworks
 train/        a reference operator and its training loop
 config/       settings files;  pipeline/, cli/   whole runs, and the `stoker` command
+compat/       the names of earlier systems
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ _HOMES = {
 }
 """Where each public name is defined; imported on first use, so that `import stoker` costs nothing."""
 
-_MODULES = ("integrations", "transforms")
+_MODULES = ("compat", "integrations", "transforms")
 """Public modules, `stoker.transforms.Flip`, also imported on first use."""
 
 
