@@ -29,8 +29,11 @@ if TYPE_CHECKING:
     from stoker.precompute import precompute
     from stoker.sources.hdf5 import HDF5Source
     from stoker.sources.images.source import ImageSource
+    from stoker.sources.sql.source import SQLSource
     from stoker.sources.torch_dataset import TorchSource
     from stoker.store import Cache, open_cache
+    from stoker.train.batch_size import find_batch_size
+    from stoker.train.compiling import disable_torch_compile
 
 __version__ = "0.1.0"
 
@@ -42,11 +45,14 @@ __all__ = [
     "Loader",
     "Mixture",
     "ModuleEncoder",
+    "SQLSource",
     "StokerError",
     "TorchSource",
     "Windows",
     "__version__",
     "cached",
+    "disable_torch_compile",
+    "find_batch_size",
     "open_cache",
     "precompute",
 ]
@@ -59,9 +65,12 @@ _HOMES = {
     "Loader": "stoker.loader",
     "Mixture": "stoker.loader",
     "ModuleEncoder": "stoker.encoders.module",
+    "SQLSource": "stoker.sources.sql.source",
     "TorchSource": "stoker.sources.torch_dataset",
     "Windows": "stoker.loader",
     "cached": "stoker.cached",
+    "disable_torch_compile": "stoker.train.compiling",
+    "find_batch_size": "stoker.train.batch_size",
     "open_cache": "stoker.store",
     "precompute": "stoker.precompute",
 }

@@ -16,6 +16,7 @@ from stoker.pipeline.locate import Located, batch_size_of, locate, trajectory_st
 from stoker.pipeline.served import served_loads
 from stoker.pipeline.smaller import Smaller, say, smaller_dtypes
 from stoker.plan import Demand, Plan, Resources, measure_rates, plan_tiers, probe
+from stoker.plan.gpus import GpuRow, gpu_table, say_gpus
 from stoker.schema import Json, Schema, columns_of
 from stoker.sources.files import canonical_split
 from stoker.store.layout import is_fixed, record_bytes
@@ -34,6 +35,10 @@ class PlanResult:
     """Storage dtypes that would take fewer bytes, what they would buy and cost."""
     advice: str = ""
     """The best of those in words; empty where there is none."""
+    gpus: tuple[GpuRow, ...] = ()
+    """What the memory of GPUs would hold, half of it left to the model."""
+    on_gpus: str = ""
+    """That in words."""
 
     @property
     def reason(self) -> str:
@@ -50,6 +55,7 @@ class PlanResult:
             "missing": self.missing,
             "smaller": [one.to_json() for one in self.smaller],
             "advice": self.advice,
+            "gpus": [one.to_json() for one in self.gpus],
         }
 
 
@@ -90,6 +96,8 @@ def plan_located(config: Config, located: Located, resources: Resources | None =
         missing=located.missing,
         smaller=smaller,
         advice=say(smaller, plan, config.precompute.max_error),
+        gpus=gpu_table(demand.record_bytes, demand.records) if demand.record_bytes else (),
+        on_gpus=say_gpus(demand.record_bytes, demand.records) if demand.record_bytes else "",
     )
 
 
