@@ -20,6 +20,7 @@ def test_these_are_the_public_names() -> None:
         "Cache",
         "GridEncoder",
         "HDF5Source",
+        "ImageSource",
         "Loader",
         "Mixture",
         "ModuleEncoder",

@@ -1,6 +1,6 @@
 """Stoker keeps the GPU fed: encode once, keep it verified, serve from the fastest place that fits.
 
-sources/      raw samples by number: HDF5 simulations, any torch `Dataset`
+sources/      raw samples by number: HDF5 simulations, images, any torch `Dataset`
 encoders/     frozen encoders: grid, any `nn.Module`, normalisation
 precompute/   source + encoder -> cache, resumable, hang-proof
 store/        the cache: recipe and fingerprint, shards with checksums, index
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from stoker.loader import Loader, Mixture, Windows
     from stoker.precompute import precompute
     from stoker.sources.hdf5 import HDF5Source
+    from stoker.sources.images.source import ImageSource
     from stoker.sources.sql.source import SQLSource
     from stoker.sources.torch_dataset import TorchSource
     from stoker.store import Cache, open_cache
@@ -41,6 +42,7 @@ __all__ = [
     "Cache",
     "GridEncoder",
     "HDF5Source",
+    "ImageSource",
     "Loader",
     "Mixture",
     "ModuleEncoder",
@@ -60,6 +62,7 @@ _HOMES = {
     "Cache": "stoker.store",
     "GridEncoder": "stoker.encoders.grid",
     "HDF5Source": "stoker.sources.hdf5",
+    "ImageSource": "stoker.sources.images.source",
     "Loader": "stoker.loader",
     "Mixture": "stoker.loader",
     "ModuleEncoder": "stoker.encoders.module",
