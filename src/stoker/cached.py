@@ -101,7 +101,7 @@ def _as_source(dataset: Dataset[Any] | Source, own: Mapping[str, Any]) -> Source
     Raises:
         ConfigError: It is a source, which says all of that itself.
     """
-    if not isinstance(dataset, Source):
+    if isinstance(dataset, type) or not isinstance(dataset, Source):  # a class has the methods too
         return TorchSource(cast("Any", dataset), **own)
     defaults = inspect.signature(cached).parameters
     if given := [name for name, value in own.items() if value != defaults[name].default]:

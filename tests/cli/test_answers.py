@@ -177,3 +177,12 @@ def test_a_narrow_terminal_loses_nothing(
         assert figure in text.replace("\n  ", " ")
     header, _, host = [line for line in text.splitlines() if line.startswith(("tier", "device", "host"))][:3]
     assert host[: header.index("records") + len("records")].split() == ["host", "12"], "not below its name"
+
+
+def test_a_bound_that_a_dtype_does_not_keep_is_answered_with_the_settings(project: Path) -> None:
+    settings = ("training.latent_cache_dtype=int8", "precompute.max_error=1e-4", "--splits", "train")
+
+    _, stderr = run("precompute", "c.yaml", *settings, exit_code=1)
+
+    assert "0.0001 is allowed. Store it wider, as with training.latent_cache_dtype=float16" in stderr
+    assert "or raise precompute.max_error" in stderr

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from typing import Any
 
 import pytest
 
-from stoker.errors import (
-    StaleStateError,
-)
+from stoker.errors import ConfigError, StaleStateError
 from stoker.loader import Loader, Windows
 from stoker.store import Cache
+from stoker.transforms import Noise
 from tests.loader.layouts import COUNT, indices_of_records, same
 
 
@@ -165,3 +166,33 @@ def test_no_sample_is_lost_or_doubled_over_ranks(cache: Cache, world: int) -> No
     assert len(set(served)) == len(served) == COUNT // (3 * world) * 3 * world
     pieces = [indices_of_records(loader) for loader in evaluation]
     assert [number for piece in pieces for number in piece] == list(range(COUNT))
+
+
+@pytest.mark.parametrize("epoch", ["a", 1.5, None])
+def test_an_epoch_that_is_no_number_is_refused(cache: Cache, epoch: Any) -> None:
+    loader = Loader(cache, batch_size=5)
+
+    for one in (loader, loader.sampler):
+        with pytest.raises(ConfigError, match=r"epoch is .* Expected a whole number, as epoch=0"):
+            one.set_epoch(epoch)
+    with pytest.raises(ConfigError, match="epoch -1"):
+        loader.set_epoch(-1)
+
+
+def twice(batch: Any, keys: Any) -> Any:
+    return batch
+
+
+def test_going_on_with_other_transforms_is_said(cache: Cache, caplog: pytest.LogCaptureFixture) -> None:
+    noise = partial(Noise(0.1, fields=("latent",)))
+    state = Loader(cache, batch_size=5, transforms=[noise, twice]).state_dict((0, 5))
+
+    Loader(cache, batch_size=5, transforms=[noise, twice]).load_state_dict(json.loads(json.dumps(state)))
+    assert not caplog.records
+    other = Loader(cache, batch_size=5, transforms=[Noise(0.2, fields=("latent",))])
+    other.load_state_dict(state)
+
+    assert "transforms=Noise(std=0.1, fields=['latent']), twice" in caplog.text
+    assert "this loader has Noise(std=0.2, fields=['latent'])" in caplog.text
+    assert indices_of_records(other) == indices_of_records(Loader(cache, batch_size=5))[5:]
+    assert "transforms" not in Loader(cache, batch_size=5).state_dict()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor
 
 from stoker.errors import ConfigError
 from stoker.loader import mixture_state as states
-from stoker.loader.arguments import NOT_BY_NUMBER, refuse_workers
+from stoker.loader.arguments import NOT_BY_NUMBER, refuse_unknown, refuse_workers
 from stoker.loader.batch import RecordBatch, TaskBatch, WindowBatch
 from stoker.loader.conditions import find_conditions
 from stoker.loader.loader import Loader
@@ -41,7 +42,7 @@ class Mixture:
         mode: Mode = "concat",
         weights: Sequence[float] | Mapping[str, float] | None = None,
         epoch_examples: int | None = None,
-        exhausted: Exhausted = "first",
+        exhausted: Exhausted | None = None,
         mix: Literal["batch", "example"] | None = None,
         names: Sequence[str] | None = None,
         seed: int = 0,
@@ -59,8 +60,8 @@ class Mixture:
             weights: Of mode `weighted`, by place or by name; None: equal ones.
             epoch_examples: Length of an epoch in mode `weighted`, over all ranks; None: as many examples as
                 the caches have together.
-            exhausted: When an epoch of `round_robin` ends: with the `first` cache that has no batch left, or
-                with the `longest`, while shorter ones begin again in a new order.
+            exhausted: When an epoch of mode `round_robin` ends: with the `first` cache that has no batch left
+                (None), or with the `longest`, while shorter ones begin again in a new order.
             mix: Whether a batch is of one cache (`batch`), or of one set of all examples (`example`: mode
                 `concat`, caches with the same fields). None: `example` where that can be.
             names: Of the caches; None: their own.
@@ -73,13 +74,12 @@ class Mixture:
             StokerError: As `Loader`.
         """
         refuse_workers()
-        check_mode(mode, exhausted)
+        check_mode(mode, weights=weights, epoch_examples=epoch_examples, exhausted=exhausted)
+        refuse_unknown(loader, "Mixture.__init__", (*_arguments(Loader), *_arguments(Mixture)))
         if mix not in (None, "batch", "example") or (mix == "example" and mode != "concat"):
             raise ConfigError(
                 f"mix is {mix!r} in mode {mode!r}. Expected 'batch', or in mode 'concat' also 'example'"
             )
-        if mode != "weighted" and (weights is not None or epoch_examples is not None):
-            raise ConfigError(f"weights= and epoch_examples= are of mode 'weighted', this one is {mode!r}")
         in_one_batch = False if mode != "concat" else None if mix is None else mix == "example"
         settings = {**loader, **({} if batch_size is None else {"batch_size": batch_size})}
         if meter is not None and not all(isinstance(one, Loader) for one in members):
@@ -88,7 +88,7 @@ class Mixture:
             members,
             names,
             in_one_batch=in_one_batch,
-            full_batches=mode == "weighted" or (mode == "round_robin" and exhausted == "first"),
+            full_batches=mode == "weighted" or (mode == "round_robin" and exhausted != "longest"),
             seed=seed,
             settings=settings,
         )
@@ -288,6 +288,11 @@ class Mixture:
             loaders={name: loader.state_dict((0, 0)) for name, loader in self.loaders.items()},
             steps=self._turns.steps,
         )
+
+
+def _arguments(of: type) -> list[str]:
+    """Names of the arguments that objects of a class are made with."""
+    return [name for name, one in signature(of).parameters.items() if one.kind is not one.VAR_KEYWORD]
 
 
 class _Stream:

@@ -75,7 +75,7 @@ class TorchSource:
     joined with `.`. Numbers are int64, float32 or bool; images `(H, W, C)` uint8.
 
     Raises:
-        SourceError: Empty or not map-style; later, on first use, random, textual or uneven items.
+        SourceError: Empty, a class or not map-style; later, on first use, random, textual or uneven items.
         StalledError: On first use, an item that is not there in time while the Dataset is probed.
     """
 
@@ -94,6 +94,9 @@ class TorchSource:
         text: Mapping[str, Rule] | None = None,
         random: Literal["refuse", "freeze"] = "refuse",
     ) -> None:
+        if isinstance(dataset, type):
+            name = dataset.__name__
+            raise SourceError(f"{name} is a class, which has no items. Give an object of it, as {name}(...)")
         self._name = qualified_name(type(dataset))
         torch_data = sys.modules.get("torch.utils.data")
         iterable = torch_data is not None and isinstance(dataset, torch_data.IterableDataset)

@@ -54,7 +54,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mode": "round_robin", "exhausted": "all"}, "exhausted is 'all'"),
     ({"mix": "example"}, "mix='batch'"),
     ({"mix": "example", "mode": "weighted"}, "mix is 'example' in mode 'weighted'"),
-    ({"weights": [1, 1, 1]}, "of mode 'weighted'"),
+    ({"weights": [1, 1, 1]}, "weights= is of mode 'weighted'"),
+    ({"epoch_examples": 9}, "epoch_examples= is of mode 'weighted'"),
+    ({"exhausted": "longest"}, "exhausted= is of mode 'round_robin', this one is 'concat'"),
+    ({"mode": "weighted", "exhausted": "first"}, "exhausted= is of mode 'round_robin'"),
+    ({"mode": "weighted", "weights": {"a": 1, "bb": 1, "c": 1}}, "names 'bb', .* Did you mean b"),
+    ({"mode": "weighted", "weights": {"a": 1, "b": 1}}, "weights has nothing for c"),
     ({"mode": "weighted", "weights": [1, 1]}, "for each of a, b, c"),
     ({"mode": "round_robin", "order": "sequential"}, "cache after cache"),
     ({"names": ["x", "x", "y"]}, "called 'x'"),
@@ -108,3 +113,25 @@ def test_a_batch_that_transforms_leave_without_what_a_mixture_needs_is_named(
 
     with pytest.raises(ConfigError, match=f"transforms= of 'a.*lacks '{lacks}'.*`index`.*Return them too"):
         next(iter(mixture))
+
+
+@pytest.mark.parametrize("given", [5, None, [1]])
+def test_what_is_no_state_is_refused(alike: list[Cache], given: Any) -> None:
+    with pytest.raises(StaleStateError, match="a mixture's state is a dict"):
+        Mixture(alike, 4).load_state_dict(given)
+
+
+def test_an_argument_that_nobody_knows_is_the_mixtures(alike: list[Cache]) -> None:
+    with pytest.raises(TypeError, match=r"Mixture.__init__\(\) .*'mod'. Did you mean mode\?"):
+        Mixture(alike, 4, mod="weighted")
+    with pytest.raises(TypeError, match=r"Mixture.__init__\(\) .*'window'. Did you mean windows\?"):
+        Mixture(alike, 4, window=WINDOWS)
+
+
+def test_going_on_with_other_transforms_is_said(alike: list[Cache], caplog: pytest.LogCaptureFixture) -> None:
+    for mix in ("batch", "example"):
+        state = Mixture(alike, 4, mix=mix, transforms=[lambda batch, _: batch]).state_dict((0, 2))
+        Mixture(alike, 4, mix=mix).load_state_dict(state)
+
+        assert "this loader has none: the same examples follow" in caplog.text
+        caplog.clear()
