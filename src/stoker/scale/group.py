@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stoker.errors import Interrupted, StalledError, StokerError
 from stoker.scale.place import Place
-from stoker.scale.pulse import Pulse, ignore_sigterm, meet
+from stoker.scale.pulse import Pulse, meet
 from stoker.scale.ranks import Ranks
 
 DEADLINE_S = 300.0
@@ -53,7 +53,6 @@ class RankGroup(Ranks):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            ignore_sigterm()  # it ends by itself now, and what it says must not become an interrupt
             try:
                 self._end_by(error)
             finally:
