@@ -131,10 +131,11 @@ def test_ranks_that_are_all_asked_to_end_are_interrupted(
 def test_a_rank_that_is_done_is_not_lost(
     join: Callable[..., RankGroup], monkeypatch: pytest.MonkeyPatch, sigterm: None
 ) -> None:
-    with pytest.raises(KeyboardInterrupt), join(0):
-        with join(1):
-            time.sleep(2 * pulse.BEAT_S)
-        monkeypatch.setattr(pulse, "SILENT_S", 1.0)
+    last = join(0)
+    with join(1):
+        time.sleep(2 * pulse.BEAT_S)
+    monkeypatch.setattr(pulse, "SILENT_S", 1.0)
+    with pytest.raises(KeyboardInterrupt), last:
         raise KeyboardInterrupt
 
 

@@ -245,7 +245,7 @@ class VerifyConfig(SettingsSection):
     on_read: Literal["always", "first", "off"] = "always"
     """When the disk tier compares what it reads with checksums: at each read, a block's first, or never."""
     spot_check: CountInt = 0
-    """Records to encode again in the background while training, and to compare with the stored ones."""
+    """Records of each training cache to encode again while training, and to compare with the stored ones."""
 
 
 class Config(SettingsSection):
