@@ -28,8 +28,11 @@ if TYPE_CHECKING:
     from stoker.loader import Loader, Mixture, Windows
     from stoker.precompute import precompute
     from stoker.sources.hdf5 import HDF5Source
+    from stoker.sources.sql.source import SQLSource
     from stoker.sources.torch_dataset import TorchSource
     from stoker.store import Cache, open_cache
+    from stoker.train.batch_size import find_batch_size
+    from stoker.train.compiling import disable_torch_compile
 
 __version__ = "0.1.0"
 
@@ -40,11 +43,14 @@ __all__ = [
     "Loader",
     "Mixture",
     "ModuleEncoder",
+    "SQLSource",
     "StokerError",
     "TorchSource",
     "Windows",
     "__version__",
     "cached",
+    "disable_torch_compile",
+    "find_batch_size",
     "open_cache",
     "precompute",
 ]
@@ -56,9 +62,12 @@ _HOMES = {
     "Loader": "stoker.loader",
     "Mixture": "stoker.loader",
     "ModuleEncoder": "stoker.encoders.module",
+    "SQLSource": "stoker.sources.sql.source",
     "TorchSource": "stoker.sources.torch_dataset",
     "Windows": "stoker.loader",
     "cached": "stoker.cached",
+    "disable_torch_compile": "stoker.train.compiling",
+    "find_batch_size": "stoker.train.batch_size",
     "open_cache": "stoker.store",
     "precompute": "stoker.precompute",
 }

@@ -115,7 +115,7 @@ def test_batches_are_the_same_and_places_too(cache: Cache, monkeypatch: pytest.M
 
         monkeypatch.setattr(chooser._pool, "submit", counted)
         loader = Loader(cache, batch_size=7, windows=Windows(field="latent"), tier="host", seed=3)
-        loader._new_ahead = lambda: chooser
+        loader._serving._new_ahead = lambda: chooser
         return [(batch.z0.clone(), batch.index.clone(), loader.state_dict()) for batch in loader]
 
     for (z0, index, state), (other_z0, other_index, other_state) in zip(
@@ -185,13 +185,13 @@ from stoker.loader import Loader, Windows
 from stoker.store import open_cache
 loader = Loader(open_cache({str(cache.path)!r}), batch_size=7, windows=Windows(field="latent"), tier="host")
 list(loader)
-loader._ahead.beside = True
-assert list(loader._ahead.of(iter(range(50)), 50)) == list(range(50))  # its thread is there now
+loader._serving.ahead.beside = True
+assert list(loader._serving.ahead.of(iter(range(50)), 50)) == list(range(50))  # its thread is there now
 child = os.fork()
 if not child:
-    before = loader._ahead
+    before = loader._serving.ahead
     list(loader)
-    os._exit(int(loader._ahead is before))
+    os._exit(int(loader._serving.ahead is before))
 assert os.waitpid(child, 0)[1] == 0
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import time
 
 import pytest
@@ -147,24 +148,44 @@ def test_a_part_given_up_is_recorded_in_one_go():
     assert book.failures == calls[0]
 
 
+def windows(pace, readers, *told):
+    """What the pace says after each window of one second: `(waited, groups, idle)`."""
+    changes = []
+    for waited, groups, idle in told:
+        pace.step(waited, 1.0, groups, idle)
+        changes.append(pace.change(readers))
+        readers += changes[-1]
+    return changes
+
+
 def test_readers_are_added_while_the_encoder_waits_and_it_helps():
-    pace = Pace(most=4)
-    pace.step(0.9, 1.0, 10)
-    assert pace.another(1)
-    pace.step(0.5, 1.0, 20)
-    assert pace.another(2)
-    pace.step(0.5, 1.0, 20)  # the third brought nothing
-    assert not pace.another(3)
-    pace.step(0.9, 1.0, 100)
-    assert not pace.another(3)
+    assert windows(Pace(most=8), 1, (0.9, 10, 0), (0.5, 20, 0), (0.3, 30, 0), (0.1, 40, 0)) == [1, 1, 1, 0]
+
+
+def test_a_reader_that_brought_nothing_is_taken_back_and_the_next_trial_comes_later_each_time():
+    pace = Pace(most=8)
+    slow = [(0.9, 40, 0)] * 40
+    changes = windows(pace, 1, *slow)
+    tried = [at for at, change in enumerate(changes) if change > 0]
+    assert [changes[at + 1] for at in tried] == [-1] * len(tried)
+    gaps = [later - at for at, later in itertools.pairwise(tried)]
+    assert gaps == sorted(gaps)
+    assert gaps[0] >= 8
+    assert gaps[1] >= 16
+
+
+def test_readers_that_stand_idle_while_the_encoder_is_busy_are_sent_away_one_by_one():
+    told = [(0.0, 40, 3), (0.0, 40, 2), (0.0, 40, 1), (0.0, 40, 1)]
+    assert windows(Pace(most=8), 4, *told) == [-1, -1, 0, 0]
+
+
+def test_a_reader_is_called_back_when_the_encoder_waits_without_it():
+    assert windows(Pace(most=8), 4, (0.0, 40, 3), (0.5, 30, 0), (0.5, 30, 0)) == [-1, 1, 0]
 
 
 def test_no_reader_is_added_when_the_encoder_is_busy_or_there_are_enough():
-    pace = Pace(most=2)
-    pace.step(0.05, 1.0, 10)
-    assert not pace.another(1)
-    pace.step(0.9, 1.0, 10)
-    assert not pace.another(2)
+    assert windows(Pace(most=2), 1, (0.05, 10, 0)) == [0]
+    assert windows(Pace(most=2), 2, (0.9, 10, 0)) == [0]
 
 
 def test_the_space_needed_follows_from_the_schema():

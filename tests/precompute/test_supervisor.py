@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from stoker.errors import ReaderError, ResourceError, SourceError
 from stoker.precompute import (
@@ -178,8 +179,45 @@ def test_automatic_readers_grow_while_the_encoder_waits(tmp_path, monkeypatch):
 
     report = run(FakeSource((120,), delay_s=0.02), tmp_path, readers=None)
 
-    assert report.readers == 2
+    assert report.readers >= 2
     assert report.records == 120
+
+
+def test_a_reader_that_is_not_needed_gets_no_work_and_comes_back_without_a_new_process(
+    tmp_path, monkeypatch, spawned
+):
+    plan, handed = iter([1, 1, -1, -1, 1, -1] * 10), []
+    monkeypatch.setattr(pace, "_WINDOW_S", 0.05)
+    change = pace.Pace.change
+
+    def scripted(self, readers):
+        full = self.elapsed_s >= pace._WINDOW_S
+        change(self, readers)
+        return next(plan, 0) if full else 0
+
+    monkeypatch.setattr(pace.Pace, "change", scripted)
+    hand_out = roster.Worker.hand_out
+
+    def noted(self, works, absent):
+        handed.append((self.number, frozenset(crew[0].parked)))
+        hand_out(self, works, absent)
+
+    crew, make = [], roster.Roster.__init__
+    monkeypatch.setattr(
+        roster.Roster, "__init__", lambda self, launch: (make(self, launch), crew.append(self))[0]
+    )
+    monkeypatch.setattr(roster.Worker, "hand_out", noted)
+    monkeypatch.setattr(roster, "_SPARE_TRIES", 0)
+
+    report = run(FakeSource((300,), delay_s=0.01), tmp_path, readers=None)
+
+    assert report.records == 300
+    assert any(parked for _, parked in handed)
+    assert all(number not in parked for number, parked in handed)
+    assert len(spawned) <= 3
+    assert_no_reader_left(spawned)
+    alone = run(FakeSource((300,)), tmp_path / "alone", readers=0).cache
+    assert all(torch.equal(report.cache[n]["latent"], alone[n]["latent"]) for n in range(0, 300, 7))
 
 
 def target(descriptor):

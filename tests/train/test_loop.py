@@ -461,3 +461,18 @@ def test_kill_9_at_random_moments_changes_nothing(tmp_path: Path) -> None:
 
     assert kills
     assert same(weights(tmp_path / "killed"), weights(tmp_path / "plain"))
+
+
+def test_lines_and_checkpoints_that_were_moved_aside_belong_together(tmp_path: Path) -> None:
+    run(tmp_path, epochs=1)
+    run(tmp_path, epochs=2)
+    finished = MetricsLog(tmp_path / "metrics.jsonl").rows()
+    (tmp_path / "stall-rank1.previous.jsonl").write_text("{}")  # of a run with more ranks, before
+
+    for _ in range(2):  # both die before their first checkpoint
+        with pytest.raises(Stopped):
+            run(tmp_path, sink=at_step(1, die))
+
+    assert MetricsLog(tmp_path / "metrics.previous.jsonl").rows() == finished
+    assert [path.name for path in (tmp_path / "checkpoints.previous").glob("last-*12")]
+    assert not (tmp_path / "stall-rank1.previous.jsonl").exists()

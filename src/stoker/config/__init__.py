@@ -1,6 +1,7 @@
 """Settings: what there is, where they come from, what earlier names mean.
 
-models.py     every setting with type, default and meaning
+models.py     every setting with type, default and meaning; section.py what its sections share
+kinds.py      kinds of sources, and which settings each takes
 names.py      settings by dotted name; what a value should have been, which name was meant
 earlier.py    names of earlier systems
 remedies.py   remedies of errors in the words of the settings file

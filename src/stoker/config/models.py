@@ -6,22 +6,27 @@ what a run was started with is what it records. Names of earlier systems are not
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from omegaconf import OmegaConf
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PrivateAttr
+from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr
 
+from stoker.config.kinds import Kind
+from stoker.config.rows import SqlConfig
+from stoker.config.section import (
+    CountInt,
+    Flag,
+    Fraction,
+    Names,
+    NonNegativeFloat,
+    Place,
+    PositiveFloat,
+    PositiveInt,
+    SettingsSection,
+    as_names,
+)
 from stoker.config.transforms import Steps
 from stoker.schema import Json
-
-PositiveInt: TypeAlias = Annotated[int, Field(ge=1, strict=True)]
-CountInt: TypeAlias = Annotated[int, Field(ge=0, strict=True)]
-PositiveFloat: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
-NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
-Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True)]
-Flag: TypeAlias = Annotated[bool, Field(strict=True)]
-Names: TypeAlias = str | Annotated[tuple[str, ...], Field(min_length=1)]
 
 _SHORT = {
     "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16",
@@ -29,40 +34,29 @@ _SHORT = {
 }  # fmt: skip
 
 
-def _expanded(path: str) -> str:
-    """A path whose `~` is the user's folder, as in the paths of data."""
-    return str(Path(path).expanduser()) if path.startswith("~") else path
-
-
 def _long_dtype(value: object) -> object:
     return _SHORT.get(value, value) if isinstance(value, str) else value
 
 
-Place: TypeAlias = Annotated[str, AfterValidator(_expanded)]
+def _of_percent(value: object) -> object:
+    """What `2%` stands for, as a number; anything else as it is."""
+    text = value.strip() if isinstance(value, str) else ""
+    try:
+        return float(text.removesuffix("%")) / 100 if text.endswith("%") else value
+    except ValueError:
+        return value
+
+
 StorageDtype: TypeAlias = Annotated[
     Literal["float32", "float16", "bfloat16", "int8", "float8_e4m3fn"], BeforeValidator(_long_dtype)
 ]
 
 
-class _Section(BaseModel):
-    """What all sections share: no unknown names, no change after loading, numbers may stand for text."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        use_attribute_docstrings=True,
-        coerce_numbers_to_str=True,
-        protected_namespaces=(),
-    )
-
-
-def _names(value: Names) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else value
-
-
-class DataConfig(_Section):
+class DataConfig(SettingsSection):
     """Which raw samples there are."""
 
+    kind: Kind = "hdf5"
+    """What the data is made of; each kind has settings of its own below (docs/sources.md)."""
     task: Names = "burgers1d"
     """Name of the data set; it names the caches, and the files below `data.root` (`{task}_{split}.h5`)."""
     root: str = "data/pdebench"
@@ -83,19 +77,20 @@ class DataConfig(_Section):
     """Shift and scale each channel by mean and deviation of the train split, before encoding."""
     limit: PositiveInt | None = None
     """Take only the first so many samples."""
+    sql: SqlConfig = SqlConfig()
 
     @property
     def tasks(self) -> tuple[str, ...]:
         """`task` as a tuple."""
-        return _names(self.task)
+        return as_names(self.task)
 
     @property
     def wanted_splits(self) -> tuple[str, ...]:
         """`split` as a tuple."""
-        return _names(self.split)
+        return as_names(self.split)
 
 
-class LatentConfig(_Section):
+class LatentConfig(SettingsSection):
     """Size of what the encoder makes of one time step."""
 
     dim: PositiveInt = 32
@@ -104,11 +99,11 @@ class LatentConfig(_Section):
     """Tokens of one time step."""
 
 
-class EncoderConfig(_Section):
+class EncoderConfig(SettingsSection):
     """The frozen encoder."""
 
-    kind: Literal["grid", "identity"] = "grid"
-    """`grid` cuts each time step into patches; `identity` stores samples as they are."""
+    kind: Literal["grid", "identity"] | None = None
+    """`grid` cuts time steps into patches; `identity` stores samples as they are; null: `grid` for hdf5."""
     patch_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 4
     """Points of a patch along each axis, or `[height, width]`; on one-dimensional data along x."""
     fourier: tuple[PositiveInt, ...] = (1, 2)
@@ -125,7 +120,7 @@ class EncoderConfig(_Section):
         return (1 if height == 1 else self.patch_size, self.patch_size)
 
 
-class ModelConfig(_Section):
+class ModelConfig(SettingsSection):
     """The operator that is trained."""
 
     width: PositiveInt = 128
@@ -136,7 +131,7 @@ class ModelConfig(_Section):
     """Attention heads; divides `model.width`."""
 
 
-class TrainingConfig(_Section):
+class TrainingConfig(SettingsSection):
     """Training, and where the cache lies."""
 
     batch_size: PositiveInt = 256
@@ -191,8 +186,8 @@ class TrainingConfig(_Section):
     """Numbers of the samples to train on: a `.npy` file, or text with one a line; null: all."""
     weights_file: Place | None = None
     """A weight per stored sample, or per entry of `indices_file`, to draw by; null: each once an epoch."""
-    max_stall: Fraction | None = None
-    """Largest part of the time that may be waited for data; above it the command ends with exit code 5."""
+    max_stall: Annotated[Fraction | None, BeforeValidator(_of_percent)] = None
+    """Largest part of the time that may be waited for data, as `2%` or 0.02; above it: exit code 5."""
     seed: CountInt = 0
     """Decides the order of examples and the model's first weights."""
     run_dir: Place | None = None
@@ -207,7 +202,7 @@ class TrainingConfig(_Section):
     """How floats are stored; `int8` and `float8_e4m3fn` with scales; null: as encoded."""
 
 
-class DeadlinesConfig(_Section):
+class DeadlinesConfig(SettingsSection):
     """Seconds without progress after which a stage counts as stalled."""
 
     start: PositiveFloat = 60.0
@@ -222,7 +217,7 @@ class DeadlinesConfig(_Section):
     """Writing one group, or sealing one shard."""
 
 
-class PrecomputeConfig(_Section):
+class PrecomputeConfig(SettingsSection):
     """Filling the cache."""
 
     readers: CountInt | None = None
@@ -244,16 +239,16 @@ class PrecomputeConfig(_Section):
     deadlines: DeadlinesConfig = DeadlinesConfig()
 
 
-class VerifyConfig(_Section):
+class VerifyConfig(SettingsSection):
     """Whether what is served is what was encoded."""
 
     on_read: Literal["always", "first", "off"] = "always"
     """When the disk tier compares what it reads with checksums: at each read, a block's first, or never."""
     spot_check: CountInt = 0
-    """Records to encode again in the background while training, and to compare with the stored ones."""
+    """Records of each training cache to encode again while training, and to compare with the stored ones."""
 
 
-class Config(_Section):
+class Config(SettingsSection):
     """All settings of a run. Made by `load_config`; `notes` says what was accepted without effect."""
 
     data: DataConfig = DataConfig()
@@ -276,6 +271,11 @@ class Config(_Section):
     def notes(self) -> tuple[str, ...]:
         """One line for each setting that was accepted and has no effect; to be shown once."""
         return self._notes
+
+    @property
+    def encoder_kind(self) -> str:
+        """`encoder.kind`, chosen by the kind of data where it is not given."""
+        return self.encoder.kind or ("grid" if self.data.kind == "hdf5" else "identity")
 
     @property
     def where(self) -> str:

@@ -87,8 +87,8 @@ def expectation(prop: Mapping[str, Any]) -> str:
     """
     if "anyOf" in prop:
         return ", or ".join(dict.fromkeys(expectation(option) for option in prop["anyOf"]))
-    if "enum" in prop:
-        return _either([str(value) for value in prop["enum"]])
+    if "enum" in prop or "const" in prop:  # a choice of one is a constant
+        return _either([str(value) for value in prop.get("enum", [prop.get("const")])])
     kind = prop.get("type")
     if kind in ("integer", "number"):
         return ("a whole number" if kind == "integer" else "a number") + _bounds(prop)

@@ -2,7 +2,7 @@
 
 folders.py      whether what settings name can be written
 burgers.py      makes the demo's data: a pseudo-spectral solver of Burgers' equation
-build.py        settings -> sources, encoder, cache names
+build.py        settings -> sources, encoder, cache names; kinds.py makes the sources, by kind
 locate.py       what settings ask for and what is there; gone.py where the source is not there any more
 precompute.py   fills the caches of a configuration, or finds the one whose source is gone
 statistics.py   statistics of the train split, fitted once

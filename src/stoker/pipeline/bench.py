@@ -16,7 +16,7 @@ from stoker.errors import ConfigError
 from stoker.loader import Loader, Windows
 from stoker.monitor import StallMeter
 from stoker.pipeline.build import device_of, tasks_of
-from stoker.pipeline.locate import batch_size_of, locate, trajectory_steps, windows_of
+from stoker.pipeline.locate import batch_size_of, locate, trajectory_steps, windows_for
 from stoker.plan import Plan, limits, probe
 from stoker.plan.limits import Limit
 from stoker.schema import Json
@@ -121,8 +121,9 @@ def job_of_config(config: Config) -> Job:
             f"{located.folder} lacks {located.missing} records. `stoker bench` serves what is there: "
             "run `stoker precompute` with the same settings first"
         )
-    steps = trajectory_steps(located.cache.schema)
-    return _job(located.cache, windows_of(config), batch_size_of(config, steps), device_of(config))
+    schema = located.cache.schema
+    batch_size = batch_size_of(config, trajectory_steps(schema))
+    return _job(located.cache, windows_for(config, schema), batch_size, device_of(config))
 
 
 def job_of_cache(path: Path, batch_size: int) -> Job:
@@ -329,7 +330,7 @@ def _advice(job: Job | None, figures: Mapping[str, Figure], tiers: Mapping[str, 
     """What to do, in a sentence or three."""
     said: list[str] = []
     if job is None:
-        said.append("Give a cache or a CONFIG to see what its tiers reach of these limits.")
+        said.append("Name a CONFIG or the folder of a cache to see what its tiers reach of these limits.")
     else:
         whole = Loader(job.cache, job.batch_size, windows=job.windows, device=job.device)
         said += _choice(whole.plan, tiers)

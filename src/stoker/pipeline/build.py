@@ -18,11 +18,10 @@ from stoker.encoders.keeping import keeping
 from stoker.encoders.normalize import Normalized
 from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError
+from stoker.pipeline.kinds import BUILDERS
 from stoker.pipeline.statistics import train_statistics
 from stoker.schema import Schema, digest_json
-from stoker.sources.files import resolve_files
-from stoker.sources.hdf5 import HDF5Source
-from stoker.sources.protocol import Source
+from stoker.sources.protocol import Source, Splitting
 from stoker.sources.subset import Subset
 from stoker.store import Digests
 
@@ -45,7 +44,7 @@ def build_jobs(config: Config, task: str, splits: Sequence[str]) -> list[Job]:
         ConfigError, EncoderError: The encoder's settings do not fit the data.
         SplitError, SourceError: A split or its files are not there.
     """
-    sources = {split: build_source(config, task, split) for split in splits}
+    sources = build_sources(config, task, splits)
     fitted_on = None
     if config.data.normalize:
         fitted_on = sources.get("train") or build_source(config, task, "train")
@@ -78,10 +77,14 @@ def record_schema(job: Job) -> Schema:
 
 
 def tasks_of(config: Config) -> list[str]:
-    """Names of the tasks; made from `data.files` where those are given and no task is named."""
-    if config.data.files is not None and "task" not in config.data.model_fields_set:
-        return [stem_of(config.data.files)]
-    return list(config.data.tasks)
+    """Names of the tasks; where none is given, made from `data.files`, or from the folder or kind of data."""
+    data = config.data
+    given = data.model_fields_set
+    if "task" not in given and data.files is not None:
+        return [stem_of(data.files)]
+    if "task" not in given and data.kind != "hdf5":
+        return [stem_of(data.root) if "root" in given else data.kind]
+    return list(data.tasks)
 
 
 def stem_of(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> str:
@@ -104,12 +107,23 @@ def stem_of(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) ->
 
 def build_source(config: Config, task: str, split: str) -> Source:
     """The samples of one split of one task."""
-    data = config.data
-    paths = data.files if data.files is not None else resolve_files(data.root, task)
-    source = HDF5Source(
-        paths, preset=data.preset, fields=data.fields, split=split, splits=data.splits, seed=data.seed
-    )
-    return source if data.limit is None else Subset(source, data.limit)
+    return build_sources(config, task, [split])[split]
+
+
+def build_sources(config: Config, task: str, splits: Sequence[str]) -> dict[str, Source]:
+    """The samples of some splits of one task, of one reading of the data where the source can share it.
+
+    A table may change between two readings, and then one row would be in two splits.
+    """
+    data, found = config.data, dict[str, Source]()
+    shared: Source | None = None
+    for split in splits:
+        if isinstance(shared, Splitting):
+            source = shared.for_split(split)
+        else:
+            source = shared = BUILDERS[data.kind](data, task, split)
+        found[split] = source if data.limit is None else Subset(source, data.limit)
+    return found
 
 
 def build_encoder(config: Config, schema: Schema, *, fitted_on: Source | None) -> Encoder | None:
@@ -123,7 +137,7 @@ def build_encoder(config: Config, schema: Schema, *, fitted_on: Source | None) -
         ConfigError: The samples have no grid.
         EncoderError: The patch does not divide the grid.
     """
-    encoder = grid_encoder(config, schema) if config.encoder.kind == "grid" else None
+    encoder = grid_encoder(config, schema) if config.encoder_kind == "grid" else None
     if fitted_on is None:
         return encoder
     cache_dir = Path(config.training.latent_cache_dir)

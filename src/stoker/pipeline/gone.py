@@ -47,6 +47,8 @@ def find_without_source(config: Config, task: str, splits: Sequence[str]) -> dic
 def data_is_gone(config: Config, task: str) -> bool:
     """Whether no file that the settings name exists: one that is damaged, or a part of them, is not gone."""
     data = config.data
+    if data.kind != "hdf5":
+        return False
     if data.files is None:
         root = Path(data.root).expanduser()
         return not root.is_dir() or not any(
@@ -180,8 +182,8 @@ def _same_encoder(config: Config, recipe: Recipe) -> bool:
         if entry is None or entry["class"] != "stoker.Normalized" or entry["config"]["method"] != "standard":
             return False
         entry = entry["config"]["inner"]
-    if config.encoder.kind == "identity" or entry is None:
-        return entry is None and config.encoder.kind == "identity"
+    if config.encoder_kind == "identity" or entry is None:
+        return entry is None and config.encoder_kind == "identity"
     if entry["class"] != "stoker.GridEncoder":
         return False
     made = entry["config"]

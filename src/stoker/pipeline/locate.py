@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from stoker.config import Config
-from stoker.errors import SourceError, StokerError
+from stoker.errors import ConfigError, SourceError, StokerError
 from stoker.loader import Windows
 from stoker.loader.outputs import make_outputs
 from stoker.loader.windows import number_examples, time_field
@@ -90,13 +90,29 @@ def windows_of(config: Config) -> Windows:
     return Windows(stride=training.time_stride, horizon=training.rollout_horizon, start_every=start_every)
 
 
+def windows_for(config: Config, schema: Schema) -> Windows | None:
+    """How records of `schema` are cut; None where no field has time, so that each is an example."""
+    return windows_of(config) if any(field.time for field in schema.values()) else None
+
+
+def no_operator(schema: Schema) -> str:
+    """Why `stoker train` has nothing to train on records without time, and what to do instead."""
+    return (
+        f"records have {', '.join(schema)}, none with time, and `stoker train` trains an operator that "
+        "goes from one step to the next. Fill the cache with `stoker precompute`, and train in Python on "
+        "stoker.Loader(stoker.open_cache(FOLDER), batch_size=...)"
+    )
+
+
 def windows_in(config: Config, schema: Schema) -> int | None:
     """Windows that training cuts from one record of `schema`; None where records differ in length.
 
     Raises:
-        ConfigError: None, so that no loader could serve them.
+        ConfigError: None, so that no loader could serve them; or the records have no time.
     """
-    windows = windows_of(config)
+    windows = windows_for(config, schema)
+    if windows is None:
+        raise ConfigError(no_operator(schema))
     make_outputs(schema, windows, None)
     field = schema[time_field(schema, windows.field)]
     if field.ragged:

@@ -19,7 +19,15 @@ from stoker.monitor import GpuAbsent, open_gpu
 from stoker.pipeline.build import Job, build_jobs, device_of, tasks_of
 from stoker.pipeline.diary import run_dir_of
 from stoker.pipeline.folders import require_writable
-from stoker.pipeline.locate import Located, locate, locate_job, windows_in, windows_of
+from stoker.pipeline.locate import (
+    Located,
+    locate,
+    locate_job,
+    no_operator,
+    windows_for,
+    windows_in,
+    windows_of,
+)
 from stoker.pipeline.mixed import check_together
 from stoker.pipeline.plan import demand_of, left_by
 from stoker.pipeline.train import training_splits
@@ -144,6 +152,8 @@ def _together_rows(trained: Mapping[str, Located]) -> list[Row]:
 
 
 def _windows_row(config: Config, found: Located) -> Row:
+    if windows_for(config, found.recipe.schema) is None:
+        return Row(check="windows", status="warn", detail=no_operator(found.recipe.schema))
     try:
         count = windows_in(config, found.recipe.schema)
     except ConfigError as error:

@@ -29,7 +29,7 @@ from stoker.precompute.stages import Bench
 from stoker.precompute.supervisor import Supervisor
 from stoker.precompute.turn import take_turn
 from stoker.precompute.verdict import check_quarantined, check_values, describe_failures, too_many
-from stoker.sources.protocol import Source
+from stoker.sources.protocol import Proving, Source
 from stoker.store import Cache, Digests, Folder, make_recipe, open_folder
 from stoker.store.claims import INDEX_WAIT_S, claim
 from stoker.units import format_count
@@ -37,6 +37,10 @@ from stoker.units import format_count
 log = logging.getLogger("stoker")
 MOST_PASSES = 3
 """Making the index may find records damaged, which costs another pass."""
+
+
+_READERS_A_CORE = 2
+"""At most; a reader that waits for storage needs no core. `Pace` takes back those that do not help."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -189,6 +193,8 @@ def _fill(
     if not settings.overwrite:
         with claim(folder.path, "adopt", wait_s=INDEX_WAIT_S):  # or each rank would count the same records
             context[1].adopted = folder.adopt()
+    if settings.readers != 0 and isinstance(source, Proving):
+        source.prove()
     again = {settings.part[0]}
     """The parts of which this run tries again what failed for a passing reason: once, and its own."""
 
@@ -202,8 +208,9 @@ def _fill(
             resources = probe(path=folder.path)
             check_space(folder.path, folder.recipe.schema, len(missing), resources)
             fitting, most = fit_memory(source.schema(), folder.recipe, settings, resources)
-            cpus = max(1, min(most, int(resources.cpus) // settings.beside))
-            _pass(Bench(source, encoder, folder, fitting, missing=own), context, cpus=cpus)
+            cpus = int(resources.cpus) // settings.beside
+            most = max(1, min(most, _READERS_A_CORE * cpus))
+            _pass(Bench(source, encoder, folder, fitting, missing=own), context, most=most)
 
     lost = 0
     for _ in range(MOST_PASSES):
@@ -224,11 +231,11 @@ def _quiet_s(settings: PrecomputeSettings) -> float:
     return sum(getattr(settings.deadlines, stage) for stage in Deadlines.__slots__)
 
 
-def _pass(bench: Bench, context: tuple[Interrupts, _Tally], *, cpus: int) -> None:
+def _pass(bench: Bench, context: tuple[Interrupts, _Tally], *, most: int) -> None:
     """Encode what `bench` lacks."""
     sink = automatic() if bench.settings.progress == "auto" else bench.settings.progress
     try:
-        _encode(bench, sink, *context, cpus=cpus)
+        _encode(bench, sink, *context, most=most)
     finally:
         if sink is not None:
             sink.close()
@@ -238,7 +245,7 @@ def _pass(bench: Bench, context: tuple[Interrupts, _Tally], *, cpus: int) -> Non
 
 
 def _encode(
-    bench: Bench, sink: ProgressSink | None, interrupts: Interrupts, tally: _Tally, *, cpus: int
+    bench: Bench, sink: ProgressSink | None, interrupts: Interrupts, tally: _Tally, *, most: int
 ) -> None:
     """Start the stages, run them, and end them in an order that keeps what was encoded."""
     keep_freed_memory()
@@ -264,7 +271,7 @@ def _encode(
             ),
             interrupts=interrupts,
             sink=sink,
-            pace=Pace(most=min(cpus, bench.most_readers)) if settings.readers is None else None,
+            pace=Pace(most=min(most, bench.most_readers)) if settings.readers is None else None,
         )
         try:
             with bench.watchdog(group_encoder):

@@ -52,6 +52,11 @@ class SampleFault:
     """Whether another try within the run makes sense."""
 
 
+def passing_fault(number: int, stage: str, error: str) -> SampleFault:
+    """A failure that another reader, or another day, may not meet."""
+    return SampleFault(number=number, stage=stage, error=error[:600], kind="transient", retry=True)
+
+
 class SampleFaultError(Exception):
     """Carries a `SampleFault` to whoever decides about it; never leaves this package."""
 

@@ -1,13 +1,20 @@
-"""How many readers: start with one, add while the encoder waits for data and another one helps."""
+"""How many readers: more while the encoder waits and another one helps, fewer while several are idle."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 _WINDOW_S = 0.75
 _WINDOW_GROUPS = 4
 _WAITS_MUCH = 0.15
+_WAITS_LITTLE = 0.02
 _GAIN = 1.05
+_IDLE_READERS = 1.25
+_FIRST_REST = 8
+_LONGEST_REST = 64
+
+Change: TypeAlias = Literal[-1, 0, 1]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -15,42 +22,68 @@ class Pace:
     """Decides from what it is told; asks no clock and starts nothing.
 
     A window of time ends when it is long enough and enough groups came through. A reader is added when the
-    encoder spent more than 15 % of the window waiting, and the last addition raised the rate by 5 % or more.
+    encoder spent more than 15 % of the window waiting, and taken back when the next window was not 5 %
+    faster: then this source gives no more, or something else is the limit. One is taken away when the encoder
+    hardly waited while more than one reader stood before a full arena. After a change that did not pay, the
+    next trial comes 8 windows later, then 16, up to 64: a later file may be slower to read.
     """
 
     most: int
-    """Upper bound: cores, and what the memory in flight allows."""
+    """Upper bound: by cores, and by what the memory in flight allows."""
     waited_s: float = 0.0
     elapsed_s: float = 0.0
+    idle_s: float = 0.0
     groups: int = 0
-    _rate: float = 0.0
-    _settled: bool = False
+    _trial: Change = 0
+    _before: float = 0.0
+    _rest: int = 0
+    _next_rest: int = _FIRST_REST
 
-    def step(self, waited_s: float, elapsed_s: float, groups: int) -> None:
-        """Count what happened since the last call: time waited for readers, time in all, groups encoded."""
+    def step(self, waited_s: float, elapsed_s: float, groups: int, idle: int = 0) -> None:
+        """Count what happened since the last call.
+
+        Args:
+            waited_s: Time that the encoder waited for readers.
+            elapsed_s: Time in all.
+            groups: Groups encoded.
+            idle: Readers that have filled all their slots.
+        """
         self.waited_s += waited_s
         self.elapsed_s += elapsed_s
+        self.idle_s += idle * elapsed_s
         self.groups += groups
 
-    def another(self, readers: int) -> bool:
-        """Whether to add a reader to the `readers` there are; ends the window if it is full."""
-        if self._settled or readers >= self.most:
-            return False
+    def change(self, readers: int) -> Change:
+        """How many to add to the `readers` there are, or to do without; ends the window if it is full."""
         if self.elapsed_s < _WINDOW_S or self.groups < _WINDOW_GROUPS * readers:
-            return False
-        rate, waits = self.groups / self.elapsed_s, self.waited_s / self.elapsed_s
-        helped = rate >= self._rate * _GAIN
+            return 0
+        rate, waits, idle = (x / self.elapsed_s for x in (self.groups, self.waited_s, self.idle_s))
         self.restart()
-        if waits <= _WAITS_MUCH:
-            return False
-        self._settled = not helped
-        self._rate = rate
-        return helped
+        trial, self._trial = self._trial, 0
+        self._rest = max(0, self._rest - 1)
+        if trial > 0 and rate < self._before * _GAIN:
+            return self._undo(-1)
+        if trial < 0 and waits > _WAITS_MUCH and rate < self._before:
+            return self._undo(1)
+        if trial:
+            self._next_rest = _FIRST_REST
+        self._before = rate
+        if waits > _WAITS_MUCH and readers < self.most and not self._rest:
+            self._trial = 1
+        elif waits < _WAITS_LITTLE and idle > _IDLE_READERS and readers > 1 and not self._rest:
+            self._trial = -1
+        return self._trial
 
     def settle(self) -> None:
-        """Add no more: another reader did not start."""
-        self._settled = True
+        """Try nothing for a long time: another reader did not start."""
+        self._trial, self._rest, self._next_rest = 0, _LONGEST_REST, _LONGEST_REST
 
     def restart(self) -> None:
         """Begin a new window, as when readers have just been started."""
-        self.waited_s, self.elapsed_s, self.groups = 0.0, 0.0, 0
+        self.waited_s = self.elapsed_s = self.idle_s = 0.0
+        self.groups = 0
+
+    def _undo(self, change: Change) -> Change:
+        self._rest = self._next_rest
+        self._next_rest = min(_LONGEST_REST, 2 * self._next_rest)
+        return change

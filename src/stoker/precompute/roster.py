@@ -29,6 +29,8 @@ class Roster:
         """Readers that are to be at work."""
         self.working: dict[int, Worker] = {}
         """By number."""
+        self.parked: set[int] = set()
+        """Numbers of those that get no more work until one more is wanted."""
         self.spare: Worker | None = None
         """Idle; takes the place of the next that is lost."""
         self.ending: list[Worker] = []
@@ -53,11 +55,13 @@ class Roster:
         return [*self.ending, *self.abandoned]
 
     def add(self) -> Worker:
-        """Put one more to work: the spare if there is one.
+        """Put one more to work: a parked one or the spare if there is one.
 
         Raises:
             ResourceError: The system starts no more, or has no memory for its arena.
         """
+        if self.parked:
+            return self.working[self.parked.pop()]
         worker = self.spare or self._start()
         self.spare = None
         try:
@@ -68,6 +72,20 @@ class Roster:
             raise
         self.working[worker.number] = worker
         return worker
+
+    @property
+    def active(self) -> list[Worker]:
+        """Those at work that are not parked."""
+        return [worker for number, worker in self.working.items() if number not in self.parked]
+
+    def park(self) -> Worker | None:
+        """Do without the latest; None if there is but one."""
+        active = self.active
+        if len(active) < 2 or self.wanted < 2:
+            return None
+        self.wanted -= 1
+        self.parked.add(active[-1].number)
+        return active[-1]
 
     @property
     def all_delivering(self) -> bool:
@@ -97,6 +115,7 @@ class Roster:
             self._spare_tries -= 1
         else:
             del self.working[worker.number]
+            self.parked.discard(worker.number)
         if worker.state == "reaped":
             worker.close()
         else:

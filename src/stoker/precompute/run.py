@@ -99,7 +99,7 @@ class Run:
             if self._parcels:
                 groups = self._encode(self._parcels.popleft())
             self._stages.writer.check()
-            self._grow(waited, time.monotonic() - begun, groups)
+            self._adjust(waited, time.monotonic() - begun, groups)
             self._show()
         self._show(last=True)
         return True
@@ -123,7 +123,7 @@ class Run:
         """Say that the loop goes round; what is read in this process may take any time."""
         self._stages.encoder.clock.alive(bounded=isinstance(self._stages.feed, Supervisor))
 
-    def _grow(self, waited_s: float, elapsed_s: float, groups: int) -> None:
+    def _adjust(self, waited_s: float, elapsed_s: float, groups: int) -> None:
         feed, pace = self._stages.feed, self._pace
         if pace is None or not isinstance(feed, Supervisor):
             return
@@ -132,9 +132,12 @@ class Run:
         if not feed.all_delivering:
             pace.restart()
             return
-        pace.step(waited_s, elapsed_s, groups)
-        if pace.another(feed.readers):
+        pace.step(waited_s, elapsed_s, groups, feed.idle)
+        change = pace.change(feed.readers)
+        if change > 0:
             feed.start(1)
+        elif change < 0:
+            feed.park()
 
     def _show(self, *, last: bool = False) -> None:
         now = time.monotonic()

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 
 from stoker.errors import ReaderError, ResourceError, SourceError
-from stoker.precompute.fill import PartNames, SampleFault
+from stoker.precompute.fill import PartNames, SampleFault, passing_fault
 from stoker.precompute.layout import Layout
 from stoker.precompute.ledger import ATTEMPTS, Ledger
 from stoker.precompute.limits import LossLimits
@@ -77,6 +77,11 @@ class Supervisor:
         return self._roster.wanted
 
     @property
+    def idle(self) -> int:
+        """Readers that cannot go on because the caller has not taken what they read."""
+        return sum(worker.held >= self._layout.slots for worker in self._roster.working.values())
+
+    @property
     def losses(self) -> int:
         """Readers that died or were killed."""
         return self._limits.losses
@@ -102,7 +107,7 @@ class Supervisor:
         return self._roster.all_delivering
 
     def start(self, readers: int) -> None:
-        """Start that many reader processes; they get work from the first `poll` on.
+        """Put that many more readers to work, parked ones first; they get it from the next `poll` on.
 
         Raises:
             ResourceError: Not one can be started. Fewer than asked for are said, and do.
@@ -110,6 +115,11 @@ class Supervisor:
         self._roster.wanted += readers
         for _ in range(readers):
             self._add()
+
+    def park(self) -> None:
+        """Give one reader no more work; what it has in hand it still delivers."""
+        if worker := self._roster.park():
+            self._queue.leave(worker.number)
 
     def _add(self) -> None:
         try:
@@ -152,7 +162,8 @@ class Supervisor:
 
     def release(self, parcel: Parcel) -> None:
         """See `Feed.release`."""
-        self._queue_done(parcel)
+        if parcel.last:
+            self._queue.done()
         number, slot = parcel.origin
         worker = self._roster.working.get(number)
         if worker is None:
@@ -165,10 +176,6 @@ class Supervisor:
             frames, incoming.waiting = incoming.waiting, []
             for frame in frames:
                 self._piece(worker, frame)
-
-    def _queue_done(self, parcel: Parcel) -> None:
-        if parcel.last:
-            self._queue.done()
 
     def views(self) -> list[ReaderView]:
         """See `Feed.views`."""
@@ -328,8 +335,9 @@ class Supervisor:
         said = f"{self._place(loss.number)}{loss.cause}"
         log.warning("%s; stack and output: %s", said, worker.process.log)
         worker.process.record(said)
+        parked = worker.number in self._roster.parked
         self._roster.remove(worker)
-        if spare or (loss.stage == "start" and self._fail_start(worker, loss)):
+        if spare or parked or (loss.stage == "start" and self._fail_start(worker, loss)):
             return
         self._limits.check(self._roster.wanted, len(self._ledger.failures), said)
         self._add()
@@ -366,14 +374,14 @@ class Supervisor:
                 self._limits.delivered(read)
             error = f"{self._parts.name(loss.number)}: {loss.cause}"
             stage = loss.stage if loss.stage in ("open", "read") else "read"
-            self._ledger.fault(_transient(loss.number, stage, error))
+            self._ledger.fault(passing_fault(loss.number, stage, error))
             self._queue.give_back(work, avoid=worker.number)
             if self._ledger.part_is_dead(work.part, loss.number):
                 self._give_up(work.part, loss.number, error)
 
     def _give_up(self, part: int, number: int, error: str) -> None:
         """Set aside what is left of a part whose storage does not answer."""
-        fault = _transient(number, "read", error)
+        fault = passing_fault(number, "read", error)
         count = self._ledger.give_up(self._queue.part_numbers(part), fault)
         if count:
             name = self._parts.name(number)
@@ -381,7 +389,7 @@ class Supervisor:
 
     def _hand_out(self) -> None:
         """Give readers work: one item in hand and one ahead."""
-        working = self._roster.working.values()
+        working = self._roster.active
         live = sum(worker.state == "ready" for worker in working)
         for worker in working:
             while worker.state == "ready" and len(worker.items) < _ITEMS_AHEAD:
@@ -389,8 +397,3 @@ class Supervisor:
                 if not works:
                     break
                 worker.hand_out(works, self._queue.absent)
-
-
-def _transient(number: int, stage: str, error: str) -> SampleFault:
-    """A failure that another reader, or another day, may not meet."""
-    return SampleFault(number=number, stage=stage, error=error[:600], kind="transient", retry=True)

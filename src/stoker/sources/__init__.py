@@ -1,4 +1,4 @@
-"""Raw samples, by number: HDF5 simulations and any map-style torch `Dataset`.
+"""Raw samples, by number: simulations, trajectories, archives, tables, any map-style torch `Dataset`.
 
 protocol.py        what a source promises, and how it names itself for the recipe
 hdf5.py            HDF5Source: the public face of everything below
@@ -16,5 +16,10 @@ torch_dataset.py   TorchSource: any map-style Dataset (the only module here that
   torch_identity.py  what names a Dataset: what it holds, and its code
   torch_code.py      source text, and what functions use from outside
   torch_arrays.py    digest of arrays and tensors held in memory
-subset.py          the first samples of a source
+arrays.py          ArraySource: trajectories of varying length in HDF5 and Zarr, Zarr grids, `.npy`
+  array_layout.py    rows, one group per sample, or flat arrays with offsets
+  containers.py      files that hold named arrays, opened lazily
+tar.py             TarSource: WebDataset archives, members listed once and read by position
+parquet.py         ParquetSource; hf_datasets.py: DatasetsSource; arrow.py: their columns as fields
+subset.py          the first samples of a source; split_of.py: one split of any source
 """

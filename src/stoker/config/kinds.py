@@ -1,0 +1,35 @@
+"""Kinds of sources: their names, what settings each has of its own, and which shared ones it takes.
+
+Another kind is: its name in `Kind`; a section of its settings here, which `DataConfig` holds under that name;
+its name at the shared settings that it takes, in `TAKEN_BY`; a function that makes the source, in
+`stoker.pipeline.kinds.BUILDERS`. docs/config.md and all messages follow by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal, TypeAlias, get_args
+
+from pydantic import BaseModel
+
+Kind: TypeAlias = Literal["hdf5", "sql"]
+"""What `data.kind` can be."""
+
+KINDS: tuple[str, ...] = get_args(Kind)
+
+TAKEN_BY: Mapping[str, tuple[str, ...]] = {
+    "files": ("hdf5",),
+    "preset": ("hdf5",),
+    "fields": ("hdf5",),
+    "normalize": ("hdf5",),
+}
+"""Settings of `data` that not every kind takes, with those that do; what is not here is for all."""
+
+
+def misplaced(data: BaseModel, kind: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Settings of `data` that are given though its kind takes no notice of them, and the kinds that would."""
+    sections = {name: (name,) for name in KINDS if name in type(data).model_fields}
+    for name, kinds in {**TAKEN_BY, **sections}.items():
+        given = getattr(data, name) != type(data).model_fields[name].get_default(call_default_factory=True)
+        if given and kind not in kinds:
+            yield name, kinds
