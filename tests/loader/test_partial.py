@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stoker.loader import Loader, Normalise, Windows, partial
-from stoker.loader.disk import DiskBatches
+from stoker.loader.pieces import Pieces
 from stoker.schema import PACKED_DTYPES
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
@@ -139,13 +139,13 @@ def test_rows_in_memory_are_not_read_from_disk(cache: Cache, monkeypatch: pytest
     """What a batch costs follows the fractions: a row in memory costs what memory costs."""
     read: list[int] = []
     loader = loader_at(cache, ["device", "device", "host", "host", "disk", "disk"], batch_size=7)
-    reading = DiskBatches._read
+    reading = Pieces.read
 
-    def noted(self: Any, piece: Any, *rest: Any) -> float:
+    def noted(self: Any, cache: Any, piece: Any, *rest: Any) -> int:
         read.append(len(piece))
-        return reading(self, piece, *rest)
+        return reading(self, cache, piece, *rest)
 
-    monkeypatch.setattr(DiskBatches, "_read", noted)
+    monkeypatch.setattr(Pieces, "read", noted)
 
     batches = list(loader)
 

@@ -18,7 +18,7 @@ from stoker.errors import (
     CorruptError,
     StalledError,
 )
-from stoker.loader import Loader, Windows, disk, residency
+from stoker.loader import Loader, Windows, pieces, residency
 from stoker.store import Cache, open_cache
 from tests.loader.caches import write_cache
 from tests.loader.layouts import COUNT, LAYOUTS, TIMED, same, values_of
@@ -165,7 +165,7 @@ def test_a_read_that_hangs_is_a_stall_not_a_hang(cache: Cache, monkeypatch: pyte
     import threading
 
     gate = threading.Event()
-    monkeypatch.setattr(disk.DiskBatches, "_read", lambda *_: gate.wait(30))
+    monkeypatch.setattr(pieces.Pieces, "read", lambda *_: gate.wait(30))
 
     with pytest.raises(StalledError, match=r"reading a batch .* 0\.1 s"):
         next(iter(Loader(cache, batch_size=4, tier="disk", timeout=0.1)))

@@ -39,7 +39,7 @@ from stoker.units import format_count
 if TYPE_CHECKING:
     from stoker.monitor.meter import StallMeter
     from stoker.store import Cache
-    from stoker.store.shard_read import Verify
+    from stoker.store.blocks import Verify
 
 MAX_GATHER_THREADS = 4
 """More threads than this do not make one gather quicker: memory is the limit."""

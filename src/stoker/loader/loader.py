@@ -40,7 +40,7 @@ from stoker.units import format_bytes, format_count
 if TYPE_CHECKING:
     from stoker.monitor.meter import StallMeter
     from stoker.store import Cache
-    from stoker.store.shard_read import Verify
+    from stoker.store.blocks import Verify
 
 
 class Loader:
@@ -139,8 +139,8 @@ class Loader:
         self._pin = pin and torch.cuda.is_available()
         self._mender = Mender()
         self._serving: Serving = begin_filling_pass(cache, self._wishes, self._mender) or self._whole(cache)
-        self._place = Place()
         self._turn = Turn()
+        self._place = Place()
 
     @property
     def plan(self) -> Plan:
