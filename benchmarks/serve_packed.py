@@ -1,6 +1,6 @@
 """Question: what do packed records (int8, float8, a scale for each block) cost and save beside float16?
 
-2,000 records of float32 latents (101, 4, 128), 202 KiB each, stored as float16 (served as float16, and converted to float32
+800 records of float32 latents (101, 4, 128), 202 KiB each, stored as float16 (served as float16, and converted to float32
 as packed ones are) and packed. From host memory and from disk past the page cache, shuffled batches, each turn a pass,
 in turns. `record_bytes` are those stored; `of_float16` compares with float16 converted to float32: the same batches, but for
 rounding.
@@ -25,7 +25,7 @@ from measure import interleaved, publish
 from serve_memory import Records, cache_of, drain
 from stoker.plan.limits import drop_from_page_cache
 
-COUNT, SHAPE, BATCH, ROUNDS = 2_000, (101, 4, 128), 32, 5
+COUNT, SHAPE, BATCH, ROUNDS = 800, (101, 4, 128), 32, 5
 BATCHES = COUNT // BATCH
 
 
