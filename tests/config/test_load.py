@@ -159,7 +159,7 @@ def test_all_unknown_names_are_named_at_once(tmp_path: Path) -> None:
         pytest.param(
             "training.latent_cache_dtype=int4",
             'training.latent_cache_dtype is "int4". Expected float32, float16, bfloat16, int8 or '
-            "float8_e4m3fn, or null",
+            "float8_e4m3fn, or names, each with",
             id="dtype",
         ),
         pytest.param(

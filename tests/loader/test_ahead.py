@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from stoker.loader import Loader, Windows
-from stoker.loader.ahead import Ahead
+from stoker.loader.ahead import Ahead, Strips, Turn
+from stoker.loader.pool import Pool
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
 
@@ -81,7 +82,7 @@ def test_a_thread_that_does_not_pay_is_given_up_and_tried_ever_more_rarely() -> 
         ways.append(chooser.beside)
         clock.strip(chooser)
 
-    assert 4 <= sum(ways) <= 12
+    assert 4 <= sum(ways) <= 18
     assert sum(ways[:20]) > sum(ways[100:120])
 
 
@@ -194,3 +195,67 @@ if not child:
 assert os.waitpid(child, 0)[1] == 0
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
+
+
+def test_the_next_strip_is_begun_beside_the_last_batches_of_this_one() -> None:
+    """Beginning one takes milliseconds, which the step would wait for."""
+    begun: list[int] = []
+    by: list[bool] = []
+
+    def source() -> Iterator[list[int]]:
+        for number in range(3):
+            begun.append(number)
+            by.append(threading.current_thread() is threading.main_thread())
+            yield [number] * 20
+
+    chooser = Ahead(cores=2)
+    chooser.beside = True
+    chooser._made.append(1e-3)
+    found: list[int] = []
+    for strip in (strips := Strips(source(), Turn())):
+        for place, batch in enumerate(chooser.of(strip, len(strip), strips)):
+            found.append(batch)
+            if place == 19 and batch < 2:
+                strips._turn.wait()
+                assert begun[-1] == batch + 1
+        chooser.ended()
+
+    assert found == [0] * 20 + [1] * 20 + [2] * 20
+    assert by == [True, False, False]
+
+
+def test_two_passes_never_begin_strips_at_one_time() -> None:
+    at_work: list[int] = []
+    seen: list[int] = []
+
+    def source() -> Iterator[int]:
+        for number in range(3):
+            at_work.append(number)
+            seen.append(len(at_work))
+            time.sleep(0.05)
+            at_work.pop()
+            yield number
+
+    turn, pool = Turn(), Pool(1, "t")
+    left, other = Strips(source(), turn), Strips(source(), turn)
+    next(left)
+    left.begin(pool)
+    assert [*other] == [0, 1, 2]
+    assert [*left] == [1, 2]
+    left.close()
+
+    assert set(seen) == {1}
+
+
+def test_an_error_while_the_next_strip_begins_comes_out_in_its_place() -> None:
+    def source() -> Iterator[int]:
+        yield 0
+        raise ValueError("no more")
+
+    strips = Strips(source(), Turn())
+    assert next(strips) == 0
+    strips.begin(Pool(1, "t"))
+
+    with pytest.raises(ValueError, match="no more"):
+        next(strips)
+    strips.close()

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from omegaconf import OmegaConf
 from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr
 
+from stoker.config.images import ImagesConfig
 from stoker.config.kinds import Kind
 from stoker.config.rows import SqlConfig
 from stoker.config.section import (
@@ -77,6 +78,7 @@ class DataConfig(SettingsSection):
     """Shift and scale each channel by mean and deviation of the train split, before encoding."""
     limit: PositiveInt | None = None
     """Take only the first so many samples."""
+    images: ImagesConfig = ImagesConfig()
     sql: SqlConfig = SqlConfig()
 
     @property
@@ -102,8 +104,8 @@ class LatentConfig(SettingsSection):
 class EncoderConfig(SettingsSection):
     """The frozen encoder."""
 
-    kind: Literal["grid", "identity"] | None = None
-    """`grid` cuts time steps into patches; `identity` stores samples as they are; null: `grid` for hdf5."""
+    kind: Literal["grid", "identity"] = "grid"
+    """`grid` cuts time steps into patches; `identity` stores samples as they are."""
     patch_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 4
     """Points of a patch along each axis, or `[height, width]`; on one-dimensional data along x."""
     fourier: tuple[PositiveInt, ...] = (1, 2)
@@ -198,8 +200,8 @@ class TrainingConfig(SettingsSection):
     """Parts that tasks have in an epoch of `mixture: weighted`, by name; null: equal ones."""
     latent_cache_dir: Place = "data/latent_cache"
     """Folder of the caches."""
-    latent_cache_dtype: StorageDtype | None = "float16"
-    """How floats are stored; `int8` and `float8_e4m3fn` with scales; null: as encoded."""
+    latent_cache_dtype: StorageDtype | dict[str, StorageDtype] | None = "float16"
+    """How floats are stored, all or by field; `int8` and `float8_e4m3fn` with scales; null: as encoded."""
 
 
 class DeadlinesConfig(SettingsSection):
@@ -271,11 +273,6 @@ class Config(SettingsSection):
     def notes(self) -> tuple[str, ...]:
         """One line for each setting that was accepted and has no effect; to be shown once."""
         return self._notes
-
-    @property
-    def encoder_kind(self) -> str:
-        """`encoder.kind`, chosen by the kind of data where it is not given."""
-        return self.encoder.kind or ("grid" if self.data.kind == "hdf5" else "identity")
 
     @property
     def where(self) -> str:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError
 from stoker.loader import state as states
+from stoker.loader.ahead import Strips, Turn
 from stoker.loader.arguments import (
     NOT_BY_NUMBER,
     check_kinds,
@@ -39,7 +40,7 @@ from stoker.units import format_bytes, format_count
 if TYPE_CHECKING:
     from stoker.monitor.meter import StallMeter
     from stoker.store import Cache
-    from stoker.store.shard_read import Verify
+    from stoker.store.blocks import Verify
 
 
 class Loader:
@@ -138,6 +139,7 @@ class Loader:
         self._pin = pin and torch.cuda.is_available()
         self._mender = Mender()
         self._serving: Serving = begin_filling_pass(cache, self._wishes, self._mender) or self._whole(cache)
+        self._turn = Turn()
         self._place = Place()
 
     @property
@@ -235,26 +237,30 @@ class Loader:
         finish = self._finish(serving)
         example_bytes = sum(output.served_bytes for output in serving.design.outputs)
         begin = perf_counter()
-        for strip in serving.strips(epoch, position):
-            batches = strip.batches
-            if strip.tier == "host":
-                batches = serving.ahead.of(batches, strip.count)
-            if finish:
-                batches = finish.apply(batches, strip.examples, strip.size, epoch)
-            if meter is None:
-                for batch in batches:
-                    self._place.at = last = batch.position
-                    yield batch
-            else:
-                size_bytes = example_bytes * strip.size
-                for batch in batches:
-                    self._place.at = last = batch.position
-                    meter.waited(perf_counter() - begin)
-                    meter.handed(size_bytes, strip.size, strip.tier)
-                    yield batch
-                    begin = perf_counter()
-            serving.ahead.ended()
-            del strip, batches  # they refer to memory that may be let go of before the next ones
+        strips = Strips(serving.strips(epoch, position), self._turn)
+        try:
+            for strip in strips:
+                batches = strip.batches
+                if strip.tier == "host":
+                    batches = serving.ahead.of(batches, strip.count, strips)
+                if finish:
+                    batches = finish.apply(strip, batches, epoch)
+                if meter is None:
+                    for batch in batches:
+                        self._place.at = last = batch.position
+                        yield batch
+                else:
+                    size_bytes = example_bytes * strip.size
+                    for batch in batches:
+                        self._place.at = last = batch.position
+                        meter.waited(perf_counter() - begin)
+                        meter.handed(size_bytes, strip.size, strip.tier)
+                        yield batch
+                        begin = perf_counter()
+                serving.ahead.ended()
+                del strip, batches  # they refer to memory that may be let go of before the next ones
+        finally:
+            strips.close()
         if meter is not None:
             meter.ended()
         self._place.end(epoch, last)

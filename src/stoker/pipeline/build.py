@@ -137,7 +137,7 @@ def build_encoder(config: Config, schema: Schema, *, fitted_on: Source | None) -
         ConfigError: The samples have no grid.
         EncoderError: The patch does not divide the grid.
     """
-    encoder = grid_encoder(config, schema) if config.encoder_kind == "grid" else None
+    encoder = grid_encoder(config, schema) if config.encoder.kind == "grid" else None
     if fitted_on is None:
         return encoder
     cache_dir = Path(config.training.latent_cache_dir)

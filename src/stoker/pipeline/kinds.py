@@ -28,6 +28,23 @@ def hdf5_source(data: DataConfig, task: str, split: str) -> Source:
     )
 
 
+def images_source(data: DataConfig, task: str, split: str) -> Source:
+    """Images and their labels."""
+    from stoker.sources.images.source import ImageSource, Labels
+
+    own = data.images.model_dump()
+    labels = Labels(**{name: own.pop(name) for name in Labels.__dataclass_fields__})
+    return ImageSource(
+        data.root,
+        own.pop("annotations"),
+        labels=labels,
+        split=split,
+        splits=data.splits,
+        seed=data.seed,
+        **own,
+    )
+
+
 def sql_source(data: DataConfig, task: str, split: str) -> Source:
     """Rows of a database."""
     from stoker.sources.sql.request import Timeouts
@@ -56,4 +73,4 @@ def sql_source(data: DataConfig, task: str, split: str) -> Source:
     )
 
 
-BUILDERS: Mapping[Kind, Builder] = {"hdf5": hdf5_source, "sql": sql_source}
+BUILDERS: Mapping[Kind, Builder] = {"hdf5": hdf5_source, "images": images_source, "sql": sql_source}

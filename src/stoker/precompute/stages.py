@@ -83,7 +83,10 @@ class Bench:
         refs = recipe.refs
         self._parts = PartNames(
             offsets=[part.offset for part in recipe.parts],
-            names=[str(of[0].path) if of else part.name for part, of in zip(recipe.parts, refs, strict=True)],
+            names=[
+                str(of[0].path) if len(of) == 1 else part.name
+                for part, of in zip(recipe.parts, refs, strict=True)
+            ],
         )
         self._reading = Unchanged(source, digested_files(refs, recipe.files), self._parts.offsets)
         self._layout, self._first_readers, self.most_readers = self._plan()
