@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from omegaconf import OmegaConf
 from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr
 
+from stoker.config.datasets import TorchConfig
 from stoker.config.images import ImagesConfig
 from stoker.config.kinds import Kind
 from stoker.config.rows import SqlConfig
@@ -80,6 +81,9 @@ class DataConfig(SettingsSection):
     """Take only the first so many samples."""
     images: ImagesConfig = ImagesConfig()
     sql: SqlConfig = SqlConfig()
+    dataset: str | None = None
+    """A torch Dataset, or what makes it: `module:name`, `path/file.py:name`; then `data.kind` is `torch`."""
+    torch: TorchConfig = TorchConfig()
 
     @property
     def tasks(self) -> tuple[str, ...]:

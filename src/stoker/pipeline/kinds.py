@@ -12,6 +12,7 @@ from typing import TypeAlias
 from stoker.config.kinds import Kind
 from stoker.config.models import DataConfig
 from stoker.errors import ConfigError
+from stoker.pipeline.user_dataset import torch_source
 from stoker.sources.files import resolve_files
 from stoker.sources.hdf5 import HDF5Source
 from stoker.sources.protocol import Source
@@ -73,4 +74,9 @@ def sql_source(data: DataConfig, task: str, split: str) -> Source:
     )
 
 
-BUILDERS: Mapping[Kind, Builder] = {"hdf5": hdf5_source, "images": images_source, "sql": sql_source}
+BUILDERS: Mapping[Kind, Builder] = {
+    "hdf5": hdf5_source,
+    "images": images_source,
+    "sql": sql_source,
+    "torch": torch_source,
+}

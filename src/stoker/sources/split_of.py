@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import SplitError
 from stoker.schema import Json, Sample, Schema, digest_json
-from stoker.sources.protocol import Part, Source, SourceIdentity
+from stoker.sources.protocol import Part, Proving, Source, SourceIdentity
 from stoker.sources.splits import SplitChoice, choose_split, split_numbers
 
 
@@ -57,6 +57,17 @@ class SplitOf:
         if not 0 <= number < len(numbers):
             raise IndexError(f"sample {number} does not exist: this split has {len(numbers)}")
         return self._source.read(int(numbers[number]), start, stop)
+
+    def prove(self) -> None:
+        """As the source does, if it does."""
+        if isinstance(self._source, Proving):
+            self._source.prove()
+
+    def for_split(self, split: str | None) -> Source:
+        """Another split of the same source; None: all of it."""
+        if split is None:
+            return self._source
+        return SplitOf(self._source, split, splits=self._splits, seed=self._seed)
 
     def runs(self) -> Sequence[range]:
         """The source's runs, as far as they are in the split."""
