@@ -104,9 +104,10 @@ def test_nothing_is_announced_that_the_page_cache_has(
     [
         (range(24), 1 << 20, {10: 4, 14: 4}),
         ([*range(5), *range(15, 20)], 1 << 20, {5: 8}),  # rows 0-4 of one shard, 5-9 of the other
+        (range(5, 15), 1 << 20, {5: 8}),  # the same the other way round
         (range(24), 900, {2: 12, 10: 3, 14: 3}),  # two of `latent`, which has 432 bytes a record
     ],
-    ids=["all", "some", "large"],
+    ids=["all", "some", "others", "large"],
 )
 def test_neighbours_in_one_shard_are_read_together(
     tmp_path: Path,
