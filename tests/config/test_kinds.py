@@ -12,7 +12,7 @@ from stoker.pipeline.kinds import BUILDERS
 def test_without_a_kind_data_is_hdf5_as_before() -> None:
     config = load_config(None, ["data.files=raw/a.h5", "data.preset=pdebench"])
 
-    assert (config.data.kind, config.encoder_kind) == ("hdf5", "grid")
+    assert (config.data.kind, config.encoder.kind) == ("hdf5", "grid")
 
 
 def test_every_kind_has_a_builder_and_shared_settings_name_kinds_and_settings() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 
-from stoker.errors import ConfigError, StalledError
-from stoker.scale import pulse
+from stoker.cli.together import joined
+from stoker.config import Config
+from stoker.errors import ConfigError, Interrupted, StalledError
+from stoker.scale import group, pulse
 from stoker.scale.group import RankGroup
 from stoker.scale.place import Place
 from stoker.scale.ranks import ALONE
@@ -30,6 +34,13 @@ def join() -> Callable[..., RankGroup]:
         return RankGroup(place, deadline_s=deadline_s)
 
     return make
+
+
+@pytest.fixture
+def sigterm() -> Generator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def test_alone_there_is_nobody_to_wait_for() -> None:
@@ -83,6 +94,65 @@ def test_a_rank_that_stops_counting_is_gone_before_the_deadline(
         with pytest.raises(StalledError, match=r"rank 1 of 2 ended without a word.*at the checkpoint"):
             ranks.tell("here", "the checkpoint")
         assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize("request_", [KeyboardInterrupt(), Interrupted("SIGTERM after step 3")])
+def test_who_is_asked_to_end_since_a_rank_was_lost_names_it(
+    join: Callable[..., RankGroup],
+    monkeypatch: pytest.MonkeyPatch,
+    request_: BaseException,
+) -> None:
+    """A launcher asks the others to end as soon as one rank is gone, before any of them could notice."""
+    monkeypatch.setattr(pulse, "SILENT_S", 1.0)
+    survivor = join(0)
+    with join(1) as lost:
+        time.sleep(2 * pulse.BEAT_S)
+        lost._pulse.stop()
+        with pytest.raises(StalledError, match=r"rank 1 of 2 ended without a word.*at its own end"), survivor:
+            raise request_
+
+
+def test_a_command_that_ends_by_an_error_is_not_cut_short_by_its_launcher(
+    monkeypatch: pytest.MonkeyPatch, sigterm: None
+) -> None:
+    """It asks all ranks to end as soon as one has ended, and that must not become an interrupt."""
+    monkeypatch.setattr(group, "RankGroup", lambda *_, **__: nullcontext(ALONE))
+    place = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(StalledError), joined(Config()):
+        raise StalledError
+
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("request_", [KeyboardInterrupt(), Interrupted("SIGTERM after step 3")])
+def test_ranks_that_are_all_asked_to_end_are_interrupted(
+    join: Callable[..., RankGroup], request_: BaseException
+) -> None:
+    def end(rank: int) -> None:
+        with join(rank, world=3) as ranks:
+            ranks.tell("here", "the start")
+            time.sleep(0.7 * rank)  # by then the one before has gone, and left its note
+            raise request_
+
+    with ThreadPoolExecutor() as pool:
+        ended = [pool.submit(end, rank) for rank in range(3)]
+        for one in ended:
+            with pytest.raises(type(request_)):
+                one.result(60)
+
+
+def test_a_rank_that_is_done_is_not_lost(
+    join: Callable[..., RankGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = join(0)
+    with join(1):
+        time.sleep(2 * pulse.BEAT_S)
+    monkeypatch.setattr(pulse, "SILENT_S", 1.0)
+    with pytest.raises(KeyboardInterrupt), last:
+        raise KeyboardInterrupt
 
 
 def test_no_meeting_point_is_said(join: Callable[..., RankGroup]) -> None:

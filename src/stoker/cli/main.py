@@ -29,7 +29,6 @@ from stoker.cli.flags import (
     split_words,
     tell_settings,
 )
-from stoker.cli.quantities import share
 from stoker.cli.streams import INTERRUPTED
 from stoker.cli.together import joined, refuse_ranks
 from stoker.errors import ConfigError, Interrupted, StalledError
@@ -249,8 +248,8 @@ def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         typer.Option("--live/--no-live", help="A screen that is kept up to date; default: on a terminal."),
     ] = None,
     max_stall: Annotated[
-        float | None,
-        typer.Option(parser=share, metavar="2%", help="training.max_stall: waiting longer is exit code 5."),
+        str | None,
+        typer.Option(metavar="2%", help="training.max_stall: waiting longer is exit code 5."),
     ] = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -268,7 +267,7 @@ def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     """
     with edge(as_json=as_json, debug=debug) as out:
         asked = ["precompute.wait=false"] if no_wait else []
-        asked += [] if max_stall is None else [f"training.max_stall={max_stall:g}"]
+        asked += [] if max_stall is None else [f"training.max_stall={max_stall}"]
         settings = _load(out, config, [*(overrides or []), *asked])
         from stoker.cli import render, render_tasks
         from stoker.cli.live import watching

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from stoker.config.kinds import Kind
 from stoker.config.models import DataConfig
+from stoker.errors import ConfigError
 from stoker.sources.files import resolve_files
 from stoker.sources.hdf5 import HDF5Source
 from stoker.sources.protocol import Source
@@ -27,4 +28,49 @@ def hdf5_source(data: DataConfig, task: str, split: str) -> Source:
     )
 
 
-BUILDERS: Mapping[Kind, Builder] = {"hdf5": hdf5_source}
+def images_source(data: DataConfig, task: str, split: str) -> Source:
+    """Images and their labels."""
+    from stoker.sources.images.source import ImageSource, Labels
+
+    own = data.images.model_dump()
+    labels = Labels(**{name: own.pop(name) for name in Labels.__dataclass_fields__})
+    return ImageSource(
+        data.root,
+        own.pop("annotations"),
+        labels=labels,
+        split=split,
+        splits=data.splits,
+        seed=data.seed,
+        **own,
+    )
+
+
+def sql_source(data: DataConfig, task: str, split: str) -> Source:
+    """Rows of a database."""
+    from stoker.sources.sql.request import Timeouts
+    from stoker.sources.sql.source import SQLSource
+
+    sql = data.sql
+    if sql.url is None or sql.key is None or sql.columns is None:
+        raise ConfigError(
+            "data.kind=sql needs data.sql.url, data.sql.table (or query), data.sql.key and data.sql.columns "
+            "(docs/sql.md)"
+        )
+    return SQLSource(
+        sql.url,
+        key=sql.key,
+        columns=sql.columns,
+        table=sql.table,
+        query=sql.query,
+        where=sql.where,
+        split=split,
+        splits=data.splits,
+        seed=data.seed,
+        version_query=sql.version_query,
+        timeouts=Timeouts(
+            connect_s=sql.connect_s, statement_s=sql.statement_s, lock_s=sql.lock_s, attempts=sql.attempts
+        ),
+    )
+
+
+BUILDERS: Mapping[Kind, Builder] = {"hdf5": hdf5_source, "images": images_source, "sql": sql_source}

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stoker.errors import StalledError
+from stoker.errors import Interrupted, StalledError, StokerError
 from stoker.scale.place import Place
 from stoker.scale.pulse import Pulse, meet
 from stoker.scale.ranks import Ranks
@@ -52,15 +52,35 @@ class RankGroup(Ranks):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
-            told = str(error) or kind.__name__
-            self._pulse.leave_note(told if kind is StalledError else f"rank {self.rank} ended: {told}")
-        else:
-            if self._connected:
-                with suppress(RuntimeError):  # others may have gone first
-                    dist.destroy_process_group()
-            self._pulse.leave()
+        if error is not None:
+            try:
+                self._end_by(error)
+            finally:
+                self._pulse.stop()
+            return
+        if self._connected:
+            with suppress(RuntimeError):  # others may have gone first
+                dist.destroy_process_group()
+        self._pulse.leave()
         self._pulse.stop()
+
+    def _end_by(self, error: BaseException) -> None:
+        """Leave a note of why this rank ends.
+
+        Raises:
+            StalledError: Another rank was lost, which that names: this one was asked to end for it, or a
+                message to the lost one failed.
+        """
+        asked = isinstance(error, Interrupted | KeyboardInterrupt)
+        if asked or (isinstance(error, RuntimeError) and not isinstance(error, StokerError)):
+            lost = self._pulse.blame("its own end", time.monotonic(), asked=asked)
+            if lost is not None:
+                self._pulse.leave_note(str(lost))
+                raise lost from error
+        told = str(error) or type(error).__name__
+        self._pulse.leave_note(
+            told if isinstance(error, StalledError) else f"rank {self.rank} ended: {told}", asked=asked
+        )
 
     def tell(self, text: str, what: str) -> list[str]:
         """See `Ranks`."""

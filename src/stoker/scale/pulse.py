@@ -48,17 +48,25 @@ def meet(place: Place, deadline_s: float, *, host: bool) -> Any:
     return PrefixStore(f"stoker/{place.attempt}", store)
 
 
+def ignore_sigterm() -> Any:
+    """A launcher that lost one rank asks the others to end: after they have said which one it was.
+
+    Returns the handler of before, for who wants it back; None outside the main thread, which has no say.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return signal.SIG_DFL if before is None else before
+
+
 @contextmanager
 def _deaf_to_sigterm() -> Generator[None]:
-    """A launcher that lost one rank asks the others to end: after they have said which one it was."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    before = ignore_sigterm()
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 class Pulse:
@@ -89,10 +97,10 @@ class Pulse:
         self._ended.set()
         self._thread.join(2 * BEAT_S)
 
-    def leave_note(self, text: str) -> None:
-        """Say why this rank ends; nobody may be there to read it."""
+    def leave_note(self, text: str, *, asked: bool = False) -> None:
+        """Say why this rank ends, and whether it was asked to; nobody may be there to read it."""
         try:
-            self._store.set(f"ended/{self._place.rank}", json.dumps(text))
+            self._store.set(f"ended/{self._place.rank}", json.dumps({"text": text, "asked": asked}))
         except RuntimeError:
             return
 
@@ -101,34 +109,36 @@ class Pulse:
         until = time.monotonic() + SILENT_S
         try:
             self._store.set(f"left/{self._place.rank}", "1")
-            others = [f"left/{rank}" for rank in range(1, self._place.world)]
             while self._place.rank == 0 and not self._place.kept and time.monotonic() < until:
-                if self._store.check(others):
+                if all(self._has_left(rank) for rank in range(1, self._place.world)):
                     return
                 time.sleep(BEAT_S / 10)
         except RuntimeError:  # somebody else has closed it
             return
 
-    def _note(self, rank: int) -> str | None:
+    def _note(self, rank: int) -> dict[str, Any] | None:
         """Why a rank ended, as far as it said so."""
         return json.loads(self._read(f"ended/{rank}", "null"))
 
-    def blame(self, what: str, since: float) -> StalledError | None:
+    def blame(self, what: str, since: float, *, asked: bool = False) -> StalledError | None:
         """Whose fault it is that a wait failed; None: nobody ended, and everybody counts.
 
         Args:
             what: What the ranks were at.
             since: When the wait began, on `time.monotonic`.
+            asked: This rank was asked to end, and those that were asked as well are not to blame.
         """
         with _deaf_to_sigterm():
-            return self._blame(what, since)
+            return self._blame(what, since, asked=asked)
 
-    def _blame(self, what: str, since: float) -> StalledError | None:
+    def _blame(self, what: str, since: float, *, asked: bool) -> StalledError | None:
         others = [rank for rank in range(self._place.world) if rank != self._place.rank]
         try:
             first, begun = {rank: self._count(rank) for rank in others}, time.monotonic()
             while True:
-                if (ended := self.ended(others, what, since)) is not None:
+                if asked:
+                    others = [rank for rank in others if not self._in_order(rank)]
+                if (ended := self.ended(others, what, since, asked=asked)) is not None:
                     return ended
                 still = [rank for rank in others if self._count(rank) == first[rank]]
                 if not still:
@@ -139,11 +149,23 @@ class Pulse:
         except RuntimeError:  # the meeting point itself is gone
             return StalledError(self._gone([0], what, since))
 
-    def ended(self, ranks: Sequence[int], what: str, since: float) -> StalledError | None:
+    def _has_left(self, rank: int) -> bool:
+        """Whether a rank said that it is done, or why it ends."""
+        return self._store.check([f"left/{rank}"]) or self._note(rank) is not None
+
+    def _in_order(self, rank: int) -> bool:
+        """Whether a rank was asked to end, or is done; one that never came was asked before it could."""
+        note = self._note(rank)
+        return note["asked"] if note else self._store.check([f"left/{rank}"]) or not self._count(rank)
+
+    def ended(
+        self, ranks: Sequence[int], what: str, since: float, *, asked: bool = False
+    ) -> StalledError | None:
         """Whether one of `ranks` left a note, or has stopped counting; arguments as for `blame`."""
         for rank in ranks:
-            if (note := self._note(rank)) is not None:
-                return StalledError(note)
+            note = self._note(rank)
+            if note is not None and not (asked and note["asked"]):
+                return StalledError(note["text"])
         now, silent = time.monotonic(), list[int]()
         for rank in ranks:
             count = self._count(rank)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Sequence
+from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
@@ -34,8 +35,10 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(piece), piece) if piece.isdigit() else (1, 0, piece) for piece in pieces]
 
 
-def find_files(path: Paths) -> tuple[Path, list[Path]]:
-    """All HDF5 files behind `path`, and the root their names are relative to.
+def find_files(
+    path: Paths, *, suffixes: tuple[str, ...] = SUFFIXES, what: str = "HDF5"
+) -> tuple[Path, list[Path]]:
+    """All files of a kind behind `path`, and the root their names are relative to.
 
     A folder or a pattern gives its files in natural order; a list keeps its own order.
 
@@ -45,11 +48,11 @@ def find_files(path: Paths) -> tuple[Path, list[Path]]:
         SourceError: Nothing is there, a file is empty, or one is named twice.
     """
     if isinstance(path, str | os.PathLike):
-        root, files = _expand(Path(path))
+        root, files = _expand(Path(path), suffixes, what)
     else:
-        found = [_expand(Path(item)) for item in path]
+        found = [_expand(Path(item), suffixes, what) for item in path]
         if not found:
-            raise SourceError("the list of files is empty. Give at least one HDF5 file, folder or pattern")
+            raise SourceError(f"the list of files is empty. Give at least one {what} file, folder or pattern")
         files = [file for _, some in found for file in some]
         root = found[0][0] if len(found) == 1 else Path(os.path.commonpath([file.parent for file in files]))
     if len(set(files)) < len(files):
@@ -61,23 +64,23 @@ def find_files(path: Paths) -> tuple[Path, list[Path]]:
     return root, files
 
 
-def _expand(path: Path) -> tuple[Path, list[Path]]:
+def _expand(path: Path, suffixes: tuple[str, ...], what: str) -> tuple[Path, list[Path]]:
     path = Path(os.path.abspath(path.expanduser()))  # noqa: PTH100 - resolve() would follow links
     if path.is_file():
         return path.parent, [path]
     if path.is_dir():
-        files = [file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()]
+        files = [file for file in path.rglob("*") if file.suffix.lower() in suffixes and file.is_file()]
         if not files:
             raise SourceError(
-                f"{path} holds no HDF5 file ({', '.join(SUFFIXES)}). Name the files or a pattern"
+                f"{path} holds no {what} file ({', '.join(suffixes)}). Name the files or a pattern"
             )
         return path, sorted(files, key=lambda file: natural_key(str(file)))
     if os.path.lexists(path):
-        what = "a pipe or a device" if path.exists() else "a link to a file that is not there"
-        raise SourceError(f"{path} is {what}. Expected an HDF5 file, a folder or a pattern")
+        found = "a pipe or a device" if path.exists() else "a link to a file that is not there"
+        raise SourceError(f"{path} is {found}. Expected a file ({what}), a folder or a pattern")
     if not _MAGIC.search(str(path)):
         raise SourceError(
-            f"{path} does not exist{_nearby(path)}. Check the path, or give a folder or pattern"
+            f"{path} does not exist{_nearby(path, suffixes)}. Check the path, or give a folder or pattern"
         )
     plain = next(index for index, part in enumerate(path.parts) if _MAGIC.search(part))
     root, pattern = Path(*path.parts[:plain]), "/".join(path.parts[plain:])
@@ -87,10 +90,10 @@ def _expand(path: Path) -> tuple[Path, list[Path]]:
     return root, files
 
 
-def _nearby(path: Path) -> str:
+def _nearby(path: Path, suffixes: tuple[str, ...]) -> str:
     if not path.parent.is_dir():
         return f" (nor does its folder {path.parent})"
-    names = sorted(file.name for file in path.parent.iterdir() if file.suffix.lower() in SUFFIXES)
+    names = sorted(file.name for file in path.parent.iterdir() if file.suffix.lower() in suffixes)
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return f" (its folder has {', '.join(names[:5])}{more})" if names else ""
 
@@ -128,9 +131,11 @@ def resolve_files(root: str | os.PathLike[str], task: str, split: str | None = N
         found = whole
     if not found:
         seen = ", ".join(file.name for file in names[:5]) or "no HDF5 file at all"
+        near = get_close_matches(task, {file.stem.rpartition("_")[0] or file.stem for file in names}, n=1)
+        meant = f"Did you mean data.task={near[0]}? Otherwise name" if near else "Name"
         raise SourceError(
             f"{folder} has no file for data.task {task!r}: looked for {task}_{split or '<split>'}.h5, its "
-            f"shards {task}_{split or '<split>'}_*.h5 and {task}.h5, found {seen}. Name data.files instead"
+            f"shards {task}_{split or '<split>'}_*.h5 and {task}.h5, found {seen}. {meant} data.files instead"
         )
     return found
 

@@ -1,0 +1,172 @@
+"""Columns of Arrow tables as fields of samples; what Parquet files and Hugging Face datasets have in common.
+
+numbers, bool              a scalar
+list of numbers            an array of varying length; of a fixed size: an array of that shape
+binary, {bytes, path}      the bytes, uint8 of varying length (how datasets keep images and sound)
+struct                     its members, as `<column>.<member>`
+
+Text, dates and null are no numbers: a column of text is left out by naming the others, a null is an error of
+its row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.errors import ConfigError, SourceError
+from stoker.schema import Field, Sample
+from stoker.sources.hdf5_layout import read_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrowField:
+    """One field of every sample, and where it is in a row."""
+
+    name: str
+    path: tuple[str, ...]
+    """Column, then members of structs."""
+    field: Field
+    dtype: np.dtype[Any]
+    """What values become."""
+
+
+def import_arrow(what: str) -> Any:
+    """The module `pyarrow`.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        return import_module("pyarrow")
+    except ImportError as error:
+        raise ConfigError(
+            f"{what} needs pyarrow, which is not installed. Run pip install 'stoker[parquet]'"
+        ) from error
+
+
+def fields_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> tuple[ArrowField, ...]:
+    """The fields of the columns of an Arrow schema, in their order.
+
+    Args:
+        schema: Of the table.
+        columns: Which; None: all.
+        where: Names the table in messages.
+
+    Raises:
+        SourceError: A column is not there, or holds no numbers.
+    """
+    names = list(schema.names)
+    wanted = names if columns is None else list(columns)
+    if missing := [name for name in wanted if name not in names]:
+        raise SourceError(f"{where} has no column {', '.join(missing)}. It has {', '.join(names)}")
+    found: list[ArrowField] = []
+    refused: dict[str, str] = {}
+    for name in wanted:
+        fields = [*_walk(name, (name,), schema.field(name).type)]
+        if bad := next((field for field in fields if isinstance(field, str)), None):
+            refused[name] = bad
+        found += [field for field in fields if isinstance(field, ArrowField)]
+    if refused:
+        rest = [name for name in wanted if name not in refused]
+        shown = ", ".join(f"{name} is {why}" for name, why in refused.items())
+        raise SourceError(
+            f"{where}: {shown}, and a store holds numbers. Name the columns to read, as columns={rest}"
+        )
+    return tuple(found)
+
+
+def _walk(name: str, path: tuple[str, ...], kind: Any) -> Iterator[ArrowField | str]:
+    """Fields of one column, or what is wrong with it."""
+    types = import_module("pyarrow").types
+    if types.is_struct(kind):
+        members = {kind.field(i).name: kind.field(i).type for i in range(kind.num_fields)}
+        if members.keys() == {"bytes", "path"}:
+            yield from _walk(name, (*path, "bytes"), members["bytes"])
+            return
+        for member, inner in members.items():
+            yield from _walk(f"{name}.{member}", (*path, member), inner)
+        return
+    found = _field(kind, types)
+    if found is None:
+        yield str(kind)
+    else:
+        yield ArrowField(name=name, path=path, field=found[0], dtype=found[1])
+
+
+def _field(kind: Any, types: Any) -> tuple[Field, np.dtype[Any]] | None:
+    if types.is_binary(kind) or types.is_large_binary(kind):
+        return Field(shape=(-1,), dtype="uint8", ragged=True), np.dtype(np.uint8)
+    shape: list[int] = []
+    if (own := getattr(kind, "shape", None)) and hasattr(kind, "value_type"):  # a tensor of a fixed shape
+        shape, kind = list(own), kind.value_type
+    elif own and hasattr(kind, "storage_type"):  # datasets' Array2D and the like
+        kind = kind.storage_type
+        while types.is_list(kind) or types.is_large_list(kind):
+            kind = kind.value_type
+        shape = [-1 if size is None else int(size) for size in own]
+    else:
+        if types.is_list(kind) or types.is_large_list(kind):
+            shape, kind = [-1], kind.value_type
+        while types.is_fixed_size_list(kind):
+            shape, kind = [*shape, kind.list_size], kind.value_type
+    if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
+        return None
+    try:
+        dtype = read_dtype(np.dtype(kind.to_pandas_dtype()), where="")
+    except SourceError:
+        return None
+    if -1 in shape[1:]:
+        return None
+    return Field(shape=tuple(shape), dtype=dtype.name, ragged=-1 in shape), dtype
+
+
+def sample_of(table: Any, row: int, fields: Sequence[ArrowField], *, where: str) -> Sample:
+    """One row of an Arrow table as a sample.
+
+    Raises:
+        SourceError: A value is null, or has another shape than its column says; names row and column.
+    """
+    sample: Sample = {}
+    for field in fields:
+        value = table.column(field.path[0])[row]
+        for member in field.path[1:]:
+            value = None if not value.is_valid else value[member]
+            if value is None:
+                break
+        at = f"{where}, column {'.'.join(field.path)!r}"
+        if value is None or not value.is_valid:
+            hint = (
+                " (a path to a file outside the table is not followed)" if field.path[-1] == "bytes" else ""
+            )
+            raise SourceError(f"{at} is null{hint}. Fill it, or leave the row or the column out")
+        sample[field.name] = _value(value, field, at)
+    return sample
+
+
+def _value(value: Any, field: ArrowField, where: str) -> NDArray[Any]:
+    shape, dtype = field.field.shape, field.dtype
+    if not shape:
+        return np.asarray(value.as_py(), dtype=dtype)
+    buffer = getattr(value, "as_buffer", None)
+    if buffer is not None:
+        return np.frombuffer(buffer() or b"", dtype=np.uint8).copy()
+    inner = getattr(value, "value", value) if hasattr(value.type, "storage_type") else value
+    values = inner.values
+    while hasattr(values, "flatten") and hasattr(values.type, "value_type"):
+        if values.null_count:
+            break
+        values = values.flatten()
+    if values.null_count:
+        raise SourceError(f"{where} holds a null. Fill it, or leave the row out")
+    flat = np.asarray(values.to_numpy(zero_copy_only=False)).astype(dtype)
+    each = math.prod(size for size in shape if size >= 0)
+    if len(flat) % each if field.field.ragged else len(flat) != each:
+        raise SourceError(f"{where} has {len(flat)} numbers, its shape is {shape}. Mend or leave out the row")
+    return flat.reshape(shape)

@@ -1,0 +1,335 @@
+"""Samples from tar files in the WebDataset layout: members of one name and several extensions are a sample.
+
+Members are listed once and then read by position, in any order. What a tar file says is not trusted: names
+that leave the archive, links, devices and members that come twice are refused, and nothing is unpacked.
+"""
+
+from __future__ import annotations
+
+import bisect
+import io
+import itertools
+import json
+import os
+import tarfile
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.errors import SourceError
+from stoker.schema import Field, Json, Sample, Schema
+from stoker.sources.files import Paths, find_files
+from stoker.sources.hdf5_layout import read_dtype
+from stoker.sources.protocol import FileRef, Part, SourceIdentity
+from stoker.sources.torch_items import flatten_item
+
+VERSION = 1
+"""Bumped by hand when the same files would give other samples."""
+BYTES = (
+    "jpg",
+    "jpeg",
+    "png",
+    "webp",
+    "bmp",
+    "gif",
+    "tif",
+    "tiff",
+    "ppm",
+    "pgm",
+    "wav",
+    "flac",
+    "mp3",
+    "mp4",
+    "bin",
+)
+"""Extensions whose members are kept as they are: uint8, of varying length."""
+NUMBERS = ("cls", "cls2", "id", "index", "inx")
+"""Extensions of one whole number as text."""
+PROBED = 8
+"""Samples looked at to learn shapes, spread over all."""
+OPEN_FILES = 16
+RUN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Where the bytes of one member lie."""
+
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Archive:
+    """One tar file, listed."""
+
+    name: str
+    path: Path
+    keys: tuple[str, ...]
+    """Names without extension, in the order of the file."""
+    members: tuple[dict[str, Member], ...]
+    """By extension, for each key."""
+    size: int
+
+
+class TarSource:
+    """Samples in tar files, `0001.jpg`, `0001.cls`, `0001.npy` and so on.
+
+    Args:
+        path: A tar file, a folder, a pattern, or a list of these; compressed ones cannot be read at random.
+        fields: Extensions to read; None: all of the first sample.
+
+    `npy` gives an array, `cls` a whole number, `json` its numbers as `json.<name>`; images and other binary
+    members their bytes, uint8 of varying length.
+
+    Raises:
+        SourceError: On first use: a file is damaged, cut short or compressed, or not to be trusted.
+    """
+
+    def __init__(self, path: Paths, *, fields: Sequence[str] | None = None) -> None:
+        root, paths = find_files(path, suffixes=(".tar",), what="tar")
+        self._paths = [(file.relative_to(root).as_posix(), file) for file in paths]
+        self._fields = None if fields is None else tuple(name.lower().lstrip(".") for name in fields)
+        self._archives: tuple[Archive, ...] | None = None
+        self._schema: Schema | None = None
+        self._open: OrderedDict[Path, int] = OrderedDict()
+        self._owner = os.getpid()
+
+    def __repr__(self) -> str:
+        """The first file, and how many there are."""
+        return f"TarSource({str(self._paths[0][1])!r}, {len(self._paths)} files)"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The list of members travels; open files stay."""
+        return {**self.__dict__, "_open": OrderedDict()}
+
+    def __del__(self) -> None:
+        if getattr(self, "_owner", -1) == os.getpid():
+            self.close()
+
+    def __len__(self) -> int:
+        """Samples in all files."""
+        return sum(len(archive.keys) for archive in self._scan())
+
+    def close(self) -> None:
+        """Close files; the next read opens them again."""
+        for fd in self._open.values():
+            os.close(fd)
+        self._open.clear()
+
+    def schema(self) -> Schema:
+        """Fields of every sample, from a few of them."""
+        if self._schema is None:
+            self._schema = self._probe()
+        return dict(self._schema)
+
+    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+        """Read one sample; no field has time.
+
+        Raises:
+            SourceError: A member is missing or damaged; names file and member.
+            IndexError: No such number.
+        """
+        found = {name: array for name, (array, _) in self._decoded(number).items()}
+        return {name: found[name] for name in self.schema() if name in found}
+
+    def runs(self) -> Sequence[range]:
+        """Neighbours in a file."""
+        found: list[range] = []
+        first = 0
+        for archive in self._scan():
+            edges = [*range(0, len(archive.keys), RUN), len(archive.keys)]
+            found += [range(first + low, first + high) for low, high in itertools.pairwise(edges)]
+            first += len(archive.keys)
+        return found
+
+    def keys(self) -> Sequence[str]:
+        """File and name without extension."""
+        return [f"{archive.name}:{key}" for archive in self._scan() for key in archive.keys]
+
+    def identity(self) -> SourceIdentity:
+        """The files, and which extensions are read."""
+        parts = tuple(
+            Part(name=a.name, count=len(a.keys), files=(FileRef(name=a.name, path=a.path),))
+            for a in self._scan()
+        )
+        settings: dict[str, Json] = {"fields": [*self._wanted()]}
+        return SourceIdentity(kind=f"tar/{VERSION}", parts=parts, settings=settings)
+
+    def _scan(self) -> tuple[Archive, ...]:
+        if self._archives is None:
+            self._archives = tuple(list_members(name, path) for name, path in self._paths)
+        return self._archives
+
+    def _wanted(self) -> tuple[str, ...]:
+        if self._fields is not None:
+            return self._fields
+        first = self._scan()[0]
+        names = tuple(sorted(first.members[0]))
+        known = {*BYTES, *NUMBERS, "npy", "json"}
+        if unknown := [name for name in names if name not in known]:
+            readable = [name for name in names if name in known]
+            raise SourceError(
+                f"{first.path}: members .{', .'.join(unknown)} of {first.keys[0]!r} are of no known kind. "
+                f"Say which to read, as TarSource(path, fields={readable}); others are read as bytes"
+            )
+        return names
+
+    def _place(self, number: int) -> tuple[Archive, int]:
+        archives = self._scan()
+        firsts = list(itertools.accumulate((len(a.keys) for a in archives), initial=0))
+        if not 0 <= number < firsts[-1]:
+            raise IndexError(f"sample {number} does not exist: this source has {firsts[-1]}")
+        place = bisect.bisect_right(firsts, number) - 1
+        return archives[place], number - firsts[place]
+
+    def _decoded(self, number: int) -> dict[str, tuple[NDArray[Any], str]]:
+        archive, row = self._place(number)
+        found: dict[str, tuple[NDArray[Any], str]] = {}
+        for name in self._wanted():
+            where = f"{archive.path}: member {archive.keys[row]}.{name} (sample {number})"
+            member = archive.members[row].get(name)
+            if member is None:
+                raise SourceError(f"{where} is not there. Add it, or leave .{name} out with fields=")
+            found.update(_decode(name, self._bytes(archive, member, where), where))
+        return found
+
+    def _bytes(self, archive: Archive, member: Member, where: str) -> bytes:
+        try:
+            if self._owner != os.getpid():
+                self._open, self._owner = OrderedDict(), os.getpid()
+            if archive.path not in self._open:
+                while len(self._open) >= OPEN_FILES:
+                    os.close(self._open.popitem(last=False)[1])
+                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+                self._open[archive.path] = os.open(archive.path, flags)
+            fd = self._open[archive.path]
+            if os.fstat(fd).st_size != archive.size:
+                raise SourceError(f"{archive.path} has another size than when it was listed. Start again")
+            data = os.pread(fd, member.size, member.offset)
+        except OSError as error:
+            raise SourceError(f"{where} cannot be read: {error.strerror}") from error
+        if len(data) != member.size:
+            raise SourceError(f"{where} has {member.size} bytes and {len(data)} are there: cut short")
+        return data
+
+    def _probe(self) -> Schema:
+        count = len(self)
+        probed = sorted({count * k // PROBED for k in range(PROBED)})
+        seen: dict[str, tuple[str, set[tuple[int, ...]]]] = {}
+        failed: SourceError | None = None
+        for number in probed:
+            try:
+                decoded = self._decoded(number)
+            except SourceError as error:  # one bad sample is quarantined when it is its turn
+                failed = error
+                continue
+            for name, (array, dtype) in decoded.items():
+                seen.setdefault(name, (dtype, set()))[1].add(array.shape)
+        if not seen:
+            raise failed or SourceError(f"{self!r} holds no sample")
+        schema: Schema = {}
+        for name, (dtype, shapes) in seen.items():
+            shape = max(shapes)
+            binary = name in self._wanted() and name not in (*NUMBERS, "npy", "json")
+            ragged = binary or (len(shapes) > 1 and bool(shape))
+            schema[name] = Field(shape=(-1, *shape[1:]) if ragged else shape, dtype=dtype, ragged=ragged)
+        return schema
+
+
+def list_members(name: str, path: Path) -> Archive:
+    """Where the members of a tar file lie, by key and extension.
+
+    Raises:
+        SourceError: Damaged, cut short, compressed, or with members that are not to be trusted.
+    """
+    found: dict[str, dict[str, Member]] = {}
+    size = path.stat().st_size
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for info in archive:
+                _check_member(info, path, size)
+                if info.isfile() and not PurePosixPath(info.name).name.startswith("__"):
+                    key, ending = _key_of(info.name, path)
+                    if ending in found.setdefault(key, {}):
+                        raise SourceError(f"{path} holds {info.name!r} twice. Write it again without")
+                    found[key][ending] = Member(info.offset_data, info.size)
+            end = archive.offset
+    except (tarfile.TarError, OSError, EOFError, ValueError) as error:
+        if isinstance(error, SourceError):
+            raise
+        raise SourceError(
+            f"{path} is no readable tar file, {size:,} bytes ({error}). Copy it again; a compressed one has "
+            "to be unpacked to .tar first, since its members cannot be read one by one"
+        ) from error
+    _check_end(path, end, size)
+    if not found:
+        raise SourceError(f"{path} holds no members. Leave it out")
+    return Archive(name=name, path=path, keys=tuple(found), members=tuple(found.values()), size=size)
+
+
+def _check_member(info: tarfile.TarInfo, path: Path, size: int) -> None:
+    plain = PurePosixPath(info.name)
+    why = (
+        "its name is absolute" if plain.is_absolute()
+        else "its name leads out of the archive" if ".." in plain.parts or "\\" in info.name
+        else "its name has control characters" if not info.name.isprintable()
+        else "it is a link" if info.issym() or info.islnk()
+        else "it is a device or pipe" if info.ischr() or info.isblk() or info.isfifo()
+        else "it is sparse" if info.issparse()
+        else ""
+    )  # fmt: skip
+    if why:
+        raise SourceError(
+            f"{path}: member {info.name!r} is refused, {why}. Write the archive with plain files only"
+        )
+    if info.isfile() and info.offset_data + info.size > size:
+        raise SourceError(
+            f"{path} ends at byte {size:,} within {info.name!r}, which goes to "
+            f"{info.offset_data + info.size:,}: cut short. Copy it again"
+        )
+
+
+def _check_end(path: Path, end: int, size: int) -> None:
+    """What is listed ends where a header is no header, so it must be the mark of the end."""
+    with path.open("rb") as file:
+        file.seek(end)
+        mark = file.read(tarfile.BLOCKSIZE)
+    if mark != bytes(tarfile.BLOCKSIZE):
+        raise SourceError(
+            f"{path} has no mark of its end at byte {end:,} of {size:,}: cut short or damaged there. "
+            "Copy it again"
+        )
+
+
+def _key_of(name: str, path: Path) -> tuple[str, str]:
+    plain = PurePosixPath(name)
+    stem, dot, ending = plain.name.partition(".")
+    if not dot or not stem or not ending:
+        raise SourceError(
+            f"{path}: member {name!r} has no name with an extension, so it belongs to no sample. "
+            "Write members as <name>.<extension>"
+        )
+    return (plain.parent / stem).as_posix(), ending.lower()
+
+
+def _decode(name: str, data: bytes, where: str) -> dict[str, tuple[NDArray[Any], str]]:
+    try:
+        if name == "npy":
+            array = cast("NDArray[Any]", np.load(io.BytesIO(data), allow_pickle=False))
+            dtype = read_dtype(array.dtype, where=where)
+            return {name: (np.array(array, dtype=dtype, order="C"), dtype.name)}
+        if name in NUMBERS:
+            return {name: (np.asarray(int(data.decode().strip()), dtype=np.int64), "int64")}
+        if name == "json":
+            return flatten_item({"json": json.loads(data)}, where=where)
+    except (ValueError, EOFError, OSError, RecursionError) as error:
+        if isinstance(error, SourceError):
+            raise
+        raise SourceError(f"{where} cannot be decoded ({error}). Write it again, or leave it out") from error
+    return {name: (np.frombuffer(data, dtype=np.uint8).copy(), "uint8")}

@@ -1,0 +1,145 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from stoker.errors import ConfigError, RecordError
+from stoker.loader import Loader, Mixture, Pad, Windows
+from stoker.store import Cache
+from tests.loader.caches import write_cache
+
+LENGTHS = [3, 9, 0, 5, 2, 7, 4, 1, 6, 8]
+TIERS = ["disk", "host"]
+
+
+def values() -> dict[str, object]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "u": [torch.randn((n, 4), generator=generator) for n in LENGTHS],
+        "kind": [torch.arange(n) + 1 for n in LENGTHS],
+        "nu": torch.arange(10, dtype=torch.float32),
+    }
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
+    return write_cache(tmp_path_factory.mktemp("ragged"), values(), timed=("u",), shards=(3, 4))
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_padded_batches_hold_each_record_its_length_and_a_mask(
+    cache: Cache, tier: str, dtype: str | None
+) -> None:
+    u = values()["u"]
+    for batch in Loader(cache, 4, tier=tier, seed=1, ragged="pad", dtype=dtype):
+        longest = max(LENGTHS[n] for n in batch["index"])
+        assert batch["u"].shape == (len(batch["index"]), longest, 4)
+        for i, number in enumerate(batch["index"].tolist()):
+            length = LENGTHS[number]
+            assert batch["u.lengths"][i] == length
+            assert batch["u.mask"][i].tolist() == [True] * length + [False] * (longest - length)
+            assert torch.equal(batch["u"][i, :length], u[number].to(batch["u"].dtype))
+            assert not batch["u"][i, length:].any()
+            assert batch["nu"][i] == number
+
+
+def test_packed_batches_hold_records_one_after_another(cache: Cache) -> None:
+    u = values()["u"]
+    for batch in Loader(cache, 4, tier="host", seed=1, ragged="pack"):
+        numbers = batch["index"].tolist()
+        assert torch.equal(batch["u"], torch.cat([u[n] for n in numbers]))
+        assert batch["u.offsets"].diff().tolist() == [LENGTHS[n] for n in numbers]
+        assert batch["u.offsets"][0] == 0
+        assert batch["kind.offsets"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("ragged", ["pad", "pack", Pad(to=16, value={"kind": -100})])
+def test_every_tier_joins_to_the_same_bytes(cache: Cache, ragged: object) -> None:
+    found = [list(Loader(cache, 3, tier=tier, seed=5, ragged=ragged)) for tier in TIERS]
+    found.append(list(Loader(cache, 3, tier="disk", seed=5, ragged=ragged, verify="off")))
+
+    for batches in zip(*found, strict=True):
+        assert all(batch.keys() == batches[0].keys() for batch in batches)
+        assert all(torch.equal(batch[name], batches[0][name]) for batch in batches for name in batch)
+
+
+def test_lengths_and_padding_are_as_asked_for(cache: Cache) -> None:
+    batch = next(iter(Loader(cache, 4, order="sequential", ragged=Pad(to=16, value={"kind": -100}))))
+    assert batch["u"].shape == (4, 16, 4)
+    assert batch["kind"][0].tolist() == [1, 2, 3] + [-100] * 13
+    rounded = next(iter(Loader(cache, 4, order="sequential", ragged=Pad(multiple=8))))
+    assert rounded["u"].shape == (4, 16, 4)
+
+
+def test_a_record_too_long_is_named_before_anything_is_read(cache: Cache) -> None:
+    with pytest.raises(RecordError, match=r"sample 1 has 9 steps.*Pad\(to=9\)"):
+        Loader(cache, 4, ragged=Pad(to=8))
+    few = [n for n, length in enumerate(LENGTHS) if length <= 8]
+    assert len(list(Loader(cache, 3, ragged=Pad(to=8), indices=few))) == 3
+
+
+@pytest.mark.parametrize(
+    ("ragged", "said"),
+    [
+        ("padded", "Expected list, pad, pack"),
+        (Pad(value={"v": 1}), "fields of varying length are u, kind|fields of varying length are kind, u"),
+        (Pad(value=0.5), r"cannot be held by field 'kind' of torch.int64"),
+        (Pad(value=float("nan")), r"cannot be held by field 'kind'"),
+    ],
+)
+def test_what_cannot_be_padded_is_refused(cache: Cache, ragged: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Loader(cache, 4, ragged=ragged)
+    with pytest.raises(ConfigError, match="Expected a whole number from 1 on"):
+        Pad(to=0)
+    with pytest.raises(ConfigError, match="no multiple"):
+        Pad(to=10, multiple=8)
+
+
+def test_names_that_are_taken_are_refused(tmp_path: Path) -> None:
+    made = write_cache(tmp_path, {"u": [torch.ones(2), torch.ones(3)], "u.mask": torch.ones(2)})
+    with pytest.raises(ConfigError, match=r"adds u\.mask"):
+        Loader(made, 2, ragged="pad")
+    assert len(next(iter(Loader(made, 2)))["u"]) == 2
+
+
+def test_a_state_goes_on_with_the_same_padded_batches(cache: Cache) -> None:
+    whole = list(Loader(cache, 3, seed=2, ragged="pad"))
+    first = Loader(cache, 3, seed=2, ragged="pad")
+    taken = iter(first)
+    next(taken)
+    other = Loader(cache, 3, seed=2, ragged="pad", tier="disk")
+    other.load_state_dict(first.state_dict())
+
+    for got, wanted in zip(other, whole[1:], strict=True):
+        assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+def test_transforms_see_joined_batches_and_mixtures_take_them(cache: Cache, tmp_path: Path) -> None:
+    seen: list[torch.Size] = []
+
+    def look(batch: dict[str, torch.Tensor], _: torch.Tensor) -> dict[str, torch.Tensor]:
+        seen.append(batch["u"].shape)
+        return batch
+
+    loader = Loader(cache, 5, ragged=Pad(to=10), transforms=[look])
+    assert len(list(loader)) == len(seen) == 2
+    assert set(seen) == {torch.Size([5, 10, 4])}
+    second = write_cache(tmp_path, values(), timed=("u",))
+    mixed = Mixture([cache, second], 5, names=["a", "b"], ragged="pad")
+    assert all(batch["u.mask"].shape == batch["u"].shape[:2] for batch in mixed)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_windows_respect_the_length_of_each_trajectory(tmp_path: Path, tier: str) -> None:
+    u = values()["u"]
+    cache = write_cache(tmp_path, {"u": u}, timed=("u",), shards=(3, 4))
+    loader = Loader(cache, 4, tier=tier, windows=Windows(stride=2, horizon=2), ragged="pad")
+    found = {tuple(place): batch for batch in loader for place in batch.index.tolist()}
+
+    assert sorted(found) == [(n, s) for n, length in enumerate(LENGTHS) for s in range(length - 4)]
+    for batch in loader:
+        for i, (number, start) in enumerate(batch.index.tolist()):
+            assert torch.equal(batch.z0[i], u[number][start])
+            assert torch.equal(batch.future[i, 0], u[number][start + 4])
