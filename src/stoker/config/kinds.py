@@ -12,15 +12,15 @@ from typing import Literal, TypeAlias, get_args
 
 from pydantic import BaseModel
 
-Kind: TypeAlias = Literal["hdf5"]
+Kind: TypeAlias = Literal["hdf5", "arrays", "tar", "parquet"]
 """What `data.kind` can be."""
 
 KINDS: tuple[str, ...] = get_args(Kind)
 
 TAKEN_BY: Mapping[str, tuple[str, ...]] = {
-    "files": ("hdf5",),
+    "files": ("hdf5", "arrays", "tar", "parquet"),
     "preset": ("hdf5",),
-    "fields": ("hdf5",),
+    "fields": ("hdf5", "arrays"),
     "normalize": ("hdf5",),
 }
 """Settings of `data` that not every kind takes, with those that do; what is not here is for all."""

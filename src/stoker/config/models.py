@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from omegaconf import OmegaConf
 from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr
 
+from stoker.config.files_kinds import ArraysConfig, ParquetConfig, TarConfig
 from stoker.config.kinds import Kind
 from stoker.config.section import (
     CountInt,
@@ -67,6 +68,9 @@ class DataConfig(SettingsSection):
     """Shift and scale each channel by mean and deviation of the train split, before encoding."""
     limit: PositiveInt | None = None
     """Take only the first so many samples."""
+    arrays: ArraysConfig = ArraysConfig()
+    tar: TarConfig = TarConfig()
+    parquet: ParquetConfig = ParquetConfig()
 
     @property
     def tasks(self) -> tuple[str, ...]:

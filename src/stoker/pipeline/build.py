@@ -96,7 +96,7 @@ def stem_of(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) ->
     ('1D_Burgers_Sols_Nu0.01', 'sols', 'raw')
     """
     first = Path(files if isinstance(files, str | os.PathLike) else next(iter(files), "data"))
-    known = first.suffix.lower() in {".h5", ".hdf5", ".hdf", ".he5"}
+    known = first.suffix.lower() in {".h5", ".hdf5", ".hdf", ".he5", ".zarr", ".npy", ".tar", ".parquet"}
     name = first.stem if known else first.name
     for text in (name, first.parent.name, "data"):
         plain = re.sub(r"[^A-Za-z0-9._-]+", "_", re.sub(r"\[[^]]*\]|[*?]+", "", text)).strip("._-")
