@@ -28,6 +28,7 @@ def test_these_are_the_public_names() -> None:
         "Windows",
         "__version__",
         "cached",
+        "index_in_place",
         "open_cache",
         "precompute",
     ]

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from stoker.sources.hdf5 import HDF5Source
     from stoker.sources.torch_dataset import TorchSource
     from stoker.store import Cache, open_cache
+    from stoker.store.index_in_place import index_in_place
 
 __version__ = "0.1.0"
 
@@ -45,6 +46,7 @@ __all__ = [
     "Windows",
     "__version__",
     "cached",
+    "index_in_place",
     "open_cache",
     "precompute",
 ]
@@ -59,6 +61,7 @@ _HOMES = {
     "TorchSource": "stoker.sources.torch_dataset",
     "Windows": "stoker.loader",
     "cached": "stoker.cached",
+    "index_in_place": "stoker.store.index_in_place",
     "open_cache": "stoker.store",
     "precompute": "stoker.precompute",
 }

@@ -68,6 +68,10 @@ class DataConfig(SettingsSection):
     """Shift and scale each channel by mean and deviation of the train split, before encoding."""
     limit: PositiveInt | None = None
     """Take only the first so many samples."""
+    stage: Literal["auto", "never", "always"] = "never"
+    """Copy files to a local disk before they are read; `auto`: from network storage (docs/staging.md)."""
+    stage_dir: Place | None = None
+    """Folder for these copies; null: `.staged` beside the caches."""
     arrays: ArraysConfig = ArraysConfig()
     tar: TarConfig = TarConfig()
     parquet: ParquetConfig = ParquetConfig()

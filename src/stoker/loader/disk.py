@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -252,7 +253,8 @@ class DiskBatches:
                 if stop:
                     step = column.field.row_bytes
                     begin, size = begin + (start + first) * step, (stop - first) * step
-                os.posix_fadvise(handle.fileno(), begin, size, os.POSIX_FADV_WILLNEED)
+                with suppress(OSError):  # a file that takes no advice is read all the same
+                    os.posix_fadvise(handle.fileno(), begin, size, os.POSIX_FADV_WILLNEED)
 
     def _finish(self, pending: Pending) -> list[Any]:
         values = self.finish(pending, self.meter)

@@ -19,6 +19,7 @@ from stoker.encoders.normalize import Normalized
 from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError
 from stoker.pipeline.kinds import BUILDERS
+from stoker.pipeline.staging import staged_data
 from stoker.pipeline.statistics import train_statistics
 from stoker.schema import Schema, digest_json
 from stoker.sources.protocol import Source
@@ -107,7 +108,7 @@ def stem_of(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) ->
 
 def build_source(config: Config, task: str, split: str) -> Source:
     """The samples of one split of one task."""
-    data = config.data
+    data = staged_data(config, task)
     source = BUILDERS[data.kind](data, task, split)
     return source if data.limit is None else Subset(source, data.limit)
 

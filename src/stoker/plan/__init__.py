@@ -7,6 +7,7 @@ tiers.py       records per tier, seconds per batch, stall: arithmetic
 words.py       the reason in words
 ledger.py      what the loaders of one process hold together
 moves.py       when what is held should change, and when it had better stay
+mounts.py      what kind of storage a path lies on
 """
 
 from stoker.plan.ledger import LEDGER, Claim, Ledger
