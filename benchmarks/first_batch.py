@@ -9,17 +9,12 @@ the first batch in hand (import stoker, open the cache, plan, verify what is ser
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
 
-from measure import publish
+from measure import medians_of_processes, publish
 from serve_memory import Records, cache_of
 
 CHILD = """
@@ -45,8 +40,6 @@ def main() -> None:
     parser.add_argument("--records", type=int, nargs="*", default=[100, 1_000, 10_000, 100_000])
     arguments = parser.parse_args()
 
-    # An installed package has its bytecode.
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     rows = []
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         for count in arguments.records:
@@ -57,18 +50,7 @@ def main() -> None:
             }
             cache = cache_of(Records(fields), Path(folder) / str(count), shards=4)
             for tier in ("auto", "host", "disk"):
-                runs = []
-                for _ in range(6):
-                    out = subprocess.run(
-                        [sys.executable, "-c", CHILD, str(cache.path), tier],
-                        env=environment,
-                        capture_output=True,
-                        text=True,
-                        check=True,
-                        timeout=300,
-                    )
-                    runs.append(json.loads(out.stdout))
-                row = {key: round(statistics.median(run[key] for run in runs[1:]), 4) for key in runs[0]}
+                row = medians_of_processes(["-c", CHILD, str(cache.path), tier], runs=5)
                 rows.append({"records": count, "tier": tier, **row})
     publish("first_batch", rows, save=arguments.save)
 

@@ -202,8 +202,8 @@ def load(bench: Bench) -> Iterator[dict[str, Any]]:
         bench.wait()
         begin, running = time.perf_counter(), iter(loader)
         next(running)
-        assert loader._engine is not None
-        while loader._engine.residency.serving() is None and time.perf_counter() - begin < 600:
+        assert loader._serving.engine is not None
+        while loader._serving.engine.residency.serving() is None and time.perf_counter() - begin < 600:
             time.sleep(0.001)
         took = time.perf_counter() - begin
         yield {

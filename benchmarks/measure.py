@@ -7,6 +7,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,27 @@ def medians(contenders: dict[str, Callable[[], float]], *, rounds: int = 3) -> d
         for name, work in contenders.items():
             taken[name].append(work())
     return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def medians_of_processes(command: list[str], *, runs: int) -> dict[str, float]:
+    """Medians of the figures that `python command...` prints as JSON, over fresh processes.
+
+    One more comes first that is not counted: it may read files that later ones find in memory.
+    """
+    # An installed package has its bytecode.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    taken = []
+    for _ in range(runs + 1):
+        out = subprocess.run(
+            [sys.executable, *command],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+        )
+        taken.append(json.loads(out.stdout))
+    return {key: round(statistics.median(run[key] for run in taken[1:]), 4) for key in taken[0]}
 
 
 def hardware() -> dict[str, Any]:

@@ -14,11 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -27,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from measure import publish
+from measure import medians_of_processes, publish
 from serve_memory import Records, cache_of
 
 EXAMPLES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000, 1_000_000_000)
@@ -100,24 +96,6 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def medians(command: list[str]) -> dict[str, float]:
-    """Medians of the figures that a command prints, over fresh processes; the first is not counted."""
-    # An installed package has its bytecode.
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    runs = []
-    for _ in range(TURNS + 1):
-        out = subprocess.run(
-            [sys.executable, *command],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=300,
-        )
-        runs.append(json.loads(out.stdout))
-    return {key: round(statistics.median(run[key] for run in runs[1:]), 3) for key in runs[0]}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true")
@@ -130,12 +108,14 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     for count in arguments.examples:
-        rows.append({"what": "order", "examples": count, **medians([__file__, "--child", str(count)])})
+        row = medians_of_processes([__file__, "--child", str(count)], runs=TURNS)
+        rows.append({"what": "order", "examples": count, **row})
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         for count in arguments.records:
             values = {"x": torch.arange(count * 2, dtype=torch.float32).reshape(count, 2)}
             cache = cache_of(Records(values), Path(folder) / str(count), shards=4)
-            rows.append({"what": "open", "records": count, **medians(["-c", OPEN, str(cache.path)])})
+            row = medians_of_processes(["-c", OPEN, str(cache.path)], runs=TURNS)
+            rows.append({"what": "open", "records": count, **row})
     publish("scale", rows, save=arguments.save)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import stoker
-from stoker.errors import ConfigError, IncompleteError
+from stoker.errors import ConfigError, IncompleteError, SourceError
 
 
 class Rows(Dataset[Tensor]):
@@ -178,3 +178,10 @@ def test_too_many_broken_samples_are_listed_once_with_the_cures(tmp_path: Path) 
     assert "retry_quarantined=True from Python" in said
     assert "max_quarantined=0.05 from Python" in said
     cached(tmp_path, Rows(40, broken=(17,)), precompute={**settings, "max_quarantined": 0.05})
+
+
+def test_a_class_in_place_of_a_dataset_is_answered_with_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"Rows is a class, .* Give an object of it, as Rows\(\.\.\.\)"):
+        stoker.cached(Rows, cache_dir=tmp_path)
+    with pytest.raises(SourceError, match=r"TorchSource is a class"):
+        stoker.cached(stoker.TorchSource, cache_dir=tmp_path)

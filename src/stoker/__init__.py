@@ -1,6 +1,6 @@
 """Stoker keeps the GPU fed: encode once, keep it verified, serve from the fastest place that fits.
 
-sources/      raw samples by number: HDF5 simulations, any torch `Dataset`
+sources/      raw samples by number: HDF5 simulations, images, any torch `Dataset`
 encoders/     frozen encoders: grid, any `nn.Module`, normalisation
 precompute/   source + encoder -> cache, resumable, hang-proof
 store/        the cache: recipe and fingerprint, shards with checksums, index
@@ -10,6 +10,7 @@ transforms/   changes to a batch on its device, random by example
 integrations/ adapters for training frameworks
 train/        a reference operator and its training loop
 config/       settings files;  pipeline/, cli/   whole runs, and the `stoker` command
+compat/       the names of earlier systems
 """
 
 from __future__ import annotations
@@ -28,9 +29,13 @@ if TYPE_CHECKING:
     from stoker.loader import Loader, Mixture, Windows
     from stoker.precompute import precompute
     from stoker.sources.hdf5 import HDF5Source
+    from stoker.sources.images.source import ImageSource
+    from stoker.sources.sql.source import SQLSource
     from stoker.sources.torch_dataset import TorchSource
     from stoker.store import Cache, open_cache
     from stoker.store.index_in_place import index_in_place
+    from stoker.train.batch_size import find_batch_size
+    from stoker.train.compiling import disable_torch_compile
 
 __version__ = "0.1.0"
 
@@ -38,14 +43,18 @@ __all__ = [
     "Cache",
     "GridEncoder",
     "HDF5Source",
+    "ImageSource",
     "Loader",
     "Mixture",
     "ModuleEncoder",
+    "SQLSource",
     "StokerError",
     "TorchSource",
     "Windows",
     "__version__",
     "cached",
+    "disable_torch_compile",
+    "find_batch_size",
     "index_in_place",
     "open_cache",
     "precompute",
@@ -55,19 +64,23 @@ _HOMES = {
     "Cache": "stoker.store",
     "GridEncoder": "stoker.encoders.grid",
     "HDF5Source": "stoker.sources.hdf5",
+    "ImageSource": "stoker.sources.images.source",
     "Loader": "stoker.loader",
     "Mixture": "stoker.loader",
     "ModuleEncoder": "stoker.encoders.module",
+    "SQLSource": "stoker.sources.sql.source",
     "TorchSource": "stoker.sources.torch_dataset",
     "Windows": "stoker.loader",
     "cached": "stoker.cached",
+    "disable_torch_compile": "stoker.train.compiling",
+    "find_batch_size": "stoker.train.batch_size",
     "index_in_place": "stoker.store.index_in_place",
     "open_cache": "stoker.store",
     "precompute": "stoker.precompute",
 }
 """Where each public name is defined; imported on first use, so that `import stoker` costs nothing."""
 
-_MODULES = ("integrations", "transforms")
+_MODULES = ("compat", "integrations", "transforms")
 """Public modules, `stoker.transforms.Flip`, also imported on first use."""
 
 

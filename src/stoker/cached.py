@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from stoker.encoders.module import ModuleEncoder
 from stoker.encoders.protocol import Encoder
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
+    from stoker.sources.torch_items import Rule
+
 OURS = ("source", "encoder", "cache_dir", "name", "wait")
 """Arguments of `precompute` that `cached` gives itself; all others may be given in `precompute=`."""
 
@@ -45,6 +47,10 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     device: str = "auto",
     precompute: Mapping[str, Any] | None = None,
     wait: bool = True,
+    identity: str | None = None,
+    random: Literal["refuse", "freeze"] = "refuse",
+    text: Mapping[str, Rule] | None = None,
+    time: Sequence[str] = (),
     **loader: Any,
 ) -> Loader:
     """A loader over everything in `dataset`, which is read and encoded on the first call alone.
@@ -60,6 +66,7 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
         precompute: How to fill the cache, by the names of `stoker.precompute`: `readers`, `nan`,
             `max_quarantined`, `retry_quarantined`, `deadlines`, `max_error`, `dtype` (of storage), ...
         wait: False: serve at once, while another process reads and encodes; see `stoker.precompute`.
+        identity, random, text, time: Of a dataset that is no `Source`; see `stoker.TorchSource`.
         **loader: Further arguments of `Loader`; its `dtype` is that of batches.
 
     Raises:
@@ -74,7 +81,8 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     encoding["wait"] = wait
     device, encoding["device"] = str(parse_device(device)), str(parse_device(encoding["device"]))
     _check_loader(batch_size, loader)
-    source = dataset if isinstance(dataset, Source) else TorchSource(cast("Any", dataset))
+    own: dict[str, Any] = {"identity": identity, "random": random, "text": text, "time": time}
+    source = _as_source(dataset, own)
     encoder = _as_encoder(encoder)
     if loader.get("windows") is None and "index" in source.schema():
         check_names(source.schema() if encoder is None else encoder.schema(source.schema()))
@@ -85,6 +93,23 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
 def name_of(dataset: object) -> str:
     """The cache's name: the class of the dataset, in lower case."""
     return type(dataset).__name__.lower()
+
+
+def _as_source(dataset: Dataset[Any] | Source, own: Mapping[str, Any]) -> Source:
+    """The dataset as a source, with what the user says of it.
+
+    Raises:
+        ConfigError: It is a source, which says all of that itself.
+    """
+    if isinstance(dataset, type) or not isinstance(dataset, Source):  # a class has the methods too
+        return TorchSource(cast("Any", dataset), **own)
+    defaults = inspect.signature(cached).parameters
+    if given := [name for name, value in own.items() if value != defaults[name].default]:
+        raise ConfigError(
+            f"{', '.join(f'{name}=' for name in given)}: settings of a Dataset, and {dataset!r} is a source. "
+            "Give them to the source"
+        )
+    return dataset
 
 
 def _as_encoder(encoder: object) -> Encoder | None:

@@ -3,7 +3,8 @@
 StokerError
 ├── ConfigError            a setting is unknown, malformed or contradicts another    (also ValueError)
 ├── SourceError            raw data is missing, unreadable or not as declared        (also ValueError)
-│   └── SplitError         the split asked for does not exist
+│   ├── SplitError         the split asked for does not exist
+│   └── DecodeError        a file was read, but no sample can be made of its content
 ├── EncoderError           an encoder does not fit the data, or failed
 ├── RecordError            one sample or record is not what its schema says          (also ValueError)
 ├── FormatError            a file is not a store, or not one this version reads      (also ValueError)
@@ -56,6 +57,10 @@ class SourceError(StokerError, ValueError):
 
 class SplitError(SourceError):
     """The split asked for does not exist."""
+
+
+class DecodeError(SourceError):
+    """A file was read, but what it holds cannot be made into a sample: that sample is set aside."""
 
 
 class EncoderError(StokerError):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stoker.pipeline import bench
-from tests.cli.test_main import run, run_json
+from tests.cli.commands import run, run_json
 
 
 @pytest.fixture(autouse=True)

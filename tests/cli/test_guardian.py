@@ -281,6 +281,13 @@ class Begun:
                 os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.returncode, said
 
+    def is_interrupted(self, limit_s: float = DEADLINE_S) -> None:
+        """It ends, and nothing of it is started again."""
+        code, said = self.end(limit_s)
+        assert code == 130, said
+        assert said.endswith("interrupted; the same command resumes\n")
+        assert "again" not in said
+
 
 SLOW = {"any": "import time; time.sleep(0.3)"}
 HANGS = {
@@ -311,10 +318,7 @@ def test_a_closed_terminal_ends_the_command_for_good(project: Path) -> None:
 
     os.killpg(begun.process.pid, signal.SIGHUP)
 
-    code, said = begun.end()
-    assert code == 130, said
-    assert said.endswith("interrupted; the same command resumes\n")
-    assert "again" not in said
+    begun.is_interrupted()
 
 
 @pytest.mark.slow
@@ -332,10 +336,7 @@ def test_an_encoder_that_hangs_is_not_started_again_once_the_command_was_asked_t
 
     begun.process.send_signal(signal.SIGTERM)
 
-    code, said = begun.end(60)
-    assert code == 130, said
-    assert said.endswith("interrupted; the same command resumes\n")
-    assert "again" not in said
+    begun.is_interrupted(60)
 
 
 @pytest.mark.slow
@@ -346,10 +347,7 @@ def test_a_second_signal_ends_what_hangs_with_the_interpreters_lock(project: Pat
     time.sleep(1)
     begun.process.send_signal(signal.SIGINT)
 
-    code, said = begun.end(60)
-    assert code == 130, said
-    assert said.endswith("interrupted; the same command resumes\n")
-    assert "again" not in said
+    begun.is_interrupted(60)
 
 
 @pytest.mark.slow

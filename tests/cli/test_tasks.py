@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_main import run, run_json
+from tests.cli.commands import run, run_json
 from tests.conftest import write_burgers
 
 TWO = ("tasks.wide.encoder.patch_size=8", "data.task=[burgers1d,wide]")

@@ -17,7 +17,7 @@ from stoker.pipeline.kinds import BUILDERS
 def test_without_a_kind_data_is_hdf5_as_before() -> None:
     config = load_config(None, ["data.files=raw/a.h5", "data.preset=pdebench"])
 
-    assert (config.data.kind, config.encoder_kind) == ("hdf5", "grid")
+    assert (config.data.kind, config.encoder.kind) == ("hdf5", "grid")
 
 
 def test_every_kind_has_a_builder_and_shared_settings_name_kinds_and_settings() -> None:
@@ -41,7 +41,7 @@ def test_kinds_made_of_files_build_their_split(tmp_path: Path) -> None:
 
     assert [len(source) for source in whole] == [8, 1, 1]
     assert whole[0].schema()["u"].ragged
-    assert (tasks_of(config), config.encoder_kind) == (["flow"], "identity")
+    assert (tasks_of(config), config.encoder.kind) == (["flow"], "identity")
 
 
 def test_a_kind_made_of_files_needs_them_and_refuses_settings_of_another(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_all_unknown_names_are_named_at_once(tmp_path: Path) -> None:
         pytest.param(
             "training.latent_cache_dtype=int4",
             'training.latent_cache_dtype is "int4". Expected float32, float16, bfloat16, int8 or '
-            "float8_e4m3fn, or null",
+            "float8_e4m3fn, or names, each with",
             id="dtype",
         ),
         pytest.param(
@@ -409,3 +409,24 @@ def test_a_patch_of_one_number_is_square_except_in_one_dimension() -> None:
 def test_an_order_that_is_none_is_answered_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r'training.order is "foo".*full, block, block\(64,4096\), static'):
         load_config(None, ["training.order=foo"])
+
+
+@pytest.mark.parametrize(("text", "share"), [("2%", 0.02), ("'0.5 %'", 0.005), ("0.02", 0.02), ("100%", 1.0)])
+def test_a_share_of_time_may_be_written_in_per_cent(text: str, share: float) -> None:
+    assert load_config(None, [f"training.max_stall={text}"]).training.max_stall == pytest.approx(share)
+
+
+@pytest.mark.parametrize("text", ["two%", "200%", "2 percent"])
+def test_a_share_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"training\.max_stall is .* Expected a number from 0 to 1"):
+        load_config(None, [f"training.max_stall={text}"])
+
+
+def test_a_folder_of_caches_is_answered_with_the_command_for_it(tmp_path: Path) -> None:
+    cache = tmp_path / "latents" / "burgers1d_train" / "0123456789abcdef"
+    cache.mkdir(parents=True)
+    (cache / "recipe.json").write_text("{}")
+
+    for folder in (cache, cache.parent, cache.parent.parent):
+        with pytest.raises(ConfigError, match=rf"{folder} holds caches\. `stoker inspect {folder}`"):
+            load_config(folder)

@@ -84,3 +84,37 @@ def test_a_task_without_settings_of_its_own_has_those_of_all() -> None:
 def test_what_no_task_can_have_is_refused(file: Path, override: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(file, [override])
+
+
+def test_a_block_of_a_misspelt_task_is_said_with_the_name_that_was_meant(file: Path) -> None:
+    file.write_text("data: {task: [burgers1d, secnd]}\ntasks: {burgers1d: {}, second: {data: {limit: 5}}}")
+
+    (note,) = load_config(file).notes
+
+    assert "tasks.second has no effect: data.task is burgers1d, secnd" in note
+    assert "Did you mean data.task second for secnd, or tasks.secnd here?" in note
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("training.task_weights.bb=2", "task_weights has bb, but data.task is b, a. Leave it out"),
+        ("training.task_weights={a: 1}", "task_weights has nothing for b"),
+        ("training.task_weights={bee: 1, a: 1}", "task_weights has bee"),
+        ("training.mixture=concat", "task_weights are of training.mixture=weighted, but it is concat"),
+    ],
+)
+def test_weights_that_do_not_fit_the_tasks_are_refused_at_once(file: Path, override: str, said: str) -> None:
+    file.write_text(FILE + "training.mixture: weighted\ntraining.task_weights: {a: 1, b: 3}\n")
+    assert load_config(file).training.task_weights == {"a": 1, "b": 3}
+    assert load_config(file, ["data.task=a"]).data.tasks == ("a",)
+
+    with pytest.raises(ConfigError, match=said):
+        load_config(file, [override])
+
+
+def test_a_misspelt_weight_is_answered_with_its_task() -> None:
+    settings = {"data.task": ["burgers1d", "second"], "training.mixture": "weighted"}
+
+    with pytest.raises(ConfigError, match=r"has secnd, .*\. Did you mean second\?"):
+        make_config({**settings, "training.task_weights": {"burgers1d": 1, "secnd": 2}}, where="here")

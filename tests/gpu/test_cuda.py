@@ -15,7 +15,7 @@ from stoker.train.config import TrainConfig
 from stoker.train.loop import train
 from tests.conftest import write_burgers
 from tests.loader.caches import trajectories, write_cache
-from tests.loader.test_loader import values_of
+from tests.loader.layouts import values_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -172,7 +172,7 @@ def test_the_device_is_filled_after_three_steps_and_given_back_under_pressure(
     for batch, wanted in zip(loader, expected, strict=True):
         assert torch.equal(batch["latent"].cpu(), wanted["latent"])
     list(loader)
-    held = loader._running().residency.held
+    held = loader._serving.running().residency.held
     assert held.whole is not None
     assert held.whole.tier == "device"
     del held, batch
@@ -183,5 +183,5 @@ def test_the_device_is_filled_after_three_steps_and_given_back_under_pressure(
     for batch, wanted in zip(loader, expected, strict=True):
         assert torch.equal(batch["latent"].cpu(), wanted["latent"])
 
-    assert loader._running().residency.held.device is None
+    assert loader._serving.running().residency.held.device is None
     del thief

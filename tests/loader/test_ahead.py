@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from stoker.loader import Loader, Windows
-from stoker.loader.ahead import Ahead
+from stoker.loader.ahead import Ahead, Strips, Turn
+from stoker.loader.pool import Pool
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
 
@@ -81,7 +82,7 @@ def test_a_thread_that_does_not_pay_is_given_up_and_tried_ever_more_rarely() -> 
         ways.append(chooser.beside)
         clock.strip(chooser)
 
-    assert 4 <= sum(ways) <= 12
+    assert 4 <= sum(ways) <= 18
     assert sum(ways[:20]) > sum(ways[100:120])
 
 
@@ -114,7 +115,7 @@ def test_batches_are_the_same_and_places_too(cache: Cache, monkeypatch: pytest.M
 
         monkeypatch.setattr(chooser._pool, "submit", counted)
         loader = Loader(cache, batch_size=7, windows=Windows(field="latent"), tier="host", seed=3)
-        loader._new_ahead = lambda: chooser
+        loader._serving._new_ahead = lambda: chooser
         return [(batch.z0.clone(), batch.index.clone(), loader.state_dict()) for batch in loader]
 
     for (z0, index, state), (other_z0, other_index, other_state) in zip(
@@ -184,13 +185,77 @@ from stoker.loader import Loader, Windows
 from stoker.store import open_cache
 loader = Loader(open_cache({str(cache.path)!r}), batch_size=7, windows=Windows(field="latent"), tier="host")
 list(loader)
-loader._ahead.beside = True
-assert list(loader._ahead.of(iter(range(50)), 50)) == list(range(50))  # its thread is there now
+loader._serving.ahead.beside = True
+assert list(loader._serving.ahead.of(iter(range(50)), 50)) == list(range(50))  # its thread is there now
 child = os.fork()
 if not child:
-    before = loader._ahead
+    before = loader._serving.ahead
     list(loader)
-    os._exit(int(loader._ahead is before))
+    os._exit(int(loader._serving.ahead is before))
 assert os.waitpid(child, 0)[1] == 0
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
+
+
+def test_the_next_strip_is_begun_beside_the_last_batches_of_this_one() -> None:
+    """Beginning one takes milliseconds, which the step would wait for."""
+    begun: list[int] = []
+    by: list[bool] = []
+
+    def source() -> Iterator[list[int]]:
+        for number in range(3):
+            begun.append(number)
+            by.append(threading.current_thread() is threading.main_thread())
+            yield [number] * 20
+
+    chooser = Ahead(cores=2)
+    chooser.beside = True
+    chooser._made.append(1e-3)
+    found: list[int] = []
+    for strip in (strips := Strips(source(), Turn())):
+        for place, batch in enumerate(chooser.of(strip, len(strip), strips)):
+            found.append(batch)
+            if place == 19 and batch < 2:
+                strips._turn.wait()
+                assert begun[-1] == batch + 1
+        chooser.ended()
+
+    assert found == [0] * 20 + [1] * 20 + [2] * 20
+    assert by == [True, False, False]
+
+
+def test_two_passes_never_begin_strips_at_one_time() -> None:
+    at_work: list[int] = []
+    seen: list[int] = []
+
+    def source() -> Iterator[int]:
+        for number in range(3):
+            at_work.append(number)
+            seen.append(len(at_work))
+            time.sleep(0.05)
+            at_work.pop()
+            yield number
+
+    turn, pool = Turn(), Pool(1, "t")
+    left, other = Strips(source(), turn), Strips(source(), turn)
+    next(left)
+    left.begin(pool)
+    assert [*other] == [0, 1, 2]
+    assert [*left] == [1, 2]
+    left.close()
+
+    assert set(seen) == {1}
+
+
+def test_an_error_while_the_next_strip_begins_comes_out_in_its_place() -> None:
+    def source() -> Iterator[int]:
+        yield 0
+        raise ValueError("no more")
+
+    strips = Strips(source(), Turn())
+    assert next(strips) == 0
+    strips.begin(Pool(1, "t"))
+
+    with pytest.raises(ValueError, match="no more"):
+        next(strips)
+    strips.close()

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,62 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from stoker.errors import (
     ConfigError,
-    CorruptError,
     IncompleteError,
     MissingRecordError,
     ResourceError,
-    StaleStateError,
-    StalledError,
 )
-from stoker.loader import Loader, RecordBatch, WindowBatch, Windows, arguments, disk, residency
+from stoker.loader import Loader, RecordBatch, Windows, arguments, pieces
 from stoker.monitor.meter import StallMeter
 from stoker.store import Cache, open_cache
-from tests.loader.caches import trajectories, write_cache
-
-TIMED = ("latent", "time")
-LAYOUTS: dict[str, tuple[int, ...]] = {"one": (), "unequal": (5, 7, 1), "many": (2,) * 11}
-COUNT, STEPS = 24, 9
-
-
-@pytest.fixture(scope="module")
-def fields() -> dict[str, torch.Tensor]:
-    return trajectories(COUNT, STEPS)
-
-
-@pytest.fixture(scope="module")
-def caches(tmp_path_factory: pytest.TempPathFactory, fields: dict[str, torch.Tensor]) -> dict[str, Cache]:
-    return {
-        name: write_cache(tmp_path_factory.mktemp(name), fields, timed=TIMED, shards=shards)
-        for name, shards in LAYOUTS.items()
-    }
-
-
-@pytest.fixture
-def cache(caches: dict[str, Cache]) -> Cache:
-    return caches["unequal"]
-
-
-def values_of(batch: Any) -> list[torch.Tensor]:
-    if isinstance(batch, WindowBatch):
-        future = [] if batch.future is None else [batch.future]
-        return [batch.index, batch.z0, batch.z1, *future, *(batch.cond[name] for name in sorted(batch.cond))]
-    return [batch[name] for name in sorted(batch)]
-
-
-def same(a: Any, b: Any) -> bool:
-    return a.position == b.position and all(
-        x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(values_of(a), values_of(b), strict=True)
-    )
-
-
-def joined(batches: list[Any]) -> list[torch.Tensor]:
-    """The batches of several ranks at one step, as one."""
-    return [torch.cat(parts) for parts in zip(*map(values_of, batches), strict=True)]
+from tests.loader.caches import write_cache
+from tests.loader.layouts import COUNT, STEPS, TIMED, indices_of_records, values_of
 
 
 def indices(loader: Any) -> list[tuple[int, ...]]:
@@ -107,279 +61,6 @@ def test_records_come_whole_with_their_numbers(
         for name, values in fields.items():
             assert torch.equal(batch[name], values[batch["index"]])
     assert sorted(torch.cat([batch["index"] for batch in batches]).tolist()) == list(range(COUNT))
-
-
-@settings(max_examples=220, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_same_bytes_everywhere(caches: dict[str, Cache], data: st.DataObject) -> None:
-    """Tier x layout of shards x resume at any step x world size: one stream of global batches."""
-    windows = data.draw(st.sampled_from([None, Windows(field="latent"), Windows(field="latent", horizon=2)]))
-    order = data.draw(st.sampled_from(["full", "block(3,12)", "static(4)"]))
-    world = data.draw(st.sampled_from([1, 2, 4]))
-    tier = data.draw(st.sampled_from(["host", "disk"]))
-    layout = data.draw(st.sampled_from(sorted(LAYOUTS)))
-    epoch = data.draw(st.integers(0, 3))
-    seed = data.draw(st.integers(0, 2**32))
-    common = {"windows": windows, "order": order, "seed": seed, "drop_last": True}
-    reference = Loader(caches["one"], batch_size=4, tier="host", **common)
-    reference.set_epoch(epoch)
-    expected = list(reference)
-    stop = data.draw(st.integers(0, len(expected) - 1))
-
-    stopped = Loader(caches["many"], batch_size=4, tier="host", **common)
-    stopped.set_epoch(epoch)
-    begun = iter(stopped)
-    for _ in range(stop):
-        next(begun)
-    state = stopped.state_dict()
-    state.update(fingerprint=caches[layout].fingerprint, generation=1)  # another folder of the same records
-    ranks = [
-        Loader(caches[layout], batch_size=4 // world, tier=tier, rank=rank, world=world, **common)
-        for rank in range(world)
-    ]
-    for loader in ranks:
-        loader.load_state_dict(state)
-
-    got = list(zip(*ranks, strict=True))
-    assert len(got) == len(expected) - stop
-    for whole, parts in zip(expected[stop:], got, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(values_of(whole), joined(list(parts)), strict=True))
-        assert all(part.position == whole.position for part in parts)
-
-
-def test_a_batch_may_draw_from_memory_and_disk(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While shards are brought into memory, and for good where only some fit."""
-    windows = Windows(field="latent", horizon=2)
-    expected = list(Loader(cache, batch_size=6, windows=windows, tier="host"))
-    monkeypatch.setattr(residency, "assign", lambda *_: {"device": frozenset(), "host": frozenset({0, 2})})
-
-    mixed = Loader(cache, batch_size=6, windows=windows, tier="host")
-
-    for _ in range(2):
-        got = list(mixed)
-        mixed.set_epoch(0)
-        assert all(same(a, b) for a, b in zip(got, expected, strict=True))
-    engine = mixed._engine
-    assert engine is not None
-    assert [bool(flag) for flag in engine.residency.held.memories[0].ready] == [True, False, True, False]
-
-
-def test_the_first_batches_do_not_wait_for_memory_to_fill(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = list(Loader(cache, batch_size=4, tier="disk"))
-    monkeypatch.setattr(residency, "FIRST_WAIT_S", 0.0)
-    loads = iter(range(100))
-    gate = threading.Event()
-    read = residency.Residency._fill
-
-    def slowly(self: residency.Residency) -> None:
-        gate.wait(30)
-        next(loads)
-        read(self)
-
-    monkeypatch.setattr(residency.Residency, "_fill", slowly)
-    loader = Loader(cache, batch_size=4, tier="host")
-    running = iter(loader)
-    got = [next(running), next(running)]
-    assert loader._engine is not None
-    assert loader._engine.residency.serving() is None
-    gate.set()
-    got += running
-
-    assert all(same(a, b) for a, b in zip(got, expected, strict=True))
-
-
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_listed_batches_are_distinct(tmp_path: Path, tier: str) -> None:
-    """Large outputs reuse memory, but never what somebody still holds."""
-    images = torch.randint(0, 255, (40, 3, 256, 256), dtype=torch.uint8)
-    cache = write_cache(tmp_path, {"image": images}, shards=(15,))
-
-    batches = list(Loader(cache, batch_size=8, tier=tier))
-
-    assert len({batch["image"].data_ptr() for batch in batches}) == 5
-    for batch in batches:
-        assert torch.equal(batch["image"], images[batch["index"]])
-
-
-def test_memory_of_large_batches_is_reused_when_they_are_dropped(tmp_path: Path) -> None:
-    images = torch.randint(0, 255, (80, 3, 256, 256), dtype=torch.uint8)
-    cache = write_cache(tmp_path, {"image": images})
-
-    addresses = [batch["image"].data_ptr() for batch in Loader(cache, batch_size=8, tier="host")]
-
-    assert len(addresses) == 10
-    assert len(set(addresses)) <= 3
-
-
-def test_large_batches_are_gathered_by_several_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("stoker.loader.gather.THREADS_FROM_BYTES", 1)
-    monkeypatch.setattr("stoker.loader.gather.REUSE_FROM_BYTES", 1)
-    values = torch.randn(50, 33, 41)
-    cache = write_cache(tmp_path, {"x": values}, shards=(17, 20))
-
-    for batch in Loader(cache, batch_size=7, tier="host"):
-        assert torch.equal(batch["x"], values[batch["index"]])
-
-
-def test_epochs_differ_repeat_and_advance_by_themselves(cache: Cache) -> None:
-    loader = Loader(cache, batch_size=5, seed=3)
-    first, second = indices_of_records(loader), indices_of_records(loader)
-
-    assert first != second
-    assert sorted(first) == sorted(second) == list(range(COUNT))
-    assert indices_of_records(Loader(cache, batch_size=5, seed=3)) == first
-    loader.set_epoch(1)
-    assert indices_of_records(loader) == second
-    assert indices_of_records(Loader(cache, batch_size=5, seed=4)) != first
-
-
-def indices_of_records(loader: Loader) -> list[int]:
-    return [number for batch in loader for number in batch["index"].tolist()]
-
-
-def test_an_abandoned_pass_starts_its_epoch_again(cache: Cache) -> None:
-    loader = Loader(cache, batch_size=5)
-    first = next(iter(loader))
-
-    assert loader.state_dict()["position"] == 5
-    assert same(next(iter(loader)), first)
-    assert loader.epoch == 0
-
-
-def test_the_state_after_the_last_batch_is_the_next_epoch(cache: Cache) -> None:
-    loader = Loader(cache, batch_size=5)
-    for _batch, _ in zip(loader, range(len(loader)), strict=False):
-        pass
-
-    assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (1, 0)
-    assert loader.epoch == 1
-
-
-@pytest.mark.parametrize("strip_bytes", [0, 1 << 14])
-@pytest.mark.parametrize("windows", [None, Windows(field="latent", horizon=2)])
-def test_two_passes_at_once_do_not_disturb_each_other(
-    cache: Cache, windows: Windows | None, strip_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chunks are made ahead for one of them, and both take from the same loader."""
-    expected = []
-    for epoch in (0, 1):
-        reference = Loader(cache, batch_size=3, windows=windows, tier="disk")
-        reference.set_epoch(epoch)
-        expected.append(list(reference))
-    monkeypatch.setattr("stoker.loader.chunks.CHUNK_EXAMPLES", 9)
-    monkeypatch.setattr("stoker.loader.gather.STRIP_BATCHES", 2)
-    monkeypatch.setattr("stoker.loader.engine.STRIP_BATCHES", 2)
-    monkeypatch.setattr("stoker.loader.gather.STRIP_OUTPUT_BYTES", strip_bytes)
-    loader = Loader(cache, batch_size=3, windows=windows, tier="host")
-
-    first = iter(loader)
-    begun = next(first)
-    loader.set_epoch(1)
-    second = iter(loader)
-
-    assert same(begun, expected[0][0])
-    assert same(next(second), expected[1][0])
-    for a, b, x, y in zip(first, second, expected[0][1:], expected[1][1:], strict=True):
-        assert same(a, x)
-        assert same(b, y)
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_short_epochs_are_made_ahead_and_stay_what_they_are(cache: Cache, drop_last: bool) -> None:
-    """Chunks of several epochs are made in one piece of work; a jump throws them away."""
-    ahead = Loader(cache, batch_size=7, drop_last=drop_last, tier="host")
-
-    for epoch in [*range(9), 3, 4, 5, 20, 21]:
-        alone = Loader(cache, batch_size=7, drop_last=drop_last, tier="disk")
-        alone.set_epoch(epoch)
-        ahead.set_epoch(epoch)
-        assert all(same(a, b) for a, b in zip(ahead, alone, strict=True))
-
-
-def test_a_trainer_that_prefetches_saves_the_batch_it_used(cache: Cache) -> None:
-    loader = Loader(cache, batch_size=5)
-    batches = list(loader)
-
-    resumed = Loader(cache, batch_size=5)
-    resumed.load_state_dict(loader.state_dict(batches[1].position))
-
-    assert all(same(a, b) for a, b in zip(resumed, batches[2:], strict=True))
-
-
-def test_set_epoch_keeps_a_restored_position(cache: Cache) -> None:
-    """Trainers restore, and then call set_epoch with the epoch that they restored themselves."""
-    loader = Loader(cache, batch_size=5)
-    batches = list(loader)
-    state = loader.state_dict(batches[0].position)
-    resumed = Loader(cache, batch_size=5)
-    resumed.load_state_dict(state)
-    resumed.set_epoch(0)
-
-    assert same(next(iter(resumed)), batches[1])
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"seed": 1}, "seed 0 there, 1 here"),
-        ({"order": "block(2,4)"}, "order"),
-        ({"batch_size": 6}, "global_batch 5 there, 6 here"),
-        ({"indices": range(20)}, "examples 24 there, 20 here"),
-        ({"indices": [*range(23), 0]}, "records"),
-        ({"windows": Windows(field="latent")}, "windows"),
-    ],
-)
-def test_a_state_of_another_loader_is_refused_by_name(cache: Cache, changes: dict, named: str) -> None:
-    state = Loader(cache, batch_size=5).state_dict()
-
-    with pytest.raises(StaleStateError, match=named):
-        Loader(cache, **{"batch_size": 5, **changes}).load_state_dict(state)
-
-
-@pytest.mark.parametrize("state", [{}, {"version": 99}, {"version": 1, "epoch": 0}])
-def test_what_is_no_state_is_refused(cache: Cache, state: dict) -> None:
-    with pytest.raises(StaleStateError, match="not the state of a loader"):
-        Loader(cache, batch_size=5).load_state_dict(state)
-
-
-def test_a_state_of_other_types_is_refused(cache: Cache) -> None:
-    loader: Any = Loader(cache, batch_size=5)
-    with pytest.raises(StaleStateError, match=r"is a dict, as state_dict.* gives it, not None"):
-        loader.load_state_dict(None)
-    with pytest.raises(StaleStateError, match=r"example 'a'\. Expected whole numbers"):
-        loader.load_state_dict({**loader.state_dict(), "position": "a"})
-
-
-def test_another_batch_size_goes_on_with_the_next_example(cache: Cache) -> None:
-    loader = Loader(cache, batch_size=5)
-    order = indices_of_records(Loader(cache, batch_size=5))
-    running = iter(loader)
-    next(running), next(running)
-    other = Loader(cache, batch_size=3)
-    with pytest.raises(StaleStateError, match="allow_rebatch=True"):
-        other.load_state_dict(loader.state_dict())
-    other.load_state_dict(loader.state_dict(), allow_rebatch=True)
-
-    assert indices_of_records(other) == order[10:]
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_no_sample_is_lost_or_doubled_over_ranks(cache: Cache, world: int) -> None:
-    training = [Loader(cache, batch_size=3, rank=rank, world=world) for rank in range(world)]
-    evaluation = [
-        Loader(cache, batch_size=3, rank=rank, world=world, order="sequential") for rank in range(world)
-    ]
-
-    assert len({len(loader) for loader in training}) == 1
-    assert all(loader.drop_last for loader in training)
-    served = [number for loader in training for number in indices_of_records(loader)]
-    assert len(set(served)) == len(served) == COUNT // (3 * world) * 3 * world
-    pieces = [indices_of_records(loader) for loader in evaluation]
-    assert [number for piece in pieces for number in piece] == list(range(COUNT))
 
 
 def test_sequential_order_serves_in_sample_order(cache: Cache) -> None:
@@ -493,9 +174,9 @@ def test_the_meter_is_told_of_every_batch(cache: Cache) -> None:
 
 def test_the_meter_knows_what_a_wait_was_for(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower bounds alone: a sleep is never shorter than asked for."""
-    pause_s, read = 0.01, disk.DiskBatches._read
+    pause_s, read = 0.01, pieces.Pieces.read
 
-    def slow_read(*args: Any) -> float:
+    def slow_read(*args: Any) -> int:
         time.sleep(pause_s)
         return read(*args)
 
@@ -506,7 +187,7 @@ def test_the_meter_knows_what_a_wait_was_for(cache: Cache, monkeypatch: pytest.M
     found: dict[str, dict[str, float]] = {}
     for name, wanted in {"disk": {"tier": "disk"}, "transform": {"transforms": [slow_transform]}}.items():
         with monkeypatch.context() as patch:
-            patch.setattr(disk.DiskBatches, "_read", slow_read)
+            patch.setattr(pieces.Pieces, "read", slow_read)
             meter = StallMeter()
             loader = Loader(cache, batch_size=5, windows=Windows(field="latent"), meter=meter, **wanted)
             batches = len(list(loader))
@@ -624,87 +305,12 @@ def test_quarantined_samples_are_absent_and_counted(tmp_path: Path, fields: dict
     assert indices_of_records(Loader(cache, indices=[1, 2, 3], order="sequential")) == [1, 3]
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_flipped_bit_is_found_and_never_served(
-    tmp_path: Path, fields: dict[str, torch.Tensor], tier: str
-) -> None:
-    cache = write_cache(tmp_path, fields, timed=TIMED, shards=(6, 6))
-    shard = cache.shard(1)
-    path = cache.path / shard.name
-    data = bytearray(path.read_bytes())
-    data[shard.columns["latent"].offset + 100] ^= 4
-    os.chmod(path, 0o600)
-    path.write_bytes(data)
-
-    with pytest.raises(CorruptError, match=shard.name):
-        list(Loader(open_cache(cache.path), batch_size=4, tier=tier))
-
-
-def test_a_read_that_hangs_is_a_stall_not_a_hang(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
-    gate = threading.Event()
-    monkeypatch.setattr(disk.DiskBatches, "_read", lambda *_: gate.wait(30))
-
-    with pytest.raises(StalledError, match=r"reading a batch .* 0\.1 s"):
-        next(iter(Loader(cache, batch_size=4, tier="disk", timeout=0.1)))
-    gate.set()
-
-
-def test_fixed_addresses_for_graphs(cache: Cache, fields: dict[str, torch.Tensor]) -> None:
-    loader = Loader(cache, batch_size=5, tier="device", static=True)
-    addresses = set()
-    for batch in loader:
-        addresses.add(tuple(values.data_ptr() for values in values_of(batch)))
-        assert torch.equal(batch["latent"], fields["latent"][batch["index"]])
-
-    assert len(addresses) == 1
-    assert len(loader) == COUNT // 5
-    with pytest.raises(ConfigError, match="tier='device'"):
-        Loader(cache, batch_size=5, static=True)
-
-
 @pytest.mark.parametrize(
     "changes", [{"batch_size": 0}, {"world": 0}, {"rank": 1}, {"batch_size": 0, "order": "static"}]
 )
 def test_batches_and_ranks_that_are_none_are_refused(cache: Cache, changes: dict) -> None:
     with pytest.raises(ConfigError, match="Expected batch_size"):
         Loader(cache, **{"batch_size": 2, **changes})
-
-
-def test_fixed_addresses_wait_for_memory_to_be_filled(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill = residency.Residency._fill
-
-    def slowly(self: residency.Residency) -> None:
-        time.sleep(0.3)  # longer than other loaders wait before they serve from disk
-        fill(self)
-
-    monkeypatch.setattr(residency.Residency, "_fill", slowly)
-    loader = Loader(cache, batch_size=5, tier="device", static=True)
-
-    assert len({batch["latent"].data_ptr() for batch in loader}) == 1
-
-
-def test_what_ends_the_filling_of_memory_is_raised(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a loader would serve from disk for ever, and nobody would know why."""
-    gate = threading.Event()
-
-    def failing(*_: object) -> None:
-        gate.wait(30)
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr("stoker.store.shard_read.Shard.verify_column", failing)
-    loader = Loader(cache, batch_size=1, tier="host")
-    running = iter(loader)
-    next(running)
-    gate.set()
-    assert loader._engine is not None
-    limit = time.monotonic() + 10
-    while loader._engine.residency._error is None and time.monotonic() < limit:
-        time.sleep(0.01)
-
-    with pytest.raises(OSError, match="Input/output"):
-        next(running)
 
 
 @pytest.mark.parametrize("other", [torch.randn(5, 4, 2), [torch.randn(n, 2) for n in (6, 6, 3, 6, 6)]])

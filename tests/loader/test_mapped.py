@@ -144,7 +144,7 @@ from stoker.store import open_cache
 loader = Loader(open_cache(sys.argv[1]), batch_size=64, tier="host")
 for batch in loader:
     pass
-assert loader._engine.residency.complete
+assert loader._serving.engine.residency.complete
 print("ready", flush=True)
 sys.stdin.read()
 """

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from stoker.errors import ConfigError, CorruptError, ResourceError
-from stoker.loader import Loader, Windows, decide
+from stoker.loader import Loader, Mixture, Windows, decide
 from stoker.precompute import PrecomputeSettings, run_precompute
 from stoker.store import Cache, open_cache
 from tests.precompute.fake_encoders import FakeEncoder
@@ -182,7 +182,7 @@ def test_storage_that_damages_it_every_time_is_named(tmp_path: Path) -> None:
 
     cache.filler = Worn()
 
-    with pytest.raises(CorruptError, match="sample 5 has been damaged 3 times in this run"):
+    with pytest.raises(CorruptError, match=r"sample 5 of .* has been damaged 3 times in this run"):
         list(Loader(cache, batch_size=3, tier="disk"))
 
 
@@ -239,6 +239,22 @@ def test_of_several_ranks_one_encodes_and_all_go_on(tmp_path: Path, tier: str) -
         assert len(found) == len(batches)
         for a, b in zip(found, batches, strict=True):
             assert all(torch.equal(a[name], b[name]) for name in b)
+
+
+def test_samples_of_one_number_in_two_caches_are_counted_apart(tmp_path: Path) -> None:
+    """One loader serves both, where batches hold examples of several caches."""
+    caches = [make(tmp_path / "a"), make(tmp_path / "b")]
+    mixture = Mixture(caches, 4, names=["a", "b"], mix="example", tier="disk")
+    for _ in range(2):  # each record as often as one may be damaged
+        for cache in caches:
+            flip(open_cache(cache.path), 5)
+        assert len(list(mixture)) == 11
+
+    (loader,) = mixture.loaders.values()
+    assert loader.mended == 4
+    flip(open_cache(caches[1].path), 5)
+    with pytest.raises(CorruptError, match=rf"sample 5 of {caches[1].path} has been damaged 3 times"):
+        list(mixture)
 
 
 @pytest.mark.parametrize("windows", [None, Windows()], ids=["records", "windows"])

@@ -16,7 +16,7 @@ from stoker.loader.packed import stored_outputs
 from stoker.schema import PACKED_DTYPES
 from stoker.store import Cache, open_cache
 from tests.loader.caches import trajectories, write_cache
-from tests.loader.test_loader import same, values_of
+from tests.loader.layouts import same, values_of
 
 TIMED = ("latent", "time", "wide")
 TIERS = ("host", "disk", "device")
@@ -99,8 +99,8 @@ def test_memory_holds_and_gathers_the_packed_bytes(cache: Cache) -> None:
     loader = Loader(cache, batch_size=5, tier="host")
     next(iter(loader))
 
-    assert loader._engine is not None
-    (memory,) = loader._engine.residency.held.memories
+    assert loader._serving.engine is not None
+    (memory,) = loader._serving.engine.residency.held.memories
     assert memory.sources["latent"].dtype == torch.int8
     packed = sum(f.size_bytes() for f in cache.recipe.columns.values())
     assert sum(row.bytes for row in loader.plan.rows) == packed * len(cache)
@@ -170,7 +170,7 @@ def test_nothing_is_added_for_caches_that_are_not_packed(tmp_path: Path) -> None
     loader = Loader(cache, batch_size=5, tier="host")
     next(iter(loader))
 
-    assert loader._engine is not None
-    assert loader._engine._unpack is None
+    assert loader._serving.engine is not None
+    assert loader._serving.engine._unpack is None
     outputs = make_outputs(cache.schema, None, None)
     assert stored_outputs(outputs) == outputs

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stoker.loader import Loader, Normalise, Windows, partial
-from stoker.loader.disk import DiskBatches
+from stoker.loader.pieces import Pieces
 from stoker.schema import PACKED_DTYPES
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
-from tests.loader.test_loader import same, values_of
+from tests.loader.layouts import same, values_of
 
 SHARDS = (3, 4, 5, 2, 6, 4)
 COUNT = sum(SHARDS)
@@ -52,7 +52,7 @@ def homes_of(where: list[str]) -> dict[str, frozenset[int]]:
 
 def move(loader: Loader, where: list[str]) -> None:
     """Have these shards in these memories, as a new plan would; done at once instead of in a thread."""
-    engine = loader._running()
+    engine = loader._serving.running()
     engine.residency._settle(homes_of(where))
     if engine.residency._freed:
         engine.residency._reclaim()
@@ -83,11 +83,7 @@ def loader_at(cache: Cache, where: list[str], **settings: Any) -> Loader:
     return loader
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_batches_are_the_same_wherever_shards_are_and_move(
-    cache: Cache, ragged: Cache, data: st.DataObject
-) -> None:
+def same_wherever_shards_are(cache: Cache, ragged: Cache, data: st.DataObject) -> None:
     """Any assignment of shards to memories, changed again and again between batches: one stream."""
     varying = data.draw(st.booleans())
     common: dict[str, Any] = {
@@ -118,6 +114,24 @@ def test_batches_are_the_same_wherever_shards_are_and_move(
     assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_batches_are_the_same_wherever_shards_are_and_move(
+    cache: Cache, ragged: Cache, data: st.DataObject
+) -> None:
+    same_wherever_shards_are(cache, ragged, data)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_batches_are_the_same_wherever_shards_are_a_thousand_times(
+    cache: Cache, ragged: Cache, data: st.DataObject
+) -> None:
+    same_wherever_shards_are(cache, ragged, data)
+
+
 @pytest.mark.parametrize(
     ("where", "tiers"),
     [
@@ -132,20 +146,20 @@ def test_the_slowest_tier_that_a_batch_came_from_is_told(
 ) -> None:
     loader = loader_at(cache, where, batch_size=COUNT)
 
-    assert {strip.tier for strip in loader._running().strips(0, 0)} == tiers
+    assert {strip.tier for strip in loader._serving.running().strips(0, 0)} == tiers
 
 
 def test_rows_in_memory_are_not_read_from_disk(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a batch costs follows the fractions: a row in memory costs what memory costs."""
     read: list[int] = []
     loader = loader_at(cache, ["device", "device", "host", "host", "disk", "disk"], batch_size=7)
-    reading = DiskBatches._read
+    reading = Pieces.read
 
-    def noted(self: Any, piece: Any, *rest: Any) -> float:
+    def noted(self: Any, cache: Any, piece: Any, *rest: Any) -> int:
         read.append(len(piece))
-        return reading(self, piece, *rest)
+        return reading(self, cache, piece, *rest)
 
-    monkeypatch.setattr(DiskBatches, "_read", noted)
+    monkeypatch.setattr(Pieces, "read", noted)
 
     batches = list(loader)
 
@@ -186,7 +200,7 @@ def test_a_window_of_block_order_copies_its_trajectories_once(
         return values, rows, read
 
     monkeypatch.setattr(partial.PartialBatches, "_far", noted)
-    loader._running()._pace.batches = 64
+    loader._serving.running()._pace.batches = 64
 
     got = list(loader)
 
@@ -238,7 +252,7 @@ def test_damage_is_found_where_a_batch_is_mixed(tmp_path: Path) -> None:
 
 
 def test_the_demand_is_kept_for_a_plan_made_again(cache: Cache) -> None:
-    design = Loader(cache, batch_size=3)._design
+    design = Loader(cache, batch_size=3)._serving.design
 
     assert design.ask.plan(design.ask.look()).records_by_tier() == design.plan.records_by_tier()
     assert replace(design.ask, tier="disk").plan(design.ask.look()).tier == "disk"

@@ -79,11 +79,11 @@ from stoker.loader import Loader, ahead
 from tests.loader.caches import write_cache
 cache = write_cache(Path(tempfile.mkdtemp()), {"x": torch.randn(4096, 2048)})
 loader = Loader(cache, 128, tier="host")
-while loader._running().residency.serving() is None:
+while loader._serving.running().residency.serving() is None:
     pass
-loader._ahead = ahead.Ahead(cores=2)
-loader._ahead.beside = True
-loader._ahead._made.extend([1e-3, 1e-3])
+loader._serving.ahead = ahead.Ahead(cores=2)
+loader._serving.ahead.beside = True
+loader._serving.ahead._made.extend([1e-3, 1e-3])
 it = iter(loader)
 next(it)
 """

@@ -50,7 +50,7 @@ def test_without_a_cache_there_are_the_limits_of_memory(tmp_path: Path) -> None:
 
     assert list(result.limits) == ["copy", "gather"]
     assert not result.tiers
-    assert result.advice.startswith("Give a cache or a CONFIG")
+    assert result.advice.startswith("Name a CONFIG or the folder of a cache")
 
 
 def test_rounds_that_differ_are_said_to(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from stoker.pipeline.precompute import precompute_config
 from stoker.pipeline.serve import Served, serve
 from stoker.pipeline.train import prepare, train_config
 from stoker.pipeline.why import explain
+from stoker.precompute.spot_check import SpotChecks
 from tests.conftest import write_burgers
 from tests.pipeline.conftest import Configure
 from tests.pipeline.test_train import Events
@@ -81,6 +83,26 @@ def test_one_operator_is_trained_on_all_tasks_and_judged_on_each(two: Configure)
     page = (run_dir_of(config) / "report.html").read_text()
     assert "<h2>Tasks</h2>" in page
     assert "burgers1d" in page
+
+
+def test_each_task_is_judged_in_physical_space_and_spot_checked(
+    two: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SpotChecks, "finish", partialmethod(SpotChecks.finish, 60.0))
+    result = train_config(two("training.max_steps=2", "verify.spot_check=2"))
+
+    report = result.report
+    for own in report.tasks.values():
+        assert own["physical_nrmse"] is not None
+        assert own["reconstruction_nrmse"] is not None
+    by_itself = train_config(two("data.task=long", "training.max_steps=2")).report
+    assert report.tasks["long"]["reconstruction_nrmse"] == by_itself.reconstruction_nrmse
+    losses = [own["reconstruction_nrmse"] or 0.0 for own in report.tasks.values()]
+    assert report.reconstruction_nrmse == pytest.approx(sum(losses) / 2)
+    assert "encoder's own" in (report.run_dir / "report.html").read_text()
+    assert result.spot_check is not None
+    assert (result.spot_check.wanted, result.spot_check.checked) == (4, 4)
+    assert not result.spot_check.different
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 
 from stoker.precompute import EncodeFiller, PrecomputeSettings, guarded, run_precompute
 from stoker.precompute.beat import BeatPage
-from stoker.precompute.spot_check import distance
+from stoker.precompute.spot_check import SpotChecks, distance
 from stoker.store import Cache, Folder
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource, RaggedSource
@@ -21,9 +21,13 @@ def make(folder: Path, source: FakeSource, encoder: FakeEncoder) -> Cache:
     return run_precompute(source, encoder, folder, name="c", settings=SETTINGS).cache
 
 
-def checked(cache: Cache, count: int = 50):
+def filler_of(cache: Cache) -> EncodeFiller:
     assert isinstance(cache.filler, EncodeFiller)
-    check = cache.filler.spot_check(cache, count)
+    return cache.filler
+
+
+def checked(cache: Cache, count: int = 50):
+    check = filler_of(cache).spot_check(cache, count)
     check.start()
     return check.finish(60)
 
@@ -73,6 +77,25 @@ def test_a_record_that_differs_is_named_with_how_far_off_it_is(
     assert "by 0.33 of its largest value" in caplog.text
 
 
+def test_several_caches_are_compared_one_after_another(tmp_path: Path) -> None:
+    caches = [make(tmp_path / name, FakeSource((10, 12)), FakeEncoder()) for name in ("a", "b")]
+    checks = [filler_of(cache).spot_check(cache, count) for cache, count in zip(caches, (3, 4), strict=True)]
+
+    report = SpotChecks(checks).finish(60)
+
+    assert (report.wanted, report.checked, report.different, report.failed) == (7, 7, [], [])
+
+
+def test_a_comparison_that_waits_for_another_does_not_begin_once_it_is_ended(tmp_path: Path) -> None:
+    caches = [make(tmp_path / name, FakeSource((400,)), FakeEncoder()) for name in ("a", "b")]
+
+    report = SpotChecks([filler_of(cache).spot_check(cache, 400) for cache in caches]).finish()
+
+    assert report.wanted == 800
+    assert report.checked < 800
+    assert report.failed == []
+
+
 def test_a_guardian_hears_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its page says what the main thread does, which may be encoding meanwhile."""
     cache = make(tmp_path, FakeSource((10,)), FakeEncoder())
@@ -95,7 +118,7 @@ def test_what_cannot_be_compared_is_said_and_quarantines_nothing(tmp_path: Path)
     report = checked(cache)
 
     assert report.checked == 9
-    assert [text.split(" (")[0] for text in report.failed] == ["sample 4"]
+    assert [text.split(" (")[0] for text in report.failed] == ["c: sample 4"]
     assert Folder(cache.path, "c", cache.recipe).failures() == {}
     assert not list(cache.path.glob("failures-*"))
 

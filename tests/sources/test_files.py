@@ -112,3 +112,14 @@ def test_missing_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 )
 def test_split_in_a_name(name: str, expected: str | None) -> None:
     assert split_of(name, {"train", "val", "test"}) == expected
+
+
+def test_a_task_without_files_is_answered_with_the_nearest_that_has_some(tmp_path: Path) -> None:
+    touch(tmp_path, "second_train.h5", "burgers1d.h5")
+
+    with pytest.raises(SourceError, match=r"Did you mean data\.task=second\?"):
+        resolve_files(tmp_path, "secnd", "train")
+    with pytest.raises(SourceError, match=r"Did you mean data\.task=burgers1d\?"):
+        resolve_files(tmp_path, "burgers", "train")
+    with pytest.raises(SourceError, match=r"burgers1d\.h5, second_train\.h5\. Name data\.files"):
+        resolve_files(tmp_path, "ocean", "train")

@@ -31,21 +31,23 @@ def bench(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CONFIG | CACHE] [KEY=VALUE]", help="Whose batches to serve; nothing: the machine alone."
+            metavar="[CONFIG | CACHE] [KEY=VALUE]",
+            help="Settings, or a cache's folder: serve its batches. Left out: measure the machine alone.",
         ),
     ] = None,
     seconds: Annotated[float, typer.Option(help="How long to measure, in all.")] = 20.0,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Examples in a batch of a CACHE.", show_default=str(BATCH_SIZE))
+        int | None, typer.Option(min=1, help=f"Examples in a batch of a CACHE; default: {BATCH_SIZE}.")
     ] = None,
     picture: Annotated[Path, typer.Option(help="Where to draw the figures.")] = PICTURE,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure this machine, and what tiers reach of it.
+    """Measure this machine and how fast tiers serve.
 
-    Memory, disk and GPU at most, and what each tier serves of a cache's own batches. Reads the cache's
-    shards; writes nothing but the picture.
+    First its limits: copying and gathering in memory, reading from disk, copying to a GPU. Then how fast each
+    tier serves the batches of a cache, and what part of its limit that is. The cache is only read; all that
+    is written is the picture.
 
     \b
     Example:
@@ -90,7 +92,7 @@ def show(result: BenchResult, console: Console) -> None:
         rows.append(bold("tier", "serves", "a batch", "of its limit", ""))
         rows += [(name, *_figures(figure), _note(figure)) for name, figure in result.tiers.items()]
         rows.append(("",))
-    rows.append(bold("limit", "at most", "", "", ""))
+    rows.append(bold("limit of this machine", "at most", "", "", ""))
     rows += [(name, _rate(f.bytes_s), "", "", _note(f)) for name, f in result.limits.items()]
     table(console, rows, fixed=4, right=range(1, 4), gap=2)
     console.print("", escape(result.advice), sep="\n", soft_wrap=True)

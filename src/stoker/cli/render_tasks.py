@@ -16,6 +16,18 @@ if TYPE_CHECKING:
     from stoker.pipeline.train import TrainResult
 
 
+COLUMNS = {
+    "val_nrmse": "NRMSE",
+    "persistence_nrmse": "persistence",
+    "rollout_nrmse": "roll-out",
+    "rollout_persistence_nrmse": "persistence",
+    "physical_nrmse": "physical",
+    "physical_persistence_nrmse": "persistence",
+    "reconstruction_nrmse": "encoder's own",
+}
+"""Errors of a task in the order of their columns; those in physical space are there with a decoder."""
+
+
 def precompute(result: PrecomputeResult, console: Console) -> None:
     """The caches, then the tasks that failed."""
     render.precompute(result, console)
@@ -38,12 +50,13 @@ def plan(result: TaskPlans, console: Console) -> None:
 def train(result: TrainResult, console: Console) -> None:
     """What a run came to, then each task's own errors."""
     render.train(result, console)
-    rows: list[render.Cells] = [render.bold("task", "NRMSE", "persistence", "roll-out", "persistence")]
-    names = ("val_nrmse", "persistence_nrmse", "rollout_nrmse", "rollout_persistence_nrmse")
-    for task, errors in result.report.tasks.items():
+    tasks = result.report.tasks
+    names = [name for name in COLUMNS if any(name in errors for errors in tasks.values())]
+    rows: list[render.Cells] = [render.bold("task", *(COLUMNS[name] for name in names))]
+    for task, errors in tasks.items():
         rows.append((escape(task), *(_figure(errors.get(name)) for name in names)))
-    if len(rows) > 1:
-        render.table(console, rows, fixed=5, right=range(1, 5), gap=2)
+    if tasks:
+        render.table(console, rows, fixed=len(names) + 1, right=range(1, len(names) + 1), gap=2)
 
 
 def _figure(value: float | None) -> str:

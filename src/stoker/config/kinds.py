@@ -1,8 +1,9 @@
 """Kinds of sources: their names, what settings each has of its own, and which shared ones it takes.
 
 Another kind is: its name in `Kind`; a section of its settings here, which `DataConfig` holds under that name;
-its name at the shared settings that it takes, in `TAKEN_BY`; a function that makes the source, in
-`stoker.pipeline.kinds.BUILDERS`. docs/config.md and all messages follow by themselves.
+its name at the shared settings that it takes, in `TAKEN_BY`; defaults that fit it better, in `DEFAULTS`; and
+a function that makes the source, in `stoker.pipeline.kinds.BUILDERS`. docs/config.md and all messages follow
+by themselves.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Literal, TypeAlias, get_args
 
 from pydantic import BaseModel
 
-Kind: TypeAlias = Literal["hdf5", "arrays", "tar", "parquet"]
+Kind: TypeAlias = Literal["hdf5", "images", "sql", "arrays", "tar", "parquet"]
 """What `data.kind` can be."""
 
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -24,6 +25,13 @@ TAKEN_BY: Mapping[str, tuple[str, ...]] = {
     "normalize": ("hdf5",),
 }
 """Settings of `data` that not every kind takes, with those that do; what is not here is for all."""
+
+_AS_THEY_ARE: Mapping[str, object] = {"encoder.kind": "identity", "training.latent_cache_dtype": None}
+"""The grid encoder is for fields on a grid; boxes, cameras and columns lose too much in 16 bits."""
+DEFAULTS: Mapping[str, Mapping[str, object]] = dict.fromkeys(
+    ("images", "sql", "arrays", "tar", "parquet"), _AS_THEY_ARE
+)
+"""Defaults that are others for a kind, by dotted name."""
 
 
 def misplaced(data: BaseModel, kind: str) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -15,12 +15,13 @@ from pydantic import ValidationError
 from yaml import MarkedYAMLError, YAMLError
 
 from stoker.config.earlier import EARLIER, Layer, translate
-from stoker.config.kinds import misplaced
+from stoker.config.kinds import DEFAULTS, misplaced
 from stoker.config.models import Config
 from stoker.config.names import all_sections, all_settings, nearest, shown
-from stoker.config.tasks import blocks_of, task_settings, unused_blocks
+from stoker.config.tasks import blocks_of, check_weights, task_settings, unused_blocks
 from stoker.config.transforms import explain_step
 from stoker.errors import ConfigError
+from stoker.sources.sql.address import has_password
 
 COMMAND_LINE = "command line"
 
@@ -63,6 +64,7 @@ def _build(settings: Mapping[str, object], overrides: Mapping[str, object], wher
         merged["tasks"] = own = blocks_of(blocks, where)
         merged.setdefault("data.task", list(own))
     config = _validated(merged, where, file, command)
+    check_weights(config, where)
     notes = [*file.notes, *command.notes, *unused_blocks(config, where)]
     of_task = {
         task: _validated({**merged, "tasks": None, **own}, where, *_of_task(task, file, command))
@@ -77,6 +79,7 @@ def _of_task(task: str, *layers: Layer) -> list[Layer]:
 
 
 def _validated(merged: Mapping[str, object], where: str, file: Layer, command: Layer) -> Config:
+    merged = {**DEFAULTS.get(str(merged.get("data.kind")), {}), **merged}
     try:
         config = Config.model_validate(_nest(_resolve(merged, where)))
     except ValidationError as error:
@@ -122,10 +125,20 @@ def _require_file(path: Path) -> None:
         fact = f" is a {'folder' if stat.S_ISDIR(mode) else 'pipe' if stat.S_ISFIFO(mode) else 'device'}"
     others: list[str] = []
     with suppress(OSError):  # a folder that may not be looked into
+        if holds_caches(path):
+            raise ConfigError(
+                f"{path} holds caches. `stoker inspect {path}` says which; this takes the settings that they "
+                "are made with: a YAML file, as configs/NAME.yaml"
+            )
         folder = path if path.is_dir() else path.parent
         others = sorted(str(other) for other in folder.glob("*.yaml") if other.is_file())
     there = f" There are: {', '.join(others)}" if others else ""
     raise ConfigError(f"{path}{fact}. Expected a YAML file with settings.{there}")
+
+
+def holds_caches(folder: Path) -> bool:
+    """Whether a folder is that of a cache, or of some."""
+    return any(next(folder.glob(f"{above}recipe.json"), None) for above in ("", "*/", "*/*/"))
 
 
 def _parse(overrides: Sequence[str]) -> dict[str, object]:
@@ -320,6 +333,12 @@ def _check_together(config: Config, file: Layer, command: Layer) -> None:
         raise ConfigError(
             f"{layer.where}: data.{name} is given, but data.kind={kind} has no use for it. Leave it out, or "
             f"give data.kind={' or '.join(kinds)}"
+        )
+    if kind == "sql" and (url := config.data.sql.url) and has_password(url):
+        layer = command if "data.sql.url" in command.values else file
+        raise ConfigError(
+            f"{layer.where}: data.sql.url holds a password, and settings are copied into every run's folder. "
+            "Put it in ~/.pgpass or PGPASSWORD, where PostgreSQL's own library looks for it"
         )
     if config.model.width % config.model.heads:
         layer = command if {"model.width", "model.heads"} & command.values.keys() else file

@@ -12,7 +12,9 @@ from omegaconf import OmegaConf
 from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr
 
 from stoker.config.files_kinds import ArraysConfig, ParquetConfig, TarConfig
+from stoker.config.images import ImagesConfig
 from stoker.config.kinds import Kind
+from stoker.config.rows import SqlConfig
 from stoker.config.section import (
     CountInt,
     Flag,
@@ -36,6 +38,15 @@ _SHORT = {
 
 def _long_dtype(value: object) -> object:
     return _SHORT.get(value, value) if isinstance(value, str) else value
+
+
+def _of_percent(value: object) -> object:
+    """What `2%` stands for, as a number; anything else as it is."""
+    text = value.strip() if isinstance(value, str) else ""
+    try:
+        return float(text.removesuffix("%")) / 100 if text.endswith("%") else value
+    except ValueError:
+        return value
 
 
 StorageDtype: TypeAlias = Annotated[
@@ -75,6 +86,8 @@ class DataConfig(SettingsSection):
     arrays: ArraysConfig = ArraysConfig()
     tar: TarConfig = TarConfig()
     parquet: ParquetConfig = ParquetConfig()
+    images: ImagesConfig = ImagesConfig()
+    sql: SqlConfig = SqlConfig()
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -99,8 +112,8 @@ class LatentConfig(SettingsSection):
 class EncoderConfig(SettingsSection):
     """The frozen encoder."""
 
-    kind: Literal["grid", "identity"] | None = None
-    """`grid` cuts time steps into patches; `identity` stores samples as they are; null: `grid` for hdf5."""
+    kind: Literal["grid", "identity"] = "grid"
+    """`grid` cuts time steps into patches; `identity` stores samples as they are."""
     patch_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 4
     """Points of a patch along each axis, or `[height, width]`; on one-dimensional data along x."""
     fourier: tuple[PositiveInt, ...] = (1, 2)
@@ -183,8 +196,8 @@ class TrainingConfig(SettingsSection):
     """Numbers of the samples to train on: a `.npy` file, or text with one a line; null: all."""
     weights_file: Place | None = None
     """A weight per stored sample, or per entry of `indices_file`, to draw by; null: each once an epoch."""
-    max_stall: Fraction | None = None
-    """Largest part of the time that may be waited for data; above it the command ends with exit code 5."""
+    max_stall: Annotated[Fraction | None, BeforeValidator(_of_percent)] = None
+    """Largest part of the time that may be waited for data, as `2%` or 0.02; above it: exit code 5."""
     seed: CountInt = 0
     """Decides the order of examples and the model's first weights."""
     run_dir: Place | None = None
@@ -195,8 +208,8 @@ class TrainingConfig(SettingsSection):
     """Parts that tasks have in an epoch of `mixture: weighted`, by name; null: equal ones."""
     latent_cache_dir: Place = "data/latent_cache"
     """Folder of the caches."""
-    latent_cache_dtype: StorageDtype | None = "float16"
-    """How floats are stored; `int8` and `float8_e4m3fn` with scales; null: as encoded."""
+    latent_cache_dtype: StorageDtype | dict[str, StorageDtype] | None = "float16"
+    """How floats are stored, all or by field; `int8` and `float8_e4m3fn` with scales; null: as encoded."""
 
 
 class DeadlinesConfig(SettingsSection):
@@ -242,7 +255,7 @@ class VerifyConfig(SettingsSection):
     on_read: Literal["always", "first", "off"] = "always"
     """When the disk tier compares what it reads with checksums: at each read, a block's first, or never."""
     spot_check: CountInt = 0
-    """Records to encode again in the background while training, and to compare with the stored ones."""
+    """Records of each training cache to encode again while training, and to compare with the stored ones."""
 
 
 class Config(SettingsSection):
@@ -268,11 +281,6 @@ class Config(SettingsSection):
     def notes(self) -> tuple[str, ...]:
         """One line for each setting that was accepted and has no effect; to be shown once."""
         return self._notes
-
-    @property
-    def encoder_kind(self) -> str:
-        """`encoder.kind`, chosen by the kind of data where it is not given."""
-        return self.encoder.kind or ("grid" if self.data.kind == "hdf5" else "identity")
 
     @property
     def where(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, cast
 
 from stoker.config.models import Config
@@ -59,12 +60,41 @@ def task_settings(tasks: Sequence[str], merged: Mapping[str, object]) -> dict[st
 
 
 def unused_blocks(config: Config, where: str) -> list[str]:
-    """A note for each block whose task is not among those of the run."""
-    return [
-        f"{where}: tasks.{task} has no effect: data.task is {', '.join(config.data.tasks)}"
-        for task in config.tasks or ()
-        if task not in config.data.tasks
-    ]
+    """A note for each block whose task is not among those of the run, with the name that may be misspelt."""
+    blocks, tasks = config.tasks or {}, config.data.tasks
+    bare = [task for task in tasks if task not in blocks]
+    notes: list[str] = []
+    for block in blocks:
+        if block not in tasks:
+            near = get_close_matches(block, bare, n=1)
+            hint = f". Did you mean data.task {block} for {near[0]}, or tasks.{near[0]} here?" if near else ""
+            notes.append(f"{where}: tasks.{block} has no effect: data.task is {', '.join(tasks)}{hint}")
+    return notes
+
+
+def check_weights(config: Config, where: str) -> None:
+    """Refuse `training.task_weights` that do not fit the tasks, before anything is encoded for them.
+
+    Raises:
+        ConfigError: As said.
+    """
+    weights, tasks = config.training.task_weights, config.data.tasks
+    if weights is None or len(tasks) == 1:
+        return
+    said = f"{where}: training.task_weights"
+    if config.training.mixture != "weighted":
+        raise ConfigError(
+            f"{said} are of training.mixture=weighted, but it is {config.training.mixture}. "
+            "Set it, or leave the weights out"
+        )
+    lacking = [task for task in tasks if task not in weights]
+    for name in weights:
+        if name not in tasks:
+            near = get_close_matches(name, lacking, n=1)
+            hint = f"Did you mean {near[0]}?" if near else "Leave it out"
+            raise ConfigError(f"{said} has {name}, but data.task is {', '.join(tasks)}. {hint}")
+    if lacking:
+        raise ConfigError(f"{said} has nothing for {', '.join(lacking)}. Give each task a number above 0")
 
 
 _EXAMPLE = "tasks: {burgers1d: {data: {preset: pdebench}}}"

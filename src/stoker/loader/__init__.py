@@ -1,19 +1,21 @@
 """From a cache and a plan to batches, the same bytes from every tier.
 
-loader.py      the face: settings in, batches out, state
+loader.py      the face: settings in, batches out; place.py: where it is, state.py: what is saved of that
+whole.py       what serves a complete cache, filling.py: one beside its filling; engine.py: the moving parts
 decide.py      what is served from where, before a record is read; mend.py: damaged records made again
 order.py       which example comes at which position of an epoch (order_device.py: made on a GPU);
                ranks.py: which of those are ours
 windows.py     trajectories cut into examples; places.py: where each record lies
 chunks.py      positions -> rows, many batches at a time and ahead of need
 outputs.py     what a batch is made of; gather.py: batches from memory; disk.py: from shards
-fused.py       what is done to values on the way: normalise, cast, crop, mirror; kernels/: by what
+fused.py       what is done to values on the way: normalise, cast, crop, mirror; kernels/: by what;
+               lowering.py: transforms that can be done there
 residency.py   which shards are in memory now (memory.py, mapped.py: host, device.py: GPU)
 watch.py       when that should change; partial.py: batches for a device that does not hold everything
 mixture.py     several caches as one stream: turns.py says whose step it is, members.py has their loaders,
                conditions.py aligns what examples carry along, mixture_state.py
 ragged.py      fields of varying length as one tensor: padded, or packed
-buffers.py     memory of large batches; pool.py: threads; batch.py, transform.py, state.py, arguments.py
+buffers.py     memory of large batches; pool.py: threads; batch.py, transform.py, arguments.py
 keyed.py       random numbers for transforms, by example; draws.py, subsets.py: which examples, and how often
 """
 

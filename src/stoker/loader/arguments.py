@@ -14,7 +14,7 @@ import torch
 from stoker.errors import ConfigError
 from stoker.loader.ranks import Share
 from stoker.loader.windows import Windows
-from stoker.store.shard_read import Verify
+from stoker.store.blocks import Verify
 
 IGNORED = {
     "num_workers": "batches are gathered in this process, without workers",
@@ -58,6 +58,18 @@ def unknown_argument(name: str, own: Iterable[str]) -> str:
     return f"got an unexpected keyword argument {name!r}" + (f". Did you mean {near[0]}?" if near else "")
 
 
+def refuse_unknown(given: Iterable[str], of: str, own: Iterable[str]) -> None:
+    """Refuse names that are neither `own` arguments of a function nor a DataLoader's.
+
+    Raises:
+        TypeError: As Python does, with the nearest name.
+    """
+    own = [*own]
+    for name in given:
+        if name not in (*own, *IGNORED, *REFUSED, *TAKEN):
+            raise TypeError(f"{of}() {unknown_argument(name, own)}")
+
+
 def take_dataloader_arguments(
     given: Mapping[str, Any], order: str | None, own: Iterable[str] = ()
 ) -> tuple[str, float | None, bool]:
@@ -75,16 +87,14 @@ def take_dataloader_arguments(
         TypeError: A name is neither ours nor DataLoader's.
         ConfigError: A name that cannot be honoured, or `shuffle` and `order` at once.
     """
+    refuse_unknown(given, "Loader.__init__", own)
     for name, value in given.items():
         if name in REFUSED:
             if value is not None:
                 raise ConfigError(f"{name}= is DataLoader's and cannot be used here. {REFUSED[name]}")
-        elif name in IGNORED:
-            if value and name not in _said:
-                _said.add(name)
-                logging.getLogger("stoker").warning("%s=%r has no effect: %s", name, value, IGNORED[name])
-        elif name not in TAKEN:
-            raise TypeError(f"Loader.__init__() {unknown_argument(name, own)}")
+        elif name in IGNORED and value and name not in _said:
+            _said.add(name)
+            logging.getLogger("stoker").warning("%s=%r has no effect: %s", name, value, IGNORED[name])
     shuffle = given.get("shuffle")
     if shuffle is not None and order is not None:
         raise ConfigError(
@@ -113,7 +123,7 @@ def whole_numbers(**given: object) -> tuple[int, ...]:
     return tuple(operator.index(cast("SupportsIndex", value)) for value in given.values())
 
 
-_EXAMPLES = {"batch_size": 64, "rank": 0, "world": 1, "seed": 0}
+_EXAMPLES = {"batch_size": 64, "rank": 0, "world": 1, "seed": 0, "epoch": 0}
 
 
 def parse_device(device: str | torch.device) -> torch.device:

@@ -23,12 +23,14 @@ from stoker.loader.disk import READ_DEADLINE_S, Reading
 from stoker.loader.draws import Weights
 from stoker.loader.engine import Design
 from stoker.loader.fused import Normalise
+from stoker.loader.lowering import lowered
 from stoker.loader.order import Order, parse_order
 from stoker.loader.outputs import Output, make_outputs
 from stoker.loader.places import Places, find_places, weighted
 from stoker.loader.ragged import Ragged, check_lengths, make_join
 from stoker.loader.ranks import Share, own_records
 from stoker.loader.residency import claim_plan, parts_of
+from stoker.loader.transform import Transform, names_of
 from stoker.loader.watch import Ask
 from stoker.loader.windows import Examples, Windows, number_examples, time_field
 from stoker.plan import LEDGER, Demand, Ledger, Plan, Resources, plan_tiers, probe
@@ -36,8 +38,9 @@ from stoker.plan.resources import memory_now
 from stoker.units import format_count
 
 if TYPE_CHECKING:
+    from stoker.monitor.meter import StallMeter
     from stoker.store import Cache
-    from stoker.store.shard_read import Verify
+    from stoker.store.blocks import Verify
 
 MAX_GATHER_THREADS = 4
 """More threads than this do not make one gather quicker: memory is the limit."""
@@ -67,6 +70,8 @@ class Wishes:
     verify: Verify
     normalise: Mapping[str, Normalise] | None
     ragged: Ragged
+    transforms: tuple[Transform, ...]
+    meter: StallMeter | None
 
 
 def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Ledger = LEDGER) -> Design:
@@ -126,6 +131,8 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
         static=static,
         threads=max(1, min(MAX_GATHER_THREADS, int(resources.cpus))),
         reading=Reading(deadline_s=wishes.timeout_s or READ_DEADLINE_S, verify=wishes.verify),
+        meter=wishes.meter,
+        lowered=lowered(wishes.transforms, outputs, wishes.seed, windowed=windows is not None),
     )
 
 
@@ -193,7 +200,7 @@ def _share(order: Order, rank: int, world: int, drop_last: bool | None) -> Share
     )
 
 
-def terms_of(design: Design, windows: Windows | None) -> states.Terms:
+def terms_of(design: Design, wishes: Wishes) -> states.Terms:
     """What the meaning of a loader's positions depends on."""
     order, cache = design.order, design.cache
     draws = order.draws
@@ -208,8 +215,9 @@ def terms_of(design: Design, windows: Windows | None) -> states.Terms:
         fingerprint=cache.fingerprint,
         generation=cache.index.generation,
         records=states.digest_of(design.places.numbers, *weights),
-        windows=None if windows is None else windows.text(),
+        windows=None if wishes.windows is None else wishes.windows.text(),
         world=design.share.world,
+        transforms=names_of(wishes.transforms),
     )
 
 

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, CorruptError, IncompleteError, MissingRecordError, StalledError
+from stoker.loader.ahead import Ahead
 from stoker.loader.arguments import check_share
 from stoker.loader.chunks import Chunk, Locator, Span
 from stoker.loader.decide import Wishes, completed
@@ -37,12 +38,12 @@ from stoker.loader.places import Places, find_places
 from stoker.loader.ragged import make_join
 from stoker.loader.ranks import Share
 from stoker.loader.state import Terms, digest_of
+from stoker.loader.transform import names_of
 from stoker.loader.watch import Ask
 from stoker.plan import LEDGER, Demand, Plan, Resources, probe
 from stoker.units import format_count
 
 if TYPE_CHECKING:
-    from stoker.monitor.meter import StallMeter
     from stoker.store import Cache
     from stoker.store.protocols import Filling
 
@@ -52,7 +53,7 @@ LOOK_S = 0.1
 """Between two looks at what is there by now."""
 
 
-def begin_filling_pass(cache: Cache, wishes: Wishes) -> FillingPass | None:
+def begin_filling_pass(cache: Cache, wishes: Wishes, mender: Mender) -> FillingPass | None:
     """A pass beside the filling of `cache`, where it is being filled or `tier="encode"` asks for it.
 
     Raises:
@@ -64,22 +65,20 @@ def begin_filling_pass(cache: Cache, wishes: Wishes) -> FillingPass | None:
     filling = cache.filling
     if filling is None and wishes.tier == "encode" and cache.filler is not None:
         filling = cache.filling = cache.filler.begin()
-    return None if filling is None or filling.done() else FillingPass(cache, wishes)
+    return None if filling is None or filling.done() else FillingPass(cache, wishes, mender)
 
 
 class FillingPass:
     """Makes the batches of a pass that began before its cache was complete, also after that."""
 
-    def __init__(self, cache: Cache, wishes: Wishes) -> None:
+    def __init__(self, cache: Cache, wishes: Wishes, mender: Mender) -> None:
         _check(cache, wishes)
-        self._cache, self._wishes, self._process = cache, wishes, os.getpid()
+        self._cache, self._wishes, self._mender, self._process = cache, wishes, mender, os.getpid()
         self._outputs = make_outputs(
             cache.schema, wishes.windows, wishes.dtype, wishes.normalise, device=wishes.device.type
         )
         make_join(wishes.ragged, self._outputs)  # refuses now what the first batch would
         self._unpack = unpacker(self._outputs, wishes.batch_size, static=False)
-        self.meter: StallMeter | None = None
-        """Told how long encoding was waited for."""
         self._order = FillOrder(
             cache.recipe,
             wishes.windows,
@@ -91,7 +90,12 @@ class FillingPass:
         self._design = self._decide()
         self.device = torch.device("cpu")
         """Where batches are made."""
+        self.faulted = 0
+        """None are counted: batches are read from disk."""
+        self.ahead = Ahead(cores=1)
         self._take(cache, np.full(cache.recipe.count, cache.filling is None))
+        self.terms = self._make_terms()
+        """What a position of this pass depends on."""
 
     @property
     def design(self) -> Design:
@@ -99,8 +103,11 @@ class FillingPass:
         return self._design
 
     @property
-    def terms(self) -> Terms:
-        """What a position of this pass depends on."""
+    def plan(self) -> Plan:
+        """What comes from where."""
+        return self._design.plan
+
+    def _make_terms(self) -> Terms:
         order, windows = self._design.order, self._wishes.windows
         return Terms(
             seed=order.seed,
@@ -113,6 +120,7 @@ class FillingPass:
             windows=None if windows is None else windows.text(),
             world=1,
             beside=KIND,
+            transforms=names_of(self._wishes.transforms),
         )
 
     def complete(self, *, wait: bool = False) -> Cache | None:
@@ -132,7 +140,7 @@ class FillingPass:
             filling.wait(LOOK_S)
         return completed(self._cache)
 
-    def strips(self, epoch: int, position: int, mender: Mender) -> Iterator[Strip]:
+    def strips(self, epoch: int, position: int) -> Iterator[Strip]:
         """The batches of the rest of the pass, one a strip; damaged records are mended on the way.
 
         Raises:
@@ -152,7 +160,7 @@ class FillingPass:
                     yield strip
             except CorruptError as error:
                 filling = self._cache.filling
-                mended = mender.mend(self._cache, error)
+                mended = self._mender.mend(self._cache, error)
                 mended.filling = filling
                 self._take(mended, self._settled)
                 if filling is not None:
@@ -244,15 +252,15 @@ class FillingPass:
         )
         outputs = stored_outputs(self._outputs)
         reader = DiskBatches(self._cache, design.places, outputs, locator, lambda: None, design.reading)
-        reader.meter = self.meter
+        reader.meter = self._wishes.meter
         return reader
 
     def _stored(self, window: Window, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Examples of a window that can be served, in the order of the epoch, and their positions."""
         begin = time.perf_counter()
         self._await(self._numbers[window.slots])
-        if self.meter is not None:
-            self.meter.spent("read", time.perf_counter() - begin)
+        if self._wishes.meter is not None:
+            self._wishes.meter.spent("read", time.perf_counter() - begin)
         examples, positions = self._order.shuffled(window, epoch)
         here = self._here[self._numbers[examples // self._order.per_record]]
         return examples[here], positions[here]

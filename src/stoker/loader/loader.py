@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, CorruptError
+from stoker.errors import ConfigError
 from stoker.loader import state as states
-from stoker.loader.ahead import Ahead
+from stoker.loader.ahead import Strips, Turn
 from stoker.loader.arguments import (
     NOT_BY_NUMBER,
     check_kinds,
@@ -24,25 +21,26 @@ from stoker.loader.arguments import (
     take_dataloader_arguments,
     whole_numbers,
 )
-from stoker.loader.decide import Wishes, completed, decide, terms_of
+from stoker.loader.decide import Wishes
 from stoker.loader.draws import Weights
-from stoker.loader.engine import Design, Engine, Strip
+from stoker.loader.engine import Design
 from stoker.loader.filling import FillingPass, begin_filling_pass
 from stoker.loader.fused import Normalise
 from stoker.loader.mend import Mender
+from stoker.loader.place import EpochSetter, Place
 from stoker.loader.ragged import Ragged, make_join
 from stoker.loader.ranks import check_ranks
 from stoker.loader.transform import Finish, Transform
+from stoker.loader.whole import Serving, Whole
 from stoker.loader.windows import Windows
 from stoker.plan import Plan
 from stoker.schema import Json
-from stoker.store.joint import reopened
 from stoker.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from stoker.monitor.meter import StallMeter
     from stoker.store import Cache
-    from stoker.store.shard_read import Verify
+    from stoker.store.blocks import Verify
 
 
 class Loader:
@@ -135,40 +133,34 @@ class Loader:
             verify=verify,
             normalise=normalise,
             ragged=ragged,
+            transforms=tuple(transforms),
+            meter=meter,
         )
-        self._mender = Mender()
-        self._filling = begin_filling_pass(cache, self._wishes)
-        self._serve(cache)
-        self._transforms = tuple(transforms)
         self._pin = pin and torch.cuda.is_available()
-        self._meter = meter
-        self._ahead = self._new_ahead()
-        self._example_bytes = sum(output.served_bytes for output in self._design.outputs)
-        self._engine: Engine | None = None
-        self._stop: weakref.finalize[[], Loader] | None = None
-        self._process = 0
-        self._at = (0, 0)
-        self._resuming = False
+        self._mender = Mender()
+        self._serving: Serving = begin_filling_pass(cache, self._wishes, self._mender) or self._whole(cache)
+        self._turn = Turn()
+        self._place = Place()
 
     @property
     def plan(self) -> Plan:
         """Which tier holds how many records, and why; once batches were made, as it is by now."""
-        return self._design.plan if self._engine is None else self._engine.residency.plan
+        return self._serving.plan
 
     @property
     def dataset(self) -> Cache:
         """The cache, under the name that a `DataLoader` has for it."""
-        return self._design.cache
+        return self._serving.design.cache
 
     @property
     def batch_size(self) -> int:
         """Examples in a full batch of this rank."""
-        return self._design.share.batch_size
+        return self._serving.design.share.batch_size
 
     @property
     def drop_last(self) -> bool:
         """Whether a short last batch is left out."""
-        return self._design.share.drop_last
+        return self._serving.design.share.drop_last
 
     @property
     def sampler(self) -> EpochSetter:
@@ -178,7 +170,7 @@ class Loader:
     @property
     def epoch(self) -> int:
         """The epoch of the next batch."""
-        return self._at[0]
+        return self._place.at[0]
 
     @property
     def mended(self) -> int:
@@ -188,47 +180,32 @@ class Loader:
     @property
     def major_faults(self) -> int:
         """Page faults that went to disk since iteration began; more than a few mean that memory is short."""
-        return 0 if self._engine is None else self._engine.residency.faulted()
+        return self._serving.faulted
 
     def __len__(self) -> int:
         """Batches of this rank in a whole epoch."""
-        return self._design.share.steps()
+        return self._serving.design.share.steps()
 
     def __getitem__(self, _: object) -> NoReturn:
         """Refused: batches come in the order of an epoch."""
         raise ConfigError(NOT_BY_NUMBER)
 
     def __repr__(self) -> str:
-        design, size = self._design, sum(row.bytes for row in self.plan.rows)
+        design, size = self._serving.design, sum(row.bytes for row in self.plan.rows)
         batches = "1 batch" if len(self) == 1 else f"{format_count(len(self))} batches"
         return (
             f"Loader({design.cache.name!r}, {design.cache.fingerprint}, "
             f"{format_count(design.examples.count)} examples in {batches} of {self.batch_size}, "
-            f"{self._terms.order} order, {self.plan.tier} tier, {format_bytes(size)})"
+            f"{self._serving.terms.order} order, {self.plan.tier} tier, {format_bytes(size)})"
         )
-
-    def _serve(self, cache: Cache) -> None:
-        """Take up `cache`: beside its filling, or as a complete one."""
-        beside = self._filling
-        self._design = self._decided(completed(cache), self._wishes) if beside is None else beside.design
-        self._terms = terms_of(self._design, self._wishes.windows) if beside is None else beside.terms
-
-    def _complete(self, *, wait: bool = False) -> None:
-        """Serve the cache as a complete one, if it is by now, or when it is."""
-        if self._filling is not None and (cache := self._filling.complete(wait=wait)) is not None:
-            self._filling = None
-            self._serve(cache)
 
     def set_epoch(self, epoch: int) -> None:
         """Have the next pass serve `epoch`; a restored position in this very epoch is kept."""
-        if epoch < 0:
-            raise ConfigError(f"epoch {epoch} is not one. Expected 0 or more")
-        if epoch != self._at[0]:
-            self._at, self._resuming = (epoch, 0), False
+        self._place.set_epoch(epoch)
 
     def state_dict(self, position: tuple[int, int] | None = None) -> dict[str, Json]:
         """Where to go on: after the batches handed out so far, or after the one whose `position` is given."""
-        return states.dump(self._terms, self._at if position is None else position)
+        return states.dump(self._serving.terms, self._place.at if position is None else position)
 
     def load_state_dict(self, state: dict[str, Any], *, allow_rebatch: bool = False) -> None:
         """Go on where `state` was taken, at any tier, world size or number of readers.
@@ -239,162 +216,80 @@ class Loader:
         Raises:
             StaleStateError: The state belongs to another cache, order, seed or batch size.
         """
-        if states.is_beside(state):
-            self._filling = self._filling or FillingPass(self._design.cache, self._wishes)
-            self._serve(self._design.cache)
-        else:
+        if not states.is_beside(state):
             self._complete(wait=True)
-        self._at = states.restore(state, self._terms, allow_rebatch=allow_rebatch)
-        self._resuming = True
+        elif self._serving.terms.beside is None:
+            self._serving = FillingPass(self._serving.design.cache, self._wishes, self._mender)
+        self._place.restore(states.restore(state, self._serving.terms, allow_rebatch=allow_rebatch))
 
     def __iter__(self) -> Iterator[Any]:
         """One pass over the rest of the epoch: `WindowBatch`es, or `RecordBatch`es without windows."""
         refuse_workers()
-        if not (self._resuming and self._at[1]):
+        if not self._place.amid:
             self._complete()
-        if not self._resuming:
-            self._at = (self._at[0], 0)
+        self._place.rewind()
         return self._pass()
 
     def _pass(self) -> Iterator[Any]:
         # Where to begin is decided with the first batch: trainers make the iterator, then call `set_epoch`.
-        epoch, position = self._at
-        self._resuming = False
-        meter = self._meter
+        epoch, position = last = self._place.begin()
+        serving, meter = self._serving, self._wishes.meter
+        finish = self._finish(serving)
+        example_bytes = sum(output.served_bytes for output in serving.design.outputs)
         begin = perf_counter()
-        for strip, finish in self._strips(epoch, position):
-            batches = strip.batches
-            if strip.tier == "host":
-                batches = self._ahead.of(batches, strip.count)
-            if finish:
-                batches = finish.apply(batches, strip.examples, strip.size, epoch)
-            if meter is None:
-                for batch in batches:
-                    self._at = batch.position
-                    yield batch
-            else:
-                size_bytes = self._example_bytes * strip.size
-                for batch in batches:
-                    self._at = batch.position
-                    meter.waited(perf_counter() - begin)
-                    meter.handed(size_bytes, strip.size, strip.tier)
-                    yield batch
-                    begin = perf_counter()
-            self._ahead.ended()
-            del strip, batches  # they refer to memory that may be let go of before the next ones
+        strips = Strips(serving.strips(epoch, position), self._turn)
+        try:
+            for strip in strips:
+                batches = strip.batches
+                if strip.tier == "host":
+                    batches = serving.ahead.of(batches, strip.count, strips)
+                if finish:
+                    batches = finish.apply(strip, batches, epoch)
+                if meter is None:
+                    for batch in batches:
+                        self._place.at = last = batch.position
+                        yield batch
+                else:
+                    size_bytes = example_bytes * strip.size
+                    for batch in batches:
+                        self._place.at = last = batch.position
+                        meter.waited(perf_counter() - begin)
+                        meter.handed(size_bytes, strip.size, strip.tier)
+                        yield batch
+                        begin = perf_counter()
+                serving.ahead.ended()
+                del strip, batches  # they refer to memory that may be let go of before the next ones
+        finally:
+            strips.close()
         if meter is not None:
             meter.ended()
-        if not self._design.share.steps(position):
-            self._at = (epoch + 1, 0)
+        self._place.end(epoch, last)
 
-    def _strips(self, epoch: int, position: int) -> Iterator[tuple[Strip, Finish]]:
-        """The rest of an epoch, and what is still to be done to its batches; mends what is damaged."""
-        at = (epoch, position)
-        if self._filling is not None:
-            yield from self._strips_filling(self._filling, at)
-            return
-        while at[0] == epoch:
-            try:
-                finish = self._finish(self._running())
-                for strip in self._running().strips(*at):
-                    at = strip.after
-                    yield strip, finish
-                    del strip
-            except CorruptError as error:
-                self._mend(error)
-            else:
-                return
-
-    def _strips_filling(self, beside: FillingPass, at: tuple[int, int]) -> Iterator[tuple[Strip, Finish]]:
-        finish = self._finish(beside)
-        beside.meter = self._meter
-        for strip in beside.strips(*at, self._mender):
-            self._settle(beside)
-            yield strip, finish
-        self._settle(beside)
-        self._at = (at[0] + 1, 0)
-
-    def _settle(self, beside: FillingPass) -> None:
-        """Take over the length, which settles; a pass that outlived its filling has none to give."""
-        if self._filling is beside:
-            self._design = beside.design
-
-    def _finish(self, engine: Engine | FillingPass) -> Finish:
-        wanted = self._design.device
+    def _finish(self, serving: Serving) -> Finish:
+        wanted = self._wishes.device
         return Finish(
-            join=make_join(self._wishes.ragged, self._design.outputs),
-            device=None if wanted == engine.device else wanted,
+            join=make_join(self._wishes.ragged, serving.design.outputs),
+            device=None if wanted == serving.device else wanted,
             pin=self._pin and wanted.type == "cpu",
-            transforms=self._transforms,
-            seed=self._design.order.seed,
-            meter=self._meter,
+            transforms=self._wishes.transforms,
+            seed=self._wishes.seed,
+            meter=self._wishes.meter,
         )
 
-    def _decided(self, cache: Cache, wishes: Wishes, plan: Plan | None = None) -> Design:
-        """A design for `cache`, or for what it is once its headers are mended."""
-        while True:
-            try:
-                return decide(cache, wishes, plan)
-            except CorruptError as error:
-                cache = self._mender.mend(cache, error)
+    def _whole(self, cache: Cache) -> Whole:
+        return Whole(cache, self._wishes, self._mender)
 
-    def _mend(self, error: CorruptError) -> None:
-        """Have damaged records encoded again, and serve the same examples from where they are then."""
-        if self._design.cache.filler is not None:
-            # The engine's memory is wanted for the next one, and the frames of the error hold it too.
-            error = error.with_traceback(None)
-            self._retire()
-        with torch.inference_mode(False):
-            cache = self._mender.mend(self._design.cache, error)
-            wishes = replace(self._wishes, indices=self._design.places.numbers)
-            # Not planned anew: what is free by now is what the model and the old tier have left.
-            self._design = self._decided(cache, wishes, self._design.plan)
-            self._terms = terms_of(self._design, self._wishes.windows)
-
-    def _new_ahead(self) -> Ahead:
-        # A thread of its own would be in another stream of a GPU, and write over a batch at a fixed address.
-        inline = self._design.static or self._design.device.type != "cpu"
-        return Ahead(cores=1 if inline else self._design.threads)
-
-    def _retire(self) -> None:
-        """Let go of the engine; what it has read, and is reading, goes with it."""
-        if self._stop is not None:
-            self._stop()
-        self._engine = self._stop = None
-
-    def _running(self) -> Engine:
-        """The engine of this process. Threads and locks do not survive a fork, so a child makes its own."""
-        if self._engine is None or self._process != os.getpid():
-            cache = self._design.cache
-            if self._engine is not None:
-                cache = reopened(cache)
-            with torch.inference_mode(False):  # its memory outlives the caller's mode, and a thread fills it
-                self._engine = Engine(replace(self._design, cache=cache, meter=self._meter))
-            self._process, self._ahead = os.getpid(), self._new_ahead()
-            self._stop = weakref.finalize(self, self._engine.residency.stop)
-            self._stop.atexit = False
-        return self._engine
-
-
-class EpochSetter:
-    """Stands where a `DataLoader` has its sampler."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def __len__(self) -> int:
-        """Batches of this rank in an epoch, times the batch size at most."""
-        return len(self._loader) * self._loader.batch_size
-
-    def set_epoch(self, epoch: int) -> None:
-        """As `Loader.set_epoch`."""
-        self._loader.set_epoch(epoch)
+    def _complete(self, *, wait: bool = False) -> None:
+        """Serve the cache as a complete one, if it is by now, or when it is."""
+        if (cache := self._serving.complete(wait=wait)) is not None:
+            self._serving = self._whole(cache)
 
 
 def design_of(loader: Loader) -> Design:
     """All that was decided about a loader, for whoever puts several together."""
-    if loader._filling is not None:  # pyright: ignore[reportPrivateUsage] - of this module
+    serving = loader._serving  # pyright: ignore[reportPrivateUsage] - of this module
+    if serving.terms.beside is not None:
         raise ConfigError(
             f"a mixture needs complete caches, and {loader!r} is being filled. Precompute first"
         )
-    return loader._design  # pyright: ignore[reportPrivateUsage] - of this module
+    return serving.design

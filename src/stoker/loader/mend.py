@@ -38,7 +38,7 @@ class Mender:
     def __init__(self) -> None:
         self.records = 0
         """Records that were encoded again by this process."""
-        self._tried: Counter[int | str] = Counter()
+        self._tried: Counter[tuple[str, int | str]] = Counter()
 
     def mend(self, cache: Cache, error: CorruptError) -> Cache:
         """The cache with all the records that it had, those that `error` is about made again.
@@ -71,7 +71,7 @@ class Mender:
                 )
             found = repair(cache.path, shards=[error.shard])
             lost = _lost(cache, open_cache(cache.path, require_complete=False))
-            self._count(lost or [error.shard])
+            self._count(str(cache.path), lost or [error.shard])
             if lost:
                 filler.fill(lost, until - time.monotonic())
                 self.records += len(lost)
@@ -81,12 +81,14 @@ class Mender:
         self._say(error, [bad.index for bad in found.bad])
         return opened
 
-    def _count(self, keys: list[int] | list[str]) -> None:
-        self._tried.update(keys)
-        worst, times = self._tried.most_common(1)[0]
+    def _count(self, folder: str, keys: list[int] | list[str]) -> None:
+        self._tried.update((folder, key) for key in keys)
+        (folder, worst), times = self._tried.most_common(1)[0]
         if times > TRIES:
             what = f"sample {worst}" if isinstance(worst, int) else worst
-            raise CorruptError(f"{what} has been damaged {times} times in this run. Look at the storage")
+            raise CorruptError(
+                f"{what} of {folder} has been damaged {times} times in this run. Look at the storage"
+            )
 
     def _say(self, error: CorruptError, numbers: list[int]) -> None:
         if not numbers:

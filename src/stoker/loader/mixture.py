@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor
 
 from stoker.errors import ConfigError
 from stoker.loader import mixture_state as states
-from stoker.loader.arguments import NOT_BY_NUMBER, refuse_workers
+from stoker.loader.arguments import NOT_BY_NUMBER, refuse_unknown, refuse_workers
 from stoker.loader.batch import RecordBatch, TaskBatch, WindowBatch
 from stoker.loader.conditions import find_conditions
-from stoker.loader.loader import EpochSetter, Loader
+from stoker.loader.loader import Loader
 from stoker.loader.members import make_members
+from stoker.loader.place import EpochSetter, Place
 from stoker.loader.turns import Exhausted, Mode, Turns, check_mode, make_turns, shares_of
 from stoker.schema import Json
 from stoker.units import format_count
@@ -40,7 +42,7 @@ class Mixture:
         mode: Mode = "concat",
         weights: Sequence[float] | Mapping[str, float] | None = None,
         epoch_examples: int | None = None,
-        exhausted: Exhausted = "first",
+        exhausted: Exhausted | None = None,
         mix: Literal["batch", "example"] | None = None,
         names: Sequence[str] | None = None,
         seed: int = 0,
@@ -58,8 +60,8 @@ class Mixture:
             weights: Of mode `weighted`, by place or by name; None: equal ones.
             epoch_examples: Length of an epoch in mode `weighted`, over all ranks; None: as many examples as
                 the caches have together.
-            exhausted: When an epoch of `round_robin` ends: with the `first` cache that has no batch left, or
-                with the `longest`, while shorter ones begin again in a new order.
+            exhausted: When an epoch of mode `round_robin` ends: with the `first` cache that has no batch left
+                (None), or with the `longest`, while shorter ones begin again in a new order.
             mix: Whether a batch is of one cache (`batch`), or of one set of all examples (`example`: mode
                 `concat`, caches with the same fields). None: `example` where that can be.
             names: Of the caches; None: their own.
@@ -72,13 +74,12 @@ class Mixture:
             StokerError: As `Loader`.
         """
         refuse_workers()
-        check_mode(mode, exhausted)
+        check_mode(mode, weights=weights, epoch_examples=epoch_examples, exhausted=exhausted)
+        refuse_unknown(loader, "Mixture.__init__", (*_arguments(Loader), *_arguments(Mixture)))
         if mix not in (None, "batch", "example") or (mix == "example" and mode != "concat"):
             raise ConfigError(
                 f"mix is {mix!r} in mode {mode!r}. Expected 'batch', or in mode 'concat' also 'example'"
             )
-        if mode != "weighted" and (weights is not None or epoch_examples is not None):
-            raise ConfigError(f"weights= and epoch_examples= are of mode 'weighted', this one is {mode!r}")
         in_one_batch = False if mode != "concat" else None if mix is None else mix == "example"
         settings = {**loader, **({} if batch_size is None else {"batch_size": batch_size})}
         if meter is not None and not all(isinstance(one, Loader) for one in members):
@@ -87,7 +88,7 @@ class Mixture:
             members,
             names,
             in_one_batch=in_one_batch,
-            full_batches=mode == "weighted" or (mode == "round_robin" and exhausted == "first"),
+            full_batches=mode == "weighted" or (mode == "round_robin" and exhausted != "longest"),
             seed=seed,
             settings=settings,
         )
@@ -104,8 +105,7 @@ class Mixture:
         self._steps = {name: lap.step for name, lap in self._members.laps.items()}
         self._conditions = find_conditions(self._per_cache(self._members.designs))
         self._meter = meter
-        self._at = (0, 0)
-        self._resuming = False
+        self._place = Place()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -140,12 +140,12 @@ class Mixture:
     @property
     def sampler(self) -> EpochSetter:
         """What trainers call `set_epoch` on."""
-        return EpochSetter(cast("Any", self))
+        return EpochSetter(self)
 
     @property
     def epoch(self) -> int:
         """The epoch of the next batch."""
-        return self._at[0]
+        return self._place.at[0]
 
     def __len__(self) -> int:
         """Batches of this rank in a whole epoch."""
@@ -168,14 +168,11 @@ class Mixture:
 
     def set_epoch(self, epoch: int) -> None:
         """Have the next pass serve `epoch`; a restored position in this very epoch is kept."""
-        if epoch < 0:
-            raise ConfigError(f"epoch {epoch} is not one. Expected 0 or more")
-        if epoch != self._at[0]:
-            self._at, self._resuming = (epoch, 0), False
+        self._place.set_epoch(epoch)
 
     def state_dict(self, position: tuple[int, int] | None = None) -> dict[str, Json]:
         """Where to go on: after the batches handed out so far, or after the one whose `position` is given."""
-        return states.dump(self._terms(), self._at if position is None else position)
+        return states.dump(self._terms(), self._place.at if position is None else position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken, at any tier, world size or number of readers.
@@ -183,8 +180,7 @@ class Mixture:
         Raises:
             StaleStateError: The state belongs to other caches, or another mode, seed or batch size.
         """
-        self._at = states.restore(state, self._terms())
-        self._resuming = True
+        self._place.restore(states.restore(state, self._terms()))
 
     def only(self, name: str) -> Iterator[Any]:
         """One pass over one of the caches, its batches as they are in the mixture: for evaluation by task.
@@ -202,24 +198,22 @@ class Mixture:
     def __iter__(self) -> Iterator[Any]:
         """One pass over the rest of the epoch."""
         refuse_workers()
-        if not self._resuming:
-            self._at = (self._at[0], 0)
+        self._place.rewind()
         return self._pass()
 
     def _pass(self) -> Iterator[Any]:
-        epoch, step = self._at  # with the first batch, as a Loader: trainers set the epoch after `iter`
-        self._resuming = False
+        epoch, step = self._place.begin()  # with the first batch, as a Loader: see there
         streams = [_Stream(loader, self._steps[name]) for name, loader in self.loaders.items()]
         turns = self._served(epoch, step)
         following = next(turns, None)
         if following is None:
-            self._at = (epoch + 1, 0)
+            self._place.at = (epoch + 1, 0)
         while following is not None:
             now, member, lap, place = following
             batch = streams[member].take(lap, place)
             following = next(turns, None)
-            self._at = (epoch + 1, 0) if following is None else (epoch, now + 1)
-            yield self._named(batch, member, self._at)
+            self._place.at = (epoch + 1, 0) if following is None else (epoch, now + 1)
+            yield self._named(batch, member, self._place.at)
         if self._meter is not None:
             self._meter.ended()
 
@@ -294,6 +288,11 @@ class Mixture:
             loaders={name: loader.state_dict((0, 0)) for name, loader in self.loaders.items()},
             steps=self._turns.steps,
         )
+
+
+def _arguments(of: type) -> list[str]:
+    """Names of the arguments that objects of a class are made with."""
+    return [name for name, one in signature(of).parameters.items() if one.kind is not one.VAR_KEYWORD]
 
 
 class _Stream:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from stoker.errors import StaleStateError
+from stoker.loader.state import NOTED, VERSION, check_within, checked, note_transforms, place_in
 from stoker.schema import Json
 
-VERSION = 1
-_FREE = ("version", "epoch", "position", "generation", "fingerprint")
+_FREE = ("version", "epoch", "position", "generation", "fingerprint", NOTED)
 """Entries of a loader's state that are no terms of it here: fingerprints are compared by cache."""
 
 
@@ -44,38 +44,32 @@ def dump(terms: Terms, at: tuple[int, int]) -> dict[str, Json]:
     }
 
 
-def restore(state: Mapping[str, Any], terms: Terms) -> tuple[int, int]:
+def restore(state: object, terms: Terms) -> tuple[int, int]:
     """Epoch and step of a saved state, after a check that they mean the same here.
 
     Raises:
         StaleStateError: Not a state of a mixture, or something that decides examples differs; names it.
     """
     here = dump(terms, (0, 0))
-    if state.get("version") != VERSION or not here.keys() <= state.keys():
-        lacking = ", ".join(sorted(here.keys() - state.keys())) or f"version {state.get('version')!r}"
-        raise StaleStateError(
-            f"this is not the state of a mixture of version {VERSION} ({lacking}). Start the epoch anew"
-        )
-    epoch, position = int(state["epoch"]), int(state["position"])
-    different = _caches_that_differ(cast("list[list[str]]", state["caches"]), terms.caches)
+    there = checked(state, "mixture", here)
+    at = place_in(there, "step")
+    different = _caches_that_differ(cast("list[list[str]]", there["caches"]), terms.caches)
     if not different:
-        different = _loaders_that_differ(state["loaders"], terms.loaders, position)
+        different = _loaders_that_differ(there["loaders"], terms.loaders, at[1])
         different += [
-            f"{name} {state[name]!r} there, {here[name]!r} here"
+            f"{name} {there[name]!r} there, {here[name]!r} here"
             for name in ("mode", "seed", "counts")
-            if state[name] != here[name]
+            if there[name] != here[name]
         ]
     if different:
         raise StaleStateError(
             f"the saved state belongs to another mixture: {'; '.join(different)}. "
             "Make the mixture as it was, or start the epoch anew"
         )
-    if epoch < 0 or not 0 <= position <= terms.steps:
-        raise StaleStateError(
-            f"the saved state is at epoch {epoch}, step {position}, but an epoch has {terms.steps} steps. "
-            "Start the epoch anew"
-        )
-    return epoch, position
+    check_within(at, terms.steps, "step")
+    for name, loader in terms.loaders.items():
+        note_transforms(there["loaders"][name], loader)
+    return at
 
 
 def _caches_that_differ(there: list[list[str]], here: Mapping[str, str]) -> list[str]:

@@ -6,7 +6,8 @@ function of what it contains. Anything else that decides an example must be the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -38,6 +39,8 @@ class Terms:
     """Ranks; matters in sequential order alone, where every rank has a piece of its own."""
     beside: str | None = None
     """How a pass beside the filling of its cache is ordered; None: a pass over a complete cache."""
+    transforms: tuple[str, ...] = ()
+    """What is done to batches; examples are the same without it, so others are no reason to refuse."""
 
 
 def digest_of(*arrays: Any) -> str:
@@ -64,57 +67,108 @@ def dump(terms: Terms, at: tuple[int, int]) -> dict[str, Json]:
         "windows": terms.windows,
         "world": terms.world,
         **({} if terms.beside is None else {"beside": terms.beside}),
+        **({"transforms": list(terms.transforms)} if terms.transforms else {}),
     }
 
 
-def is_beside(state: Mapping[str, Any]) -> bool:
+def is_beside(state: object) -> bool:
     """Whether a state was saved in a pass that began before its cache was complete.
 
     Raises:
         StaleStateError: It is no state.
     """
-    if not isinstance(cast(object, state), Mapping):
-        raise StaleStateError(f"a loader's state is a dict, as state_dict() gives it, not {state!r}")
-    return state.get("beside") is not None
+    return checked(state, "loader", ()).get("beside") is not None
 
 
-def restore(state: Mapping[str, Any], terms: Terms, *, allow_rebatch: bool) -> tuple[int, int]:
+def restore(state: object, terms: Terms, *, allow_rebatch: bool) -> tuple[int, int]:
     """Epoch and position of a saved state, after a check that they mean the same here.
 
     Raises:
         StaleStateError: Not a state, or something that decides examples differs; the message names it.
     """
     here = dump(terms, (0, 0))
-    if state.get("version") != VERSION or not here.keys() <= state.keys():
-        lacking = ", ".join(sorted(here.keys() - state.keys())) or f"version {state.get('version')!r}"
-        raise StaleStateError(
-            f"this is not the state of a loader of version {VERSION} ({lacking}). Start the epoch anew"
-        )
-    if not all(isinstance(state[name], int) for name in ("epoch", "position")):
-        raise StaleStateError(
-            f"the saved state is at epoch {state['epoch']!r}, example {state['position']!r}. "
-            "Expected whole numbers; start the epoch anew"
-        )
-    position = int(state["position"])
-    ignored = {"version", "epoch", "position", "generation"}
-    if terms.order != "sequential" or not position:
+    there = checked(state, "loader", here.keys() - {NOTED})
+    at = place_in(there, "example")
+    ignored = {"version", "epoch", "position", "generation", NOTED}
+    if terms.order != "sequential" or not at[1]:
         ignored.add("world")
     if allow_rebatch and not terms.order.startswith("static"):
         ignored.add("global_batch")
-    different = [f"{name} {state[name]!r} there, {here[name]!r} here" for name in here if name not in ignored
-                 and state[name] != here[name]]  # fmt: skip
-    if different:
+    differing = [name for name in here if name not in ignored and there[name] != here[name]]
+    if differing:
         hint = (
-            ". allow_rebatch=True goes on from the same example with other batches"
-            if [name for name in here if name not in ignored and state[name] != here[name]]
-            == ["global_batch"]
-            else ". Make the loader as it was, or start the epoch anew"
+            "allow_rebatch=True goes on from the same example with other batches"
+            if differing == ["global_batch"]
+            else "Make the loader as it was, or start the epoch anew"
         )
-        raise StaleStateError(f"the saved state belongs to another loader: {'; '.join(different)}{hint}")
-    epoch = int(state["epoch"])
-    if epoch < 0 or not 0 <= position <= terms.examples:
+        different = "; ".join(f"{name} {there[name]!r} there, {here[name]!r} here" for name in differing)
+        raise StaleStateError(f"the saved state belongs to another loader: {different}. {hint}")
+    check_within(at, terms.examples, "example")
+    note_transforms(there, here)
+    return at
+
+
+NOTED = "transforms"
+"""The entry that may differ, with a word on it; it is there where there are some."""
+
+
+def checked(state: object, of: str, entries: Iterable[str]) -> Mapping[str, Any]:
+    """A saved state, if it is one: with these entries, and of this version where there are any.
+
+    Args:
+        state: What was given as one.
+        of: What it is to be the state of, for messages.
+        entries: Names that it must have.
+
+    Raises:
+        StaleStateError: It is none.
+    """
+    if not isinstance(state, Mapping):
+        raise StaleStateError(f"a {of}'s state is a dict, as state_dict() gives it, not {state!r}")
+    there = cast("Mapping[str, Any]", state)
+    lacking = sorted({*entries} - there.keys())
+    if entries and (lacking or there.get("version") != VERSION):
+        why = ", ".join(lacking) or f"version {there.get('version')!r}"
         raise StaleStateError(
-            f"the saved state is at epoch {epoch}, example {position}, but an epoch has {terms.examples} "
-            "examples. Start the epoch anew"
+            f"this is not the state of a {of} of version {VERSION} ({why}). Start the epoch anew"
+        )
+    return there
+
+
+def place_in(state: Mapping[str, Any], unit: str) -> tuple[int, int]:
+    """Epoch and position as a state has them.
+
+    Raises:
+        StaleStateError: They are no whole numbers.
+    """
+    epoch, position = state["epoch"], state["position"]
+    if not isinstance(epoch, int) or not isinstance(position, int):
+        raise StaleStateError(
+            f"the saved state is at epoch {epoch!r}, {unit} {position!r}. "
+            "Expected whole numbers; start the epoch anew"
         )
     return epoch, position
+
+
+def check_within(at: tuple[int, int], most: int, unit: str) -> None:
+    """Refuse a place that no epoch has.
+
+    Raises:
+        StaleStateError: As said.
+    """
+    if at[0] < 0 or not 0 <= at[1] <= most:
+        raise StaleStateError(
+            f"the saved state is at epoch {at[0]}, {unit} {at[1]}, but an epoch has {most} {unit}s. "
+            "Start the epoch anew"
+        )
+
+
+def note_transforms(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Say so where batches go on with other transforms than they were begun with."""
+    was, now = there.get(NOTED, []), here.get(NOTED, [])
+    if was != now:
+        logging.getLogger("stoker").warning(
+            "the saved state is of batches with transforms=%s, this loader has %s: the same examples follow, "
+            "made into batches in the new way",
+            *(", ".join(map(str, names)) or "none" for names in (was, now)),
+        )

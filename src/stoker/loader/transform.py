@@ -7,7 +7,7 @@ A transform draws what it needs from the keys alone, so that its output is part 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -21,6 +21,7 @@ from stoker.loader.keyed import child_keys, example_keys
 from stoker.loader.ragged import Join
 
 if TYPE_CHECKING:
+    from stoker.loader.engine import Strip
     from stoker.monitor.meter import StallMeter
 
 Transform: TypeAlias = "Callable[[Any, Tensor], Any]"
@@ -28,11 +29,31 @@ Transform: TypeAlias = "Callable[[Any, Tensor], Any]"
 per example, equal for the same seed, epoch, example and place among the transforms."""
 
 
-def run(transforms: Sequence[Transform], batch: Any, keys: Tensor) -> Any:
-    """The batch after all transforms, each with keys of its own: two of one kind draw different numbers."""
-    for place, transform in enumerate(transforms):
+def run(transforms: Sequence[Transform], batch: Any, keys: Tensor, first: int = 0) -> Any:
+    """The batch after all transforms from the `first` on, each with keys of its own: two of one kind draw
+    different numbers.
+    """
+    for place, transform in enumerate(transforms[first:], first):
         batch = transform(batch, child_keys(keys, place))
     return batch
+
+
+def names_of(transforms: Sequence[Transform]) -> tuple[str, ...]:
+    """What a state says of transforms: their names, with the settings of those that are dataclasses."""
+    return tuple(_name_of(transform) for transform in transforms)
+
+
+def _name_of(value: object) -> str:
+    if is_dataclass(value) and not isinstance(value, type):
+        settings = (f"{field.name}={_name_of(getattr(value, field.name))}" for field in fields(value))
+        return f"{type(value).__qualname__}({', '.join(settings)})"
+    if isinstance(value, partial):
+        return _name_of(value.func)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_name_of, cast('Sequence[object]', value)))}]"
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +75,9 @@ class Finish:
         """Whether there is anything to do."""
         return any((self.join, self.device is not None, self.pin, self.transforms))
 
-    def apply(self, batches: Iterable[Any], examples: Any, size: int, epoch: int) -> Iterator[Any]:
-        """Finish consecutive batches of `size` examples; `examples` are those of all of them."""
+    def apply(self, strip: Strip, batches: Iterable[Any], epoch: int) -> Iterator[Any]:
+        """Finish the `batches` of a strip."""
+        examples, size = strip.examples, strip.size
         for number, made in enumerate(batches):
             batch, begin = made, perf_counter()
             if self.join is not None:
@@ -65,10 +87,10 @@ class Finish:
             if self.device is not None:
                 batch = _each(batch, partial(Tensor.to, device=self.device, non_blocking=True))
             copied = perf_counter()
-            if self.transforms:
+            if len(self.transforms) > strip.transformed:
                 own = torch.as_tensor(examples[number * size : (number + 1) * size], device=_device_of(batch))
                 keys = example_keys(self.seed, epoch, own)
-                batch = _placed(run(self.transforms, batch, keys), batch.position)
+                batch = _placed(run(self.transforms, batch, keys, strip.transformed), batch.position)
             if self.meter is not None:
                 self.meter.spent("copy", copied - begin)
                 self.meter.spent("transform", perf_counter() - copied)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,7 +118,7 @@ def make_turns(
     seed: int,
     shares: Sequence[float],
     epoch_examples: int | None,
-    exhausted: Exhausted,
+    exhausted: Exhausted | None = None,
 ) -> Turns:
     """The turns of a mode.
 
@@ -125,7 +126,7 @@ def make_turns(
         laps: One pass over each member, by name.
         shares: Of the examples that each member gives in mode `weighted`; they sum to 1.
         epoch_examples: Examples of an epoch in mode `weighted`; None: as many as all members have.
-        exhausted: When an epoch ends in mode `round_robin`.
+        exhausted: When an epoch ends in mode `round_robin`; None: with the `first`.
 
     Raises:
         ConfigError: A member would get no turn at all.
@@ -146,7 +147,7 @@ def make_turns(
                 )
         full = tuple(lap.full for lap in own)
         return Turns(counts=counts, laps=full, anew=False, arranged="shuffled", seed=seed)
-    if exhausted == "first":
+    if exhausted != "longest":
         full = tuple(lap.full for lap in own)
         counts = (min(full),) * len(own)
         return Turns(counts=counts, laps=full, anew=False, arranged="in turn", seed=seed)
@@ -167,16 +168,31 @@ def apportion(quotas: Sequence[float]) -> list[int]:
     return counts
 
 
-def check_mode(mode: str, exhausted: str) -> None:
-    """Refuse what is no mode.
+OF_MODE: Mapping[str, Mode] = {
+    "weights": "weighted",
+    "epoch_examples": "weighted",
+    "exhausted": "round_robin",
+}
+"""Settings that have a meaning in one mode alone."""
+
+
+def check_mode(mode: str, **settings: object) -> None:
+    """Refuse what is no mode, and settings (None: not given) that mean nothing in it.
 
     Raises:
         ConfigError: As said.
     """
     if mode not in get_args(Mode):
         raise ConfigError(f"mode {mode!r} is not one of a mixture. Expected {', '.join(get_args(Mode))}")
-    if exhausted not in get_args(Exhausted):
-        raise ConfigError(f"exhausted is {exhausted!r}. Expected {', '.join(get_args(Exhausted))}")
+    for name, value in settings.items():
+        if value is not None and OF_MODE[name] != mode:
+            raise ConfigError(
+                f"{name}= is of mode {OF_MODE[name]!r}, this one is {mode!r}. Leave it out, or give that mode"
+            )
+    if settings.get("exhausted") not in (None, *get_args(Exhausted)):
+        raise ConfigError(
+            f"exhausted is {settings['exhausted']!r}. Expected {', '.join(get_args(Exhausted))}"
+        )
 
 
 def shares_of(weights: object, names: Sequence[str]) -> list[float]:
@@ -191,8 +207,7 @@ def shares_of(weights: object, names: Sequence[str]) -> list[float]:
     if weights is None:
         return [1 / len(names)] * len(names)
     if isinstance(weights, Mapping):
-        if set(weights) != set(names):
-            raise ConfigError(f"weights name {sorted(map(str, weights))}, the caches are {sorted(names)}")
+        check_weighted(cast("Mapping[str, object]", weights), names, "weights")
         values = [weights[name] for name in names]
     else:
         values = np.asarray(weights, dtype=object).reshape(-1).tolist()
@@ -202,6 +217,22 @@ def shares_of(weights: object, names: Sequence[str]) -> list[float]:
         )
     total = sum(map(float, values))
     return [float(value) / total for value in values]
+
+
+def check_weighted(weights: Mapping[str, object], names: Sequence[str], said: str) -> None:
+    """Refuse weights that are not one for each of `names`; `said` is what the user calls them.
+
+    Raises:
+        ConfigError: Says which name is unknown, with the nearest, or which has no weight.
+    """
+    unknown = [str(name) for name in weights if name not in names]
+    lacking = [name for name in names if name not in weights]
+    if unknown:
+        near = get_close_matches(unknown[0], lacking or names, n=1)
+        hint = f"Did you mean {near[0]}?" if near else "Leave it out"
+        raise ConfigError(f"{said} names {unknown[0]!r}, which is none of {', '.join(names)}. {hint}")
+    if lacking:
+        raise ConfigError(f"{said} has nothing for {', '.join(lacking)}. Give each a number above 0")
 
 
 def _is_weight(value: object) -> bool:

@@ -330,7 +330,7 @@ def _advice(job: Job | None, figures: Mapping[str, Figure], tiers: Mapping[str, 
     """What to do, in a sentence or three."""
     said: list[str] = []
     if job is None:
-        said.append("Give a cache or a CONFIG to see what its tiers reach of these limits.")
+        said.append("Name a CONFIG or the folder of a cache to see what its tiers reach of these limits.")
     else:
         whole = Loader(job.cache, job.batch_size, windows=job.windows, device=job.device)
         said += _choice(whole.plan, tiers)

@@ -22,7 +22,7 @@ from stoker.pipeline.kinds import BUILDERS
 from stoker.pipeline.staging import staged_data
 from stoker.pipeline.statistics import train_statistics
 from stoker.schema import Schema, digest_json
-from stoker.sources.protocol import Source
+from stoker.sources.protocol import Source, Splitting
 from stoker.sources.subset import Subset
 from stoker.store import Digests
 
@@ -45,7 +45,7 @@ def build_jobs(config: Config, task: str, splits: Sequence[str]) -> list[Job]:
         ConfigError, EncoderError: The encoder's settings do not fit the data.
         SplitError, SourceError: A split or its files are not there.
     """
-    sources = {split: build_source(config, task, split) for split in splits}
+    sources = build_sources(config, task, splits)
     fitted_on = None
     if config.data.normalize:
         fitted_on = sources.get("train") or build_source(config, task, "train")
@@ -108,9 +108,23 @@ def stem_of(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) ->
 
 def build_source(config: Config, task: str, split: str) -> Source:
     """The samples of one split of one task."""
-    data = staged_data(config, task)
-    source = BUILDERS[data.kind](data, task, split)
-    return source if data.limit is None else Subset(source, data.limit)
+    return build_sources(config, task, [split])[split]
+
+
+def build_sources(config: Config, task: str, splits: Sequence[str]) -> dict[str, Source]:
+    """The samples of some splits of one task, of one reading of the data where the source can share it.
+
+    A table may change between two readings, and then one row would be in two splits.
+    """
+    data, found = staged_data(config, task), dict[str, Source]()
+    shared: Source | None = None
+    for split in splits:
+        if isinstance(shared, Splitting):
+            source = shared.for_split(split)
+        else:
+            source = shared = BUILDERS[data.kind](data, task, split)
+        found[split] = source if data.limit is None else Subset(source, data.limit)
+    return found
 
 
 def build_encoder(config: Config, schema: Schema, *, fitted_on: Source | None) -> Encoder | None:
@@ -124,7 +138,7 @@ def build_encoder(config: Config, schema: Schema, *, fitted_on: Source | None) -
         ConfigError: The samples have no grid.
         EncoderError: The patch does not divide the grid.
     """
-    encoder = grid_encoder(config, schema) if config.encoder_kind == "grid" else None
+    encoder = grid_encoder(config, schema) if config.encoder.kind == "grid" else None
     if fitted_on is None:
         return encoder
     cache_dir = Path(config.training.latent_cache_dir)

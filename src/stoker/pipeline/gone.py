@@ -182,8 +182,8 @@ def _same_encoder(config: Config, recipe: Recipe) -> bool:
         if entry is None or entry["class"] != "stoker.Normalized" or entry["config"]["method"] != "standard":
             return False
         entry = entry["config"]["inner"]
-    if config.encoder_kind == "identity" or entry is None:
-        return entry is None and config.encoder_kind == "identity"
+    if config.encoder.kind == "identity" or entry is None:
+        return entry is None and config.encoder.kind == "identity"
     if entry["class"] != "stoker.GridEncoder":
         return False
     made = entry["config"]

@@ -30,6 +30,51 @@ def hdf5_source(data: DataConfig, task: str, split: str) -> Source:
     )
 
 
+def images_source(data: DataConfig, task: str, split: str) -> Source:
+    """Images and their labels."""
+    from stoker.sources.images.source import ImageSource, Labels
+
+    own = data.images.model_dump()
+    labels = Labels(**{name: own.pop(name) for name in Labels.__dataclass_fields__})
+    return ImageSource(
+        data.root,
+        own.pop("annotations"),
+        labels=labels,
+        split=split,
+        splits=data.splits,
+        seed=data.seed,
+        **own,
+    )
+
+
+def sql_source(data: DataConfig, task: str, split: str) -> Source:
+    """Rows of a database."""
+    from stoker.sources.sql.request import Timeouts
+    from stoker.sources.sql.source import SQLSource
+
+    sql = data.sql
+    if sql.url is None or sql.key is None or sql.columns is None:
+        raise ConfigError(
+            "data.kind=sql needs data.sql.url, data.sql.table (or query), data.sql.key and data.sql.columns "
+            "(docs/sql.md)"
+        )
+    return SQLSource(
+        sql.url,
+        key=sql.key,
+        columns=sql.columns,
+        table=sql.table,
+        query=sql.query,
+        where=sql.where,
+        split=split,
+        splits=data.splits,
+        seed=data.seed,
+        version_query=sql.version_query,
+        timeouts=Timeouts(
+            connect_s=sql.connect_s, statement_s=sql.statement_s, lock_s=sql.lock_s, attempts=sql.attempts
+        ),
+    )
+
+
 def arrays_source(data: DataConfig, task: str, split: str) -> Source:
     """Trajectories and grids in HDF5, Zarr and `.npy`."""
     from stoker.sources.arrays import ArraySource
@@ -77,6 +122,8 @@ def _files(data: DataConfig) -> Names:
 
 BUILDERS: Mapping[Kind, Builder] = {
     "hdf5": hdf5_source,
+    "images": images_source,
+    "sql": sql_source,
     "arrays": arrays_source,
     "tar": tar_source,
     "parquet": parquet_source,

@@ -100,7 +100,7 @@ def no_operator(schema: Schema) -> str:
     return (
         f"records have {', '.join(schema)}, none with time, and `stoker train` trains an operator that "
         "goes from one step to the next. Fill the cache with `stoker precompute`, and train in Python on "
-        "stoker.Loader(stoker.open_cache(FOLDER), batch_size=...)"
+        "stoker.Loader(stoker.open_cache(FOLDER), 64)"
     )
 
 

@@ -88,18 +88,12 @@ def with_task(batch: TaskBatch, tasks: int) -> TaskBatch:
 def mix(config: Config, loaders: Mapping[str, Loader], **more: Any) -> TaskPairs:
     """The training loaders of all tasks, mixed as `training.mixture` says."""
     training = config.training
-    weights = training.task_weights
-    if weights is not None and training.mixture != "weighted":
-        raise ConfigError(
-            f"training.task_weights are of training.mixture=weighted, but it is {training.mixture}. "
-            "Set it, or leave the weights out"
-        )
     mixture = Mixture(
         list(loaders.values()),
         names=list(loaders),
         mode=training.mixture,
-        weights=weights,
-        exhausted="longest",
+        weights=training.task_weights,
+        exhausted="longest" if training.mixture == "round_robin" else None,
         mix="batch",
         seed=training.seed,
         **more,

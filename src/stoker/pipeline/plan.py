@@ -13,9 +13,10 @@ from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import last_step_s
 from stoker.pipeline.inspect import shard_bytes
 from stoker.pipeline.locate import Located, batch_size_of, locate, trajectory_steps, windows_for, windows_of
-from stoker.pipeline.served import served_loads
+from stoker.pipeline.served import Step, served_loads
 from stoker.pipeline.smaller import Smaller, say, smaller_dtypes
 from stoker.plan import Demand, Plan, Resources, measure_rates, plan_tiers, probe
+from stoker.plan.gpus import GpuRow, gpu_table, say_gpus
 from stoker.schema import Json, Schema, columns_of
 from stoker.sources.files import canonical_split
 from stoker.store.layout import is_fixed, record_bytes
@@ -34,6 +35,10 @@ class PlanResult:
     """Storage dtypes that would take fewer bytes, what they would buy and cost."""
     advice: str = ""
     """The best of those in words; empty where there is none."""
+    gpus: tuple[GpuRow, ...] = ()
+    """What the memory of GPUs would hold, half of it left to the model."""
+    on_gpus: str = ""
+    """That in words."""
 
     @property
     def reason(self) -> str:
@@ -50,6 +55,7 @@ class PlanResult:
             "missing": self.missing,
             "smaller": [one.to_json() for one in self.smaller],
             "advice": self.advice,
+            "gpus": [one.to_json() for one in self.gpus],
         }
 
 
@@ -71,15 +77,18 @@ def plan_located(config: Config, located: Located, resources: Resources | None =
     cache_dir, device = Path(config.training.latent_cache_dir), device_of(config)
     demand = demand_of(config, located, device)
     cache = located.cache if located.cache is not None and not located.missing else None
+    step_s = last_step_s(config, located.recipe.schema)
     rates = measure_rates(located.folder if located.cache is not None else None, device=device)
     if cache is not None and device == "cpu":
         batch_size = batch_size_of(config, trajectory_steps(cache.schema))
-        rates = replace(rates, served=served_loads(cache, windows_for(config, cache.schema), batch_size))
+        step = None if step_s is None else Step(seconds=step_s, cpus=demand.step_cpus)
+        windows = windows_for(config, cache.schema)
+        rates = replace(rates, served=served_loads(cache, windows, batch_size, step=step))
     planned = partial(
         plan_tiers,
         resources=probe(device=device, path=cache_dir) if resources is None else resources,
         reserve_bytes=config.training.reserve_bytes,
-        step_s=last_step_s(config, located.recipe.schema),
+        step_s=step_s,
         rates=rates,
     )
     plan = planned(demand, tier=config.training.tier)
@@ -90,6 +99,8 @@ def plan_located(config: Config, located: Located, resources: Resources | None =
         missing=located.missing,
         smaller=smaller,
         advice=say(smaller, plan, config.precompute.max_error),
+        gpus=gpu_table(demand.record_bytes, demand.records) if demand.record_bytes else (),
+        on_gpus=say_gpus(demand.record_bytes, demand.records) if demand.record_bytes else "",
     )
 
 

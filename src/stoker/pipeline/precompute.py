@@ -23,6 +23,7 @@ from stoker.errors import (
     SplitError,
     StokerError,
 )
+from stoker.pipeline.augment import check_beside
 from stoker.pipeline.build import (
     Job,
     build_jobs,
@@ -279,10 +280,13 @@ def _fill_jobs(config: Config, jobs: Sequence[Job], *, training: bool, ranks: Ra
     for schema in schemas if training else ():
         windows_in(config, schema)
     results: list[CacheResult] = []
-    for job in jobs:
+    beside = training and not config.precompute.wait
+    for job, schema in zip(jobs, schemas, strict=True):
         settings = settings_of(config, job, ranks)
         ready = _ready(config, job, settings) if training else None
-        run = begin_precompute if training and not config.precompute.wait else run_precompute
+        if beside and ready is None:
+            check_beside(config, schema, ranks)
+        run = begin_precompute if beside else run_precompute
         results.append(ready or _fill(config, job, settings, run=run))
     return results
 

@@ -26,7 +26,7 @@ from stoker.pipeline.serve import Served, serve
 from stoker.pipeline.together import on_own_device
 from stoker.plan import Plan
 from stoker.precompute import EncodeFiller
-from stoker.precompute.spot_check import SpotCheck, SpotReport
+from stoker.precompute.spot_check import SpotCheck, SpotChecks, SpotReport
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
 from stoker.sources.files import canonical_split
@@ -233,7 +233,7 @@ def train_prepared(
 
     for ready, loader in zip(prepared.caches[::2], served.loaders, strict=False):
         _tell_plan(on_event if ranks.leads else None, ready.cache, loader.plan)
-    check = begin_spot_check(config, train_cache) if ranks.leads else None
+    checks = begin_spot_checks(config, [r.cache for r in prepared.caches[::2]]) if ranks.leads else None
     began = time.monotonic()
     try:
         report = train(
@@ -247,7 +247,7 @@ def train_prepared(
             physical=_physical(config, prepared),
         )
     finally:
-        checked = None if check is None else check.finish()
+        checked = None if checks is None else checks.finish()
     train_s = time.monotonic() - began
     return TrainResult(
         report=report,
@@ -284,26 +284,34 @@ def _now(results: Sequence[CacheResult], served: Served) -> tuple[CacheResult, .
     return tuple(result.served(now.get(result.cache.path, result.cache)) for result in results)
 
 
-def begin_spot_check(config: Config, cache: Cache) -> SpotCheck | None:
-    """The comparison that `verify.spot_check` asks for, begun; None where it asks for none."""
-    count = config.verify.spot_check
-    if not count:
-        return None
-    if not cache.complete:
-        log.warning("verify.spot_check: %s is being filled now, so nothing was stored to compare", cache.path)
-        return None
-    if not isinstance(cache.filler, EncodeFiller):
-        log.warning("verify.spot_check: the raw data of %s is gone, so nothing can be compared", cache.path)
-        return None
-    check = cache.filler.spot_check(cache, count, seed=config.training.seed)
-    check.start()
-    return check
+def begin_spot_checks(config: Config, caches: Sequence[Cache]) -> SpotChecks | None:
+    """The comparisons that `verify.spot_check` asks for, begun; None where it asks for none.
+
+    Args:
+        config: The settings.
+        caches: The training cache of each task.
+    """
+    count, checks = config.verify.spot_check, list[SpotCheck]()
+    for cache in caches if count else ():
+        if not cache.complete:
+            why = "is being filled now, so nothing was stored to compare"
+        elif not isinstance(cache.filler, EncodeFiller):
+            why = "was made of raw data that is gone, so nothing can be compared"
+        else:
+            checks.append(cache.filler.spot_check(cache, count, seed=config.training.seed))
+            continue
+        log.warning("verify.spot_check: %s %s", cache.path, why)
+    return SpotChecks(checks) if checks else None
 
 
-def _physical(config: Config, prepared: Prepared) -> PhysicalSpace | None:
-    """Where validation is judged in fields: one task, whose records reach the loop as they were encoded."""
-    _, *others = prepared.caches
-    return physical_space(others[0].cache) if len(others) == 1 and not normalized(config) else None
+def _physical(config: Config, prepared: Prepared) -> dict[str, PhysicalSpace]:
+    """By task how to judge in fields; not those whose records do not reach the loop as they were encoded."""
+    tasks, found = tasks_of(config), dict[str, PhysicalSpace]()
+    for task, result in zip(tasks, prepared.caches[1::2], strict=True):
+        space = None if normalized(config.for_task(task)) else physical_space(result.cache)
+        if space is not None:
+            found[task if len(tasks) > 1 else ""] = space
+    return found
 
 
 def loop_settings(config: Config, batches: int, *, resume: bool) -> TrainConfig:

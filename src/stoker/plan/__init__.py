@@ -5,6 +5,7 @@ resources.py   what this process may use; the only module that asks the machine
 rates.py       how fast it copies and reads, when timed
 tiers.py       records per tier, seconds per batch, stall: arithmetic
 words.py       the reason in words
+gpus.py        what the memory of GPUs would hold
 ledger.py      what the loaders of one process hold together
 moves.py       when what is held should change, and when it had better stay
 mounts.py      what kind of storage a path lies on

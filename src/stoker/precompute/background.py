@@ -22,20 +22,20 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from stoker import errors
 from stoker.encoders.protocol import Encoder
-from stoker.errors import ConfigError, ResourceError, SourceError, StalledError, StokerError
+from stoker.errors import ConfigError, ResourceError, StalledError, StokerError
 from stoker.precompute.oom import oom_kills
 from stoker.precompute.output import Drain, Output
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.turn import folder_mark
 from stoker.precompute.wire import Channel, pack
 from stoker.sources.protocol import Source
+from stoker.sources.travel import packed
 from stoker.store import Cache, Folder
 from stoker.store.growing import Growing
 
@@ -170,13 +170,7 @@ def _pickled(job: Job) -> bytes:
     """The job, with the encoder on the CPU: the other process brings its own to the device."""
     if job.encoder is not None:
         job.encoder.to(torch.device("cpu"))
-    try:
-        return cloudpickle.dumps(job)  # pyright: ignore[reportUnknownMemberType]
-    except Exception as error:
-        raise SourceError(
-            f"source and encoder cannot be sent to another process: {type(error).__name__}: {error}. "
-            "Open files on first use instead of in __init__, or leave wait=False out"
-        ) from error
+    return packed(job, "job", otherwise="Or leave wait=False out")
 
 
 def _spawn(payload: bytes, output: Output) -> tuple[subprocess.Popen[bytes], Channel]:

@@ -29,7 +29,7 @@ from stoker.precompute.stages import Bench
 from stoker.precompute.supervisor import Supervisor
 from stoker.precompute.turn import take_turn
 from stoker.precompute.verdict import check_quarantined, check_values, describe_failures, too_many
-from stoker.sources.protocol import Source
+from stoker.sources.protocol import Proving, Source
 from stoker.store import Cache, Digests, Folder, make_recipe, open_folder
 from stoker.store.claims import INDEX_WAIT_S, claim
 from stoker.units import format_count
@@ -193,6 +193,8 @@ def _fill(
     if not settings.overwrite:
         with claim(folder.path, "adopt", wait_s=INDEX_WAIT_S):  # or each rank would count the same records
             context[1].adopted = folder.adopt()
+    if settings.readers != 0 and isinstance(source, Proving):
+        source.prove()
     again = {settings.part[0]}
     """The parts of which this run tries again what failed for a passing reason: once, and its own."""
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import RecordError
+from stoker.errors import DecodeError, RecordError
 from stoker.precompute.layout import PIECE_BYTES, time_length
 from stoker.precompute.unchanged import ChangedError, Reads
 from stoker.schema import FLOATS, Sample, Schema, check_sample
@@ -43,7 +43,7 @@ class SampleFault:
     number: int
     """Sample number."""
     stage: str
-    """`open`, `read`, `check` or `encode`; `CHANGED`: the source is not what it was, and the run must end."""
+    """`open`, `read`, `decode`, `check` or `encode`; `CHANGED`: the source is another, the run must end."""
     error: str
     """Path, type and message, at most 600 characters."""
     kind: Literal["sample", "transient"]
@@ -178,13 +178,15 @@ class SampleReader:
         text = f"{self._parts.name(number)}: {type(error).__name__}: {error}"
         if isinstance(error, ChangedError):
             stage, text = CHANGED, str(error)
+        elif isinstance(error, DecodeError):
+            stage = "decode"
         return SampleFaultError(
             SampleFault(
                 number=number,
                 stage=stage,
                 error=text[:_ERROR_CHARS],
                 kind="transient" if passing else "sample",
-                retry=stage != "check",
+                retry=stage not in ("decode", "check"),
             )
         )
 

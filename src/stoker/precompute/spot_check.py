@@ -11,6 +11,7 @@ import copy
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -43,6 +44,8 @@ _LOWEST = 19
 class Difference:
     """One record that is not what its sample gives now."""
 
+    cache: str
+    """Name of its cache."""
     number: int
     """Sample number."""
     field: str
@@ -71,11 +74,32 @@ class SpotReport:
             "wanted": self.wanted,
             "checked": self.checked,
             "different": [
-                {"index": d.number, "field": d.field, "error": d.error, "limit": d.limit}
+                {"cache": d.cache, "index": d.number, "field": d.field, "error": d.error, "limit": d.limit}
                 for d in self.different
             ],
             "failed": [*self.failed],
         }
+
+
+class SpotChecks:
+    """Comparisons of several caches, one after another."""
+
+    def __init__(self, checks: Sequence[SpotCheck]) -> None:
+        """Begin with the first."""
+        self._checks = checks
+        for before, check in zip((None, *checks), checks, strict=False):
+            check.start(after=before)
+
+    def finish(self, wait_s: float = 0.0) -> SpotReport:
+        """End them, each after `wait_s` seconds at most, and say what they found together by then."""
+        # From the last on: one that was stopped lets the next begin.
+        reports = [check.finish(wait_s) for check in reversed(self._checks)][::-1]
+        return SpotReport(
+            wanted=sum(report.wanted for report in reports),
+            checked=sum(report.checked for report in reports),
+            different=[one for report in reports for one in report.different],
+            failed=[why for report in reports for why in report.failed],
+        )
 
 
 class SpotCheck:
@@ -98,11 +122,17 @@ class SpotCheck:
         self._numbers = np.sort(chosen).astype(np.int64)
         self._report = SpotReport(wanted=count)
         self._stop = threading.Event()
+        self._after: SpotCheck | None = None
         self._thread = threading.Thread(target=self._run, name="stoker-spot-check", daemon=True)
 
-    def start(self) -> None:
-        """Begin; returns at once."""
+    def start(self, *, after: SpotCheck | None = None) -> None:
+        """Begin, when another one has ended; returns at once."""
+        self._after = after
         self._thread.start()
+
+    def _wait_for(self, other: SpotCheck) -> None:
+        while other._thread.is_alive() and not self._stop.is_set():
+            other._thread.join(_POLL_S)
 
     def finish(self, wait_s: float = 0.0) -> SpotReport:
         """End it, after `wait_s` seconds at most, and say what it found by then."""
@@ -116,6 +146,10 @@ class SpotCheck:
             os.setpriority(
                 os.PRIO_PROCESS, threading.get_native_id(), _LOWEST
             )  # this thread's alone, on Linux
+        if self._after is not None:
+            self._wait_for(self._after)
+        if self._stop.is_set():
+            return
         try:
             with torch.inference_mode():
                 self._check_all()
@@ -125,7 +159,7 @@ class SpotCheck:
             self._fail(f"{type(error).__name__}: {error}")
 
     def _fail(self, why: str) -> None:
-        self._report.failed.append(why)
+        self._report.failed.append(f"{self._cache.name}: {why}")
         log.warning("spot check of %s: %s", self._cache.path, why)
 
     def _check_all(self) -> None:
@@ -167,12 +201,15 @@ class SpotCheck:
                 error = distance(stored[name], values[place])
                 if not error <= limit:
                     self._report.different.append(
-                        Difference(number=number, field=name, error=error, limit=limit)
+                        Difference(
+                            cache=self._cache.name, number=number, field=name, error=error, limit=limit
+                        )
                     )
                     log.warning(
-                        "spot check: field %r of sample %d differs from what its source and encoder give now "
-                        "by %.2g of its largest value; %.2g is rounding. Look at what changed (stoker why), "
-                        "and make the cache anew with precompute.overwrite=true",
+                        "spot check of %s: field %r of sample %d differs from what its source and encoder "
+                        "give now by %.2g of its largest value; %.2g is rounding. Look at what changed "
+                        "(stoker why), and make the cache anew with precompute.overwrite=true",
+                        self._cache.name,
                         name,
                         number,
                         error,

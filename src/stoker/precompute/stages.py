@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
-import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from stoker.encoders.protocol import Encoder
-from stoker.errors import EncoderError, SourceError, StokerError
+from stoker.errors import EncoderError, StokerError
 from stoker.precompute.encode import GroupEncoder
 from stoker.precompute.fill import PartNames, SampleReader
 from stoker.precompute.guarded import guard_page
@@ -33,6 +32,7 @@ from stoker.precompute.unchanged import Unchanged, digested_files
 from stoker.precompute.watchdog import EncodeWatchdog
 from stoker.precompute.write_thread import WriteThread
 from stoker.sources.protocol import Source
+from stoker.sources.travel import packed
 from stoker.store import Failure, Folder, WriterSettings
 from stoker.store.growing import fill_blocks
 
@@ -83,7 +83,10 @@ class Bench:
         refs = recipe.refs
         self._parts = PartNames(
             offsets=[part.offset for part in recipe.parts],
-            names=[str(of[0].path) if of else part.name for part, of in zip(recipe.parts, refs, strict=True)],
+            names=[
+                str(of[0].path) if len(of) == 1 else part.name
+                for part, of in zip(recipe.parts, refs, strict=True)
+            ],
         )
         self._reading = Unchanged(source, digested_files(refs, recipe.files), self._parts.offsets)
         self._layout, self._first_readers, self.most_readers = self._plan()
@@ -128,13 +131,7 @@ class Bench:
         return feed
 
     def _launch(self) -> Launch:
-        try:
-            payload = cloudpickle.dumps(self._reading)  # pyright: ignore[reportUnknownMemberType]
-        except Exception as error:
-            raise SourceError(
-                f"the source cannot be sent to reader processes: {type(error).__name__}: {error}. "
-                f"Open files on first use instead of in __init__, or read in this process with readers=0"
-            ) from error
+        payload = packed(self._reading)
         frame = {
             "kind": "start",
             "sys_path": [entry or str(Path.cwd()) for entry in sys.path],

@@ -1,4 +1,4 @@
-"""Raw samples, by number: simulations, trajectories, archives, tables, any map-style torch `Dataset`.
+"""Raw samples, by number: simulations, images, trajectories, archives, tables, any map-style torch `Dataset`.
 
 protocol.py        what a source promises, and how it names itself for the recipe
 hdf5.py            HDF5Source: the public face of everything below
@@ -11,6 +11,7 @@ hdf5.py            HDF5Source: the public face of everything below
   hdf5_layout.py     axes, and how stored arrays become (T, H, W, C)
   hdf5_blocks.py     read so that each chunk is decompressed once
   hdf5_open.py       few open files, per process, clear errors
+images/            ImageSource: images with labels, decoded by the readers
 torch_dataset.py   TorchSource: any map-style Dataset (the only module here that may import torch)
   torch_items.py     items as flat dictionaries of arrays
   torch_identity.py  what names a Dataset: what it holds, and its code

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Sequence
+from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
@@ -130,9 +131,11 @@ def resolve_files(root: str | os.PathLike[str], task: str, split: str | None = N
         found = whole
     if not found:
         seen = ", ".join(file.name for file in names[:5]) or "no HDF5 file at all"
+        near = get_close_matches(task, {file.stem.rpartition("_")[0] or file.stem for file in names}, n=1)
+        meant = f"Did you mean data.task={near[0]}? Otherwise name" if near else "Name"
         raise SourceError(
             f"{folder} has no file for data.task {task!r}: looked for {task}_{split or '<split>'}.h5, its "
-            f"shards {task}_{split or '<split>'}_*.h5 and {task}.h5, found {seen}. Name data.files instead"
+            f"shards {task}_{split or '<split>'}_*.h5 and {task}.h5, found {seen}. {meant} data.files instead"
         )
     return found
 

@@ -57,6 +57,15 @@ class SourceIdentity:
 
 
 @runtime_checkable
+class Splitting(Protocol):
+    """A source that can give its other splits from what it has read already."""
+
+    def for_split(self, split: str | None) -> Source:
+        """The same data, another split."""
+        ...
+
+
+@runtime_checkable
 class Source(Protocol):
     """Random access to raw samples. Satisfied by shape; there is no base class to inherit.
 
@@ -92,4 +101,13 @@ class Source(Protocol):
 
     def schema(self) -> Schema:
         """Fields of every sample as `read` returns them."""
+        ...
+
+
+@runtime_checkable
+class Proving(Protocol):
+    """A source that tries itself out before it is read in other processes; most have no need to."""
+
+    def prove(self) -> None:
+        """Raise what would fail, or differ, there: once, before the first reader starts."""
         ...

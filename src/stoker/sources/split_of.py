@@ -94,6 +94,14 @@ class SplitOf:
         settings: dict[str, Json] = {**whole.settings, "split": choice.to_json()}
         return dataclasses.replace(whole, parts=tuple(parts), settings=settings)
 
+    def for_split(self, split: str | None) -> Source:
+        """Another split of the same source, which is described once."""
+        return (
+            self._source
+            if split is None
+            else SplitOf(self._source, split, splits=self._splits, seed=self._seed)
+        )
+
     def places(self) -> Sequence[PlacedPart]:
         """Where these samples lie, if the source knows.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from stoker.errors import ConfigError
 from stoker.schema import Sample, Schema
-from stoker.sources.protocol import Part, Source, SourceIdentity
+from stoker.sources.protocol import Part, Proving, Source, SourceIdentity
 
 
 class Subset:
@@ -42,6 +42,11 @@ class Subset:
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} does not exist: this subset has {len(self)}")
         return self._source.read(number, start, stop)
+
+    def prove(self) -> None:
+        """As the source does, if it does."""
+        if isinstance(self._source, Proving):
+            self._source.prove()
 
     def runs(self) -> Sequence[range]:
         """The source's runs, the last one cut short."""

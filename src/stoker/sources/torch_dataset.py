@@ -8,35 +8,38 @@ cache. torch is not imported here unless the Dataset has brought it along.
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
-import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Literal, Protocol
 
 from stoker.errors import ConfigError, SourceError
-from stoker.schema import Field, Json, Sample, Schema, digest_json
+from stoker.schema import Json, Sample, Schema, digest_json
 from stoker.sources.protocol import Part, SourceIdentity
 from stoker.sources.torch_code import qualified_name
+from stoker.sources.torch_elsewhere import check_alike, read_elsewhere
 from stoker.sources.torch_identity import describe
-from stoker.sources.torch_items import flatten_item, narrowed_fields
+from stoker.sources.torch_items import Item, Rule, TextRules, flatten_item, narrowed_fields
+from stoker.sources.torch_members import random_members
+from stoker.sources.torch_probe import (
+    PROBES,
+    Meaning,
+    Probed,
+    Prober,
+    RandomStateKept,
+    common_schema,
+    digests_of,
+    drawn_by,
+)
 from stoker.sources.watched import watched
 from stoker.units import MIB
 
 VERSION = 1
 """Bumped by hand when the same Dataset would give other samples."""
 
-PROBES = 16
 _RUN_BYTES = 8 * MIB
 _RUN_SAMPLES = 256
-
-Item: TypeAlias = "dict[str, tuple[NDArray[Any], str]]"
-"""Fields of one item: array, and dtype as a schema names it."""
+_ALONE_S = 60.0
 
 _log = logging.getLogger("stoker")
 _said: set[tuple[str, str]] = set()
@@ -54,12 +57,6 @@ class MapDataset(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Probed:
-    schema: Schema
-    digests: tuple[str, ...]
-
-
 class TorchSource:
     """The items of a map-style Dataset, as samples.
 
@@ -70,12 +67,15 @@ class TorchSource:
         time: Fields whose axis 0 is time, so that windows may be cut from them.
         ragged: Fields whose length along axis 0 varies; also found by probing.
         keys: One stable key per sample, for splits; absent: the sample number.
+        text: What becomes of text, by field: a list of words (stored as the place in it), `"bytes"`, or
+            `"drop"`, which leaves any field out.
+        random: `"freeze"` stores one draw of a Dataset whose output is random; otherwise it is refused.
 
     A bare tensor is the field `data`; the elements of a tuple are `0`, `1`, ...; nested dictionaries are
     joined with `.`. Numbers are int64, float32 or bool; images `(H, W, C)` uint8.
 
     Raises:
-        SourceError: Empty or not map-style; later, on first use, random, textual or uneven items.
+        SourceError: Empty, a class or not map-style; later, on first use, random, textual or uneven items.
         StalledError: On first use, an item that is not there in time while the Dataset is probed.
     """
 
@@ -83,7 +83,7 @@ class TorchSource:
     """Seconds for one item while probing, in a thread of its own. None: in the calling thread, without a
     deadline, for a Dataset that works in the thread that made it alone (sqlite3)."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the public face; every setting is named by the caller
         self,
         dataset: MapDataset,
         *,
@@ -91,7 +91,12 @@ class TorchSource:
         time: Sequence[str] = (),
         ragged: Sequence[str] = (),
         keys: Sequence[str] | None = None,
+        text: Mapping[str, Rule] | None = None,
+        random: Literal["refuse", "freeze"] = "refuse",
     ) -> None:
+        if isinstance(dataset, type):
+            name = dataset.__name__
+            raise SourceError(f"{name} is a class, which has no items. Give an object of it, as {name}(...)")
         self._name = qualified_name(type(dataset))
         torch_data = sys.modules.get("torch.utils.data")
         iterable = torch_data is not None and isinstance(dataset, torch_data.IterableDataset)
@@ -105,11 +110,16 @@ class TorchSource:
             raise SourceError(f"{self._name} is empty. Check the paths and filters it was made with")
         if keys is not None and len(keys) != self._count:
             raise ConfigError(f"{len(keys)} keys for {self._count} samples. Give one key per sample")
+        if random not in ("refuse", "freeze"):
+            raise ConfigError(
+                f"random is {random!r}. Expected 'refuse', or 'freeze' to store one draw for good"
+            )
         self._dataset = dataset
         self._identity = identity
-        self._time, self._ragged = tuple(time), tuple(ragged)
+        self._text, self._freeze = TextRules(text or {}), random == "freeze"
+        self._meaning = Meaning(time=tuple(time), ragged=tuple(ragged))
         self._keys = None if keys is None else [str(key) for key in keys]
-        self._probed: _Probed | None = None
+        self._probed: Probed | None = None
         self._narrowed: set[str] = set()
         self._live: MapDataset | None = None
         self._last: tuple[int, Sample] | None = None
@@ -164,7 +174,12 @@ class TorchSource:
 
     def identity(self) -> SourceIdentity:
         """The user's word, or what can be seen: code, files, indices and probed samples."""
-        settings: dict[str, Json] = {"time": list(self._time), "ragged": list(self._ragged)}
+        meaning = self._meaning
+        settings: dict[str, Json] = {"time": list(meaning.time), "ragged": list(meaning.ragged)}
+        if self._text.names:
+            settings["text"] = self._text.to_json()
+        if self._freeze:
+            settings["random"] = "freeze"
         if self._identity is not None:
             part = Part(name="dataset", count=self._count, digest=digest_json(self._identity))
             settings["identity"] = self._identity
@@ -172,7 +187,7 @@ class TorchSource:
         probed = self._probe()
         seen = describe(self._dataset)
         settings.update({"class": self._name, "code": seen.code, "held": seen.held, "folders": seen.folders})
-        digest = digest_json({"probes": list(probed.digests), "held": seen.held})
+        digest = digest_json({"probes": list[Json](probed.wholes), "held": seen.held})
         self._say(seen.unseen)
         part = Part(name=self._name, count=self._count, files=seen.files, digest=digest)
         return SourceIdentity(kind=f"torch/{VERSION}", parts=(part,), settings=settings, sampled=True)
@@ -189,7 +204,26 @@ class TorchSource:
                 *(self._name, PROBES, text),
             )
 
-    def _item(self, number: int) -> Item:
+    def prove(self) -> None:
+        """Read the probed samples once more, in a process of their own, as readers will.
+
+        Raises:
+            SourceError: The Dataset cannot go there, or is another there; names the member or the field.
+            StalledError: It is not there in time.
+        """
+        deadline_s = self.probe_deadline_s or _ALONE_S
+        here = self._probe().digests
+        check_alike(here, read_elsewhere(self, self._name, deadline_s=deadline_s), self._name)
+
+    def probed_numbers(self) -> list[int]:
+        """Samples that were looked at."""
+        return list(self._probe().digests)
+
+    def probe_again(self, number: int) -> dict[str, str]:
+        """Digests by field of a probed sample, of the fields that are the same whenever they are read."""
+        return digests_of(self._item(number, seeded=self._freeze), without=self._probe().changing)
+
+    def _item(self, number: int, *, seeded: bool) -> Item:
         """One item of this process's copy of the Dataset.
 
         The copy is shallow: data is shared, but what a Dataset opens on first use (files, connections)
@@ -197,13 +231,14 @@ class TorchSource:
         """
         if self._live is None:
             self._live = copy.copy(self._dataset)
-        item = self._live[number]
+        with drawn_by(number, seeded=seeded):
+            item = self._live[number]
         if self._probed is None:
             self._narrowed.update(narrowed_fields(item))
-        return flatten_item(item, where=f"{self._name}: sample {number}")
+        return flatten_item(item, where=f"{self._name}: sample {number}", text=self._text)
 
     def _checked(self, number: int, schema: Schema) -> Sample:
-        found = self._item(number)
+        found = self._item(number, seeded=self._freeze)
         where = f"{self._name}: sample {number}"
         if found.keys() != schema.keys():
             raise SourceError(
@@ -222,115 +257,45 @@ class TorchSource:
                 )
         return {name: array for name, (array, _) in found.items()}
 
-    def _probe(self) -> _Probed:
+    def _probe(self) -> Probed:
         if self._probed is None:
-            with _RandomStateKept():
+            with RandomStateKept():
                 if self.probe_deadline_s is None:
-                    items = self._probed_items(lambda _: None)
+                    probes = self._probes(lambda _: None)
                 else:
-                    items = watched(
-                        self._probed_items,
+                    probes = watched(
+                        self._probes,
                         self.probe_deadline_s,
                         where=f"probing {self._name}",
                         advice="Mend what it waits for, or give it more time: source.probe_deadline_s = 300",
                     )
-            schema = self._common_schema(items)
-            if wide := sorted(self._narrowed):
+            items, drawn, changing = probes
+            self._check_text(items)
+            schema = common_schema(self._name, items, self._meaning)
+            if wide := sorted(self._narrowed - set(self._text.names)):
                 _log.warning("%s: float64 is read as float32: %s", self._name, ", ".join(wide))
-            self._probed = _Probed(schema=schema, digests=tuple(_digest(item) for item in items.values()))
+            if drawn:
+                fields = ", ".join(sorted(drawn))
+                _log.warning("%s: random='freeze': one draw is stored for good of %s", self._name, fields)
+            digests = {number: digests_of(item, without=tuple(changing)) for number, item in items.items()}
+            self._probed = Probed(schema=schema, digests=digests, changing=tuple(sorted(changing)))
         return self._probed
 
-    def _probed_items(self, begin: Callable[[int], None]) -> dict[int, Item]:
-        """Some items by number, each read twice; `begin` is told which one comes."""
-        numbers = sorted({round(i * (self._count - 1) / (PROBES - 1)) for i in range(PROBES)})
+    def _probes(self, begin: Callable[[int], None]) -> tuple[dict[int, Item], set[str], set[str]]:
+        """Some items by number, each read again, and the fields that were another then."""
+        prober = Prober(
+            self._name,
+            lambda number, seeded: self._item(number, seeded=seeded),
+            freeze=self._freeze,
+            suspects=lambda: random_members(self._dataset, "dataset"),
+        )
         try:
-            items = {number: item for number in numbers if (item := self._try(number, begin)) is not None}
-            if not items:
-                self._item(numbers[0])  # raises what every probe raised
-            for number in reversed(items):
-                self._compare(number, items[number], self._try(number, begin))
+            return prober.items(self._count, begin)
         finally:
             self._live = None  # what it opened may work in this thread alone
-        return items
 
-    def _try(self, number: int, begin: Callable[[int], None]) -> Item | None:
-        """An item, or None when the Dataset fails on it: such a sample is quarantined when it is read."""
-        begin(number)
-        try:
-            return self._item(number)
-        except SourceError:
-            raise
-        except Exception as error:  # noqa: BLE001 - a Dataset is foreign code and may raise anything
-            kind = type(error).__name__
-            _log.warning("%s: probing sample %d failed: %s: %s", self._name, number, kind, error)
-            return None
-
-    def _compare(
-        self,
-        number: int,
-        first: Item,
-        second: Item | None,
-    ) -> None:
-        for name, (array, dtype) in first.items():
-            again = None if second is None else second.get(name)
-            if again is None or again[1] != dtype or not _same(array, again[0]):
-                raise SourceError(
-                    f"{self._name}: sample {number}, field {name!r} changes when it is read again; a cache "
-                    "would freeze one random draw. Move augmentation behind the cache, or seed it by the "
-                    "sample number"
-                )
-
-    def _common_schema(self, items: Mapping[int, Item]) -> Schema:
-        first_number = next(iter(items))
-        first = items[first_number]
-        schema: Schema = {}
-        for number, item in items.items():
-            if item.keys() != first.keys():
-                raise SourceError(
-                    f"{self._name}: sample {number} has fields {sorted(item)}, sample {first_number} has "
-                    f"{sorted(first)}. Return the same fields in every item"
-                )
-        for name, (array, dtype) in first.items():
-            others = {number: item[name] for number, item in items.items()}
-            for number, (other, kind) in others.items():
-                if kind != dtype or other.ndim != array.ndim or other.shape[1:] != array.shape[1:]:
-                    raise SourceError(
-                        f"{self._name}: field {name!r} is {dtype} {array.shape} in sample {first_number} and "
-                        f"{kind} {other.shape} in sample {number}. Only axis 0 may vary; resize or pad"
-                    )
-            lengths = {other.shape[:1] for other, _ in others.values()}
-            ragged = len(lengths) > 1 or name in self._ragged
-            if len(lengths) > 1 and name not in self._ragged:
-                _log.info("%s: field %r varies along axis 0 and is kept ragged", self._name, name)
-            shape = (-1, *array.shape[1:]) if ragged else array.shape
-            schema[name] = Field(shape=shape, dtype=dtype, time=name in self._time, ragged=ragged)
-        if unknown := ({*self._time, *self._ragged} - schema.keys()):
-            raise ConfigError(f"time or ragged name {sorted(unknown)}; the fields are {', '.join(schema)}")
-        return schema
-
-
-def _same(one: NDArray[Any], other: NDArray[Any]) -> bool:
-    return one.shape == other.shape and one.tobytes() == other.tobytes()
-
-
-def _digest(item: Item) -> str:
-    digest = hashlib.sha256()
-    for name, (array, dtype) in item.items():
-        digest.update(f"{name} {dtype} {array.shape}\n".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()
-
-
-class _RandomStateKept:
-    """Leaves the global random states as they were: probing must not change a user's training run."""
-
-    def __enter__(self) -> None:
-        self._torch = sys.modules.get("torch")
-        self._states = (random.getstate(), np.random.get_state())
-        self._torch_state = None if self._torch is None else self._torch.get_rng_state()
-
-    def __exit__(self, *exc: object) -> None:
-        random.setstate(self._states[0])
-        np.random.set_state(self._states[1])
-        if self._torch is not None:
-            self._torch.set_rng_state(self._torch_state)
+    def _check_text(self, items: Mapping[int, Item]) -> None:
+        fields = {name for item in items.values() for name in item}
+        unknown = [name for name in self._text.names if name not in fields and not self._text.dropped(name)]
+        if unknown:
+            raise ConfigError(f"text names {sorted(unknown)}; the fields are {', '.join(sorted(fields))}")

@@ -2,31 +2,112 @@
 
 Dictionaries are flattened with `.`, tuples give fields `0`, `1`, ... (or their names), a bare tensor or
 number is the field `data`. float64 becomes float32, complex gets a trailing axis of 2, bfloat16 travels as
-its bits in uint16; text is refused, because a store holds numbers.
+its bits in uint16. A store holds numbers: text is refused, unless a rule says what number it is.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import SourceError
+from stoker.errors import ConfigError, SourceError
+from stoker.schema import Json
+
+Item: TypeAlias = "dict[str, tuple[NDArray[Any], str]]"
+"""Fields of one item: array, and dtype as a schema names it."""
+
+Rule: TypeAlias = "Sequence[str] | Literal['bytes', 'drop']"
+"""What becomes of a field of text: its place in a list of words, its UTF-8 bytes, or nothing."""
 
 
-def flatten_item(item: Any, *, where: str) -> dict[str, tuple[NDArray[Any], str]]:
+class TextRules:
+    """What becomes of text, by field.
+
+    Args:
+        rules: A list of words: text is stored as its place there, int64. `"bytes"`: as its UTF-8 bytes, a
+            ragged uint8 field. `"drop"`: the field, whatever it holds, is left out of every item.
+
+    Raises:
+        ConfigError: A rule is none of these, or a word comes twice.
+    """
+
+    def __init__(self, rules: Mapping[str, Rule]) -> None:
+        self._rules: dict[str, Json] = {}
+        self._places: dict[str, dict[str, int]] = {}
+        for name, rule in rules.items():
+            if isinstance(rule, str):
+                if rule not in ("bytes", "drop"):
+                    raise ConfigError(
+                        f"text={{{name!r}: {rule!r}}} is no rule. Expected a list of words, 'bytes' or 'drop'"
+                    )
+                self._rules[name] = rule
+                continue
+            words = [str(word) for word in rule]
+            if len(set(words)) != len(words) or not words:
+                raise ConfigError(f"text={{{name!r}: ...}} names no word, or one twice. Name each word once")
+            self._rules[name] = list[Json](words)
+            self._places[name] = {word: place for place, word in enumerate(words)}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._rules
+
+    @property
+    def names(self) -> list[str]:
+        """Fields that have a rule."""
+        return list(self._rules)
+
+    def dropped(self, name: str) -> bool:
+        """Whether the field is left out."""
+        return self._rules.get(name) == "drop"
+
+    def number(self, name: str, text: str | bytes, where: str) -> NDArray[Any]:
+        """The text as numbers.
+
+        Raises:
+            SourceError: It is not among the words.
+        """
+        plain = text if isinstance(text, bytes) else text.encode()
+        if name not in self._places:
+            return np.frombuffer(plain, np.uint8).copy()
+        place = self._places[name].get(plain.decode(errors="replace"))
+        if place is None:
+            raise SourceError(
+                f"{where} is {text[:40]!r}, which is not among the {len(self._places[name])} words of its "
+                "rule in text=. Add it there"
+            )
+        return np.asarray(place, np.int64)
+
+    def to_json(self) -> dict[str, Json]:
+        """The rules, for the recipe."""
+        return dict(self._rules)
+
+
+NO_RULES = TextRules({})
+
+
+def flatten_item(item: Any, *, where: str, text: TextRules = NO_RULES) -> Item:
     """All values of an item, each as a fresh array and the name of its dtype.
 
     Raises:
-        SourceError: A value is text, None or anything else that is not numbers; names the field.
+        SourceError: A value is text without a rule, None or anything else that is not numbers; names the
+            field.
     """
-    return {
-        name or "data": _to_array(value, f"{where}, field {name or 'data'!r}")
-        for name, value in _walk(item, "")
-    }
+    found: Item = {}
+    for path, value in _walk(item, ""):
+        name = path or "data"
+        if text.dropped(name):
+            continue
+        spot = f"{where}, field {name!r}"
+        if name in text and isinstance(value, str | bytes):
+            array = text.number(name, value, spot)
+            found[name] = array, array.dtype.name
+        else:
+            found[name] = _to_array(value, spot, name)
+    return found
 
 
 def narrowed_fields(item: Any) -> set[str]:
@@ -62,14 +143,15 @@ def _plain_numbers(values: Sequence[Any]) -> bool:
     return all(isinstance(value, bool | int | float | np.number | np.bool_) for value in values)
 
 
-def _to_array(value: Any, where: str) -> tuple[NDArray[Any], str]:
+def _to_array(value: Any, where: str, name: str) -> tuple[NDArray[Any], str]:
+    out = f"leave it out with text={{{name!r}: 'drop'}}"
     if isinstance(value, str | bytes):
         raise SourceError(
-            f"{where} is text ({value[:40]!r}), and a store holds numbers. Return a class number and keep "
-            "the names beside the Dataset, or leave the field out"
+            f"{where} is text ({value[:40]!r}), and a store holds numbers. Give its words, as "
+            f"stoker.cached(..., text={{{name!r}: ['cat', 'dog']}}), which stores the place of each; or {out}"
         )
     if value is None:
-        raise SourceError(f"{where} is None. Return an array, a number, or leave the field out of every item")
+        raise SourceError(f"{where} is None. Return an array or a number in every item, or {out}")
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return _from_tensor(value, where)
@@ -85,7 +167,7 @@ def _to_array(value: Any, where: str) -> tuple[NDArray[Any], str]:
     if isinstance(value, list | tuple | complex | np.ndarray | np.generic):
         return _from_numpy(np.asarray(value), where)
     kind = type(cast("object", value)).__name__
-    raise SourceError(f"{where} is of type {kind}. Return tensors, arrays, numbers or images")
+    raise SourceError(f"{where} is of type {kind}. Return tensors, arrays, numbers or images, or {out}")
 
 
 def _from_tensor(tensor: Any, where: str) -> tuple[NDArray[Any], str]:

@@ -35,7 +35,7 @@ class Failure:
     number: int
     """Global sample number."""
     stage: str
-    """Where it failed: `open`, `read`, `encode`, `write`."""
+    """Where it failed: `open`, `read`, `decode`, `check`, `encode`, `write`."""
     error: str
     """Class and message."""
     attempts: int

@@ -173,9 +173,11 @@ class RecordWriter:
             worst = int(stored[name].max_error.argmax())
             error = stored[name].max_error[worst]
             if bound is not None and error > bound:
+                wider = "float16" if field.packed else "float32"
                 raise RecordError(
                     f"sample {numbers[worst]}: field {name!r} loses {error:.3g} of its largest value as "
-                    f"{field.dtype}, {bound:.3g} is allowed. Store it wider or raise the bound"
+                    f"{field.dtype}, {bound:.3g} is allowed. Store it wider, as with "
+                    f"dtype={wider!r}, or raise max_error="
                 )
         return stored
 

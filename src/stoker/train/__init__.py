@@ -11,5 +11,7 @@ metrics.py     one JSON line per report
 curves.py      the picture; report.py, the page around it
 run.py         what a run is made of: begin, save, take up again
 numerics.py    what decides the last bits of a step, kept with a run
+batch_size.py  the largest batch that runs; untouched.py: all put back as it was
+compiling.py   `torch.compile` off, for debugging
 loop.py        `train`, which puts them together
 """

@@ -30,7 +30,7 @@ from stoker.train.config import EventSink, PhysicalSpace, TrainConfig, TrainRepo
 from stoker.train.curves import draw_curves
 from stoker.train.evaluate import ERRORS, errors_of, evaluate
 from stoker.train.guard import FiniteGuard, StepFacts
-from stoker.train.judge import Errors, Validation, by_task, judge
+from stoker.train.judge import LOST, Errors, Validation, by_task, judge, with_lost
 from stoker.train.operator import Objective
 from stoker.train.pace import Pace
 from stoker.train.report import write_report
@@ -51,7 +51,7 @@ def train(  # noqa: PLR0913  the face: two loaders, and all else by name
     meter: StallMeter | None = None,
     on_event: EventSink | None = None,
     ranks: Ranks = ALONE,
-    physical: PhysicalSpace | None = None,
+    physical: PhysicalSpace | Mapping[str, PhysicalSpace] | None = None,
 ) -> TrainReport:
     """Train an operator; leave metrics, curves, a report and checkpoints in `run_dir`.
 
@@ -65,7 +65,8 @@ def train(  # noqa: PLR0913  the face: two loaders, and all else by name
         on_event: Told of what happens, see `EventSink`.
         ranks: The processes that train together, each with its own part of both sets; rank 0 writes and
             tells. A rank that has nothing to validate gives None beside others that have.
-        physical: Validation decodes states with it, and reports errors of fields beside those of states.
+        physical: Validation decodes states with it, and reports errors of fields beside those of states; by
+            task where there are several.
 
     Raises:
         ConfigError: The training loader has no batch, or another training is writing to `run_dir`.
@@ -86,7 +87,7 @@ def train(  # noqa: PLR0913  the face: two loaders, and all else by name
             meter=meter,
             sink=on_event if ranks.leads else None,
             ranks=ranks,
-            physical=physical,
+            physical={"": physical} if isinstance(physical, PhysicalSpace) else physical or {},
         )
         session.train()
         return session.finish()
@@ -104,7 +105,8 @@ class Session:
     meter: StallMeter | None
     sink: EventSink | None
     ranks: Ranks
-    physical: PhysicalSpace | None = None
+    physical: Mapping[str, PhysicalSpace]
+    """By task; of one alone under an empty name."""
     begun_s: float = field(default_factory=time.perf_counter)
     """Clock at the call."""
     startup: dict[str, float] = field(default_factory=dict[str, float])
@@ -162,7 +164,7 @@ class Session:
         """Draw the curves, write the page, and report."""
         progress, config = self.run.progress, self.config
         spent_s = progress.wait_s + progress.step_s
-        errors = progress.errors
+        errors = with_lost(progress.errors, self.physical)
         report = TrainReport(
             tier=max(progress.tiers, key=lambda name: progress.tiers[name], default=""),
             stall=progress.wait_s / spent_s if spent_s else None,
@@ -176,8 +178,7 @@ class Session:
             parts=progress.parts,
             ceiling_step_s=progress.ceiling_step_s,
             lost=progress.lost,
-            reconstruction_nrmse=self.physical.reconstruction() if self.physical is not None else None,
-            **{name: errors.get(name) for name in ERRORS},
+            **{name: errors.get(name) for name in (*ERRORS, LOST)},
         )
         self.pace.close(progress)
         if self.ranks.leads:
@@ -208,7 +209,7 @@ class Session:
             self.train_loader.set_epoch(progress.epoch)
             run.loss_sum.zero_()
         self.pace.begin_pass()
-        over = progress.batch >= len(self.train_loader)
+        over = progress.whole or progress.batch >= len(self.train_loader)
         if not over and progress.step < self.total:
             self.logged = progress.step
             recent = torch.zeros_like(run.loss_sum)
@@ -221,7 +222,7 @@ class Session:
                 self.pace.tick(progress, self.total)
                 self._after_step()
                 if progress.step >= self.total:
-                    over = progress.batch >= len(self.train_loader)
+                    over = progress.whole
                     break
             else:
                 over = True  # whatever its length was thought to be
@@ -274,6 +275,7 @@ class Session:
         run.optimizer.step()
         progress.step += 1
         progress.batch += 1
+        progress.whole = progress.batch >= len(self.train_loader)
         progress.unjudged = True
         for total in (run.loss_sum, recent):
             total.add_(loss.detach())
@@ -324,7 +326,7 @@ class Session:
         self._tell("epoch", row)
         if over:
             progress.epoch += 1
-            progress.batch = 0
+            progress.batch, progress.whole = 0, False
         progress.unjudged = False
         error = progress.errors.get("val_nrmse")
         if error is not None and (progress.best is None or error < progress.best):
@@ -332,7 +334,7 @@ class Session:
             self._save("best")
         self._save()
 
-    def _errors(self, loader: PairLoader | None) -> Errors:
+    def _errors(self, loader: PairLoader | None, task: str) -> Errors:
         """The errors of the weights as they are on one validation set."""
         found = evaluate(
             self.run.model,
@@ -342,7 +344,7 @@ class Session:
             samples=self.config.rollout_samples,
             amp=self.run.amp,
             ranks=self.ranks,
-            decode=None if self.physical is None else self.physical.decode,
+            decode=self.physical[task].decode if task in self.physical else None,
         )
         return errors_of(found)
 

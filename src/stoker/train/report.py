@@ -49,6 +49,13 @@ EPOCHS: Mapping[str, tuple[str, Format]] = {
 """Columns of the table of epochs: heading and form by the name in `metrics.jsonl`."""
 
 
+OF_A_TASK: Mapping[str, str] = {
+    **{name: heading for name, (heading, _) in EPOCHS.items() if name.endswith("nrmse")},
+    "reconstruction_nrmse": "encoder's own",
+}
+"""Columns of the table of tasks."""
+
+
 def write_report(
     path: Path, rows: Sequence[Mapping[str, Any]], report: TrainReport, config: Mapping[str, Any]
 ) -> None:
@@ -99,8 +106,8 @@ def _tasks(report: TrainReport) -> str:
     """The errors of each task; nothing where there is only one."""
     if not report.tasks:
         return ""
-    names = ("val_nrmse", "persistence_nrmse", "rollout_nrmse", "rollout_persistence_nrmse")
-    head = "".join(f"<th>{EPOCHS[name][0]}</th>" for name in names)
+    names = [name for name in OF_A_TASK if any(name in errors for errors in report.tasks.values())]
+    head = "".join(f"<th>{OF_A_TASK[name]}</th>" for name in names)
     rows = "".join(
         f"<tr><td>{html.escape(task)}</td>"
         + "".join(f"<td>{_or_dash(errors.get(name), _figure)}</td>" for name in names)

@@ -38,6 +38,9 @@ class Progress:
     """Passes finished and evaluated."""
     batch: int = 0
     """Batches done of the pass after those; all of them while it waits to be evaluated."""
+    whole: bool = False
+    """They were all batches of the pass, as long as it was then: beside a filling it has another length when
+    the run goes on, since quarantined samples are tried again."""
     loss_sum: float = 0.0
     """Sum of the losses of those batches."""
     best: float | None = None
@@ -217,10 +220,8 @@ def begin(
     )
     run = _make(folder, config, shape, widths, ranks)
     run.model.set_scales(scales)
-    kept = ("checkpoints", "metrics.jsonl", *(path.name for path in folder.glob("stall*.jsonl")))
-    for name in kept if ranks.leads else ():
-        if ".previous" not in name:
-            _move_aside(folder / name)
+    if ranks.leads:
+        _set_aside(folder)
     return run
 
 
@@ -349,10 +350,21 @@ def _device(config: TrainConfig) -> torch.device:
     return device
 
 
-def _move_aside(path: Path) -> None:
-    """Keep one earlier run: starting anew by mistake must not cost days of training."""
-    aside = path.with_name(f"{path.stem}.previous{path.suffix}")
-    if path.exists():
-        if aside.is_dir():
-            shutil.rmtree(aside)
-        path.replace(aside)
+def _set_aside(folder: Path) -> None:
+    """Keep one earlier run: starting anew by mistake must not cost days of training.
+
+    Its checkpoints and its lines stay together. A run that ended before its first checkpoint left nothing
+    that could be gone on from, so it takes the place of no other.
+    """
+    found = [folder / "checkpoints", *folder.glob("metrics*.jsonl"), *folder.glob("stall*.jsonl")]
+    before = [path for path in found if ".previous" in path.name]
+    before += folder.glob("checkpoints.previous")
+    run = [path for path in found if path not in before and path.exists()]
+    if not run:
+        return
+    drop = before if (folder / "checkpoints").exists() or not before else run
+    for path in drop:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in run:
+        if path.exists():
+            path.replace(path.with_name(f"{path.stem}.previous{path.suffix}"))

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,73 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.errors import ConfigError, StaleStateError
-from stoker.loader import Loader, Mixture, RecordBatch, TaskBatch, WindowBatch, Windows
+from stoker.errors import ConfigError
+from stoker.loader import Loader, Mixture, RecordBatch, WindowBatch, Windows
 from stoker.monitor.meter import StallMeter
-from stoker.store import Cache, open_cache
-from stoker.store.joint import Joint, reopened
-from tests.loader.caches import trajectories, write_cache
-from tests.loader.test_filling import Steps
-from tests.loader.test_mend import flip
-from tests.loader.test_mend import make as make_mendable
-
-TIMED = ("latent", "time")
-WINDOWS = Windows(field="latent")
-MODES: list[dict[str, Any]] = [
-    {"mode": "concat", "mix": "batch"},
-    {"mode": "weighted", "weights": {"a": 3, "b": 1, "c": 2}, "epoch_examples": 97},
-    {"mode": "round_robin"},
-    {"mode": "round_robin", "exhausted": "longest"},
-]
-
-
-def narrow(count: int = 10) -> dict[str, torch.Tensor]:
-    """Other lengths, other latents, other conditions: `re` instead of `bc`, a wider `nu` in float64."""
-    fields = trajectories(count, 7, (2, 6))
-    fields["nu"] = torch.arange(2 * count, dtype=torch.float64).view(count, 2)
-    fields["re"] = torch.arange(count, dtype=torch.int32)
-    del fields["bc"]
-    return fields
-
-
-@pytest.fixture(scope="module")
-def fields() -> dict[str, dict[str, torch.Tensor]]:
-    a = trajectories(13, 9)
-    return {"a": a, "b": narrow(), "c": {name: values[:7] + 1 for name, values in a.items()}}
-
-
-@pytest.fixture(scope="module")
-def caches(tmp_path_factory: pytest.TempPathFactory, fields: dict[str, Any]) -> dict[str, Cache]:
-    shards = {"a": (5, 7, 1), "b": (), "c": (2, 5)}
-    return {
-        name: write_cache(tmp_path_factory.mktemp(name), fields[name], timed=TIMED, shards=own, name=name)
-        for name, own in shards.items()
-    }
-
-
-@pytest.fixture
-def abc(caches: dict[str, Cache]) -> list[Cache]:
-    return [caches[name] for name in "abc"]
-
-
-@pytest.fixture
-def alike(caches: dict[str, Cache]) -> list[Cache]:
-    return [caches["a"], caches["c"]]
-
-
-def values_of(batch: Any) -> list[torch.Tensor]:
-    if isinstance(batch, TaskBatch):
-        future = [] if batch.future is None else [batch.future]
-        named = [*batch.cond.values(), *batch.mask.values()]
-        return [batch.index, batch.z0, batch.z1, *future, *named, batch.tasks]
-    tensors = [batch[name] for name in sorted(batch) if name not in ("task", "mask")]
-    return [*tensors, *batch["mask"].values()]
-
-
-def same(a: Any, b: Any) -> bool:
-    return all(
-        x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(values_of(a), values_of(b), strict=True)
-    )
+from stoker.store import Cache
+from tests.loader.caches import write_cache
+from tests.loader.mixture.three import MODES, WINDOWS, same, values_of
 
 
 def task_of(batch: Any) -> str:
@@ -307,87 +245,6 @@ def test_loaders_keep_their_own_settings(caches: dict[str, Cache], fields: Any) 
     assert mixture.batch_size == 8
 
 
-@pytest.mark.parametrize("mode", [*MODES, {"mix": "example"}], ids=str)
-def test_a_state_of_other_caches_is_refused_and_named(
-    caches: dict[str, Cache], tmp_path: Path, mode: Any
-) -> None:
-    changed = write_cache(tmp_path, {k: v[:6] for k, v in trajectories(13, 9).items()}, timed=TIMED, name="c")
-    weights = {"weights": None} if mode.get("mode") == "weighted" else {}
-    common = {"windows": WINDOWS, **mode, **weights}
-    own = [caches["a"], caches["c"]]
-    state = Mixture(own, 4, **common).state_dict()
-
-    with pytest.raises(StaleStateError, match=f"cache 'c' has fingerprint {caches['c'].fingerprint} there"):
-        Mixture([caches["a"], changed], 4, **common).load_state_dict(state)
-    with pytest.raises(StaleStateError, match="caches a, c there, c, a here"):
-        Mixture(own[::-1], 4, **common).load_state_dict(state)
-    with pytest.raises(StaleStateError, match="seed 0 there, 3 here"):
-        Mixture(own, 4, seed=3, **common).load_state_dict(state)
-    with pytest.raises(StaleStateError, match="global_batch 4 there, 8 here"):
-        Mixture(own, 8, **common).load_state_dict(state)
-    with pytest.raises(StaleStateError, match="not the state of a mixture"):
-        Mixture(own, 4, **common).load_state_dict(Loader(own[0]).state_dict())
-
-
-def test_a_state_of_another_mode_or_other_weights_is_refused(alike: list[Cache]) -> None:
-    state = Mixture(alike, 4, mode="weighted").state_dict()
-
-    with pytest.raises(StaleStateError, match="counts"):
-        Mixture(alike, 4, mode="weighted", weights=[3, 1]).load_state_dict(state)
-    with pytest.raises(StaleStateError, match="mode 'weighted' there, 'concat of examples' here"):
-        Mixture(alike, 4).load_state_dict(state)
-    beyond = {**state, "position": 10**6}
-    with pytest.raises(StaleStateError, match="step 1000000"):
-        Mixture(alike, 4, mode="weighted").load_state_dict(beyond)
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"mode": "both"}, "mode 'both'"),
-    ({"mode": "round_robin", "exhausted": "all"}, "exhausted is 'all'"),
-    ({"mix": "example"}, "mix='batch'"),
-    ({"mix": "example", "mode": "weighted"}, "mix is 'example' in mode 'weighted'"),
-    ({"weights": [1, 1, 1]}, "of mode 'weighted'"),
-    ({"mode": "weighted", "weights": [1, 1]}, "for each of a, b, c"),
-    ({"mode": "round_robin", "order": "sequential"}, "cache after cache"),
-    ({"names": ["x", "x", "y"]}, "called 'x'"),
-    ({"names": ["x"]}, "1 names for 3 caches"),
-    ({"indices": [1]}, "indices= means nothing"),
-]
-
-
-@pytest.mark.parametrize(("given", "words"), REFUSED, ids=[words for _, words in REFUSED])
-def test_what_has_no_meaning_is_refused(abc: list[Cache], given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        Mixture(abc, 4, windows=WINDOWS, **given)
-
-
-def test_members_that_do_not_go_together_are_refused(caches: dict[str, Cache]) -> None:
-    a = Loader(caches["a"], 4, windows=WINDOWS)
-    for other, words in (
-        (Loader(caches["b"], 4), "differ in windows"),
-        (Loader(caches["b"], 4, windows=WINDOWS, rank=1, world=2), "differ in rank: 0 and 1"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            Mixture([a, other])
-    with pytest.raises(ConfigError, match="batch_size: settings of loaders that are made already"):
-        Mixture([a], 4)
-    with pytest.raises(ConfigError, match="got 3"):
-        Mixture([3])  # type: ignore[list-item]
-    with pytest.raises(ConfigError, match=r"got Cache.*Give a list of them"):
-        Mixture(caches["a"])  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="got nothing"):
-        Mixture([])
-    with pytest.raises(ConfigError, match="no items by number"):
-        Mixture([a])[0]
-
-
-def test_a_field_called_as_a_batch_calls_its_own_is_refused(tmp_path: Path) -> None:
-    cache = write_cache(tmp_path, {"task": torch.randn(6, 2)}, name="a")
-
-    with pytest.raises(ConfigError, match="field 'task'"):
-        Mixture([cache], 2)
-
-
 def test_epochs_are_set_as_trainers_do_it(abc: list[Cache]) -> None:
     mixture = Mixture(abc, 4, windows=WINDOWS)
     zero, one = list(mixture), list(mixture)
@@ -417,94 +274,3 @@ def test_statistics_are_kept_by_task(abc: list[Cache]) -> None:
 
     assert mixture.statistics["b"]["re"]["max"] == 9
     assert "re" not in mixture.statistics["a"]
-
-
-def test_damage_in_one_of_several_caches_is_mended_on_the_way(tmp_path: Path) -> None:
-    own = [make_mendable(tmp_path / name) for name in "ab"]
-    names = ["a", "b"]
-    expected = list(Mixture(own, 5, names=names))
-    flip(own[1], 3)
-
-    mixture = Mixture([make_mendable(tmp_path / name) for name in names], 5, names=names, tier="disk")
-
-    assert all(map(same, mixture, expected))
-    assert [loader.mended for loader in mixture.loaders.values()] != [0]
-
-
-@pytest.mark.parametrize("copied", [True, False], ids=["copied", "twice"])
-def test_damage_is_mended_in_the_folder_where_it_is(tmp_path: Path, *, copied: bool) -> None:
-    names = ["a", "b"]
-    first = make_mendable(tmp_path / "a")
-    if copied:
-        shutil.copytree(tmp_path / "a", tmp_path / "b")
-    given = [first, make_mendable(tmp_path / names[copied])]
-    expected = list(Mixture(given, 5, names=names))
-    for number in (3, 15):
-        flip(given[1], number)
-    mixture = Mixture(given, 5, names=names, tier="disk")
-
-    assert all(map(same, mixture, expected))
-    assert [loader.mended for loader in mixture.loaders.values()] == [2]
-    assert open_cache(given[1].path).verify().bad == []
-
-
-@pytest.mark.parametrize("made", [False, True], ids=["cache", "loader"])
-def test_a_cache_that_is_being_filled_is_refused_before_anything_is_encoded(
-    tmp_path: Path, caches: dict[str, Cache], *, made: bool
-) -> None:
-    filling = Steps(tmp_path, trajectories(13, 9))
-    cache = filling.cache()
-
-    with pytest.raises(ConfigError, match=r"complete caches, .* is being filled.*(wait=False|Precompute)"):
-        Mixture([caches["a"], Loader(cache, 4) if made else cache], 4)
-
-    assert filling.filled == []
-
-
-def test_what_a_cache_lacks_is_encoded_once_beside_a_loader(tmp_path: Path, caches: dict[str, Cache]) -> None:
-    filling = Steps(tmp_path, trajectories(13, 9))
-    cache = filling.cache()
-    cache.filling = None
-
-    mixture = Mixture([Loader(caches["b"], 4), cache], 4)
-
-    assert filling.filled == [*range(13)]
-    assert all(own.complete for own in mixture.dataset)
-    assert mixture.statistics["c"]["latent"]["count"] > 0
-
-
-@pytest.mark.parametrize("lacks", ["index", "nu"])
-@pytest.mark.parametrize("mix", ["batch", "example"])
-def test_a_batch_that_transforms_leave_without_what_a_mixture_needs_is_named(
-    alike: list[Cache], lacks: str, mix: Any
-) -> None:
-    def without(batch: Any, keys: torch.Tensor) -> dict[str, Any]:
-        return {name: value for name, value in batch.items() if name != lacks}
-
-    mixture = Mixture(alike, 4, mix=mix, transforms=[without])
-
-    with pytest.raises(ConfigError, match=f"transforms= of 'a.*lacks '{lacks}'.*`index`.*Return them too"):
-        next(iter(mixture))
-
-
-def test_caches_as_one_are_reopened_after_a_fork(alike: list[Cache]) -> None:
-    joint = Joint(alike)
-    again = reopened(joint)
-
-    assert isinstance(again, Joint)
-    assert again.fingerprint == joint.fingerprint
-    assert torch.equal(again[13 + 2]["latent"], alike[1][2]["latent"])
-    assert not {id(member) for member in again.members} & {id(member) for member in alike}
-    assert joint.numbers.tolist() == list(range(20))
-
-
-def test_quarantined_samples_keep_their_place_among_the_others(tmp_path: Path) -> None:
-    fields = {"x": torch.arange(8.0).view(8, 1)}
-    own = [write_cache(tmp_path, fields, skip=skip, name=name) for name, skip in (("a", (7,)), ("b", (0, 3)))]
-
-    batches = list(Mixture(own, 4))
-    keys = [key for b in batches for key in zip(b["tasks"].tolist(), b["index"].tolist(), strict=True)]
-    served = dict(zip(keys, torch.cat([batch["x"] for batch in batches]).tolist(), strict=True))
-
-    assert set(served) == {(0, n) for n in range(7)} | {(1, n) for n in (1, 2, 4, 5, 6, 7)}
-    assert all(x == [float(n)] for (_, n), x in served.items())

@@ -1,0 +1,34 @@
+"""Settings of rows: those of a database that are samples, and those of a table that are joined to records."""
+
+from __future__ import annotations
+
+from pydantic import JsonValue
+
+from stoker.config.section import Names, PositiveFloat, PositiveInt, SettingsSection
+
+
+class SqlConfig(SettingsSection):
+    """Rows of a database as samples (docs/sql.md)."""
+
+    url: str | None = None
+    """`sqlite:///FILE`, or `postgresql://[USER@]HOST/DATABASE`; a password belongs in `~/.pgpass`."""
+    table: str | None = None
+    """The table, `NAME` or `SCHEMA.NAME`."""
+    query: str | None = None
+    """A SELECT in place of a table."""
+    key: Names | None = None
+    """Column, or columns, that tell rows apart; they order the samples and decide the splits."""
+    columns: dict[str, JsonValue] | tuple[str, ...] | None = None
+    """Fields and their rules, as `{power: float32}`, or names of columns that hold numbers."""
+    where: str | None = None
+    """Condition on the rows, in SQL."""
+    version_query: str | None = None
+    """Gives one row that changes whenever the rows do; an unchanged table is then not read again."""
+    connect_s: PositiveFloat = 10.0
+    """Seconds to be connected."""
+    statement_s: PositiveFloat = 300.0
+    """Seconds for one statement; the ordered read of all rows is one."""
+    lock_s: PositiveFloat = 30.0
+    """Seconds to wait for others who hold a lock."""
+    attempts: PositiveInt = 4
+    """Tries when there is no connection, or it is lost."""

@@ -1,0 +1,164 @@
+"""What a loader serves from: a complete cache, or (`filling.py`) one beside its filling."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from stoker.errors import CorruptError
+from stoker.loader.ahead import Ahead
+from stoker.loader.decide import Wishes, completed, decide, terms_of
+from stoker.loader.engine import Design, Engine, Strip
+from stoker.loader.mend import Mender
+from stoker.loader.state import Terms
+from stoker.plan import Plan
+from stoker.store import Cache
+from stoker.store.joint import reopened
+
+
+class Serving(Protocol):
+    """Makes the batches of one loader. `Whole` and `FillingPass` are the two there are."""
+
+    @property
+    def design(self) -> Design:
+        """What was decided, as it is by now."""
+        ...
+
+    @property
+    def terms(self) -> Terms:
+        """What a position depends on."""
+        ...
+
+    @property
+    def plan(self) -> Plan:
+        """Which tier holds how many records by now."""
+        ...
+
+    @property
+    def faulted(self) -> int:
+        """Page faults that went to disk."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches are made."""
+        ...
+
+    @property
+    def ahead(self) -> Ahead:
+        """What makes batches of host memory while the step computes; another one after a fork."""
+        ...
+
+    def strips(self, epoch: int, position: int) -> Iterator[Strip]:
+        """The batches of the rest of an epoch; what is damaged is mended on the way."""
+        ...
+
+    def complete(self, *, wait: bool = False) -> Cache | None:
+        """A complete cache to serve from now on, if there is one by now, or when there is; else None."""
+        ...
+
+
+class Whole:
+    """Serves a complete cache."""
+
+    def __init__(self, cache: Cache, wishes: Wishes, mender: Mender) -> None:
+        """`cache` lacks nothing, or what can encode what it lacks.
+
+        Raises:
+            StokerError: As `decide` and `completed`.
+        """
+        self._wishes, self._mender = wishes, mender
+        self.design = self._decided(completed(cache), wishes)
+        self.terms = terms_of(self.design, wishes)
+        self.engine: Engine | None = None
+        """What makes batches in this process, since the first was asked for."""
+        self.ahead = self._new_ahead()
+        self._stop: weakref.finalize[[], Whole] | None = None
+        self._process = 0
+
+    @property
+    def plan(self) -> Plan:
+        """As `Serving.plan`."""
+        return self.design.plan if self.engine is None else self.engine.residency.plan
+
+    @property
+    def faulted(self) -> int:
+        """Page faults that went to disk since iteration began."""
+        return 0 if self.engine is None else self.engine.residency.faulted()
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches are made: where they are wanted."""
+        return self.design.device
+
+    def complete(self, *, wait: bool = False) -> None:
+        """Nothing: this one is."""
+
+    def strips(self, epoch: int, position: int) -> Iterator[Strip]:
+        """As `Serving.strips`.
+
+        Raises:
+            CorruptError: A record's bytes do not match their checksums, and nobody can encode it again.
+            StalledError: A read did not end in time.
+        """
+        at = (epoch, position)
+        while at[0] == epoch:
+            try:
+                for strip in self.running().strips(*at):
+                    at = strip.after
+                    yield strip
+                    del strip  # it refers to memory that may be let go of before the next one
+            except CorruptError as error:
+                self._mend(error)
+            else:
+                return
+
+    def running(self) -> Engine:
+        """The engine of this process. Threads and locks do not survive a fork, so a child makes its own."""
+        if self.engine is None or self._process != os.getpid():
+            cache = self.design.cache
+            if self.engine is not None:
+                cache = reopened(cache)
+            with torch.inference_mode(False):  # its memory outlives the caller's mode, and a thread fills it
+                self.engine = Engine(replace(self.design, cache=cache))
+            self._process, self.ahead = os.getpid(), self._new_ahead()
+            self._stop = weakref.finalize(self, self.engine.residency.stop)
+            self._stop.atexit = False
+        return self.engine
+
+    def _new_ahead(self) -> Ahead:
+        # A thread of its own would be in another stream of a GPU, and write over a batch at a fixed address.
+        inline = self.design.static or self.design.device.type != "cpu"
+        return Ahead(cores=1 if inline else self.design.threads)
+
+    def _decided(self, cache: Cache, wishes: Wishes, plan: Plan | None = None) -> Design:
+        """A design for `cache`, or for what it is once its headers are mended."""
+        while True:
+            try:
+                return decide(cache, wishes, plan)
+            except CorruptError as error:
+                cache = self._mender.mend(cache, error)
+
+    def _mend(self, error: CorruptError) -> None:
+        """Have damaged records encoded again, and serve the same examples from where they are then."""
+        if self.design.cache.filler is not None:
+            # The engine's memory is wanted for the next one, and the frames of the error hold it too.
+            error = error.with_traceback(None)
+            self._retire()
+        with torch.inference_mode(False):
+            cache = self._mender.mend(self.design.cache, error)
+            wishes = replace(self._wishes, indices=self.design.places.numbers)
+            # Not planned anew: what is free by now is what the model and the old tier have left.
+            self.design = self._decided(cache, wishes, self.design.plan)
+            self.terms = terms_of(self.design, self._wishes)
+
+    def _retire(self) -> None:
+        """Let go of the engine; what it has read, and is reading, goes with it."""
+        if self._stop is not None:
+            self._stop()
+        self.engine = self._stop = None

@@ -1,0 +1,161 @@
+"""Bytes of an image file to pixels, by declared rules; the only module here that imports Pillow.
+
+The content says what a file is, not its name. Every picture becomes 8 bits, RGB or grey: palettes are looked
+up, alpha is laid over black, 16 bits keep their upper 8, CMYK is converted without colour profiles, and of
+several frames the first is taken. What Pillow cannot decode to the last byte is an error, never a grey area.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError, features
+from PIL import __version__ as pillow_version
+
+from stoker.errors import DecodeError
+from stoker.sources.images.geometry import Fit, fit_image
+from stoker.sources.images.rules import Colour, Rules
+
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
+"""What is opened; others (some of which run programs) are taken as not an image."""
+MAX_PIXELS = 89_478_485
+"""Pillow's own limit, above which a small file may be meant to fill the memory."""
+_ORIENTATION = 0x0112
+_TURNS: dict[int, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_SIDEWAYS = (5, 6, 7, 8)
+
+
+def decoder() -> str:
+    """Name and version of what decodes; another version may give other bits for the same file.
+
+    >>> decoder().startswith("pillow ")
+    True
+    """
+    turbo = features.version("libjpeg_turbo")
+    jpeg = f"libjpeg-turbo {turbo}" if turbo else f"libjpeg {features.version('jpg')}"
+    return f"pillow {pillow_version}, {jpeg}, webp {features.version('webp')}"
+
+
+def decode(data: bytes, rules: Rules, *, where: str) -> tuple[NDArray[np.uint8], Fit]:
+    """Pixels `(C, H, W)` of one image, and how they lie to the original.
+
+    Raises:
+        DecodeError: Not an image, truncated, too large, or of a kind without a rule.
+    """
+    image, turn = _opened(data, rules, where)
+    sideways = turn in _SIDEWAYS
+    width, height = image.size
+    fit = fit_image((width, height) if sideways else (height, width), rules.size, rules.fit)
+    inner = fit.inner[::-1] if sideways else fit.inner
+    try:
+        box = None
+        if rules.reduced:
+            drafted = image.draft(None, (inner[1], inner[0]))
+            box = None if drafted is None else drafted[1]
+        image = _plain(image, rules.colour, where)
+        image = image.resize((inner[1], inner[0]), Image.Resampling[rules.filter.upper()], box=box)
+    except (MemoryError, DecodeError):
+        raise
+    except Exception as error:
+        raise DecodeError(
+            f"{where} cannot be decoded: {error}. Copy or download it again, or leave it out"
+        ) from error
+    if turn in _TURNS:
+        image = image.transpose(_TURNS[turn])
+    pixels = np.asarray(image, dtype=np.uint8)
+    pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+    return _on_canvas(pixels, fit), fit
+
+
+def decode_map(data: bytes, fit: Fit, *, where: str) -> NDArray[np.int32]:
+    """Whole numbers `(H, W)` of a grey image (depths, classes), each taken from the nearest pixel.
+
+    Raises:
+        DecodeError: Not an image, truncated, of several channels or of another size than its colour image.
+    """
+    image, _ = _opened(data, None, where)
+    if (image.height, image.width) != fit.before:
+        raise DecodeError(
+            f"{where} is {image.height} x {image.width}, its colour image {fit.before[0]} x {fit.before[1]}. "
+            "Both must be of one size"
+        )
+    try:
+        values = np.asarray(image)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise DecodeError(f"{where} cannot be decoded: {error}. Copy or download it again") from error
+    if values.ndim != 2 or values.dtype.kind not in "iu":
+        raise DecodeError(f"{where} holds {values.dtype} {values.shape}. Expected whole numbers (H, W)")
+    return nearest_map(values, fit)
+
+
+def nearest_map(values: NDArray[Any], fit: Fit) -> NDArray[np.int32]:
+    """A map `(h, w)` on the stored image, each value from the pixel under its centre; 0 beside the image."""
+    rows = ((np.arange(fit.inner[0]) + 0.5) / fit.scale[0]).astype(np.int64)
+    columns = ((np.arange(fit.inner[1]) + 0.5) / fit.scale[1]).astype(np.int64)
+    return _on_canvas(values[np.ix_(rows, columns)].astype(np.int32)[None], fit)[0]
+
+
+def _opened(data: bytes, rules: Rules | None, where: str) -> tuple[Image.Image, int]:
+    """The image, not decoded yet, and its EXIF orientation where that counts."""
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        if image.width * image.height > MAX_PIXELS:  # before EXIF is asked for, which decodes a PNG
+            raise DecodeError(_too_large(where, f"{image.width} x {image.height} pixels"))
+        turn = image.getexif().get(_ORIENTATION, 1) if rules is not None and rules.turned else 1
+    except (MemoryError, DecodeError):
+        raise
+    except UnidentifiedImageError as error:
+        raise DecodeError(
+            f"{where} is not an image ({len(data):,} bytes, begins with {data[:8]!r}). Expected one of "
+            f"{', '.join(FORMATS)}; leave it out, or put the image in its place"
+        ) from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise DecodeError(_too_large(where, str(error))) from error
+    except Exception as error:
+        raise DecodeError(f"{where} is damaged: {error}. Copy or download it again") from error
+    return image, turn if isinstance(turn, int) else 1
+
+
+def _too_large(where: str, what: str) -> str:
+    return f"{where} is too large: {what}. Up to {MAX_PIXELS:,} pixels are decoded; make it smaller first"
+
+
+def _plain(image: Image.Image, colour: Colour, where: str) -> Image.Image:
+    """The image decoded, as 8 bits in `colour`."""
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode == "I":
+        values = np.asarray(image)
+        low, high = int(values.min()), int(values.max())
+        if low < 0 or high > 65535:
+            raise DecodeError(f"{where} holds numbers {low:,}..{high:,}. Expected 8 or 16 bits a pixel")
+        image = Image.fromarray((values >> 8).astype(np.uint8))
+    elif image.mode == "F":
+        raise DecodeError(f"{where} holds floats. Expected 8 or 16 bits a pixel: convert it first")
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        over = image.convert("RGBA")
+        image = Image.new("RGBA", over.size, (0, 0, 0, 255))
+        image.alpha_composite(over)
+    return image.convert(colour)
+
+
+def _on_canvas(pixels: NDArray[Any], fit: Fit) -> NDArray[Any]:
+    if fit.inner == fit.canvas:
+        return np.array(pixels, order="C")
+    canvas = np.zeros((pixels.shape[0], *fit.canvas), pixels.dtype)
+    top, left = fit.corner
+    canvas[:, top : top + fit.inner[0], left : left + fit.inner[1]] = pixels
+    return canvas

@@ -1,0 +1,209 @@
+"""Which images there are, and which of them a split takes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from stoker.errors import DecodeError, SourceError, SplitError
+from stoker.schema import Json, Sample, Schema
+from stoker.sources.files import absent_split, canonical_split, natural_key
+from stoker.sources.images.geometry import Fit
+from stoker.sources.splits import DEFAULT_SPLITS, SplitChoice, choose_split, split_numbers
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
+MAX_FILE_BYTES = 1 << 29
+
+
+class Entry(NamedTuple):
+    """One image."""
+
+    key: str
+    """Its stable name: relative to the root, without suffix."""
+    image: str
+    """Its file, relative to the root, with `/`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """All images below a root."""
+
+    every: Sequence[Entry]
+    """All of them, in order."""
+    splits: Mapping[str, Sequence[Entry]] = field(default_factory=dict[str, "Sequence[Entry]"])
+    """Those of each split that the data names; empty where it names none."""
+
+
+class Catalog(Protocol):
+    """One way to lay out images and their labels."""
+
+    def listing(self) -> Listing:
+        """Which images there are; reads names and lists, no image."""
+        ...
+
+    def schema(self) -> Schema:
+        """Fields of the labels of every image."""
+        ...
+
+    def labels(self, entry: Entry, fit: Fit) -> Sample:
+        """The labels of one image, where the resize took them.
+
+        Raises:
+            SourceError: They are missing or cannot be read; `DecodeError`, if they make no sense.
+        """
+        ...
+
+    def files(self, entry: Entry) -> Iterable[str]:
+        """Files that decide its labels, relative to the root, whether they exist or not."""
+        ...
+
+    def digest(self, entries: Sequence[Entry]) -> str | None:
+        """Of labels that come from no file of `files`; None: there are none."""
+        ...
+
+    def settings(self) -> dict[str, Json]:
+        """What decides the labels beside files, for the recipe."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which images are asked for."""
+
+    split: str | None
+    splits: Mapping[str, float] | None
+    seed: int
+    max_samples: int | None
+
+
+def choose(listing: Listing, wanted: Wanted, where: str) -> tuple[list[Entry], dict[str, Json]]:
+    """The images of a split, and the rule as it goes into a recipe.
+
+    Lists and folders named after splits win; without any, fractions are cut over the keys.
+
+    Raises:
+        SplitError: The split does not exist, or fractions would cut across lists.
+        SourceError: No image is left.
+    """
+    taken, rule = _of_split(listing, wanted, where)
+    if wanted.max_samples is not None and wanted.max_samples < len(taken):
+        order = sorted(taken, key=lambda entry: _draw(entry.key, wanted.seed))
+        drawn = set(order[: wanted.max_samples])
+        taken = [entry for entry in taken if entry in drawn]
+        rule["drawn"] = {"count": wanted.max_samples, "seed": wanted.seed}
+    if not taken:
+        raise SourceError(
+            f"{where} holds no image{f' of {wanted.split}' if wanted.split else ''}. {_SUFFIXES}"
+        )
+    return taken, rule
+
+
+_SUFFIXES = f"Images end in {', '.join(SUFFIXES)}"
+
+
+def _of_split(listing: Listing, wanted: Wanted, where: str) -> tuple[list[Entry], dict[str, Json]]:
+    if wanted.split is not None and listing.splits:
+        split = canonical_split(wanted.split)
+        if wanted.splits is not None:
+            raise SplitError(
+                f"{where} says itself which images are {', '.join(listing.splits)}; splits= would cut across "
+                "that. Leave splits out"
+            )
+        if split not in listing.splits:
+            raise absent_split(where, wanted.split, listing.splits)
+        return list(listing.splits[split]), {"split": split}
+    # No file carries a split in its name here, so that this checks the fractions and says which are cut.
+    choice: SplitChoice = choose_split(
+        ["images"], split=wanted.split, splits=wanted.splits, seed=wanted.seed, where=where
+    )
+    if choice.fractions is None or choice.split is None:
+        return list(listing.every), dict(choice.to_json())
+    keys = [entry.key for entry in listing.every]
+    numbers = split_numbers(keys, choice.fractions, choice.split, choice.seed)
+    return [listing.every[number] for number in numbers], dict(choice.to_json())
+
+
+def _draw(key: str, seed: int) -> bytes:
+    return hashlib.blake2b(f"drawn {seed}\0{key}".encode(), digest_size=16).digest()
+
+
+def images_below(root: Path, folder: str = "") -> list[Entry]:
+    """All entries below `root/folder` with an image's name, in natural order; hidden ones are left out.
+
+    What has such a name and is no regular file is listed too: it is set aside by name when it is read.
+
+    Raises:
+        SourceError: A folder cannot be looked into.
+    """
+
+    def refused(error: OSError) -> None:
+        raise SourceError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+    found: list[str] = []
+    for place, folders, names in os.walk(root / folder, onerror=refused):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        below = Path(place).relative_to(root)
+        found += [
+            (below / name).as_posix()
+            for name in names
+            if name.lower().endswith(SUFFIXES) and not name.startswith(".")
+        ]
+    found.sort(key=natural_key)
+    return [Entry(key=name.rpartition(".")[0], image=name) for name in found]
+
+
+def split_folders(root: Path) -> dict[str, str]:
+    """Folders directly below `root` that are named after splits, by the split."""
+    found: dict[str, str] = {}
+    for child in sorted(root.iterdir()):
+        split = canonical_split(child.name)
+        if split in DEFAULT_SPLITS and child.is_dir():
+            if split in found:
+                raise SourceError(f"{root} has {found[split]} and {child.name}, both for {split}. Keep one")
+            found[split] = child.name
+    return found
+
+
+def require_folder(path: Path, what: str) -> Path:
+    """The folder, if it is one.
+
+    Raises:
+        SourceError: It is not there, or is something else.
+    """
+    if not path.is_dir():
+        fact = "is not a folder" if path.exists() else "does not exist"
+        raise SourceError(f"{path} {fact}. Expected {what}")
+    return path
+
+
+def read_file(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """All bytes of a file.
+
+    Raises:
+        SourceError: It is not there, cannot be read, is no regular file, is empty or above the limit.
+    """
+    try:
+        # O_NONBLOCK: a pipe in place of an image must not hang us.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb", buffering=0) as file:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise SourceError(f"{path} is not a regular file. Put the file there, or leave it out")
+            if status.st_size > limit_bytes:
+                raise SourceError(
+                    f"{path} has {status.st_size:,} bytes, more than the {limit_bytes:,} that are read"
+                )
+            data = file.readall()
+    except FileNotFoundError:
+        # Without its cause, which would count as an error of storage that may pass by itself.
+        raise SourceError(f"{path} is missing. Put the file there, or take it off the list") from None
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror}") from error
+    if not data:
+        raise DecodeError(f"{path} is empty (0 bytes). Copy or download it again, or leave it out")
+    return data

@@ -1,0 +1,308 @@
+"""Images and their labels as one numbered list of samples, decoded and resized while they are read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+
+from stoker.errors import ConfigError
+from stoker.schema import Field, Json, Sample, Schema, digest_json
+from stoker.sources.images.files import Catalog, Entry, Wanted, choose, read_file, require_folder
+from stoker.sources.images.geometry import FitRule
+from stoker.sources.images.labels import ObjectRules
+from stoker.sources.images.plain import ClassFolders, Plain
+from stoker.sources.images.rules import Colour, Filter, Rules
+from stoker.sources.protocol import FileRef, Part, SourceIdentity
+from stoker.units import MIB
+
+VERSION = 1
+"""Bumped by hand when the same files would give other samples."""
+
+Layout: TypeAlias = Literal["voc", "coco", "dexycb", "folder"]
+Store: TypeAlias = Literal["pixels", "encoded"]
+
+PART_SAMPLES = 4096
+"""Images of one part, in their order: images added at the end leave the parts before them as they were."""
+_RUN_BYTES = 8 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """How labels become fields; what a layout has no use for is refused."""
+
+    classes: Sequence[str] | None = None
+    """Names in the order of their numbers; None: those that the annotations name (which reads them all)."""
+    max_objects: int | None = None
+    """Objects that there is room for; None: as many as the fullest image has (which reads them all)."""
+    ragged: bool = False
+    """Objects as ragged fields in place of padded ones."""
+    strict: bool = False
+    """A box without area inside its image sets the image aside, in place of being marked as not valid."""
+    setup: Literal["s0", "s1", "s2", "s3"] = "s0"
+    """Of DexYCB: which samples are train, val and test."""
+    extras: Sequence[Literal["depth", "segmentation"]] = ()
+    """Of DexYCB: maps to take along."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scan:
+    entries: tuple[Entry, ...]
+    rule: dict[str, Json]
+
+
+class ImageSource:
+    """Images below a folder, with labels in one of the usual layouts.
+
+    Args:
+        root: The folder.
+        annotations: `voc`, `coco`, `dexycb`, `folder` (a folder for each class), or None: images alone.
+        size: (height, width) of stored images; with `fit="short"` the length of the shorter side.
+        split: `train`, `val`, `test` or another name; None: all images.
+        splits, seed: Fractions, where the data names no splits itself, and the seed of cuts and draws.
+        max_samples: Draw so many images of the split, evenly; None: all.
+        fit: `stretch`, `letterbox` or `short`, see `FitRule`; labels go where their pixels go.
+        colour: `RGB`, or `L` for grey.
+        store: `pixels`, or `encoded`: the file's own bytes, decoded when they are served.
+        labels: How labels become fields, see `Labels`.
+        filter, reduced, turned: See `Rules`.
+
+    Samples have `image`, uint8 `(C, H, W)` (with `fit="short"` ragged `(pixels, C)` and `image_shape`;
+    encoded ragged bytes), `original_size` (height, width), and the fields of the labels.
+
+    Raises:
+        ConfigError: A setting is unknown or contradicts another, or Pillow is not installed.
+        SourceError: The folder is missing or not of this layout; later, on first use, holds no image.
+        SplitError: On first use: the split does not exist.
+    """
+
+    def __init__(  # noqa: PLR0913 - a public face with a fixed signature
+        self,
+        root: str | os.PathLike[str],
+        annotations: Layout | None = None,
+        size: int | tuple[int, int] = (224, 224),
+        *,
+        split: str | None = None,
+        splits: Mapping[str, float] | None = None,
+        seed: int = 0,
+        max_samples: int | None = None,
+        fit: FitRule = "stretch",
+        colour: Colour = "RGB",
+        store: Store = "pixels",
+        labels: Labels | Mapping[str, object] | None = None,
+        filter: Filter = "bilinear",
+        reduced: bool = True,
+        turned: bool = True,
+    ) -> None:
+        require_pillow()
+        _check("annotations", annotations, (None, *get_args(Layout)))
+        _check("fit", fit, get_args(FitRule))
+        _check("colour", colour, get_args(Colour))
+        _check("store", store, get_args(Store))
+        _check("filter", filter, get_args(Filter))
+        if max_samples is not None and max_samples < 1:
+            raise ConfigError(f"max_samples is {max_samples}. Expected at least 1, or None for all")
+        self._rules = Rules(
+            size=_size(size, fit), fit=fit, colour=colour, filter=filter, reduced=reduced, turned=turned
+        )
+        self._root = require_folder(Path(os.path.abspath(Path(root).expanduser())), "a folder with images")  # noqa: PTH100 - resolve() would follow links
+        self._layout: Layout | None = annotations
+        self._store: Store = store
+        own = labels if isinstance(labels, Labels) else _labels(labels or {})
+        self._catalog = _catalog(self._root, annotations, own, self._rules)
+        self._wanted = Wanted(split=split, splits=splits, seed=seed, max_samples=max_samples)
+        self._scanned: _Scan | None = None
+
+    def __repr__(self) -> str:
+        """Where the images lie, without looking at them."""
+        of = f", split={self._wanted.split!r}" if self._wanted.split else ""
+        return f"ImageSource({str(self._root)!r}, {self._layout!r}, {self._rules.size}{of})"
+
+    def __len__(self) -> int:
+        """Images after selection, at least one."""
+        return len(self._scan().entries)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of their numbers; none where labels have no classes."""
+        return tuple(getattr(self._catalog, "classes", ()))
+
+    def schema(self) -> Schema:
+        """The image, and the fields of its labels."""
+        rules = self._rules
+        image = Field(shape=(rules.channels, *rules.size), dtype="uint8")
+        schema: Schema = {"image": image, "original_size": Field(shape=(2,), dtype="int32")}
+        if self._store == "encoded":
+            schema["image"] = Field(shape=(-1,), dtype="uint8", ragged=True)
+        elif rules.fit == "short":
+            schema["image"] = Field(shape=(-1, rules.channels), dtype="uint8", ragged=True)
+            schema["image_shape"] = Field(shape=(2,), dtype="int32")
+        return {**schema, **self._catalog.schema()}
+
+    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+        """Image `number` and its labels.
+
+        Returns:
+            Fresh arrays as in `schema()`.
+        Raises:
+            SourceError: A file is missing or cannot be read.
+            DecodeError: The image or its labels are damaged; names the file.
+            IndexError: No such number.
+        """
+        from stoker.sources.images.decode import decode
+
+        entries = self._scan().entries
+        if not 0 <= number < len(entries):
+            raise IndexError(f"sample {number} does not exist: this source has {len(entries)}")
+        entry = entries[number]
+        path = self._root / entry.image
+        data = read_file(path)
+        pixels, fit = decode(data, self._rules, where=str(path))
+        sample: Sample = {"original_size": np.array(fit.before, dtype=np.int32)}
+        if self._store == "encoded":
+            sample["image"] = np.frombuffer(data, dtype=np.uint8).copy()
+        elif self._rules.fit == "short":
+            sample["image"] = np.ascontiguousarray(pixels.reshape(len(pixels), -1).T)
+            sample["image_shape"] = np.array(pixels.shape[1:], dtype=np.int32)
+        else:
+            sample["image"] = pixels
+        return {**sample, **self._catalog.labels(entry, fit)}
+
+    def runs(self) -> Sequence[range]:
+        """Ranges of about 8 MiB of pixels, never across parts."""
+        height, width = self._rules.size
+        length = max(1, _RUN_BYTES // (self._rules.channels * height * width))
+        found: list[range] = []
+        for first, last in self._spans():
+            found += [range(low, min(low + length, last)) for low in range(first, last, length)]
+        return found
+
+    def keys(self) -> Sequence[str]:
+        """File names without suffix, relative to the root."""
+        return [entry.key for entry in self._scan().entries]
+
+    def identity(self) -> SourceIdentity:
+        """Content of images and labels, the rules of decoding, and the version of what decodes."""
+        from stoker.sources.images.decode import decoder
+
+        scan = self._scan()
+        settings: dict[str, Json] = {
+            "layout": self._layout,
+            "rules": self._rules.to_json(),
+            "decoder": decoder(),
+            "store": self._store,
+            "labels": self._catalog.settings(),
+            "split": scan.rule,
+        }
+        return SourceIdentity(
+            kind=f"images/{VERSION}",
+            parts=tuple(self._part(*span) for span in self._spans()),
+            settings=settings,
+        )
+
+    def _part(self, first: int, last: int) -> Part:
+        entries = self._scan().entries[first:last]
+        names = {name: None for entry in entries for name in (entry.image, *self._catalog.files(entry))}
+        # What is missing or may not be read is no file of the recipe: its sample is set aside by name.
+        present = ((name, self._root / name) for name in names)
+        files = [FileRef(name=name, path=path) for name, path in present if _readable(path)]
+        digest = digest_json([[entry.image for entry in entries], self._catalog.digest(entries)])
+        name = f"images {first // PART_SAMPLES}"
+        return Part(name=name, count=len(entries), files=tuple(files), digest=digest)
+
+    def _spans(self) -> list[tuple[int, int]]:
+        count = len(self)
+        return [(first, min(first + PART_SAMPLES, count)) for first in range(0, count, PART_SAMPLES)]
+
+    def _scan(self) -> _Scan:
+        if self._scanned is None:
+            entries, rule = choose(self._catalog.listing(), self._wanted, str(self._root))
+            self._scanned = _Scan(entries=tuple(entries), rule=rule)
+        return self._scanned
+
+
+def require_pillow() -> None:
+    """Refuse before anything is read where images cannot be decoded.
+
+    Raises:
+        ConfigError: Pillow is not installed.
+    """
+    if find_spec("PIL") is None:
+        raise ConfigError(
+            "images are decoded with Pillow, which is not installed. pip install 'stoker[images]'"
+        )
+
+
+def _readable(path: Path) -> bool:
+    return path.is_file() and os.access(path, os.R_OK)
+
+
+def _check(name: str, value: object, known: Sequence[object]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name}={value!r} is unknown. Expected one of {', '.join(map(repr, known))}")
+
+
+def _size(size: object, fit: FitRule) -> tuple[int, int]:
+    if fit == "short" and isinstance(size, int) and size >= 1:
+        return size, size
+    if isinstance(size, tuple | list) and fit != "short":
+        height, width = (*size, 0, 0)[:2] if len(size) == 2 else (0, 0)
+        if isinstance(height, int) and isinstance(width, int) and min(height, width) >= 1:
+            return height, width
+    wanted = "a whole number, as size=256" if fit == "short" else "(height, width), as size=(224, 224)"
+    raise ConfigError(f"size is {size!r}. With fit={fit!r} expected {wanted}")
+
+
+def _labels(given: Mapping[str, object]) -> Labels:
+    known = Labels.__dataclass_fields__
+    if unknown := [name for name in given if name not in known]:
+        raise ConfigError(f"labels={{{unknown[0]!r}: ...}} is unknown. Expected some of {', '.join(known)}")
+    return Labels(**given)  # pyright: ignore[reportArgumentType]
+
+
+_USES: Mapping[Layout | None, tuple[str, ...]] = {
+    None: (),
+    "folder": ("classes",),
+    "voc": ("classes", "max_objects", "ragged", "strict"),
+    "coco": ("classes", "max_objects", "ragged", "strict"),
+    "dexycb": ("setup", "extras"),
+}
+
+
+def _catalog(root: Path, layout: Layout | None, labels: Labels, rules: Rules) -> Catalog:
+    """What finds images and reads labels of a layout.
+
+    Raises:
+        ConfigError: `labels` has a setting that the layout has no use for.
+    """
+    plain = Labels()
+    for name in Labels.__dataclass_fields__:
+        if name not in _USES[layout] and getattr(labels, name) != getattr(plain, name):
+            raise ConfigError(
+                f"labels has {name}=, which annotations={layout!r} has no use for. Leave it out"
+            )
+    if labels.ragged and labels.max_objects is not None:
+        raise ConfigError(
+            "labels has ragged=True and max_objects=; ragged fields need no room. Give one of them"
+        )
+    limit = None if labels.ragged else labels.max_objects or 0
+    if layout == "voc":
+        from stoker.sources.images.voc import Voc
+
+        return Voc(root, labels.classes, ObjectRules(limit=limit, flag="difficult", strict=labels.strict))
+    if layout == "coco":
+        from stoker.sources.images.coco import Coco
+
+        return Coco(root, labels.classes, ObjectRules(limit=limit, flag="crowd", strict=labels.strict))
+    if layout == "dexycb":
+        from stoker.sources.images.dexycb import DexYcb
+
+        return DexYcb(root, labels.setup, labels.extras).for_size(
+            None if rules.fit == "short" else rules.size
+        )
+    return ClassFolders(root, labels.classes) if layout == "folder" else Plain(root)

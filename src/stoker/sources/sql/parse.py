@@ -1,0 +1,259 @@
+"""Rules as they are written: a dtype, or a mapping that says what a column holds.
+
+    columns = {
+        "power": "float32",                        # the column of that name, as a number
+        "gdop": {"dtype": "float32", "null": 50},  # what stands for NULL; "mask": 0, and a field that says so
+        "site": {"text": ["north", "south"]},      # text by its place in the list; "intern": all there are
+        "at": {"timestamp": "ms"},                 # since 1970 UTC, int64
+        "trace": {"bytes": "float32", "shape": [256]},
+        "matrix": {"json": "float32", "shape": [3, 3]},
+        "receivers": {"column": "features", "list": 7, "features": ["snr.mean", "@north", "@east"],
+                      "place": ["lat", "lon"], "present": "heard", "mask": "absent"},
+        "target": {"columns": ["tx_lat", "tx_lon"], "metres_from": "receivers", "standardize": true},
+        "centre": {"centroid_of": "receivers"},
+    }
+
+A key names the field; its column has the same name unless `column` says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+
+from stoker.errors import ConfigError
+from stoker.schema import DTYPE_BYTES, FLOATS, Field, Json, Sample, Schema
+from stoker.sources.sql.nested import EAST, NORTH, Centroid, Entries, Feature, Numbers, Place
+from stoker.sources.sql.values import UNITS, MalformedError, Number, Raw, Row, Rule, Times, Words
+
+Columns: TypeAlias = "Mapping[str, Any] | Sequence[str]"
+"""Fields and their rules, or columns whose dtypes follow from what they hold."""
+
+_DTYPES = tuple(name for name in DTYPE_BYTES if name not in ("float8_e4m3fn", "bfloat16"))
+_ALLOWED = {
+    "dtype": ("column", "dtype", "null", "nan", "standardize"),
+    "text": ("column", "text", "null"),
+    "timestamp": ("column", "timestamp", "null"),
+    "bytes": ("column", "bytes", "shape"),
+    "json": ("column", "json", "shape"),
+    "list": ("column", "list", "features", "mask", "present", "place", "standardize"),
+    "metres_from": ("columns", "metres_from", "standardize"),
+    "centroid_of": ("centroid_of",),
+}
+"""By what a rule is recognised, and what else it may say."""
+_FEATURE = ("path", "missing", "range")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undecided:
+    """A column whose rule follows from what it holds: a number's dtype, or the words of text."""
+
+    field: str
+    column: str
+    words: bool = False
+    null: int | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The one column."""
+        return (self.column,)
+
+    def schema(self) -> Schema:
+        """Not known yet."""
+        raise AssertionError(self.field)
+
+    def make(self, row: Row) -> Sample:
+        """Not known yet."""
+        raise MalformedError(self.column, "has no rule yet")
+
+    def to_json(self) -> Json:
+        """That it follows from the rows."""
+        return {"column": self.column, "text" if self.words else "dtype": "as found", "null": self.null}
+
+
+def parse_columns(columns: Columns) -> tuple[Rule, ...]:
+    """Rules in the order of their fields, those that others are measured from first.
+
+    Raises:
+        ConfigError: A rule is malformed, or two make one field.
+    """
+    if isinstance(columns, str) or not columns:
+        raise ConfigError(f"columns is {columns!r}. Expected names of columns, or fields and their rules")
+    given: Mapping[str, Any] = columns if isinstance(columns, Mapping) else dict.fromkeys(columns)
+    rules = [_rule(str(name), rule) for name, rule in given.items()]
+    origins = {rule.field for rule in rules if isinstance(rule, Entries) and rule.place}
+    for rule in rules:
+        if isinstance(rule, Place | Centroid) and rule.origin not in origins:
+            raise ConfigError(
+                f"columns[{rule.field!r}] is measured from {rule.origin!r}, which has no place. Expected a "
+                f"list with place=[latitude, longitude]{': ' if origins else ''}{', '.join(sorted(origins))}"
+            )
+    names = [n for rule in rules for n in ([rule.field] if isinstance(rule, Undecided) else rule.schema())]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"two rules make a field {min(twice)!r}. Name the fields and masks apart")
+    return tuple(sorted(rules, key=lambda rule: isinstance(rule, Place | Centroid)))
+
+
+def _rule(name: str, given: Any) -> Any:
+    where = f"columns[{name!r}]"
+    if given is None or isinstance(given, str):
+        given = {} if given is None else _short(given, where)
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"{where} is {given!r}. Expected a dtype, or a mapping such as {{'dtype': 'float32'}}"
+        )
+    rule = dict(cast("Mapping[str, Any]", given))
+    kind = next((kind for kind in _ALLOWED if kind in rule), "dtype")
+    if unknown := [key for key in rule if key not in _ALLOWED[kind]]:
+        near = get_close_matches(str(unknown[0]), _ALLOWED[kind], n=1)
+        hint = (
+            f"Did you mean {near[0]}?" if near else f"A rule with {kind} may have {', '.join(_ALLOWED[kind])}"
+        )
+        raise ConfigError(f"{where}: {unknown[0]!r} is not known. {hint}")
+    return _MAKERS[kind](name, rule, where)
+
+
+def _short(text: str, where: str) -> dict[str, Any]:
+    if text in _DTYPES:
+        return {"dtype": text}
+    if text == "text":
+        return {"text": "intern"}
+    if text == "timestamp":
+        return {"timestamp": "us"}
+    near = get_close_matches(text, [*_DTYPES, "text", "timestamp"], n=1)
+    raise ConfigError(
+        f"{where} is {text!r}. Expected {', '.join(_DTYPES)}, text, timestamp or a mapping"
+        f"{f'; did you mean {near[0]}?' if near else ''}"
+    )
+
+
+def _number(name: str, rule: dict[str, Any], where: str) -> Rule:
+    column, null = rule.get("column", name), rule.get("null")
+    if "dtype" not in rule:
+        if len(rule) > ("column" in rule):
+            raise ConfigError(f"{where}: say the dtype as well, as dtype: float32")
+        return Undecided(field=name, column=column)
+    dtype = _dtype(rule["dtype"], where)
+    if null is not None and null != "mask" and not isinstance(null, bool | int | float):
+        raise ConfigError(f"{where}: null is {null!r}. Expected a number, or 'mask'")
+    standardize = rule.get("standardize", False)
+    if standardize and dtype not in FLOATS:
+        raise ConfigError(f"{where}: {dtype} cannot be standardised. Give a float dtype")
+    return Number(field=name, column=column, dtype=dtype, null=null, nan=bool(rule.get("nan", False)),
+                  standardize=bool(standardize))  # fmt: skip
+
+
+def _words(name: str, rule: dict[str, Any], where: str) -> Rule:
+    column, words, null = rule.get("column", name), rule["text"], rule.get("null")
+    if words == "intern":
+        return Undecided(field=name, column=column, words=True, null=null)
+    if isinstance(words, str) or not words or len({*words}) < len(words):
+        raise ConfigError(f"{where}: text is {words!r}. Expected a list of different words, or 'intern'")
+    return Words(field=name, column=column, words=tuple(map(str, words)), null=null)
+
+
+def _times(name: str, rule: dict[str, Any], where: str) -> Rule:
+    unit = rule["timestamp"]
+    if unit not in UNITS:
+        raise ConfigError(f"{where}: timestamp is {unit!r}. Expected {', '.join(UNITS)}")
+    return Times(field=name, column=rule.get("column", name), unit=unit, null=rule.get("null"))
+
+
+def _raw(name: str, rule: dict[str, Any], where: str) -> Rule:
+    dtype, shape = _dtype(rule["bytes"], where), _shape(rule, where)
+    return Raw(field=name, column=rule.get("column", name), dtype=dtype, shape=shape)
+
+
+def _array(name: str, rule: dict[str, Any], where: str) -> Rule:
+    dtype, shape = _dtype(rule["json"], where), _shape(rule, where)
+    return Numbers(field=name, column=rule.get("column", name), dtype=dtype, shape=shape)
+
+
+def _entries(name: str, rule: dict[str, Any], where: str) -> Rule:
+    most, given = rule["list"], rule.get("features")
+    if not isinstance(most, int) or most < 1 or not given or isinstance(given, str):
+        raise ConfigError(f"{where}: expected list: N (1 or more) and features: [PATH, ...]")
+    features = tuple(_feature(feature, where) for feature in given)
+    paths = [feature.path for feature in features]
+    place = rule.get("place")
+    if place is not None and (isinstance(place, str) or len(place) != 2):
+        raise ConfigError(f"{where}: place is {place!r}. Expected two paths, [latitude, longitude]")
+    if place is None and {NORTH, EAST} & {*paths}:
+        raise ConfigError(f"{where}: {NORTH} and {EAST} need place: [latitude, longitude]")
+    standardize = tuple(rule.get("standardize", ()))
+    if isinstance(rule.get("standardize"), str | bool) or not {*standardize} <= {*paths}:
+        raise ConfigError(f"{where}: standardize is {rule['standardize']!r}. Expected some of {paths}")
+    return Entries(
+        field=name,
+        column=rule.get("column", name),
+        most=most,
+        features=features,
+        mask=rule.get("mask", f"{name}_mask"),
+        present=rule.get("present"),
+        place=None if place is None else (str(place[0]), str(place[1])),
+        standardize=standardize,
+    )
+
+
+def _feature(given: Any, where: str) -> Feature:
+    if isinstance(given, str):
+        return Feature(path=given)
+    if not isinstance(given, Mapping) or "path" not in given or {*cast("Any", given)} - {*_FEATURE}:
+        raise ConfigError(f"{where}: feature {given!r}. Expected a path, or path, missing and range")
+    rule = cast("Mapping[str, Any]", given)
+    low, high = rule.get("range", (0.0, 1.0))
+    if not high > low:
+        raise ConfigError(f"{where}: range {[low, high]} of {rule['path']}. Expected [low, high]")
+    missing = rule.get("missing")
+    return Feature(path=rule["path"], missing=None if missing is None else float(missing),
+                   low=float(low), high=float(high))  # fmt: skip
+
+
+def _place(name: str, rule: dict[str, Any], where: str) -> Rule:
+    columns = rule.get("columns")
+    if not columns or isinstance(columns, str) or len(columns) != 2:
+        raise ConfigError(f"{where}: expected columns: [LATITUDE, LONGITUDE]")
+    return Place(field=name, columns=(str(columns[0]), str(columns[1])), origin=str(rule["metres_from"]),
+                 standardize=bool(rule.get("standardize", False)))  # fmt: skip
+
+
+def _centroid(name: str, rule: dict[str, Any], where: str) -> Rule:
+    return Centroid(field=name, origin=str(rule["centroid_of"]))
+
+
+_MAKERS = {
+    "dtype": _number, "text": _words, "timestamp": _times, "bytes": _raw, "json": _array, "list": _entries,
+    "metres_from": _place, "centroid_of": _centroid,
+}  # fmt: skip
+
+
+def _dtype(name: Any, where: str) -> str:
+    if name not in _DTYPES:
+        raise ConfigError(f"{where}: dtype {name!r} is not known. Expected {', '.join(_DTYPES)}")
+    return str(name)
+
+
+def _shape(rule: dict[str, Any], where: str) -> tuple[int, ...]:
+    shape = rule.get("shape")
+    if isinstance(shape, int):
+        shape = [shape]
+    if not shape or isinstance(shape, str) or not all(isinstance(n, int) and n > 0 for n in shape):
+        raise ConfigError(f"{where}: shape is {shape!r}. Expected sizes, as [16] or [3, 3]")
+    return tuple(shape)
+
+
+def fields_of(rules: Sequence[Rule]) -> Schema:
+    """All fields that rules make."""
+    found: dict[str, Field] = {}
+    for rule in rules:
+        found.update(rule.schema())
+    return found
+
+
+def plain(sample: Mapping[str, Any], schema: Schema) -> Sample:
+    """Fields in the dtypes and the order of `schema`."""
+    return {name: np.array(sample[name], np.dtype(f.dtype), order="C") for name, f in schema.items()}

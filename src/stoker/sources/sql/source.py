@@ -1,0 +1,271 @@
+"""Samples from the rows of a database."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.errors import ConfigError, SourceError, SplitError
+from stoker.schema import Json, Sample, Schema, digest_json
+from stoker.sources.files import canonical_split
+from stoker.sources.protocol import Part, SourceIdentity
+from stoker.sources.splits import DEFAULT_SPLITS, split_counts, split_numbers
+from stoker.sources.sql.address import parse_address
+from stoker.sources.sql.bulk import Bulk
+from stoker.sources.sql.parse import Columns, fields_of, parse_columns, plain
+from stoker.sources.sql.request import Request, Timeouts, relation_of
+from stoker.sources.sql.standard import Standard, fitted, standards_of, to_json
+from stoker.sources.sql.values import MalformedError, Row
+from stoker.units import MIB
+
+VERSION = 1
+"""Bumped by hand when the same rows would give other samples."""
+_RUN_ROWS = 256
+_RUN_BYTES = 8 * MIB
+
+
+class SQLSource:
+    """Rows of a table or query, as one numbered list of samples in the order of their key.
+
+    Rows are read once, with one query in one snapshot, when they are first needed; readers share that read.
+
+    Args:
+        url: A SQLite file, `sqlite:///FILE` or `postgresql://[user[:password]@]host[:port]/database`.
+        table, query: What to read, one of them; a table may be `schema.table`.
+        key: Column that tells rows apart, or several; it orders the samples and decides the splits.
+        columns: Fields and their rules (docs/sql.md), or names of columns that hold numbers.
+        where: Condition on the rows, in SQL.
+        split: `"train"`, `"val"`, `"test"` or another name; None: all rows.
+        splits: Fractions; absent: 0.8/0.1/0.1. Cut by a hash of the key: the order of rows decides nothing.
+        seed: Seed of the cut.
+        version_query: Gives one row that changes whenever the rows do; then it names the content, and an
+            unchanged table is not read again.
+        timeouts: How long the database is waited for.
+        spill_dir: Folder for the rows while they are in use; None: the system's for temporary files.
+
+    Raises:
+        ConfigError: A setting or rule is malformed, or PostgreSQL's driver is not installed.
+        SourceError: Later, on first use: no such table or column, a key that is NULL or comes twice, no rows.
+        StalledError: Later, on first use: the database does not answer in time, is locked, or is lost.
+    """
+
+    def __init__(  # noqa: PLR0913 - a public face; every setting is named by the caller
+        self,
+        url: str | Path,
+        *,
+        key: str | Sequence[str],
+        columns: Columns,
+        table: str | None = None,
+        query: str | None = None,
+        where: str | None = None,
+        split: str | None = None,
+        splits: Mapping[str, float] | None = None,
+        seed: int = 0,
+        version_query: str | None = None,
+        timeouts: Timeouts | None = None,
+        spill_dir: str | Path | None = None,
+    ) -> None:
+        keys = (key,) if isinstance(key, str) else tuple(key)
+        if not keys:
+            raise ConfigError("key is empty. Name the column that tells rows apart")
+        relation, name = relation_of(table, query)
+        rules = parse_columns(columns)
+        request = Request(
+            address=parse_address(url),
+            relation=relation,
+            name=name,
+            key=keys,
+            columns=tuple(dict.fromkeys(column for rule in rules for column in rule.columns)),
+            where=where,
+            version_query=version_query,
+            timeouts=timeouts or Timeouts(),
+            spill_dir=None if spill_dir is None else str(spill_dir),
+        )
+        self._bulk = Bulk(request, rules)
+        self._digests: dict[str, str] = {}
+        self._seed = seed
+        self._splits = dict(splits) if splits is not None else None
+        if split is None and splits is not None:
+            raise SplitError("splits were given, but no split was asked for. Add split='train'")
+        self._set_split(split)
+
+    def __repr__(self) -> str:
+        """Database and table without user or password."""
+        of = f", split={self._split!r}" if self._split else ""
+        return f"SQLSource({self._bulk.request.address.shown!r}, {self._bulk.request.name!r}{of})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is derived from all training rows is derived here, once, not in every reader."""
+        self._standards()
+        return self.__dict__.copy()
+
+    def __len__(self) -> int:
+        """Rows of the split."""
+        return self._bulk.count if self._split is None else self._count_of(self._split)
+
+    @property
+    def dropped(self) -> int:
+        """Rows that `where` leaves out, of all splits."""
+        return self._bulk.table.dropped
+
+    @property
+    def where_it_is(self) -> str:
+        """The database and the table, without user or password."""
+        return self._bulk.request.where_it_is
+
+    @property
+    def statistics(self) -> Mapping[str, Any]:
+        """Mean and deviation by standardised field: to be kept with a model that predicts one."""
+        return to_json(self._standards())
+
+    def for_split(self, split: str | None) -> SQLSource:
+        """Another split of the same rows, of the same read: two reads may see two versions of a table."""
+        other = SQLSource.__new__(SQLSource)
+        other.__dict__.update(self.__dict__)
+        other._set_split(split)
+        if None not in (split, self._split):
+            other._fitted = self._fitted
+        return other
+
+    def schema(self) -> Schema:
+        """Fields of every sample."""
+        return fields_of(self._bulk.rules)
+
+    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+        """The sample of one row; rows have no time, so `start` and `stop` change nothing.
+
+        Raises:
+            SourceError: The row is malformed; names key and column.
+            IndexError: No such number.
+        """
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {number} does not exist: this source has {len(self)}")
+        row = int(self._rows()[number])
+        sample = self._made(row)
+        for standard in self._standards():
+            standard.apply(sample)
+        return plain(sample, self.schema())
+
+    def runs(self) -> Sequence[range]:
+        """Ranges of at most 256 rows or about 8 MiB."""
+        count, length = len(self), _RUN_ROWS
+        if self._bulk.is_read:
+            mean = self._bulk.table.rows.size_bytes // self._bulk.count
+            length = max(1, min(_RUN_ROWS, _RUN_BYTES // max(1, mean)))
+        return [range(first, min(first + length, count)) for first in range(0, count, length)]
+
+    def keys(self) -> Sequence[str]:
+        """The keys of the rows as text; of several columns a JSON list."""
+        return [self._bulk.key(int(row)) for row in self._rows()]
+
+    def identity(self) -> SourceIdentity:
+        """The rows in order, or what `version_query` gave, and the rules; neither URL nor place."""
+        request = self._bulk.request
+        settings: dict[str, Json] = {
+            "key": list(request.key),
+            "columns": {rule.field: rule.to_json() for rule in self._bulk.written},
+        }
+        if request.version_query is not None:
+            version = [self._bulk.version, request.relation, request.where]
+            digest = digest_json([*version, self._split_json()])
+            settings["version_query"] = request.version_query
+        else:
+            digest = self._content()
+            settings["found"] = self._bulk.found
+        if self._split is not None:
+            settings["split"] = self._split_json()
+        if standards := standards_of(self._bulk.rules):
+            settings["standardize"] = {
+                "fields": [standard.field for standard in standards],
+                "fitted_on": "train" if request.version_query else self._training()._content(),
+            }
+        part = Part(name=request.name, count=len(self), digest=digest)
+        return SourceIdentity(kind=f"sql/{VERSION}", parts=(part,), settings=settings)
+
+    def close(self) -> None:
+        """Give the rows back; they are read again when they are needed."""
+        self._bulk.close()
+        self._numbers = None
+        self._digests.clear()
+
+    def _set_split(self, split: str | None) -> None:
+        self._split = None if split is None else canonical_split(split)
+        self._shares = dict(DEFAULT_SPLITS if self._splits is None else self._splits)
+        self._numbers: NDArray[np.int64] | None = None
+        self._fitted: tuple[Standard, ...] | None = None
+        if self._split is not None and self._split not in {canonical_split(name) for name in self._shares}:
+            raise SplitError(
+                f"split {split!r} is not among the fractions {', '.join(self._shares)}. Add it to splits, "
+                "or ask for one of them"
+            )
+
+    def _count_of(self, split: str) -> int:
+        return split_counts(self._bulk.count, self._shares)[split]
+
+    def _split_json(self) -> Json:
+        if self._split is None:
+            return None
+        shares: dict[str, Json] = {canonical_split(name): share for name, share in self._shares.items()}
+        return {"split": self._split, "fractions": shares, "seed": self._seed}
+
+    def _rows(self) -> NDArray[np.int64]:
+        """Places of this split's rows among all, ascending."""
+        if self._numbers is None:
+            rows = range(len(self._bulk.table.rows))
+            if self._split is None:
+                self._numbers = np.asarray(rows, np.int64)
+            else:
+                keys = [self._bulk.key(row) for row in rows]
+                self._numbers = split_numbers(keys, self._shares, self._split, self._seed)
+        return self._numbers
+
+    def _training(self) -> SQLSource:
+        """The rows that statistics are made of: the train split, or all where there are no splits."""
+        return self if self._split in (None, "train") else self.for_split("train")
+
+    def _content(self) -> str:
+        """The sha256 of this split's rows, in order."""
+        if self._split is None:
+            return self._bulk.table.digest
+        if self._split not in self._digests:
+            self._digests[self._split] = self._digest(self._rows())
+        return self._digests[self._split]
+
+    def _digest(self, rows: NDArray[np.int64]) -> str:
+        digest, data = hashlib.sha256(), self._bulk.table.rows
+        for row in rows.tolist():
+            digest.update(data.row(row))
+        return digest.hexdigest()
+
+    def _made(self, row: int) -> Sample:
+        """Fields of a row before they are standardised."""
+        values, sample = Row(values=self._bulk.values(row)), {}
+        for rule in self._bulk.rules:
+            try:
+                sample.update(rule.make(values))
+            except MalformedError as error:
+                request = self._bulk.request
+                raise SourceError(
+                    f"{request.name}, key {self._bulk.key(row)}, column {error.column} {error}. "
+                    "Mend the row, or leave it out with where="
+                ) from error
+        return sample
+
+    def _standards(self) -> tuple[Standard, ...]:
+        if self._fitted is None:
+            wanted = standards_of(self._bulk.rules)
+            self._fitted = fitted(wanted, self._sound_training_samples()) if wanted else ()
+        return self._fitted
+
+    def _sound_training_samples(self) -> Iterator[Sample]:
+        """Malformed rows have no part in statistics; they are quarantined when their turn comes."""
+        for row in self._training()._rows().tolist():
+            try:
+                yield self._made(row)
+            except SourceError:
+                continue

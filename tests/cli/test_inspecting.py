@@ -1,0 +1,127 @@
+"""Commands that look at caches: `inspect`, `verify`, `why`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from stoker.cli import render
+from stoker.cli.edge import console
+from stoker.pipeline.why import Explanation
+from stoker.store import Difference
+from tests.cli.commands import Screen, run, run_json, strip_ansi
+
+
+def test_inspect_shows_the_cache(project: Path) -> None:
+    run("precompute", "c.yaml")
+
+    summary = run_json("inspect", "data/latent_cache/burgers1d_train")
+
+    assert {
+        "fingerprint", "records", "fields", "shards", "bytes", "complete", "quarantined", "statistics",
+    } <= summary.keys()  # fmt: skip
+    assert (summary["records"], summary["complete"], summary["quarantined"]) == (12, True, [])
+    text, _ = run("inspect", "data/latent_cache/burgers1d_train")
+    assert summary["fingerprint"] in text
+    assert "latent" in text
+    assert "12 of 12 stored\n" in text
+
+
+def test_inspect_tells_what_is_quarantined_from_what_is_missing(project: Path) -> None:
+    with h5py.File(project / "raw" / "burgers1d_train.h5", "r+") as file:
+        file["tensor"][3, 0, 0] = np.nan
+    run("precompute", "c.yaml", "--splits", "train", exit_code=4)
+
+    text, _ = run("inspect", "data/latent_cache/burgers1d_train")
+
+    assert "11 of 12 stored, 1 quarantined\n" in text
+
+
+def test_the_folder_above_the_caches_names_them(project: Path) -> None:
+    run("precompute", "c.yaml")
+
+    error = run_json("inspect", "data/latent_cache", exit_code=4)["error"]
+
+    assert "holds caches by name: burgers1d_train, burgers1d_val" in error
+    assert error.endswith("Name one, as data/latent_cache/burgers1d_train")
+
+
+def flip_a_record_byte(project: Path) -> None:
+    shard = next((project / "data/latent_cache/burgers1d_train").glob("*/shard-*"))
+    content = bytearray(shard.read_bytes())
+    content[8192] ^= 1
+    shard.chmod(0o644)
+    shard.write_bytes(content)
+
+
+def test_verify_names_the_damaged_record(project: Path) -> None:
+    run("precompute", "c.yaml")
+    assert run_json("verify", "data/latent_cache/burgers1d_train") == {
+        "records": 12, "ok": True, "bad": [], "unchecked": [],
+    }  # fmt: skip
+
+    flip_a_record_byte(project)
+    report = run_json("verify", "data/latent_cache/burgers1d_train", exit_code=4)
+
+    assert report["ok"] is False
+    assert {"index", "shard", "why"} == report["bad"][0].keys()
+    text, _ = run("verify", "data/latent_cache/burgers1d_train", exit_code=4)
+    assert f"sample {report['bad'][0]['index']}" in text
+
+
+def test_verify_of_a_subset_reads_fewer_records(project: Path) -> None:
+    run("precompute", "c.yaml")
+
+    report = run_json("verify", "data/latent_cache/burgers1d_train", "--subset", "0.25")
+    text, _ = run("verify", "data/latent_cache/burgers1d_train", "--subset", "0.25")
+
+    assert (report["records"], report["unchecked"][0]) == (3, "9 of 12 records")
+    assert "3 of 3 records match" in text
+    assert "not looked at: 9 of 12 records" in text
+
+
+def test_why_takes_settings_as_the_other_commands_do(project: Path) -> None:
+    run("precompute", "c.yaml", "--splits", "train")
+    cache = "data/latent_cache/burgers1d_train"
+
+    alone = run_json("why", "c.yaml", "latent.dim=6")
+    beside = run_json("why", cache, "c.yaml", "latent.dim=6")
+    _, message = run("why", cache, "latent.dim=6", exit_code=3)
+    _, three = run("why", "c.yaml", cache, cache, exit_code=3)
+
+    assert {d["entry"]: (d["a"], d["b"]) for d in alone["differences"]}["encoder.config.dim"] == (6, 8)
+    assert {d["entry"]: (d["a"], d["b"]) for d in beside["differences"]}["encoder.config.dim"] == (8, 6)
+    assert "latent.dim=6" in message
+    assert "at most" in three
+
+
+def test_why_compares_settings_with_the_nearest_cache(project: Path) -> None:
+    run("precompute", "c.yaml", "--splits", "train")
+    assert run_json("why", "c.yaml")["same"] is True
+
+    text = (project / "c.yaml").read_text().replace("dim: 8", "dim: 6")
+    (project / "other.yaml").write_text(text)
+    report = run_json("why", "other.yaml")
+
+    assert report["same"] is False
+    assert {"entry", "a", "b"} <= report["differences"][0].keys()
+    entries = {d["entry"]: (d["a"], d["b"]) for d in report["differences"]}
+    assert entries["encoder.config.dim"] == (6, 8)
+    shown, _ = run("why", "other.yaml", "c.yaml")
+    assert "encoder.config.dim" in shown
+    assert "6  ->  8" in shown
+
+
+def test_why_shows_values_whole_but_for_digests(project: Path) -> None:
+    part = {"name": "burgers1d_train_and_more.h5", "count": 10_000, "selection": [0, 9_000]}
+    found = [Difference(entry="p", a=part, b=None, note="only in the first"),
+             Difference(entry="d", a="0123456789abcdef" * 4, b="f" * 64, note="other bytes")]  # fmt: skip
+    screen = Screen()
+
+    render.why(Explanation(a="a", b="b", differences=tuple(found)), console(screen))
+
+    text = " ".join(strip_ansi(screen.getvalue()).split())
+    assert '{"name": "burgers1d_train_and_more.h5", "count": 10000, "selection": [0, 9000]}' in text
+    assert "0123456789abcdef…89abcdef -> ffffffffffffffff…ffffffff" in text

@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import stoker
+from stoker.errors import ConfigError, DecodeError, SourceError, SplitError
+from stoker.store import make_recipe
+from stoker.testing import check_source
+from tests.sources.images.pictures import encoded, square, write_coco, write_list, write_voc
+
+BOX = ("cell", 16, 8, 48, 40)
+
+
+@pytest.fixture
+def voc(tmp_path: Path) -> Path:
+    """Ten images, one white box each; two classes."""
+    names = {f"image_{k:02d}": [BOX, ("dot", 0, 0, 8, 8)][: 1 + k % 2] for k in range(10)}
+    root = write_voc(tmp_path / "voc", names)
+    write_list(root, "train", list(names)[:6])
+    write_list(root, "val", list(names)[6:8])
+    write_list(root, "test", list(names)[8:])
+    return root
+
+
+def source(root: Path, *args: object, size: tuple[int, int] = (24, 32), **more: object) -> stoker.ImageSource:
+    return stoker.ImageSource(root, *args, size=size, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"fit": "letterbox", "size": (30, 30)},
+        {"fit": "short", "size": 20},
+        {"store": "encoded"},
+        {"labels": {"ragged": True}},
+        {"colour": "L", "max_samples": 4},
+    ],
+    ids=lambda more: " ".join(more) or "plain",
+)
+def test_it_keeps_the_promises_of_a_source(voc: Path, more: dict) -> None:
+    check_source(source(voc, "voc", **more))
+
+
+@pytest.mark.parametrize("fit", ["stretch", "letterbox", "short"])
+def test_a_box_lies_where_its_pixels_went(voc: Path, fit: str) -> None:
+    """The box is drawn in white: what is bright in the stored image must be what the stored box says."""
+    sample = source(voc, "voc", size=36 if fit == "short" else (36, 40), fit=fit, reduced=False).read(0)
+    image = sample["image"]
+    if fit == "short":
+        image = image.T.reshape(3, *sample["image_shape"])
+
+    rows, columns = np.nonzero(image[0] > 127)
+
+    x0, y0, x1, y1 = sample["boxes"][0]
+    assert np.allclose(
+        [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1], [x0, y0, x1, y1], atol=1
+    )
+    assert sample["labels"].tolist() == [0, 0]
+    assert (sample["boxes_valid"].tolist(), int(sample["num_objects"])) == ([True, False], 1)
+    assert sample["original_size"].tolist() == [48, 64]
+
+
+def test_splits_come_from_the_lists_and_test_is_test(voc: Path) -> None:
+    found = {split: source(voc, "voc", split=split).keys() for split in ("train", "valid", "test")}
+
+    assert {split: len(keys) for split, keys in found.items()} == {"train": 6, "valid": 2, "test": 2}
+    assert found["test"] == ["image_08", "image_09"]
+    with pytest.raises(SplitError, match="train, val, test"):
+        len(source(voc, "voc", split="holdout"))
+    with pytest.raises(SplitError, match="Leave splits out"):
+        len(source(voc, "voc", split="train", splits={"train": 0.5, "val": 0.5}))
+
+
+def test_without_lists_fractions_are_cut_over_names(voc: Path) -> None:
+    shutil.rmtree(voc / "ImageSets")
+
+    parts = [set(source(voc, "voc", split=split).keys()) for split in ("train", "val", "test")]
+
+    assert [len(part) for part in parts] == [8, 1, 1]
+    assert len(set.union(*parts)) == 10
+
+
+def test_a_drawn_subset_is_seeded_and_spread(tmp_path: Path) -> None:
+    for k in range(60):
+        folder = tmp_path / f"class{k // 20}"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{k}.png").write_bytes(encoded(square((8, 8), (0, 0, 4, 4))))
+
+    def drawn(seed: int, count: int = 15) -> list[str]:
+        return list(source(tmp_path, "folder", max_samples=count, seed=seed).keys())
+
+    assert drawn(0) == drawn(0) != drawn(1)
+    assert set(drawn(0)) < set(drawn(0, 30))
+    assert len(Counter(key.split("/")[0] for key in drawn(0))) == 3
+
+
+def test_folders_name_classes_and_splits(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        for name in ("cat", "dog"):
+            (tmp_path / split / name).mkdir(parents=True)
+            (tmp_path / split / name / "a.png").write_bytes(encoded(square((8, 8), (0, 0, 4, 4))))
+
+    test = source(tmp_path, "folder", split="test")
+
+    assert test.classes == ("cat", "dog")
+    assert test.keys() == ["test/cat/a", "test/dog/a"]
+    assert [int(test.read(n)["label"]) for n in range(2)] == [0, 1]
+    with pytest.raises(SplitError):
+        len(source(tmp_path, "folder", split="val"))
+
+
+def test_coco_boxes_keypoints_and_categories(tmp_path: Path) -> None:
+    train = source(write_coco(tmp_path, {"train": 4, "val": 2}), "coco", split="train")
+
+    last = train.read(3)
+
+    assert (len(train), train.classes) == (4, ("cat", "dog"))
+    assert last["labels"][:3].tolist() == [0, 1, 0]
+    assert last["boxes"][0].tolist() == [4, 4, 12, 8]
+    assert last["crowd"].tolist() == [False, False, True]
+    assert last["keypoints"][0].tolist() == [[4.75, 5.75], [0, 0]]
+    assert last["keypoints_valid"][0].tolist() == [True, False]
+    assert int(last["image_id"]) == 103
+    check_source(train)
+
+
+def test_a_longer_annotation_file_leaves_the_images_before_it_alone(tmp_path: Path) -> None:
+    """Else one more image would encode all of them again."""
+    root = write_coco(tmp_path, {"train": 3})
+    before = source(root, "coco", labels={"max_objects": 5}).identity()
+    path = root / "annotations/instances_train2017.json"
+    path.write_text(path.read_text().replace("{", "{ ", 1))
+
+    assert source(root, "coco", labels={"max_objects": 5}).identity() == before
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "says"),
+    [
+        (lambda root: (root / "JPEGImages/image_00.jpg").write_bytes(b""), DecodeError, "empty"),
+        (lambda root: (root / "JPEGImages/image_00.jpg").write_bytes(b"<html>"), DecodeError, "not an image"),
+        (lambda root: (root / "JPEGImages/image_00.jpg").unlink(), SourceError, "is missing"),
+        (lambda root: pipe(root / "JPEGImages/image_00.jpg"), SourceError, "regular file"),
+        (lambda root: (root / "Annotations/image_00.xml").unlink(), SourceError, "xml is missing"),
+        (lambda root: (root / "Annotations/image_00.xml").write_text("<a>"), DecodeError, "not XML"),
+        (lambda root: edit(root, "48", "x"), DecodeError, "object 0 lacks"),
+        (lambda root: edit(root, "<width>64", "<width>65"), DecodeError, "of 65 x 48 pixels"),
+        (lambda root: edit(root, "<annotation>", "<!DOCTYPE a [<!ENTITY b 'c'>]><annotation>"), DecodeError,
+         "entities"),
+    ],
+)  # fmt: skip
+def test_a_damaged_sample_is_an_error_with_its_name(voc: Path, spoil, error, says: str) -> None:
+    spoil(voc)
+
+    with pytest.raises(error, match=rf"(?s)image_00.*{says}|{says}.*image_00"):
+        source(voc, "voc", labels={"classes": ["cell", "dot"], "max_objects": 2}).read(0)
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def edit(root: Path, old: str, new: str) -> None:
+    path = root / "Annotations/image_00.xml"
+    path.write_text(path.read_text().replace(old, new))
+
+
+def test_boxes_are_cut_at_the_image_and_those_without_area_are_marked(tmp_path: Path) -> None:
+    boxes = [("a", -10, 8, 20, 30), ("a", 70, 8, 90, 20), ("a", 5, 5, 5, 5)]
+    root = write_voc(tmp_path, {"x": boxes})
+
+    sample = source(root, "voc", size=(48, 64)).read(0)
+
+    assert sample["boxes"][0].tolist() == [0, 8, 20, 30]
+    assert sample["boxes_valid"].tolist() == [True, False, False]
+    assert int(sample["num_objects"]) == 3
+    with pytest.raises(DecodeError, match=r"object 1 \(70, 8, 90, 20\) has no area inside.*64 x 48"):
+        source(root, "voc", labels={"strict": True}).read(0)
+
+
+def test_more_objects_than_room_is_an_error_with_the_cure(voc: Path) -> None:
+    with pytest.raises(DecodeError, match="max_objects=2"):
+        source(voc, "voc", labels={"max_objects": 1}).read(1)
+
+
+def test_bad_images_are_set_aside_by_name_and_the_rest_is_stored(voc: Path, tmp_path: Path) -> None:
+    (voc / "JPEGImages/image_02.jpg").write_bytes((voc / "JPEGImages/image_02.jpg").read_bytes()[:300])
+    (voc / "JPEGImages/image_05.jpg").unlink()
+
+    cache = stoker.precompute(
+        source(voc, "voc"), None, tmp_path / "cache", name="c", readers=1, max_quarantined=0.5
+    )
+
+    aside = cache.quarantined
+    assert len(cache) == 8
+    assert {number: failure.stage for number, failure in aside.items()} in (
+        {2: "decode", 5: "read"},
+        {2: "decode", 5: "open"},
+    )
+    assert "image_02.jpg" in aside[2].error
+    assert "image_05.jpg" in aside[5].error
+    assert cache[3]["image"].dtype is not None
+
+
+def test_the_recipe_names_rules_decoder_and_content(voc: Path) -> None:
+    first = make_recipe(source(voc, "voc"), None).fingerprint
+    others = [
+        make_recipe(source(voc, "voc", **more), None).fingerprint
+        for more in ({"size": (24, 33)}, {"fit": "letterbox"}, {"reduced": False}, {"store": "encoded"},
+                     {"turned": False}, {"filter": "box"}, {"labels": {"classes": ["dot", "cell"]}})
+    ]  # fmt: skip
+    moved = shutil.copytree(voc, voc.parent / "elsewhere")
+
+    assert len({first, *others}) == 8
+    assert make_recipe(source(moved, "voc"), None).fingerprint == first
+    edit(moved, "<difficult>0", "<difficult>1")
+    assert make_recipe(source(moved, "voc"), None).fingerprint != first
+    assert "libjpeg" in str(source(voc, "voc").identity().settings["decoder"])
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"annotations": "yolo"}, "annotations='yolo' is unknown.*'voc'"),
+        ({"size": 224}, r"size is 224.*\(height, width\)"),
+        ({"size": (0, 5)}, r"size is \(0, 5\)"),
+        ({"labels": {"clases": []}}, "'clases'.*classes"),
+        ({"labels": {"classes": ["a"]}}, "classes=, which annotations=None has no use for"),
+        ({"max_samples": 0}, "max_samples is 0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(tmp_path: Path, more: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        stoker.ImageSource(tmp_path, **more)
+
+
+def test_an_empty_folder_says_what_images_end_in(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"holds no image.*\.jpg"):
+        len(source(tmp_path))
+
+
+def test_without_pillow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.sources.images.source.find_spec", lambda name: None)
+
+    with pytest.raises(ConfigError, match=r"stoker\[images\]"):
+        source(tmp_path)

@@ -1,0 +1,173 @@
+"""Samples that another process reads differently, or not at all, are refused before anything is encoded."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import stoker
+from stoker.errors import SourceError, StalledError
+from stoker.sources.subset import Subset
+from stoker.sources.torch_dataset import TorchSource
+
+HERE = os.getpid()
+
+
+class Items:
+    """Items from a function of the index."""
+
+    def __init__(self, make, count: int = 20) -> None:
+        self.make, self.count = make, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int):
+        return self.make(index)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda i, h=HERE: {"a": 1 / (os.getpid() == h or i != 8)}, r"sample 8 can be .*ZeroDivisionError"),
+        (
+            lambda i, h=HERE: 1 if os.getpid() == h else os._exit(3),
+            r"read item 0 exited with code 3\. Readers",
+        ),
+    ],
+    ids=["fails", "ends"],
+)
+def test_what_another_process_would_not_give_alike_is_refused(make, message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        TorchSource(Items(make)).prove()
+
+
+def test_an_item_that_does_not_come_there_is_named() -> None:
+    source = TorchSource(Items(lambda i, h=HERE: 1 if os.getpid() == h else time.sleep(3600)))
+    source.probe_deadline_s = 0.5
+
+    with pytest.raises(StalledError, match=r"in a second process, item 0 took more than 0\.5 s"):
+        source.prove()
+
+
+def test_nothing_is_encoded_of_what_is_refused(tmp_path: Path) -> None:
+    dataset = Items(lambda i: torch.tensor([os.getpid()]))
+
+    with pytest.raises(SourceError, match="is another in a second process"):
+        stoker.cached(dataset, cache_dir=tmp_path, device="cpu")
+
+    assert not list(tmp_path.rglob("shard-*"))
+    loader = stoker.cached(dataset, cache_dir=tmp_path, device="cpu", precompute={"readers": 0})
+    assert next(iter(loader))["data"].unique().tolist() == [HERE]
+
+
+def test_samples_that_fail_in_both_are_left_to_quarantine(tmp_path: Path) -> None:
+    source = TorchSource(Items(lambda i: 1 / (i - 19)))
+
+    Subset(source, 20).prove()
+
+
+class Noisy:
+    """Draws from every global generator, and in `own` from one of its own."""
+
+    def __init__(self, count: int = 20) -> None:
+        self.count, self.own = count, np.random.default_rng()
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int):
+        drawn = [torch.rand(1).item(), np.random.random(), random.random()]
+        return {"x": torch.ones(2) * index, "drawn": torch.tensor(drawn), "own": self.own.random()}
+
+
+def test_frozen_draws_are_the_same_in_every_process_and_leave_the_callers_alone(
+    tmp_path: Path, caplog
+) -> None:
+    folders = [tmp_path / "here", tmp_path / "there"]
+    torch.manual_seed(5)
+    loaders = [
+        stoker.cached(
+            Noisy(), cache_dir=folder, device="cpu", order="sequential", random="freeze",
+            precompute={"readers": readers},
+        )
+        for folder, readers in zip(folders, (0, 1), strict=True)
+    ]  # fmt: skip
+    drawn = torch.rand(1)
+
+    here, there = (next(iter(loader)) for loader in loaders)
+    assert torch.equal(here["drawn"], there["drawn"])
+    assert len(here["drawn"].unique()) == 60
+    assert not torch.equal(here["own"], there["own"])
+    assert loaders[0].dataset.fingerprint == loaders[1].dataset.fingerprint
+    assert "one draw is stored for good of drawn, own" in caplog.text
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(1))
+
+
+def test_the_freeze_is_part_of_the_recipe(tmp_path: Path) -> None:
+    dataset = Items(lambda i: torch.ones(2) * i)
+    plain, frozen = (TorchSource(dataset, random=how).identity() for how in ("refuse", "freeze"))
+
+    assert "random" not in plain.settings
+    assert frozen.settings["random"] == "freeze"
+    with pytest.raises(stoker.StokerError, match="random is 'yes'"):
+        TorchSource(dataset, random="yes")
+
+
+def test_random_output_is_refused_with_what_draws_it_and_the_cures(tmp_path: Path) -> None:
+    class RandomCrop:
+        def __call__(self, x):
+            return x[..., random.randrange(9) :][..., :4]
+
+    class Augmented(Items):
+        transform = None
+
+        def __getitem__(self, index: int):
+            return self.transform(torch.arange(16.0) * index)
+
+    dataset = Augmented(None)
+    dataset.transform = RandomCrop()
+    with pytest.raises(SourceError) as caught:
+        stoker.cached(dataset, cache_dir=tmp_path)
+
+    said = str(caught.value)
+    assert "(it holds dataset.transform, a" in said
+    assert "RandomCrop" in said
+    for cure in ("transforms=[...]", "seed it by the sample number", "random='freeze'"):
+        assert cure in said
+    assert not list(tmp_path.iterdir())
+
+
+MAIN = """
+import sys, torch, stoker
+from torch.utils.data import Dataset
+SCALE = 3.0
+class Mine(Dataset):
+    def __len__(self): return 40
+    def __getitem__(self, i): return {"x": torch.ones(3) * i * SCALE, "label": "odd" if i % 2 else "even"}
+loader = stoker.cached(Mine(), cache_dir=sys.argv[1], device="cpu", batch_size=40, order="sequential",
+                       precompute={"readers": 1}, text={"label": ["even", "odd"]})
+batch = next(iter(loader))
+assert batch["x"][7].tolist() == [21.0] * 3 and batch["label"][:3].tolist() == [0, 1, 0], batch
+"""
+
+
+@pytest.mark.parametrize(
+    "notebook", [pytest.param(False, id="script", marks=pytest.mark.slow), pytest.param(True, id="notebook")]
+)
+def test_a_dataset_of_a_script_or_notebook_is_read_by_readers(tmp_path: Path, notebook: bool) -> None:
+    (tmp_path / "main.py").write_text(MAIN)
+    words = [str(tmp_path / "main.py")]
+    if notebook:  # as a notebook does: code without a file, in the namespace of __main__
+        words = ["-c", f"exec(compile({MAIN!r}, '<cell 1>', 'exec'))"]
+    words.append(str(tmp_path / "cache"))
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)
+
+    assert done.returncode == 0, done.stderr[-2000:]
