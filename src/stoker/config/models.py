@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from omegaconf import OmegaConf
 from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr
 
+from stoker.config.datasets import TorchConfig
 from stoker.config.files_kinds import ArraysConfig, ParquetConfig, TarConfig
 from stoker.config.images import ImagesConfig
 from stoker.config.kinds import Kind
@@ -88,6 +89,9 @@ class DataConfig(SettingsSection):
     parquet: ParquetConfig = ParquetConfig()
     images: ImagesConfig = ImagesConfig()
     sql: SqlConfig = SqlConfig()
+    dataset: str | None = None
+    """A torch Dataset, or what makes it: `module:name`, `path/file.py:name`; then `data.kind` is `torch`."""
+    torch: TorchConfig = TorchConfig()
 
     @property
     def tasks(self) -> tuple[str, ...]:

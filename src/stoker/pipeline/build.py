@@ -83,6 +83,8 @@ def tasks_of(config: Config) -> list[str]:
     given = data.model_fields_set
     if "task" not in given and data.files is not None:
         return [stem_of(data.files)]
+    if "task" not in given and data.dataset is not None:
+        return [stem_of(data.dataset.rpartition(":")[2]).lower()]
     if "task" not in given and data.kind != "hdf5":
         return [stem_of(data.root) if "root" in given else data.kind]
     return list(data.tasks)

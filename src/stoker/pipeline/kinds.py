@@ -13,6 +13,7 @@ from stoker.config.kinds import Kind
 from stoker.config.models import DataConfig
 from stoker.config.section import Names
 from stoker.errors import ConfigError
+from stoker.pipeline.user_dataset import torch_source
 from stoker.sources.files import resolve_files
 from stoker.sources.hdf5 import HDF5Source
 from stoker.sources.protocol import Source
@@ -124,6 +125,7 @@ BUILDERS: Mapping[Kind, Builder] = {
     "hdf5": hdf5_source,
     "images": images_source,
     "sql": sql_source,
+    "torch": torch_source,
     "arrays": arrays_source,
     "tar": tar_source,
     "parquet": parquet_source,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from stoker.errors import SourceError, SplitError
 from stoker.schema import Json, Sample, Schema, digest_json
 from stoker.sources.placed import PlacedPart, Placing
-from stoker.sources.protocol import Part, Source, SourceIdentity
+from stoker.sources.protocol import Part, Proving, Source, SourceIdentity
 from stoker.sources.splits import SplitChoice, choose_split, split_numbers
 
 
@@ -59,6 +59,17 @@ class SplitOf:
             raise IndexError(f"sample {number} does not exist: this split has {len(numbers)}")
         return self._source.read(int(numbers[number]), start, stop)
 
+    def prove(self) -> None:
+        """As the source does, if it does."""
+        if isinstance(self._source, Proving):
+            self._source.prove()
+
+    def for_split(self, split: str | None) -> Source:
+        """Another split of the same source; None: all of it."""
+        if split is None:
+            return self._source
+        return SplitOf(self._source, split, splits=self._splits, seed=self._seed)
+
     def runs(self) -> Sequence[range]:
         """The source's runs, as far as they are in the split."""
         numbers = self._chosen()[1]
@@ -93,14 +104,6 @@ class SplitOf:
             first += part.count
         settings: dict[str, Json] = {**whole.settings, "split": choice.to_json()}
         return dataclasses.replace(whole, parts=tuple(parts), settings=settings)
-
-    def for_split(self, split: str | None) -> Source:
-        """Another split of the same source, which is described once."""
-        return (
-            self._source
-            if split is None
-            else SplitOf(self._source, split, splits=self._splits, seed=self._seed)
-        )
 
     def places(self) -> Sequence[PlacedPart]:
         """Where these samples lie, if the source knows.
