@@ -33,6 +33,7 @@ def test_these_are_the_public_names() -> None:
         "cached",
         "disable_torch_compile",
         "find_batch_size",
+        "index_in_place",
         "open_cache",
         "precompute",
     ]

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from stoker.sources.sql.source import SQLSource
     from stoker.sources.torch_dataset import TorchSource
     from stoker.store import Cache, open_cache
+    from stoker.store.index_in_place import index_in_place
     from stoker.train.batch_size import find_batch_size
     from stoker.train.compiling import disable_torch_compile
 
@@ -56,6 +57,7 @@ __all__ = [
     "cached",
     "disable_torch_compile",
     "find_batch_size",
+    "index_in_place",
     "open_cache",
     "precompute",
 ]
@@ -75,6 +77,7 @@ _HOMES = {
     "cached": "stoker.cached",
     "disable_torch_compile": "stoker.train.compiling",
     "find_batch_size": "stoker.train.batch_size",
+    "index_in_place": "stoker.store.index_in_place",
     "open_cache": "stoker.store",
     "precompute": "stoker.precompute",
 }
