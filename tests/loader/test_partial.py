@@ -83,11 +83,7 @@ def loader_at(cache: Cache, where: list[str], **settings: Any) -> Loader:
     return loader
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_batches_are_the_same_wherever_shards_are_and_move(
-    cache: Cache, ragged: Cache, data: st.DataObject
-) -> None:
+def same_wherever_shards_are(cache: Cache, ragged: Cache, data: st.DataObject) -> None:
     """Any assignment of shards to memories, changed again and again between batches: one stream."""
     varying = data.draw(st.booleans())
     common: dict[str, Any] = {
@@ -116,6 +112,24 @@ def test_batches_are_the_same_wherever_shards_are_and_move(
         assert next(running, None) is None
 
     assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_batches_are_the_same_wherever_shards_are_and_move(
+    cache: Cache, ragged: Cache, data: st.DataObject
+) -> None:
+    same_wherever_shards_are(cache, ragged, data)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_batches_are_the_same_wherever_shards_are_a_thousand_times(
+    cache: Cache, ragged: Cache, data: st.DataObject
+) -> None:
+    same_wherever_shards_are(cache, ragged, data)
 
 
 @pytest.mark.parametrize(

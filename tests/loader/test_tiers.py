@@ -29,9 +29,7 @@ def joined(batches: list[Any]) -> list[torch.Tensor]:
     return [torch.cat(parts) for parts in zip(*map(values_of, batches), strict=True)]
 
 
-@settings(max_examples=220, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_same_bytes_everywhere(caches: dict[str, Cache], data: st.DataObject) -> None:
+def same_bytes_everywhere(caches: dict[str, Cache], data: st.DataObject) -> None:
     """Tier x layout of shards x resume at any step x world size: one stream of global batches."""
     windows = data.draw(st.sampled_from([None, Windows(field="latent"), Windows(field="latent", horizon=2)]))
     order = data.draw(st.sampled_from(["full", "block(3,12)", "static(4)"]))
@@ -65,6 +63,20 @@ def test_same_bytes_everywhere(caches: dict[str, Cache], data: st.DataObject) ->
     for whole, parts in zip(expected[stop:], got, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(values_of(whole), joined(list(parts)), strict=True))
         assert all(part.position == whole.position for part in parts)
+
+
+@settings(max_examples=220, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_same_bytes_everywhere(caches: dict[str, Cache], data: st.DataObject) -> None:
+    same_bytes_everywhere(caches, data)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_same_bytes_everywhere_a_thousand_times(caches: dict[str, Cache], data: st.DataObject) -> None:
+    same_bytes_everywhere(caches, data)
 
 
 def test_a_batch_may_draw_from_memory_and_disk(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:

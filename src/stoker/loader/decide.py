@@ -23,6 +23,7 @@ from stoker.loader.disk import READ_DEADLINE_S, Reading
 from stoker.loader.draws import Weights
 from stoker.loader.engine import Design
 from stoker.loader.fused import Normalise
+from stoker.loader.lowering import lowered
 from stoker.loader.order import Order, parse_order
 from stoker.loader.outputs import Output, make_outputs
 from stoker.loader.places import Places, find_places, weighted
@@ -131,6 +132,7 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
         threads=max(1, min(MAX_GATHER_THREADS, int(resources.cpus))),
         reading=Reading(deadline_s=wishes.timeout_s or READ_DEADLINE_S, verify=wishes.verify),
         meter=wishes.meter,
+        lowered=lowered(wishes.transforms, outputs, wishes.seed, windowed=windows is not None),
     )
 
 

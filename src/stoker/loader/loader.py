@@ -244,7 +244,7 @@ class Loader:
                 if strip.tier == "host":
                     batches = serving.ahead.of(batches, strip.count, strips)
                 if finish:
-                    batches = finish.apply(batches, strip.examples, strip.size, epoch)
+                    batches = finish.apply(strip, batches, epoch)
                 if meter is None:
                     for batch in batches:
                         self._place.at = last = batch.position

@@ -21,6 +21,7 @@ from stoker.loader.keyed import child_keys, example_keys
 from stoker.loader.ragged import Join
 
 if TYPE_CHECKING:
+    from stoker.loader.engine import Strip
     from stoker.monitor.meter import StallMeter
 
 Transform: TypeAlias = "Callable[[Any, Tensor], Any]"
@@ -28,9 +29,11 @@ Transform: TypeAlias = "Callable[[Any, Tensor], Any]"
 per example, equal for the same seed, epoch, example and place among the transforms."""
 
 
-def run(transforms: Sequence[Transform], batch: Any, keys: Tensor) -> Any:
-    """The batch after all transforms, each with keys of its own: two of one kind draw different numbers."""
-    for place, transform in enumerate(transforms):
+def run(transforms: Sequence[Transform], batch: Any, keys: Tensor, first: int = 0) -> Any:
+    """The batch after all transforms from the `first` on, each with keys of its own: two of one kind draw
+    different numbers.
+    """
+    for place, transform in enumerate(transforms[first:], first):
         batch = transform(batch, child_keys(keys, place))
     return batch
 
@@ -72,8 +75,9 @@ class Finish:
         """Whether there is anything to do."""
         return any((self.join, self.device is not None, self.pin, self.transforms))
 
-    def apply(self, batches: Iterable[Any], examples: Any, size: int, epoch: int) -> Iterator[Any]:
-        """Finish consecutive batches of `size` examples; `examples` are those of all of them."""
+    def apply(self, strip: Strip, batches: Iterable[Any], epoch: int) -> Iterator[Any]:
+        """Finish the `batches` of a strip."""
+        examples, size = strip.examples, strip.size
         for number, made in enumerate(batches):
             batch, begin = made, perf_counter()
             if self.join is not None:
@@ -83,10 +87,10 @@ class Finish:
             if self.device is not None:
                 batch = _each(batch, partial(Tensor.to, device=self.device, non_blocking=True))
             copied = perf_counter()
-            if self.transforms:
+            if len(self.transforms) > strip.transformed:
                 own = torch.as_tensor(examples[number * size : (number + 1) * size], device=_device_of(batch))
                 keys = example_keys(self.seed, epoch, own)
-                batch = _placed(run(self.transforms, batch, keys), batch.position)
+                batch = _placed(run(self.transforms, batch, keys, strip.transformed), batch.position)
             if self.meter is not None:
                 self.meter.spent("copy", copied - begin)
                 self.meter.spent("transform", perf_counter() - copied)
