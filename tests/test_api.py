@@ -18,6 +18,7 @@ import stoker
 def test_these_are_the_public_names() -> None:
     assert stoker.__all__ == [
         "Cache",
+        "FeatureEncoder",
         "GridEncoder",
         "HDF5Source",
         "ImageSource",

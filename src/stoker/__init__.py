@@ -24,6 +24,7 @@ from stoker.errors import StokerError
 
 if TYPE_CHECKING:
     from stoker.cached import cached
+    from stoker.encoders.features import FeatureEncoder
     from stoker.encoders.grid import GridEncoder
     from stoker.encoders.module import ModuleEncoder
     from stoker.loader import Loader, Mixture, Windows
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Cache",
+    "FeatureEncoder",
     "GridEncoder",
     "HDF5Source",
     "ImageSource",
@@ -62,6 +64,7 @@ __all__ = [
 
 _HOMES = {
     "Cache": "stoker.store",
+    "FeatureEncoder": "stoker.encoders.features",
     "GridEncoder": "stoker.encoders.grid",
     "HDF5Source": "stoker.sources.hdf5",
     "ImageSource": "stoker.sources.images.source",
