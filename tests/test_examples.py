@@ -44,7 +44,7 @@ def test_two_tasks_come_in_one_stream_as_often_as_their_weights_say(tmp_path: Pa
     ("name", "package", "says"),
     [
         ("lightning_trainer.py", "lightning", "100 steps, 5 epochs, Loader("),
-        ("hf_trainer.py", "transformers", "100 steps"),
+        ("hf_trainer.py", "accelerate", "100 steps"),
         ("accelerate_loop.py", "accelerate", "epoch 2: Loader("),
     ],
 )
