@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr
 
 from stoker.config.images import ImagesConfig
 from stoker.config.kinds import Kind
-from stoker.config.rows import SqlConfig
+from stoker.config.rows import JoinConfig, SqlConfig
 from stoker.config.section import (
     CountInt,
     Flag,
@@ -79,6 +79,7 @@ class DataConfig(SettingsSection):
     limit: PositiveInt | None = None
     """Take only the first so many samples."""
     images: ImagesConfig = ImagesConfig()
+    join: JoinConfig = JoinConfig()
     sql: SqlConfig = SqlConfig()
 
     @property
