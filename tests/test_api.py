@@ -18,6 +18,7 @@ import stoker
 def test_these_are_the_public_names() -> None:
     assert stoker.__all__ == [
         "Cache",
+        "FeatureEncoder",
         "GridEncoder",
         "HDF5Source",
         "ImageSource",
@@ -32,6 +33,7 @@ def test_these_are_the_public_names() -> None:
         "cached",
         "disable_torch_compile",
         "find_batch_size",
+        "index_in_place",
         "open_cache",
         "precompute",
     ]

@@ -24,6 +24,7 @@ from stoker.errors import StokerError
 
 if TYPE_CHECKING:
     from stoker.cached import cached
+    from stoker.encoders.features import FeatureEncoder
     from stoker.encoders.grid import GridEncoder
     from stoker.encoders.module import ModuleEncoder
     from stoker.loader import Loader, Mixture, Windows
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from stoker.sources.sql.source import SQLSource
     from stoker.sources.torch_dataset import TorchSource
     from stoker.store import Cache, open_cache
+    from stoker.store.index_in_place import index_in_place
     from stoker.train.batch_size import find_batch_size
     from stoker.train.compiling import disable_torch_compile
 
@@ -40,6 +42,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Cache",
+    "FeatureEncoder",
     "GridEncoder",
     "HDF5Source",
     "ImageSource",
@@ -54,12 +57,14 @@ __all__ = [
     "cached",
     "disable_torch_compile",
     "find_batch_size",
+    "index_in_place",
     "open_cache",
     "precompute",
 ]
 
 _HOMES = {
     "Cache": "stoker.store",
+    "FeatureEncoder": "stoker.encoders.features",
     "GridEncoder": "stoker.encoders.grid",
     "HDF5Source": "stoker.sources.hdf5",
     "ImageSource": "stoker.sources.images.source",
@@ -72,6 +77,7 @@ _HOMES = {
     "cached": "stoker.cached",
     "disable_torch_compile": "stoker.train.compiling",
     "find_batch_size": "stoker.train.batch_size",
+    "index_in_place": "stoker.store.index_in_place",
     "open_cache": "stoker.store",
     "precompute": "stoker.precompute",
 }

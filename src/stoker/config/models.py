@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 from omegaconf import OmegaConf
 from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr
 
+from stoker.config.datasets import TorchConfig
+from stoker.config.files_kinds import ArraysConfig, ParquetConfig, TarConfig
 from stoker.config.images import ImagesConfig
 from stoker.config.kinds import Kind
 from stoker.config.rows import JoinConfig, SqlConfig
@@ -78,9 +80,19 @@ class DataConfig(SettingsSection):
     """Shift and scale each channel by mean and deviation of the train split, before encoding."""
     limit: PositiveInt | None = None
     """Take only the first so many samples."""
+    stage: Literal["auto", "never", "always"] = "never"
+    """Copy files to a local disk before they are read; `auto`: from network storage (docs/staging.md)."""
+    stage_dir: Place | None = None
+    """Folder for these copies; null: `.staged` beside the caches."""
+    arrays: ArraysConfig = ArraysConfig()
+    tar: TarConfig = TarConfig()
+    parquet: ParquetConfig = ParquetConfig()
     images: ImagesConfig = ImagesConfig()
     join: JoinConfig = JoinConfig()
     sql: SqlConfig = SqlConfig()
+    dataset: str | None = None
+    """A torch Dataset, or what makes it: `module:name`, `path/file.py:name`; then `data.kind` is `torch`."""
+    torch: TorchConfig = TorchConfig()
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -105,8 +117,8 @@ class LatentConfig(SettingsSection):
 class EncoderConfig(SettingsSection):
     """The frozen encoder."""
 
-    kind: Literal["grid", "identity"] = "grid"
-    """`grid` cuts time steps into patches; `identity` stores samples as they are."""
+    kind: Literal["grid", "features", "identity"] = "grid"
+    """`grid` cuts time steps into patches; `features` takes images; `identity` stores samples as they are."""
     patch_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 4
     """Points of a patch along each axis, or `[height, width]`; on one-dimensional data along x."""
     fourier: tuple[PositiveInt, ...] = (1, 2)
@@ -115,6 +127,12 @@ class EncoderConfig(SettingsSection):
     """Decides the weights where no checkpoint is given."""
     checkpoint: Place | None = None
     """A safetensors file with the weights."""
+    folder: Place | None = None
+    """Of `features`: the local folder of a vision model of transformers (docs/images.md)."""
+    pooling: Literal["cls", "mean", "tokens"] = "cls"
+    """Of `features`: the class token, the mean of the patches, or all tokens."""
+    processor: Literal["device", "pil"] = "device"
+    """Of `features`: images as they are stored, or resized and cropped by the model's own processor."""
 
     def patch(self, height: int) -> tuple[int, int]:
         """The patch as (height, width) on a grid of `height` points; one-dimensional data has 1."""

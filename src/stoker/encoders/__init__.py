@@ -4,6 +4,7 @@ protocol.py   what an encoder promises
 grid.py       fields on a regular grid to tokens
 keeping.py    fields of the raw sample, kept beside what an encoder makes
 module.py     any frozen `nn.Module` or function
+features.py   vision models from a local folder, put together by vision_model.py
 normalize.py  statistics of the training samples, applied before an encoder
 decode.py     back from latents to fields
 groups.py     the fixed group, from schemas alone

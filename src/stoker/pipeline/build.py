@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stoker.config import Config
+from stoker.encoders.features import FeatureEncoder
 from stoker.encoders.grid import GridEncoder
 from stoker.encoders.keeping import keeping
 from stoker.encoders.normalize import Normalized
 from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError
 from stoker.pipeline.kinds import BUILDERS
+from stoker.pipeline.staging import staged_data
 from stoker.pipeline.statistics import train_statistics
 from stoker.schema import Schema, digest_json
 from stoker.sources.protocol import Source, Splitting
@@ -82,6 +84,8 @@ def tasks_of(config: Config) -> list[str]:
     given = data.model_fields_set
     if "task" not in given and data.files is not None:
         return [stem_of(data.files)]
+    if "task" not in given and data.dataset is not None:
+        return [stem_of(data.dataset.rpartition(":")[2]).lower()]
     if "task" not in given and data.kind != "hdf5":
         return [stem_of(data.root) if "root" in given else data.kind]
     return list(data.tasks)
@@ -96,7 +100,7 @@ def stem_of(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) ->
     ('1D_Burgers_Sols_Nu0.01', 'sols', 'raw')
     """
     first = Path(files if isinstance(files, str | os.PathLike) else next(iter(files), "data"))
-    known = first.suffix.lower() in {".h5", ".hdf5", ".hdf", ".he5"}
+    known = first.suffix.lower() in {".h5", ".hdf5", ".hdf", ".he5", ".zarr", ".npy", ".tar", ".parquet"}
     name = first.stem if known else first.name
     for text in (name, first.parent.name, "data"):
         plain = re.sub(r"[^A-Za-z0-9._-]+", "_", re.sub(r"\[[^]]*\]|[*?]+", "", text)).strip("._-")
@@ -115,7 +119,7 @@ def build_sources(config: Config, task: str, splits: Sequence[str]) -> dict[str,
 
     A table may change between two readings, and then one row would be in two splits.
     """
-    data, found = config.data, dict[str, Source]()
+    data, found = staged_data(config, task), dict[str, Source]()
     shared: Source | None = None
     for split in splits:
         if isinstance(shared, Splitting):
@@ -137,12 +141,31 @@ def build_encoder(config: Config, schema: Schema, *, fitted_on: Source | None) -
         ConfigError: The samples have no grid.
         EncoderError: The patch does not divide the grid.
     """
-    encoder = grid_encoder(config, schema) if config.encoder.kind == "grid" else None
+    encoder: Encoder | None = None
+    if config.encoder.kind == "features":
+        encoder = feature_encoder(config)
+    elif config.encoder.kind == "grid":
+        encoder = grid_encoder(config, schema)
     if fitted_on is None:
         return encoder
     cache_dir = Path(config.training.latent_cache_dir)
     digests = Digests(cache_dir, config.identity)
     return Normalized(encoder, train_statistics(fitted_on, "data", digests=digests, cache_dir=cache_dir))
+
+
+def feature_encoder(config: Config) -> FeatureEncoder:
+    """The vision model of `encoder.folder`.
+
+    Raises:
+        ConfigError: No folder is given.
+        EncoderError: It holds no such model.
+    """
+    own = config.encoder
+    if own.folder is None:
+        raise ConfigError(
+            "encoder.kind=features needs encoder.folder, a local folder with a vision model (docs/images.md)"
+        )
+    return FeatureEncoder(own.folder, own.pooling, processor=own.processor)
 
 
 def grid_encoder(config: Config, schema: Schema) -> GridEncoder:

@@ -37,6 +37,7 @@ from stoker.pipeline.folders import is_open, require_writable
 from stoker.pipeline.gone import find_without_source
 from stoker.pipeline.inspect import list_quarantined, shard_bytes, worst_error
 from stoker.pipeline.locate import job_recipe, windows_in
+from stoker.pipeline.staging import stage_task
 from stoker.precompute import (
     Deadlines,
     EncodeFiller,
@@ -250,6 +251,8 @@ def fill_caches(
     for task in tasks_of(config):
         began, own = time.monotonic(), config.for_task(task)
         try:
+            if own.data.stage != "never":
+                stage_task(own, task)
             jobs = share_encoders(build_jobs(own, task, splits), known)
         except SourceError as error:
             found = find_without_source(own, task, splits)

@@ -12,11 +12,12 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from stoker.errors import ConfigError, ResourceError, StalledError
 from stoker.plan.cgroups import CpuLimit, MemoryLimit, cpu_limits, least_cpus, memory_limits, unreclaimable
+from stoker.plan.mounts import Mount, mount_of
 from stoker.schema import Json
 
 DISK_DEADLINE_S = 10.0
@@ -219,6 +220,12 @@ def within(ask: Callable[[], T], deadline_s: float, what: str) -> T:
             "check the mount, or use another folder"
         )
     return results[0]
+
+
+def storage_of(path: Path, proc: Path = Path("/proc")) -> Mount | None:
+    """What a path lies on, or will once it is there; None where the system does not say."""
+    real = PurePosixPath(os.path.realpath(path))
+    return mount_of(real, _text(proc / "self/mountinfo"))
 
 
 def _text(path: Path) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 from stoker.atomic import explained, publish, sync_folder
 from stoker.errors import CorruptError, FormatError
-from stoker.store.protocols import Buffer
+from stoker.store.protocols import Buffer, OpenFile
 from stoker.units import MIB, format_bytes
 
 TEMPORARY = ".tmp-"
@@ -49,6 +49,17 @@ def check_name(name: str, *, where: str) -> str:
     if not PLAIN_NAME.fullmatch(name) or ".." in name:
         raise FormatError(f"{where} names the file {name!r}, which is not a plain name in this folder")
     return name
+
+
+def places_name(shard: str) -> str | None:
+    """The file that says where the columns of a shard lie, if not in it; None: it is no shard.
+
+    >>> places_name("shard-0a1b-000000.safetensors")
+    'places-0a1b-000000.json'
+    """
+    if not (shard.startswith("shard-") and shard.endswith(".safetensors")):
+        return None
+    return f"places-{shard[len('shard-') : -len('.safetensors')]}.json"
 
 
 @functools.cache
@@ -253,9 +264,14 @@ class LocalStorage:
         """Names of the regular files here, sorted."""
         return [*self.sizes()]
 
-    def open(self, name: str) -> LocalFile:
-        """Open `name` for positional reads."""
-        return LocalFile(self.path / check_name(name, where=str(self.path)))
+    def open(self, name: str) -> OpenFile:
+        """Open `name` for positional reads; of a shard that is served in place, also the user's files."""
+        file = LocalFile(self.path / check_name(name, where=str(self.path)))
+        if (places := places_name(name)) is None or not (self.path / places).exists():
+            return file
+        from stoker.store.in_place import placed_file  # which opens files as this module does
+
+        return placed_file(self, file, places)
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         """All of a small file.

@@ -159,6 +159,37 @@ class Crop:
         return windows(values, self.axes, self._sizes, starts)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """The same piece of every example, or every k-th point: `Take({-2: slice(0, 64, 4)})`."""
+
+    slices: Mapping[int, slice] = field(kw_only=False)
+    """By axis, counted from the last, so negative."""
+    fields: Sequence[str] | None = None
+    """Tensors to cut; None: the states of windows, or the only field of records with these axes."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no axis or goes backwards."""
+        check_axes(tuple(self.slices))
+        if any((one.step or 1) < 1 for one in self.slices.values()):
+            raise ConfigError(f"Take({dict(self.slices)}): steps must be at least 1. Mirror with Flip")
+
+    def __call__(self, batch: Any, keys: Tensor) -> Any:
+        """The batch with every example cut in the same way."""
+        return change(batch, self.fields, -min(self.slices), lambda _, values: self._take(values))
+
+    def _take(self, values: Tensor) -> Tensor:
+        places = [slice(None)] * values.dim()
+        for axis, one in self.slices.items():
+            places[axis] = one
+        found = values[tuple(places)]
+        if not found.numel():
+            raise ConfigError(
+                f"Take({dict(self.slices)}) leaves nothing of examples of shape {tuple(values.shape[1:])}"
+            )
+        return found.contiguous()
+
+
 def _begins(below: Sequence[int], keys: Tensor) -> Tensor:
     """Where crops begin along each axis, `(n, axes)`; the numbers that `Crop` draws."""
     drawn = [integers(child_keys(keys, number), 1, count) for number, count in enumerate(below)]

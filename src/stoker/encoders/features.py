@@ -1,0 +1,300 @@
+"""Features of images from a vision model of Hugging Face's `transformers`, in a local folder.
+
+Nothing is downloaded and nothing unpickled: configuration and weights come from the folder's JSON and
+safetensors files. They alone make the identity, so that a cache that is ready is found without importing
+`transformers`; the model is put together when the first image is encoded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from stoker.encoders.groups import fixed_group
+from stoker.encoders.protocol import Group
+from stoker.encoders.weights import digest_weights
+from stoker.errors import EncoderError
+from stoker.schema import Field, Json, Schema
+
+if TYPE_CHECKING:
+    from stoker.encoders.vision_model import VisionModel
+
+Pooling: TypeAlias = Literal["cls", "mean", "tokens"]
+"""`cls`: the class token. `mean`: the mean of the patches, without class and register tokens. `tokens`: all
+tokens, these first."""
+Processor: TypeAlias = Literal["device", "pil"]
+"""`device`: images are taken at the size at which they come, scaled and normalised beside the model. `pil`:
+the model's own processor with Pillow, which resizes and crops on the CPU; slower."""
+
+Scaling: TypeAlias = tuple[float, list[float], list[float]]
+"""Factor of all channels, then mean and deviation of each, in the scaled values."""
+
+VERSION = 1
+"""Bumped by hand when the same folder would give other features."""
+ATTENTION = "sdpa"
+"""Which of the equal ways to compute attention is taken: they differ in the last bits."""
+_VOLATILE = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
+"""Entries of `config.json` that say where a model came from, not what it computes."""
+
+
+class FeatureEncoder:
+    """Frozen vision model as an encoder; satisfies `Encoder`.
+
+    The images are replaced by their features, float32 `(D,)` or, with `pooling="tokens"`, `(T, D)`; all other
+    fields stay in the record. Keep the images as well with `precompute(..., keep=("image",))`.
+
+    Args:
+        folder: What `model.save_pretrained(folder)` and its processor wrote: `config.json`, `*.safetensors`,
+            `preprocessor_config.json`.
+        pooling: See `Pooling`.
+        field: The field with images, uint8 `(3, H, W)`.
+        output: What the features are called.
+        processor: See `Processor`.
+        group: Images a call; None: about 8 MiB of images and features.
+
+    Raises:
+        EncoderError: The folder is not of this form.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        pooling: Pooling = "cls",
+        *,
+        field: str = "image",
+        output: str = "features",
+        processor: Processor = "device",
+        group: int | None = None,
+    ) -> None:
+        for name, value, known in (("pooling", pooling, Pooling), ("processor", processor, Processor)):
+            if value not in get_args(known):
+                raise EncoderError(f"{name}={value!r} is unknown. Expected {' or '.join(get_args(known))}")
+        if group is not None and group < 1:
+            raise EncoderError(f"group must be at least 1 image, got {group}")
+        self._folder = Path(folder).expanduser()
+        self._pooling: Pooling = pooling
+        self._processor: Processor = processor
+        self._field, self._output, self._group = field, output, group
+        self._config = _read_json(self._folder / "config.json")
+        self._preprocessor = _read_json(self._folder / "preprocessor_config.json")
+        self._device = torch.device("cpu")
+        self._weights: dict[str, Tensor] | None = None
+        self._digest: tuple[object, str] | None = None
+        self._model: VisionModel | None = None
+        for name in ("hidden_size", "patch_size"):
+            if not isinstance(self._config.get(name), int):
+                raise EncoderError(
+                    f"{self._folder / 'config.json'} has no {name}, so this is no vision transformer "
+                    "of equal patches. Wrap the model in a ModuleEncoder"
+                )
+
+    @property
+    def independent_steps(self) -> bool:
+        """False: images have no time."""
+        return False
+
+    def schema(self, sample_schema: Schema) -> Schema:
+        """The features, then the fields that pass through.
+
+        Raises:
+            EncoderError: No such field, it does not hold images of a size that the model takes, or another
+                field is called like the features.
+        """
+        image = sample_schema.get(self._field)
+        if image is None:
+            raise EncoderError(
+                f"samples have no field {self._field!r}, only {sorted(sample_schema)}. "
+                "Set FeatureEncoder(field=...) to the one with images"
+            )
+        if image.ragged or image.dtype != "uint8" or len(image.shape) != 3 or image.shape[0] != 3:
+            raise EncoderError(
+                f"field {self._field!r} is {image.dtype} {image.shape}. Expected uint8 images (3, H, W), "
+                "as ImageSource(size=(H, W)) gives them"
+            )
+        passed = {name: field for name, field in sample_schema.items() if name != self._field}
+        if self._output in passed:
+            raise EncoderError(
+                f"samples have a field {self._output!r} already. Set FeatureEncoder(output=...) to another"
+            )
+        width, tokens = self._config["hidden_size"], self._tokens(image.shape[1:])
+        shape = (tokens, width) if self._pooling == "tokens" else (width,)
+        return {self._output: Field(shape=shape, dtype="float32"), **passed}
+
+    def group(self, sample_schema: Schema) -> Group:
+        """The group given, else about 8 MiB of images and features a call."""
+        if self._group is not None:
+            return Group(samples=self._group)
+        return fixed_group(sample_schema, self.schema(sample_schema), cut_time=False)
+
+    def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
+        """Features of one group of images.
+
+        Raises:
+            EncoderError: `transformers` is not installed, or the weights are not those of the model.
+        """
+        model = self._assembled()
+        with torch.inference_mode(), torch.autocast(self._device.type, enabled=False):
+            tokens = model.tokens(batch[self._field])
+            expected = self._tokens(tuple(batch[self._field].shape[2:]))
+            if tuple(tokens.shape[1:]) != (expected, self._config["hidden_size"]):
+                raise EncoderError(
+                    f"{self._folder} gives tokens of shape {tuple(tokens.shape[1:])}, expected {expected} (a "
+                    f"class token, registers, patches) of {self._config['hidden_size']} numbers. Wrap the "
+                    "model in a ModuleEncoder"
+                )
+            if self._pooling == "cls":
+                tokens = tokens[:, 0].clone()
+            elif self._pooling == "mean":
+                tokens = tokens[:, 1 + self._registers :].mean(1)
+        rest = {name: value for name, value in batch.items() if name != self._field}
+        return {self._output: tokens, **rest}
+
+    def to(self, device: torch.device) -> None:
+        """Where the model computes; it is put together there with the first image."""
+        self._device = device
+        if self._model is not None:
+            self._model.to(device)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """What the safetensors files of the folder hold, by the names there."""
+        if self._weights is None:
+            self._weights = _read_weights(self._folder)
+        return self._weights
+
+    def identity(self) -> dict[str, Json]:
+        """Model and processor as configured, pooling, and the weights by content."""
+        model = {name: value for name, value in self._config.items() if name not in _VOLATILE}
+        config: dict[str, Json] = {
+            "model": model,
+            "processor": self._processing(),
+            "pooling": self._pooling,
+            "field": self._field,
+            "output": self._output,
+            "attention": ATTENTION,
+        }
+        return {
+            "class": "stoker.FeatureEncoder",
+            "config": config,
+            "weights": self._weights_digest(),
+            "version": VERSION,
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Settings and weights travel; the model is put together anew."""
+        return {**self.__dict__, "_model": None, "_digest": None}
+
+    @property
+    def _registers(self) -> int:
+        return int(self._config.get("num_register_tokens") or 0)
+
+    def _tokens(self, size: Sequence[int]) -> int:
+        """Tokens for images of (height, width): one for the class, registers, patches."""
+        height, width = self._seen(size)
+        patch = self._config["patch_size"]
+        if height % patch or width % patch:
+            near = tuple(max(patch, round(length / patch) * patch) for length in (height, width))
+            raise EncoderError(
+                f"images are {height} x {width}, the model takes patches of {patch} x {patch}, which do not "
+                f"divide them. Give the source size={near}"
+            )
+        return 1 + self._registers + (height // patch) * (width // patch)
+
+    def _seen(self, size: Sequence[int]) -> tuple[int, int]:
+        """(height, width) that the model sees."""
+        if self._processor == "device":
+            return size[0], size[1]
+        crop = self._preprocessor.get("do_center_crop", True) and self._preprocessor.get("crop_size")
+        seen: Any = crop or self._preprocessor.get("size")
+        if not isinstance(seen, dict) or not {"height", "width"} <= cast("dict[str, Any]", seen).keys():
+            raise EncoderError(
+                f"{self._folder / 'preprocessor_config.json'} does not say to what size images are brought "
+                "(crop_size or size with height and width). Use processor='device'"
+            )
+        return int(seen["height"]), int(seen["width"])
+
+    def _processing(self) -> dict[str, Json]:
+        """What is done to an image before the model, and by which code."""
+        if self._processor == "device":
+            factor, mean, std = self._scaling()
+            return {"backend": "device", "factor": factor, "mean": [*mean], "std": [*std]}
+        from stoker.encoders.vision_model import pil_backend
+
+        settings = {key: value for key, value in self._preprocessor.items() if key != "_processor_class"}
+        return {"backend": pil_backend(), "settings": settings}
+
+    def _scaling(self) -> Scaling:
+        """Factor of all channels, mean and deviation of each."""
+        given = self._preprocessor
+        factor = given.get("rescale_factor", 1 / 255) if given.get("do_rescale", True) else 1
+        mean: Any = [0.0] * 3
+        std: Any = [1.0] * 3
+        if given.get("do_normalize", True):
+            mean, std = given.get("image_mean"), given.get("image_std")
+        for values in (mean, std, [factor] * 3):
+            if not isinstance(values, list) or [type(v) in (int, float) for v in values] != [True] * 3:  # pyright: ignore[reportUnknownVariableType]
+                raise EncoderError(
+                    f"{self._folder / 'preprocessor_config.json'} lacks image_mean or image_std with a "
+                    "number for each of three channels. Save the model's own processor there"
+                )
+        return float(factor), [float(value) for value in mean], [float(value) for value in std]
+
+    def _weights_digest(self) -> str:
+        """Kept until a weight is written to: large models take a second to digest."""
+        weights = self.weights()
+        state = [(name, tensor.data_ptr(), tensor._version) for name, tensor in weights.items()]
+        if self._digest is None or self._digest[0] != state:
+            self._digest = (state, digest_weights(weights))
+        return self._digest[1]
+
+    def _assembled(self) -> VisionModel:
+        if self._model is None:
+            try:
+                from stoker.encoders.vision_model import VisionModel
+            except ImportError as error:
+                raise EncoderError(
+                    f"the model in {self._folder} needs transformers 5.5 or later, which cannot be imported "
+                    f"({error}). pip install 'stoker[features]'"
+                ) from error
+            scaling = self._scaling() if self._processor == "device" else None
+            self._model = VisionModel(self._folder, self.weights(), scaling=scaling)
+            self._model.to(self._device)
+        return self._model
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content: Any = json.loads(path.read_bytes())
+    except OSError as error:
+        raise EncoderError(
+            f"{path} cannot be read: {error.strerror}. Give a local folder that save_pretrained() of the "
+            "model and of its processor wrote; nothing is downloaded"
+        ) from error
+    except ValueError as error:
+        raise EncoderError(f"{path} is not JSON: {error}. Copy or download it again") from error
+    if not isinstance(content, dict):
+        raise EncoderError(f"{path} holds no entries. Copy or download it again")
+    return cast("dict[str, Any]", content)
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))) or "none"
+        raise EncoderError(
+            f"{folder} holds no *.safetensors (other weights: {others}, which would have to be unpickled). "
+            "Save the model with save_pretrained(folder, safe_serialization=True)"
+        )
+    weights: dict[str, Tensor] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                weights.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - no dict
+        except (OSError, SafetensorError) as error:
+            raise EncoderError(f"{path} cannot be read as weights ({error}). Copy it again") from error
+    return weights

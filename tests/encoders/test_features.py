@@ -1,0 +1,237 @@
+"""Features of a tiny random DINOv2, made on the spot."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import stoker
+from stoker.encoders.features import FeatureEncoder
+from stoker.errors import EncoderError
+from stoker.schema import Field, Schema
+from stoker.store import make_recipe
+from stoker.testing import check_encoder
+from tests.sources.images.pictures import encoded, square
+
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed: pip install 'stoker[features]'"
+)
+
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+PROCESSOR = {
+    "image_processor_type": "BitImageProcessor",
+    "do_resize": True, "size": {"shortest_edge": 32}, "resample": 3,
+    "do_center_crop": True, "crop_size": {"height": 28, "width": 28},
+    "do_rescale": True, "rescale_factor": 1 / 255,
+    "do_normalize": True, "image_mean": MEAN, "image_std": STD, "do_convert_rgb": True,
+}  # fmt: skip
+SAMPLES: Schema = {
+    "image": Field(shape=(3, 28, 42), dtype="uint8"),
+    "boxes": Field(shape=(2, 4), dtype="float32"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("dinov2"))
+
+
+def make_model(folder: Path, registers: int = 0) -> Path:
+    from transformers import (
+        Dinov2Config,
+        Dinov2Model,
+        Dinov2WithRegistersConfig,
+        Dinov2WithRegistersModel,
+    )
+
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28}
+    if registers:
+        config = Dinov2WithRegistersConfig(**small, patch_size=14, num_register_tokens=registers)
+        model = Dinov2WithRegistersModel(config)
+    else:
+        model = Dinov2Model(Dinov2Config(**small, patch_size=14))
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return folder
+
+
+def images(count: int = 3) -> torch.Tensor:
+    random = np.random.default_rng(0).integers(0, 256, (count, 3, 28, 42), np.uint8)
+    return torch.from_numpy(random)
+
+
+def tokens_of(folder: Path, pixels: torch.Tensor) -> torch.Tensor:
+    """What the model gives when it is used by its own means."""
+    from transformers import AutoModel
+
+    with torch.inference_mode():
+        return AutoModel.from_pretrained(folder).eval()(pixel_values=pixels).last_hidden_state
+
+
+def normalized() -> torch.Tensor:
+    mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
+    return (images() / 255 - mean) / std
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean", "tokens"])
+@pytest.mark.parametrize("registers", [0, 4])
+def test_features_are_those_of_the_model(tmp_path: Path, pooling: str, registers: int) -> None:
+    folder = make_model(tmp_path, registers)
+    batch = {"image": images(), "boxes": torch.ones(3, 2, 4)}
+
+    found = FeatureEncoder(folder, pooling).encode(batch)
+
+    tokens = tokens_of(folder, normalized())
+    assert tokens.shape == (3, 1 + registers + 2 * 3, 16)
+    patches = tokens[:, 1 + registers :]
+    wanted = {"cls": tokens[:, 0], "mean": patches.mean(1), "tokens": tokens}[pooling]
+    assert torch.allclose(found["features"], wanted, atol=1e-5)
+    assert torch.equal(found["boxes"], batch["boxes"])
+    assert "image" not in found
+
+
+@pytest.mark.parametrize("processor", ["device", "pil"])
+def test_it_keeps_the_promises_of_an_encoder(folder: Path, processor: str) -> None:
+    encoder = FeatureEncoder(folder, "tokens", processor=processor, group=3)
+
+    check_encoder(encoder, SAMPLES)
+
+    tokens = 1 + (2 * 3 if processor == "device" else 2 * 2)
+    assert encoder.schema(SAMPLES)["features"] == Field(shape=(tokens, 16), dtype="float32")
+
+
+def test_the_models_own_processor_resizes_and_crops(folder: Path) -> None:
+    from transformers import BitImageProcessorPil
+
+    processor = BitImageProcessorPil.from_pretrained(folder)
+    pixels = processor(images=list(images().numpy()), return_tensors="pt", input_data_format="channels_first")
+
+    found = FeatureEncoder(folder, processor="pil").encode({"image": images()})
+
+    assert pixels["pixel_values"].shape == (3, 3, 28, 28)
+    assert torch.allclose(found["features"], tokens_of(folder, pixels["pixel_values"])[:, 0], atol=1e-5)
+
+
+def test_the_identity_names_weights_processor_and_pooling_but_no_place(folder: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(folder, tmp_path / "elsewhere")
+    first = FeatureEncoder(folder).identity()
+
+    assert FeatureEncoder(moved).identity() == first
+    others = [
+        FeatureEncoder(folder, "mean").identity(),
+        FeatureEncoder(folder, processor="pil").identity(),
+    ]
+    (moved / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, "image_mean": [0.5] * 3}))
+    others.append(FeatureEncoder(moved).identity())
+    others.append(FeatureEncoder(make_model(tmp_path / "other", 4)).identity())
+    assert all(other != first for other in others)
+    assert "pillow" in str(others[1]["config"])
+
+
+def test_a_cache_that_is_ready_is_found_without_loading_the_model(folder: Path) -> None:
+    """Importing transformers takes seconds, and a second start should take none."""
+    program = (
+        "import sys; from stoker.encoders.features import FeatureEncoder; from stoker.schema import Field\n"
+        f"e = FeatureEncoder({str(folder)!r}); e.identity()\n"
+        "e.schema({'image': Field(shape=(3, 28, 28), dtype='uint8')})\n"
+        "assert 'transformers' not in sys.modules"
+    )
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_network_is_never_asked(folder: Path) -> None:
+    program = (
+        "import socket, torch\n"
+        "def refuse(*a, **k): raise SystemExit('asked the network')\n"
+        "socket.socket.connect = socket.getaddrinfo = refuse\n"
+        "from stoker.encoders.features import FeatureEncoder\n"
+        "for processor in ('device', 'pil'):\n"
+        f"    e = FeatureEncoder({str(folder)!r}, processor=processor)\n"
+        "    print(e.encode({'image': torch.zeros(1, 3, 28, 28, dtype=torch.uint8)})['features'].shape)\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=170)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("torch.Size([1, 16])") == 2
+
+
+def test_images_become_features_with_their_labels_beside_them(folder: Path, tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for k in range(3):
+            data = encoded(square((60, 80), (k, k, 40, 40)))
+            (tmp_path / "images" / name / f"{k}.png").write_bytes(data)
+    source = stoker.ImageSource(tmp_path / "images", "folder", size=(28, 42))
+
+    cache = stoker.precompute(
+        source, FeatureEncoder(folder), tmp_path / "cache", name="c", readers=1, keep=("image",)
+    )
+
+    assert cache.complete
+    assert {name: tuple(value.shape) for name, value in cache[4].items()} == {
+        "features": (16,), "label": (), "original_size": (2,), "image": (3, 28, 42),
+    }  # fmt: skip
+    assert [int(cache[n]["label"]) for n in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert make_recipe(source, FeatureEncoder(folder, "mean")).fingerprint != cache.fingerprint
+
+
+def lose_weight(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    del weights["embeddings.cls_token"]
+    save_file(weights, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (shutil.rmtree, "config.json cannot be read.*nothing is downloaded"),
+        (lambda folder: (folder / "preprocessor_config.json").unlink(), "preprocessor_config.json cannot"),
+        (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),
+        (lambda folder: edit(folder, "config.json", patch_size=None), "has no patch_size"),
+        (lambda folder: edit(folder, "config.json", model_type="novel"), "no model that transformers knows"),
+        (lambda folder: edit(folder, "preprocessor_config.json", image_mean=None), "lacks image_mean"),
+        (lambda folder: (folder / "model.safetensors").rename(folder / "m.bin"), "no .*safetensors.*m.bin"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 99), "cannot be read as weights"),
+        (lose_weight, "lacks 1 weights.*cls_token.*random"),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_refused(folder: Path, tmp_path: Path, spoil, says: str) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    spoil(copy)
+
+    with pytest.raises(EncoderError, match=f"(?s){says}"):
+        FeatureEncoder(copy).encode({"image": images()})
+
+
+def edit(folder: Path, name: str, **entries: object) -> None:
+    content = {**json.loads((folder / name).read_text()), **entries}
+    (folder / name).write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("samples", "says"),
+    [
+        ({"picture": SAMPLES["image"]}, "no field 'image', only .'picture'."),
+        ({"image": Field(shape=(3, 28, 28), dtype="float32")}, r"float32 \(3, 28, 28\)"),
+        ({"image": Field(shape=(3, 30, 44), dtype="uint8")}, r"30 x 44.*14 x 14.*size=\(28, 42\)"),
+        ({**SAMPLES, "features": SAMPLES["boxes"]}, "'features' already"),
+    ],
+)
+def test_samples_that_do_not_fit_are_refused_with_the_cure(folder: Path, samples, says: str) -> None:
+    with pytest.raises(EncoderError, match=says):
+        FeatureEncoder(folder).schema(samples)
