@@ -116,8 +116,8 @@ class LatentConfig(SettingsSection):
 class EncoderConfig(SettingsSection):
     """The frozen encoder."""
 
-    kind: Literal["grid", "identity"] = "grid"
-    """`grid` cuts time steps into patches; `identity` stores samples as they are."""
+    kind: Literal["grid", "features", "identity"] = "grid"
+    """`grid` cuts time steps into patches; `features` takes images; `identity` stores samples as they are."""
     patch_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 4
     """Points of a patch along each axis, or `[height, width]`; on one-dimensional data along x."""
     fourier: tuple[PositiveInt, ...] = (1, 2)
@@ -126,6 +126,12 @@ class EncoderConfig(SettingsSection):
     """Decides the weights where no checkpoint is given."""
     checkpoint: Place | None = None
     """A safetensors file with the weights."""
+    folder: Place | None = None
+    """Of `features`: the local folder of a vision model of transformers (docs/images.md)."""
+    pooling: Literal["cls", "mean", "tokens"] = "cls"
+    """Of `features`: the class token, the mean of the patches, or all tokens."""
+    processor: Literal["device", "pil"] = "device"
+    """Of `features`: images as they are stored, or resized and cropped by the model's own processor."""
 
     def patch(self, height: int) -> tuple[int, int]:
         """The patch as (height, width) on a grid of `height` points; one-dimensional data has 1."""
