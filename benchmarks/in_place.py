@@ -88,7 +88,9 @@ def main() -> None:
             "disk windows": {"tier": "disk", **windows},
             "host records": {"tier": "host"},
         }.items():
-            loaders = {k: stoker.Loader(cache, BATCH, drop_last=True, **settings) for k, cache in caches.items()}
+            loaders = {
+                k: stoker.Loader(cache, BATCH, drop_last=True, **settings) for k, cache in caches.items()
+            }
             contenders: dict[str, Any] = {k: partial(served, loader) for k, loader in loaders.items()}
             if case == "disk records":
                 contenders["h5py"] = partial(read_plainly, path)
