@@ -15,7 +15,7 @@ from stoker.config.datasets import TorchConfig
 from stoker.config.files_kinds import ArraysConfig, ParquetConfig, TarConfig
 from stoker.config.images import ImagesConfig
 from stoker.config.kinds import Kind
-from stoker.config.rows import SqlConfig
+from stoker.config.rows import JoinConfig, SqlConfig
 from stoker.config.section import (
     CountInt,
     Flag,
@@ -88,6 +88,7 @@ class DataConfig(SettingsSection):
     tar: TarConfig = TarConfig()
     parquet: ParquetConfig = ParquetConfig()
     images: ImagesConfig = ImagesConfig()
+    join: JoinConfig = JoinConfig()
     sql: SqlConfig = SqlConfig()
     dataset: str | None = None
     """A torch Dataset, or what makes it: `module:name`, `path/file.py:name`; then `data.kind` is `torch`."""
