@@ -1,10 +1,10 @@
 """Question: is the stall that a plan predicts the one that a run then has?
 
-1,000 latent trajectories of 103 KiB: windows (t, t+1) from host memory and from disk in the page cache, whole records from disk
+4,000 latent trajectories of 103 KiB: windows (t, t+1) from host memory and from disk in the page cache, whole records from disk
 past it (windows would find their neighbours in it), two batch sizes each, and steps that sleep (as one on a GPU leaves
 the CPU alone) or multiply matrices on one core: 12 combinations. The
-plan knows the tiers by a fraction of a second of serving and the step by forty of it alone, as `stoker plan` does after a
-run. `measured` is all that the run lacks to the step alone, `stall` what the meter saw as waiting: threads that read also
+plan knows the step by a hundred of it alone, and the tiers by a fraction of a second of serving, some of it beside an
+imitation of that step, as `stoker plan` does after a run. `measured` is all that the run lacks to the step alone, `stall` what the meter saw as waiting: threads that read also
 delay the step itself, by the interpreter's lock. Medians of rounds of step, plan and run one after another. Last, W2 with a step of 2 ms where a core is free and where none is.
 
     python benchmarks/plan_stall.py [--save] [--seconds 1]
@@ -30,13 +30,15 @@ from measure import publish
 from serve_memory import Records, cache_of
 from stoker.loader.outputs import make_outputs
 from stoker.monitor import StallMeter
-from stoker.pipeline.served import served_loads
+from stoker.pipeline.served import Step, served_loads
 from stoker.plan import Demand, Rates, plan_tiers, probe
 from stoker.plan.limits import drop_from_page_cache
 
 WINDOWS = stoker.Windows()
-TRAJECTORIES, STEPS = 1_000, 101
+TRAJECTORIES, STEPS = 4_000, 101
 ROUNDS = 3
+ALONE = 100
+"""Steps that are timed with nothing beside them."""
 
 
 @dataclass
@@ -72,15 +74,16 @@ def alone(step: Callable[[], None]) -> float:
     """Seconds of the step with nothing beside it."""
     step()
     begin = time.perf_counter()
-    for _ in range(40):
+    for _ in range(ALONE):
         step()
-    return (time.perf_counter() - begin) / 40
+    return (time.perf_counter() - begin) / ALONE
 
 
 def predicted(place: Place, cache: stoker.Cache, batch: int, step_s: float, step_cpus: float) -> float:
     """What a plan says that was made with the tiers as they are now."""
     place.before()
-    served = served_loads(cache, place.windows, batch, tiers=[place.tier], seconds=place.plan_s)
+    step = Step(seconds=step_s, cpus=step_cpus)
+    served = served_loads(cache, place.windows, batch, tiers=[place.tier], seconds=place.plan_s, step=step)
     outputs = make_outputs(cache.schema, place.windows, None)
     demand = Demand(
         records=len(cache),
@@ -148,7 +151,7 @@ def main() -> None:
         del latent
         files = [cache.path / shard.file for shard in cache.index.shards]
         places = {
-            "disk, cold": Place("disk", None, (8, 32), lambda: drop_from_page_cache(files), 0.05),
+            "disk, cold": Place("disk", None, (8, 32), lambda: drop_from_page_cache(files)),
             "disk, warm": Place("disk"),
             "host": Place("host"),
         }

@@ -77,9 +77,9 @@ class Records:
         }
 
 
-def cache_of(source: Records, folder: Path, shards: int) -> stoker.Cache:
-    """A sealed cache of `source` in `shards` shards of nearly equal size."""
-    work = open_folder(folder, f"shards{shards}", make_recipe(source, None))
+def cache_of(source: Records, folder: Path, shards: int, dtype: str | None = None) -> stoker.Cache:
+    """A sealed cache of `source` in `shards` shards of nearly equal size; `dtype` to store floats in."""
+    work = open_folder(folder, f"shards{shards}{dtype or ''}", make_recipe(source, None, dtype=dtype))
     writer = work.writer()
     count = len(source)
     bounds = [count * k // shards for k in range(shards + 1)]

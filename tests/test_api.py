@@ -33,6 +33,7 @@ def test_these_are_the_public_names() -> None:
         "cached",
         "disable_torch_compile",
         "find_batch_size",
+        "index_in_place",
         "open_cache",
         "precompute",
     ]
@@ -52,7 +53,10 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         stoker.precomputed  # noqa: B018
 
 
-@pytest.mark.parametrize(("module", "name"), [("transforms", "Flip"), ("integrations", "as_dataloader")])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("transforms", "Flip"), ("integrations", "as_dataloader"), ("compat", "GPUDataLoader")],
+)
 def test_public_modules_are_imported_when_asked_for(module: str, name: str) -> None:
     code = f"import stoker; assert stoker.{module}.{name}.__doc__"
 

@@ -40,11 +40,19 @@ def test_two_tasks_come_in_one_stream_as_often_as_their_weights_say(tmp_path: Pa
     assert "steps {'fading': 8, 'plain': 24}" in out
 
 
+def test_rows_of_a_database_are_cached_and_trained_on(tmp_path: Path) -> None:
+    out = run("radio_rows.py", str(tmp_path))
+    found = re.search(r"480 \+ 120 rows: ([\d,]+) m off, ([\d,]+) m before", out)
+
+    assert found
+    assert int(found[1].replace(",", "")) < 0.8 * int(found[2].replace(",", ""))
+
+
 @pytest.mark.parametrize(
     ("name", "package", "says"),
     [
         ("lightning_trainer.py", "lightning", "100 steps, 5 epochs, Loader("),
-        ("hf_trainer.py", "transformers", "100 steps"),
+        ("hf_trainer.py", "accelerate", "100 steps"),
         ("accelerate_loop.py", "accelerate", "epoch 2: Loader("),
     ],
 )

@@ -10,6 +10,7 @@ transforms/   changes to a batch on its device, random by example
 integrations/ adapters for training frameworks
 train/        a reference operator and its training loop
 config/       settings files;  pipeline/, cli/   whole runs, and the `stoker` command
+compat/       the names of earlier systems
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from stoker.sources.sql.source import SQLSource
     from stoker.sources.torch_dataset import TorchSource
     from stoker.store import Cache, open_cache
+    from stoker.store.index_in_place import index_in_place
     from stoker.train.batch_size import find_batch_size
     from stoker.train.compiling import disable_torch_compile
 
@@ -55,6 +57,7 @@ __all__ = [
     "cached",
     "disable_torch_compile",
     "find_batch_size",
+    "index_in_place",
     "open_cache",
     "precompute",
 ]
@@ -74,12 +77,13 @@ _HOMES = {
     "cached": "stoker.cached",
     "disable_torch_compile": "stoker.train.compiling",
     "find_batch_size": "stoker.train.batch_size",
+    "index_in_place": "stoker.store.index_in_place",
     "open_cache": "stoker.store",
     "precompute": "stoker.precompute",
 }
 """Where each public name is defined; imported on first use, so that `import stoker` costs nothing."""
 
-_MODULES = ("integrations", "transforms")
+_MODULES = ("compat", "integrations", "transforms")
 """Public modules, `stoker.transforms.Flip`, also imported on first use."""
 
 

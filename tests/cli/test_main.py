@@ -31,6 +31,7 @@ def test_these_are_the_commands() -> None:
         "compact",
         "gc",
         "import-pt",
+        "stage",
         "bench",
         "validate",
         "why",

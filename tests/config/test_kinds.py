@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import h5py
+import numpy as np
 import pytest
 
 from stoker.config import load_config
 from stoker.config.kinds import KINDS, TAKEN_BY
 from stoker.config.models import DataConfig
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, SourceError
+from stoker.pipeline.build import build_source, tasks_of
 from stoker.pipeline.kinds import BUILDERS
 
 
@@ -24,3 +29,25 @@ def test_every_kind_has_a_builder_and_shared_settings_name_kinds_and_settings() 
 def test_an_unknown_kind_lists_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r'data\.kind is "hdf6"\. Expected .*hdf5'):
         load_config(None, ["data.kind=hdf6"])
+
+
+def test_kinds_made_of_files_build_their_split(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "flow.h5", "w") as file:
+        for n in range(10):
+            file[f"t{n}/u"] = np.full((3 + n, 2), n, "f4")
+    given = [f"data.files={tmp_path}/flow.h5", "data.kind=arrays", "data.fields={u: 'u: t c'}"]
+    config = load_config(None, given)
+    whole = [build_source(config, "flow", split) for split in ("train", "val", "test")]
+
+    assert [len(source) for source in whole] == [8, 1, 1]
+    assert whole[0].schema()["u"].ragged
+    assert (tasks_of(config), config.encoder.kind) == (["flow"], "identity")
+
+
+def test_a_kind_made_of_files_needs_them_and_refuses_settings_of_another(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.kind=tar reads data\.files"):
+        build_source(load_config(None, ["data.kind=tar"]), "a", "train")
+    with pytest.raises(ConfigError, match=r"data\.parquet is given, but data\.kind=tar has no use for it"):
+        load_config(None, ["data.kind=tar", "data.files=a.tar", "data.parquet.key=id"])
+    with pytest.raises(SourceError, match=r"a\.tar does not exist"):
+        build_source(load_config(None, ["data.kind=tar", f"data.files={tmp_path}/a.tar"]), "a", "train")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stoker.loader import Loader, Windows
+from stoker.loader import Loader, Normalise, Windows
 from stoker.loader.keyed import bits, example_keys, integers, normal, uniform
 from stoker.transforms import Crop, Flip, Noise, Normalize, Roll
 from tests.loader.caches import trajectories, write_cache
@@ -55,3 +55,23 @@ def test_augmented_batches_on_the_device_belong_to_their_examples(tmp_path: Path
     for index, z in found.items():
         assert torch.equal(z, measure[index])
         torch.testing.assert_close(z, host[index], rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16])
+@pytest.mark.parametrize("static", [False, True])
+def test_images_cut_by_the_kernel_are_those_cut_after_it(
+    tmp_path: Path, dtype: torch.dtype, *, static: bool
+) -> None:
+    images = torch.randint(0, 256, (70, 3, 40, 36)).to(dtype)
+    cache = write_cache(tmp_path, {"image": images}, shards=(30, 40))
+    normalise = {"image": Normalise(mean=(0.4, 0.5, 0.6), std=0.2, divisor=255)}
+    transforms = [Crop((32, 28), axes=(-2, -1)), Flip(axis=-1)]
+
+    def batches(**settings: object) -> list[torch.Tensor]:
+        loader = Loader(cache, 16, drop_last=True, transforms=transforms, normalise=normalise, **settings)
+        return [batch["image"].cpu() for batch in loader]
+
+    there = batches(device="cuda", tier="device", static=static)
+
+    assert len(there) == 4
+    assert all(torch.equal(a, b) for a, b in zip(there, batches(), strict=True))

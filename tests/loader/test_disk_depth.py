@@ -1,17 +1,40 @@
-"""How deep the disk tier reads: announced ahead while storage is waited for, quietly from the page cache."""
+"""How the disk tier reads: quietly what the page cache has; what it lacks is announced, then waited for."""
 
 from __future__ import annotations
 
+import errno
 import os
-import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from stoker.loader import Loader, Windows, disk
-from stoker.store import Cache, Shard
+from stoker.loader import Loader, Windows, pieces
+from stoker.store import Cache, local
+from stoker.store.local import LocalFile
 from tests.loader.caches import trajectories, write_cache
+
+
+class PageCache:
+    """Stands for the system's: it has everything, or nothing."""
+
+    def __init__(self) -> None:
+        self.has = True
+
+    def read(self, file: LocalFile, offset: int, outs: Sequence[memoryview[Any]]) -> bool:
+        if self.has:
+            assert os.preadv(file.fileno(), outs, offset) == sum(map(len, outs))
+        return self.has
+
+
+@pytest.fixture
+def page_cache(monkeypatch: pytest.MonkeyPatch) -> PageCache:
+    found = PageCache()
+    monkeypatch.setattr(LocalFile, "read_cached", lambda *arguments: found.read(*arguments))  # noqa: PLW0108 - tests replace it
+    return found
 
 
 @pytest.fixture
@@ -22,17 +45,6 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-def slow(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Make each read wait as a cold disk does."""
-    read = getattr(Shard, name)
-
-    def waiting(*arguments: Any, **named: Any) -> Any:
-        time.sleep(0.002)
-        return read(*arguments, **named)
-
-    monkeypatch.setattr(Shard, name, waiting)
-
-
 def ranges(cache: Cache, field: str, rows: int, first: int, steps: int) -> set[tuple[int, int]]:
     """Where windows of a field that begin at `first` lie in the only shard, for each of its rows."""
     column = cache.shard(0).columns[field]
@@ -40,47 +52,128 @@ def ranges(cache: Cache, field: str, rows: int, first: int, steps: int) -> set[t
     return {(column.offset + row * column.row_bytes + first * size, steps * size) for row in range(rows)}
 
 
+def served(loader: Any) -> dict[int, dict[str, torch.Tensor]]:
+    """What an epoch served of every number."""
+    return {
+        number: {name: value[place] for name, value in batch.items() if name != "index"}
+        for batch in loader
+        for place, number in enumerate(batch["index"].tolist())
+    }
+
+
+def assert_right(
+    found: dict[int, dict[str, torch.Tensor]],
+    fields: dict[str, torch.Tensor],
+    chosen: Sequence[int] = range(24),
+) -> None:
+    assert sorted(found) == [*chosen]
+    for number, values in found.items():
+        assert values.keys() == fields.keys()
+        assert all(torch.equal(value, fields[name][number]) for name, value in values.items())
+
+
+@pytest.mark.parametrize(("verify", "steps"), [("off", 5), ("always", 400)])
 def test_what_is_waited_for_is_announced_byte_for_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, announced: list[tuple[int, int]]
+    tmp_path: Path, page_cache: PageCache, announced: list[tuple[int, int]], verify: Any, steps: int
 ) -> None:
-    cache = write_cache(tmp_path, trajectories(24), timed=["latent", "time"])
-    slow(monkeypatch, "read")
-    windows = Windows(stride=8)  # one window a trajectory, from its first step to its last
-    for _ in range(2):
-        list(Loader(cache, batch_size=8, tier="disk", windows=windows))
+    """With sums it is whole blocks that are read: 512 steps of 32 bytes each, of which the record has 400."""
+    cache = write_cache(tmp_path, trajectories(6, 400, (16,)), timed=["latent", "time"])
+    page_cache.has = False
 
-    assert {*announced} >= ranges(cache, "latent", 24, 0, 9)
-    assert len(announced) == 2 * 24 * 4
+    list(Loader(cache, batch_size=3, tier="disk", windows=Windows(stride=4, start_every=396), verify=verify))
+
+    assert {*announced} >= ranges(cache, "latent", 6, 0, steps)
+    assert len(announced) < 6 * 4 + 1
 
 
-def test_nothing_is_announced_once_all_comes_from_the_page_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, announced: list[tuple[int, int]]
+def test_nothing_is_announced_that_the_page_cache_has(
+    tmp_path: Path, page_cache: PageCache, announced: list[tuple[int, int]]
 ) -> None:
-    monkeypatch.setattr(disk, "WAITED_S", 5.0)  # a busy machine's page cache is slow, and no disk
-    cache = write_cache(tmp_path, trajectories(24), timed=["latent", "time"])
-    loader = Loader(cache, batch_size=2, tier="disk")
-    list(loader)
-    assert announced
-    announced.clear()
-    list(loader)
+    fields = trajectories(24)
+    loader = Loader(write_cache(tmp_path, fields), batch_size=2, tier="disk")
+
+    assert_right(served(loader), fields)
     assert not announced
+    page_cache.has = False
+    assert_right(served(loader), fields)
+    assert announced
 
 
-def test_a_page_cache_that_goes_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, announced: list[tuple[int, int]]
+@pytest.mark.parametrize(
+    ("chosen", "joined_bytes", "wanted"),
+    [
+        (range(24), 1 << 20, {10: 4, 14: 4}),
+        ([*range(5), *range(15, 20)], 1 << 20, {5: 8}),  # rows 0-4 of one shard, 5-9 of the other
+        (range(5, 15), 1 << 20, {5: 8}),  # the same the other way round
+        (range(24), 900, {2: 12, 10: 3, 14: 3}),  # two of `latent`, which has 432 bytes a record
+    ],
+    ids=["all", "some", "others", "large"],
+)
+def test_neighbours_in_one_shard_are_read_together(
+    tmp_path: Path,
+    page_cache: PageCache,
+    monkeypatch: pytest.MonkeyPatch,
+    chosen: Sequence[int],
+    joined_bytes: int,
+    wanted: dict[int, int],
 ) -> None:
-    loader = Loader(write_cache(tmp_path, trajectories(24)), batch_size=2, tier="disk")
-    list(loader)
-    announced.clear()
-    slow(monkeypatch, "read_into")
-    list(loader)
-    assert len(announced) > 24
+    """Per field one read in each of two shards, up to a size that fits into a core's cache."""
+    monkeypatch.setattr(pieces, "JOINED_BYTES", joined_bytes)
+    fields = trajectories(24)
+    cache = write_cache(tmp_path, fields, shards=[10])
+    loader = Loader(cache, batch_size=24, tier="disk", shuffle=False, indices=chosen)
+    served(loader)  # from now on it is one piece a batch
+    asked: Counter[int] = Counter()
+    read = page_cache.read
+
+    def counted(file: LocalFile, offset: int, outs: Sequence[memoryview[Any]]) -> bool:
+        asked[len(outs)] += 1
+        return read(file, offset, outs)
+
+    page_cache.read = counted  # type: ignore[method-assign]
+    assert_right(served(loader), fields, chosen)
+    assert asked == wanted
 
 
-def test_a_system_without_announcements_serves_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "way", ["no advice", "advice refused", "cannot say", "refuses", "has half", "has none"]
+)
+def test_whatever_the_system_cannot_the_batches_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    monkeypatch.setattr("stoker.loader.disk.ADVISED", False)
-    monkeypatch.delattr(os, "posix_fadvise")
-    loader = Loader(write_cache(tmp_path, trajectories(24)), batch_size=4, tier="disk")
-    assert sorted(n for batch in loader for n in batch["index"].tolist()) == [*range(24)]
+    read, refused = os.preadv, []
+
+    def refusing(number: int) -> Any:
+        def preadv(fd: int, outs: Any, offset: int, flags: int = 0) -> int:
+            if flags:
+                refused.append(fd)
+                raise OSError(number, "no")
+            return read(fd, outs, offset)
+
+        return preadv
+
+    def half(fd: int, outs: Any, offset: int, flags: int = 0) -> int:
+        return read(fd, [outs[0][: len(outs[0]) // 2]] if flags else outs, offset)
+
+    if way == "no advice":
+        monkeypatch.setattr(pieces, "ADVISED", False)
+        monkeypatch.delattr(os, "posix_fadvise")
+        monkeypatch.setattr(LocalFile, "read_cached", lambda *_: False)
+    elif way == "advice refused":
+        monkeypatch.setattr("os.posix_fadvise", lambda *_: os.stat("/nonexistent"))
+        monkeypatch.setattr(LocalFile, "read_cached", lambda *_: False)
+    elif way == "cannot say":
+        monkeypatch.setattr(local, "RWF_NOWAIT", 0)
+    elif way == "has half":
+        monkeypatch.setattr(os, "preadv", half)
+    else:
+        monkeypatch.setattr(os, "preadv", refusing(errno.EOPNOTSUPP if way == "refuses" else errno.EAGAIN))
+    fields = trajectories(24)
+    loader = Loader(write_cache(tmp_path, fields, shards=[10]), batch_size=4, tier="disk")
+
+    for _ in range(2):
+        assert_right(served(loader), fields)
+    if way == "refuses":
+        assert max(Counter(refused).values()) <= 4, "it is not asked again and again"
+    if way == "has none":
+        assert len(refused) > 24

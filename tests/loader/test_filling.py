@@ -75,13 +75,18 @@ class Steps:
         self.filled += good
         writer = self.folder.writer()
         if good:
-            writer.append(good, {name: rows[good] for name, rows in self.fields.items()})
+            writer.append(good, {name: chosen(rows, good) for name, rows in self.fields.items()})
         writer.seal()
         for number in sorted(self.bad.intersection(numbers)):
             why = Failure(number=number, stage="read", error="broken", attempts=2, kind="sample")
             self.folder.quarantine(why)
         if deadline_s:
             open_folder(self.folder.path.parent.parent, "c", self.folder.recipe).finish()
+
+
+def chosen(rows: Any, numbers: Sequence[int]) -> Any:
+    """The rows of some samples; a list for a field of varying length."""
+    return [rows[number] for number in numbers] if isinstance(rows, list) else rows[numbers]
 
 
 def numbers(batches: Any) -> list[int]:
@@ -339,6 +344,20 @@ def test_a_place_beside_the_filling_is_still_one_after_a_mending(
     assert loader.mended == 1
     assert all(same(batch, fields) for batch in whole)
     assert numbers(loader) == rest
+
+
+def test_records_of_varying_length_are_served_too(tmp_path: Path, fields: dict[str, Any]) -> None:
+    points = [torch.full((1 + number % 5, 2), float(number)) for number in range(COUNT)]
+    loader = Loader(Steps(tmp_path, {**fields, "points": points}).cache(), batch_size=5)
+
+    first, second = list(loader), list(loader)
+
+    for epoch in (first, second):
+        assert sorted(numbers(epoch)) == [*range(COUNT)]
+        for batch in epoch:
+            assert same(batch, fields)
+            for number, own in zip(batch["index"].tolist(), batch["points"], strict=True):
+                assert torch.equal(own, points[number])
 
 
 def test_values_are_normalised_as_they_are_later(tmp_path: Path, fields: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from stoker.errors import (
     MissingRecordError,
     ResourceError,
 )
-from stoker.loader import Loader, RecordBatch, Windows, arguments, disk
+from stoker.loader import Loader, RecordBatch, Windows, arguments, pieces
 from stoker.monitor.meter import StallMeter
 from stoker.store import Cache, open_cache
 from tests.loader.caches import write_cache
@@ -174,9 +174,9 @@ def test_the_meter_is_told_of_every_batch(cache: Cache) -> None:
 
 def test_the_meter_knows_what_a_wait_was_for(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower bounds alone: a sleep is never shorter than asked for."""
-    pause_s, read = 0.01, disk.DiskBatches._read
+    pause_s, read = 0.01, pieces.Pieces.read
 
-    def slow_read(*args: Any) -> float:
+    def slow_read(*args: Any) -> int:
         time.sleep(pause_s)
         return read(*args)
 
@@ -187,7 +187,7 @@ def test_the_meter_knows_what_a_wait_was_for(cache: Cache, monkeypatch: pytest.M
     found: dict[str, dict[str, float]] = {}
     for name, wanted in {"disk": {"tier": "disk"}, "transform": {"transforms": [slow_transform]}}.items():
         with monkeypatch.context() as patch:
-            patch.setattr(disk.DiskBatches, "_read", slow_read)
+            patch.setattr(pieces.Pieces, "read", slow_read)
             meter = StallMeter()
             loader = Loader(cache, batch_size=5, windows=Windows(field="latent"), meter=meter, **wanted)
             batches = len(list(loader))

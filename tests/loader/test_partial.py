@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stoker.loader import Loader, Normalise, Windows, partial
-from stoker.loader.disk import DiskBatches
+from stoker.loader.pieces import Pieces
 from stoker.schema import PACKED_DTYPES
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
@@ -83,11 +83,7 @@ def loader_at(cache: Cache, where: list[str], **settings: Any) -> Loader:
     return loader
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_batches_are_the_same_wherever_shards_are_and_move(
-    cache: Cache, ragged: Cache, data: st.DataObject
-) -> None:
+def same_wherever_shards_are(cache: Cache, ragged: Cache, data: st.DataObject) -> None:
     """Any assignment of shards to memories, changed again and again between batches: one stream."""
     varying = data.draw(st.booleans())
     common: dict[str, Any] = {
@@ -118,6 +114,24 @@ def test_batches_are_the_same_wherever_shards_are_and_move(
     assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_batches_are_the_same_wherever_shards_are_and_move(
+    cache: Cache, ragged: Cache, data: st.DataObject
+) -> None:
+    same_wherever_shards_are(cache, ragged, data)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_batches_are_the_same_wherever_shards_are_a_thousand_times(
+    cache: Cache, ragged: Cache, data: st.DataObject
+) -> None:
+    same_wherever_shards_are(cache, ragged, data)
+
+
 @pytest.mark.parametrize(
     ("where", "tiers"),
     [
@@ -139,13 +153,13 @@ def test_rows_in_memory_are_not_read_from_disk(cache: Cache, monkeypatch: pytest
     """What a batch costs follows the fractions: a row in memory costs what memory costs."""
     read: list[int] = []
     loader = loader_at(cache, ["device", "device", "host", "host", "disk", "disk"], batch_size=7)
-    reading = DiskBatches._read
+    reading = Pieces.read
 
-    def noted(self: Any, piece: Any, *rest: Any) -> float:
+    def noted(self: Any, cache: Any, piece: Any, *rest: Any) -> int:
         read.append(len(piece))
-        return reading(self, piece, *rest)
+        return reading(self, cache, piece, *rest)
 
-    monkeypatch.setattr(DiskBatches, "_read", noted)
+    monkeypatch.setattr(Pieces, "read", noted)
 
     batches = list(loader)
 

@@ -18,7 +18,7 @@ from stoker.errors import (
     CorruptError,
     StalledError,
 )
-from stoker.loader import Loader, Windows, disk, residency
+from stoker.loader import Loader, Windows, pieces, residency
 from stoker.store import Cache, open_cache
 from tests.loader.caches import write_cache
 from tests.loader.layouts import COUNT, LAYOUTS, TIMED, same, values_of
@@ -29,9 +29,7 @@ def joined(batches: list[Any]) -> list[torch.Tensor]:
     return [torch.cat(parts) for parts in zip(*map(values_of, batches), strict=True)]
 
 
-@settings(max_examples=220, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_same_bytes_everywhere(caches: dict[str, Cache], data: st.DataObject) -> None:
+def same_bytes_everywhere(caches: dict[str, Cache], data: st.DataObject) -> None:
     """Tier x layout of shards x resume at any step x world size: one stream of global batches."""
     windows = data.draw(st.sampled_from([None, Windows(field="latent"), Windows(field="latent", horizon=2)]))
     order = data.draw(st.sampled_from(["full", "block(3,12)", "static(4)"]))
@@ -65,6 +63,20 @@ def test_same_bytes_everywhere(caches: dict[str, Cache], data: st.DataObject) ->
     for whole, parts in zip(expected[stop:], got, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(values_of(whole), joined(list(parts)), strict=True))
         assert all(part.position == whole.position for part in parts)
+
+
+@settings(max_examples=220, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_same_bytes_everywhere(caches: dict[str, Cache], data: st.DataObject) -> None:
+    same_bytes_everywhere(caches, data)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_same_bytes_everywhere_a_thousand_times(caches: dict[str, Cache], data: st.DataObject) -> None:
+    same_bytes_everywhere(caches, data)
 
 
 def test_a_batch_may_draw_from_memory_and_disk(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +177,7 @@ def test_a_read_that_hangs_is_a_stall_not_a_hang(cache: Cache, monkeypatch: pyte
     import threading
 
     gate = threading.Event()
-    monkeypatch.setattr(disk.DiskBatches, "_read", lambda *_: gate.wait(30))
+    monkeypatch.setattr(pieces.Pieces, "read", lambda *_: gate.wait(30))
 
     with pytest.raises(StalledError, match=r"reading a batch .* 0\.1 s"):
         next(iter(Loader(cache, batch_size=4, tier="disk", timeout=0.1)))

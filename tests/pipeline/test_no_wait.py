@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from stoker.errors import ConfigError
+from stoker.pipeline.augment import check_beside
 from stoker.pipeline.precompute import fill_caches
 from stoker.pipeline.train import train_config
+from stoker.scale.ranks import ALONE, Ranks
+from stoker.schema import Field
 from tests.pipeline.conftest import Configure
 
 
@@ -37,3 +42,28 @@ def test_what_needs_the_whole_cache_is_refused_until_it_is_complete(
 
     fill_caches(configure(), ["train", "val"])
     assert train_config(early).report.epochs == 1
+
+
+@pytest.mark.parametrize("setting", ["training.order=static", "training.weights_file=weights.npy"])
+def test_what_cannot_be_served_beside_the_filling_is_refused_before_it_begins(
+    configure: Configure, tmp_path: Path, setting: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"{setting.partition('=')[0]}.* needs a complete cache.*Leave --no-wait"
+    ):
+        train_config(configure("precompute.wait=false", setting))
+    assert not list((tmp_path / "data").rglob("*.safetensors"))
+
+
+def test_ranks_and_lengths_that_vary_are_refused_as_well(configure: Configure) -> None:
+    class Two(Ranks):
+        world = 2
+
+    fixed = {"latent": Field(shape=(9, 4, 6), dtype="float32", time=True)}
+    varying = {"latent": Field(shape=(-1, 4, 6), dtype="float32", time=True, ragged=True)}
+
+    check_beside(configure(), fixed, ALONE)
+    with pytest.raises(ConfigError, match="training with 2 ranks needs a complete cache"):
+        check_beside(configure(), fixed, Two())
+    with pytest.raises(ConfigError, match="trajectories of varying length needs a complete cache"):
+        check_beside(configure(), varying, ALONE)

@@ -8,7 +8,7 @@ import pytest
 
 from stoker.errors import CorruptError
 from stoker.loader import Loader, Windows
-from stoker.pipeline.served import served_loads
+from stoker.pipeline.served import Step, _thirds, served_loads
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
 
@@ -28,6 +28,25 @@ def test_each_tier_is_served_in_the_batches_asked_for(cache: Cache, windows: Win
         assert 0 <= load.beside_s <= load.alone_s
     disk = loads["disk"]
     assert disk.direct_s + disk.beside_s == pytest.approx(disk.alone_s)
+
+
+@pytest.mark.parametrize("cpus", [0.0, 1.0])
+def test_a_known_step_is_imitated(cache: Cache, cpus: float) -> None:
+    loads = served_loads(cache, Windows(), 8, seconds=0.05, step=Step(seconds=3e-3, cpus=cpus))
+
+    for load in loads.values():
+        assert load.at_step is not None
+        tried_s, lost_s = load.at_step
+        assert tried_s >= 3e-3
+        assert lost_s >= 0
+
+
+def test_no_record_is_read_twice_where_there_are_enough() -> None:
+    """What was read once comes from memory the second time, whatever the disk does."""
+    parts = _thirds(range(1000), 8)
+
+    assert [*parts[0], *parts[1], *parts[2]] == list(range(999))
+    assert [len(part) for part in _thirds(range(100), 8)] == [100] * 3
 
 
 def test_a_tier_that_cannot_serve_is_left_to_arithmetic(

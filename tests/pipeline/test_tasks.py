@@ -149,9 +149,8 @@ def test_tasks_are_mixed_as_the_settings_say(two: Configure) -> None:
     assert [batch.task for batch in loaders(in_turn).train][:3] == [  # type: ignore[union-attr]
         "burgers1d", "long", "burgers1d",
     ]  # fmt: skip
-    wrong = two("training.task_weights={burgers1d: 1, long: 3}")
     with pytest.raises(ConfigError, match=r"training\.mixture=weighted"):
-        loaders(wrong)
+        two("training.task_weights={burgers1d: 1, long: 3}")
 
 
 def test_tasks_that_one_operator_cannot_take_are_refused_before_anything_is_encoded(

@@ -315,6 +315,33 @@ def test_nonsense_is_refused(make: Any) -> None:
         make()
 
 
+def test_a_step_that_was_tried_says_what_batches_cost_beside_it() -> None:
+    """Loading beside a step slows it, and part of a long load is hidden: no sum of parts gives that."""
+    load = Load(alone_s=4e-3, direct_s=1e-4, beside_s=3.9e-3, at_step=(2e-3, 1e-3))
+    plan = plan_tiers(
+        demand(10), machine(host=25), step_s=2e-3, rates=Rates(served={"host": load}, measured=True)
+    )
+    host = plan.rows[1]
+
+    assert plan.predicted_stall(2e-3) == pytest.approx(1 / 3)
+    assert host.stall == pytest.approx(1 / 3)
+    # A longer step hides no less, a shorter one comes nearer to no step at all.
+    assert plan.predicted_stall(8e-3) == pytest.approx(1 / 9)
+    assert plan.predicted_stall(1e-3) == pytest.approx(2.5 / 3.5)
+
+
+def test_what_was_tried_of_one_tier_counts_by_its_share() -> None:
+    load = Load(alone_s=4e-3, direct_s=0.0, beside_s=4e-3, at_step=(2e-3, 3e-3))
+    other = Load(alone_s=0.0, direct_s=0.0, beside_s=0.0)
+    plan = plan_tiers(
+        demand(40), machine(host=25), rates=Rates(served={"disk": load, "host": other}, measured=True)
+    )
+    assert plan.rows[1].records == plan.rows[2].records
+
+    # Half of 4 ms is hidden by the step; beside it half of 1 ms more was lost than that says.
+    assert plan.predicted_stall(2e-3) == pytest.approx(0.5 / 2.5)
+
+
 @pytest.mark.parametrize(
     ("step_cpus", "direct_s", "beside_s"),
     [pytest.param(1.0, 1e-3, 9e-3, id="a-core-is-free"), pytest.param(4.0, 10e-3, 0.0, id="none-is")],

@@ -7,11 +7,14 @@ import socket
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 
+from stoker.cli.together import joined
+from stoker.config import Config
 from stoker.errors import ConfigError, Interrupted, StalledError
-from stoker.scale import pulse
+from stoker.scale import group, pulse
 from stoker.scale.group import RankGroup
 from stoker.scale.place import Place
 from stoker.scale.ranks import ALONE
@@ -97,7 +100,6 @@ def test_a_rank_that_stops_counting_is_gone_before_the_deadline(
 def test_who_is_asked_to_end_since_a_rank_was_lost_names_it(
     join: Callable[..., RankGroup],
     monkeypatch: pytest.MonkeyPatch,
-    sigterm: None,
     request_: BaseException,
 ) -> None:
     """A launcher asks the others to end as soon as one rank is gone, before any of them could notice."""
@@ -108,12 +110,26 @@ def test_who_is_asked_to_end_since_a_rank_was_lost_names_it(
         lost._pulse.stop()
         with pytest.raises(StalledError, match=r"rank 1 of 2 ended without a word.*at its own end"), survivor:
             raise request_
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "what it says is not cut short"
+
+
+def test_a_command_that_ends_by_an_error_is_not_cut_short_by_its_launcher(
+    monkeypatch: pytest.MonkeyPatch, sigterm: None
+) -> None:
+    """It asks all ranks to end as soon as one has ended, and that must not become an interrupt."""
+    monkeypatch.setattr(group, "RankGroup", lambda *_, **__: nullcontext(ALONE))
+    place = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(StalledError), joined(Config()):
+        raise StalledError
+
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
 @pytest.mark.parametrize("request_", [KeyboardInterrupt(), Interrupted("SIGTERM after step 3")])
 def test_ranks_that_are_all_asked_to_end_are_interrupted(
-    join: Callable[..., RankGroup], sigterm: None, request_: BaseException
+    join: Callable[..., RankGroup], request_: BaseException
 ) -> None:
     def end(rank: int) -> None:
         with join(rank, world=3) as ranks:
@@ -129,7 +145,7 @@ def test_ranks_that_are_all_asked_to_end_are_interrupted(
 
 
 def test_a_rank_that_is_done_is_not_lost(
-    join: Callable[..., RankGroup], monkeypatch: pytest.MonkeyPatch, sigterm: None
+    join: Callable[..., RankGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     last = join(0)
     with join(1):

@@ -97,7 +97,7 @@ def test_a_killed_rank_ends_the_other_with_a_message_that_names_it(project: Path
     assert launcher.returncode != 0
     assert time.monotonic() - begun < 60
     answer = json.loads(out)
-    assert answer["exit_code"] == 5
+    assert answer["exit_code"] == 5, (answer, err)
     assert re.search(
         r"rank 1 of 2 ended without a word.*rank 0 waited .* at .+\. All ranks end", answer["error"]
     )

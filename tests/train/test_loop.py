@@ -353,6 +353,41 @@ def test_a_pass_that_is_shorter_than_was_thought_is_an_epoch(tmp_path: Path) -> 
     assert ends == [6, 12, 18]
 
 
+def test_a_run_stopped_at_the_very_end_of_a_pass_does_not_serve_more_of_it(
+    whole: Path, tmp_path: Path
+) -> None:
+    """Beside a filling it may be longer by then, since quarantined samples are tried again."""
+
+    class Filling(FakeLoader):
+        hoped = 0
+
+        def __len__(self) -> int:
+            return super().__len__() + self.hoped
+
+        def __iter__(self) -> Iterator[FakeBatch]:
+            self.hoped = 0
+            yield from super().__iter__()
+
+        def state_dict(self) -> dict[str, Any]:
+            ended = self.position == super().__len__()
+            return {"epoch": self.epoch + 1, "position": 0} if ended else super().state_dict()
+
+    nu = {"nu": torch.linspace(0, 1, 6)}
+    val = FakeLoader(waves(2, seed=1), shuffle=False, cond=nu)
+    stop = at_step(6, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Interrupted, match="after step 6 in epoch 1"):
+        train(Filling(waves(), cond=nu), val, TrainConfig(**SMALL), tmp_path, on_event=stop)
+    longer = Filling(waves(), cond=nu)
+    longer.hoped = 1
+
+    report = train(longer, val, TrainConfig(**SMALL, max_steps=STEPS, resume=True), tmp_path)
+
+    assert (report.epochs, report.steps) == (3, STEPS)
+    ends = [row["step"] for row in MetricsLog(tmp_path / "metrics.jsonl").rows() if row["kind"] == "epoch"]
+    assert ends == [6, 12, 18]
+    assert same(weights(tmp_path), weights(whole))
+
+
 def test_unrolled_training_over_a_future(tmp_path: Path) -> None:
     loader = FakeLoader(waves(), horizon=3)
 

@@ -8,7 +8,7 @@ from stoker.config.remedies import in_settings
 from stoker.errors import ConfigError
 from stoker.loader import RecordBatch, WindowBatch
 from stoker.loader.keyed import child_keys, example_keys, integers, uniform
-from stoker.transforms import Crop, Flip, Roll
+from stoker.transforms import Crop, Flip, Roll, Take
 from stoker.transforms.geometry import padded
 
 KEYS = example_keys(0, 0, torch.arange(40))
@@ -167,6 +167,20 @@ def test_what_is_not_there_or_not_clear_is_named() -> None:
 def test_settings_that_cannot_be_are_refused(make, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make()
+
+
+def test_take_cuts_every_example_alike() -> None:
+    batch = states(8, 6, 2)
+    take = Take({-3: slice(2, 6), -2: slice(None, None, 3)})
+    made = take(batch, KEYS)
+
+    assert torch.equal(made.z0, batch.z0[:, 2:6, ::3])
+    assert torch.equal(made.future, batch.future[:, :, 2:6, ::3])
+    assert made.z0.is_contiguous()
+    with pytest.raises(ConfigError, match="leaves nothing"):
+        Take({-2: slice(9, None)})(batch, KEYS)
+    with pytest.raises(ConfigError, match="steps must be at least 1"):
+        Take({-2: slice(None, None, -1)})
 
 
 def test_padding_of_none_copies_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The commands that look after caches: verify, compact, gc, import-pt."""
+"""The commands that look after caches and copies: verify, compact, gc, import-pt, stage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, cast
 import typer
 
 from stoker.cli.edge import Edge, edge
-from stoker.cli.flags import CachePath, Debug, Json
+from stoker.cli.flags import CachePath, Config, Debug, Json, Overrides
 from stoker.cli.quantities import duration, share, size
 from stoker.errors import ConfigError, FormatError, IncompleteError
 
@@ -19,6 +19,7 @@ def register(app: typer.Typer) -> None:
     app.command()(compact)
     app.command()(gc)
     app.command(name="import-pt")(import_pt)
+    app.command()(stage)
 
 
 def verify(  # noqa: PLR0913, PLR0917 (one parameter per flag)
@@ -182,3 +183,21 @@ def import_pt(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         out.show(result, render_keeping.import_pt)
         if result.failures and not allow_missing:
             raise typer.Exit(IncompleteError.exit_code)
+
+
+def stage(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
+    """Copy a configuration's files to local storage.
+
+    As data.stage says: `auto` those on network storage, `always` all. Copies are verified, a stopped one
+    goes on, and precompute reads from them. Exit code 6 when there is no room.
+
+    \b
+    Example:
+      stoker stage configs/train_burgers_32dim.yaml data.stage=auto data.stage_dir=/scratch/staged
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        from stoker.cli import render_keeping
+        from stoker.config import load_config
+        from stoker.pipeline.staging import stage_config
+
+        out.show(stage_config(load_config(config, overrides or [])), render_keeping.stage)

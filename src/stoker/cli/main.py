@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import psutil
 import typer
 
-from stoker.cli import bench, keeping
+from stoker.cli import bench, demo, keeping
 from stoker.cli.edge import Edge, edge, run, stop_on_sigterm
 from stoker.cli.flags import (
     CachePath,
@@ -29,14 +27,14 @@ from stoker.cli.flags import (
     split_words,
     tell_settings,
 )
+from stoker.cli.runs import judge, process_start
 from stoker.cli.streams import INTERRUPTED
-from stoker.cli.together import joined, refuse_ranks
-from stoker.errors import ConfigError, Interrupted, StalledError
+from stoker.cli.together import joined
+from stoker.errors import ConfigError, Interrupted
 from stoker.precompute.guarded import GUARD_VARIABLE, Lifeline, attach
 
 if TYPE_CHECKING:
     from stoker.config.models import Config as Settings
-    from stoker.pipeline.train import TrainResult
 
 app = typer.Typer(
     name="stoker",
@@ -88,30 +86,7 @@ def _load(out: Edge, config: Path, overrides: list[str] | None) -> Settings:
     return settings
 
 
-def _process_start() -> float:
-    """When this process began, on the clock of `time.monotonic`."""
-    return time.monotonic() - max(0.0, time.time() - psutil.Process().create_time())
-
-
-@app.command()
-def demo(overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
-    """Do the whole job on generated data.
-
-    Simulates Burgers' equation, encodes, plans and trains; needs no download. A second run finds its cache.
-
-    \b
-    Example:
-      stoker demo
-      stoker demo training.epochs=5
-    """
-    with edge(as_json=as_json, debug=debug) as out:
-        from stoker.cli import render
-        from stoker.pipeline.demo import run_demo
-
-        refuse_ranks("demo")
-        result = run_demo(overrides or [], started=_process_start(), on_event=render.events(out.note))
-        out.show(result, render.demo)
-        _judge(out, result.train)
+demo.register(app)
 
 
 @app.command(cls=EarlierFlags)
@@ -274,7 +249,7 @@ def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         from stoker.pipeline.train import train_config
 
         drawn = out.notes.is_terminal if live is None else live
-        started = _process_start()
+        started = process_start()
         with joined(settings) as ranks, watching(out.notes, out.note, live=drawn) as watch:
             listeners = (watch, render.events(out.note))
 
@@ -284,16 +259,7 @@ def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 
             result = train_config(settings, started=started, on_event=listen, ranks=ranks)
         out.show(result, render_tasks.train)
-        _judge(out, result)
-
-
-def _judge(out: Edge, result: TrainResult) -> None:
-    """End with exit code 5 where a run waited longer than it was allowed to."""
-    if result.over_budget is not None:
-        from stoker.config.remedies import in_settings
-
-        out.note(in_settings(result.over_budget))
-        raise typer.Exit(StalledError.exit_code)
+        judge(out, result)
 
 
 @app.command()

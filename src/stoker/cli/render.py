@@ -41,7 +41,7 @@ def precompute(result: PrecomputeResult, console: Console) -> None:
     """Two lines per cache, then its quarantined samples."""
     rows: list[Cells] = []
     for cache in result.caches:
-        rows += _cache_rows(cache.name, cache, named=False)
+        rows += cache_rows(cache.name, cache, named=False)
         rows.append(("", escape(str(cache.cache.path))))
     table(console, rows)
     for cache in result.caches:
@@ -113,9 +113,9 @@ def demo(result: DemoResult, console: Console) -> None:
         ("1  data", escape(result.data_line), format_seconds(result.data_s), escape(result.data_path))
     ]
     for number, cache in enumerate(result.caches):
-        rows += _cache_rows("" if number else "2  cache", cache, named=True)
-    held = f"{format_count(plan.records)} records on the {plan.plan.tier} tier"
-    rows += [("3  plan", held, "", escape(_held(plan))), *_train_rows("4  train", result.train)]
+        rows += cache_rows("" if number else "2  cache", cache, named=True)
+    counts = f"{format_count(plan.records)} records on the {plan.plan.tier} tier"
+    rows += [("3  plan", counts, "", escape(held(plan))), *_train_rows("4  train", result.train)]
     table(console, rows, gap=2)
     console.print("", _startup(result.train), sep="\n", soft_wrap=True)
 
@@ -166,7 +166,7 @@ def why(result: Explanation, console: Console) -> None:
     table(console, [tuple(map(escape, row)) for row in rows])
 
 
-def _cache_rows(label: str, cache: CacheResult, *, named: bool) -> list[Cells]:
+def cache_rows(label: str, cache: CacheResult, *, named: bool) -> list[Cells]:
     """Two rows; `named` repeats the cache's name where the label is another word."""
     if cache.encoded:
         counts = f"{format_count(cache.encoded)} of {format_count(cache.count)} encoded"
@@ -223,11 +223,11 @@ def _startup(result: TrainResult) -> str:
     return f"first batch {begin} after {cache} of cache work · {again}"
 
 
-def _held(result: PlanResult) -> str:
+def held(result: PlanResult) -> str:
     """Bytes by tier, and from which step on nothing waits."""
-    held = [f"{format_bytes(row.bytes)} {row.tier}" for row in result.plan.rows if row.records]
+    tiers = [f"{format_bytes(row.bytes)} {row.tier}" for row in result.plan.rows if row.records]
     quiet = result.plan.no_stall_step_s
-    return " · ".join([*held, *([] if quiet is None else [f"no stall from {format_seconds(quiet)} a step"])])
+    return " · ".join([*tiers, *([] if quiet is None else [f"no stall from {format_seconds(quiet)} a step"])])
 
 
 def _fields(schema: Schema) -> str:

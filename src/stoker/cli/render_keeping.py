@@ -15,6 +15,7 @@ from stoker.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from stoker.pipeline.import_pt import ImportResult
     from stoker.pipeline.keep import RepairResult
+    from stoker.pipeline.staging import StageReport
     from stoker.store import BadRecord, VerifyReport
     from stoker.store.compact import CompactReport
     from stoker.store.gc import GcItem, GcReport
@@ -32,6 +33,20 @@ def verify(result: VerifyReport, console: Console) -> None:
         )
     if result.unchecked:
         console.print(f"not looked at: {'; '.join(result.unchecked)}", soft_wrap=True)
+
+
+def stage(result: StageReport, console: Console) -> None:
+    """A line for each task, and where its copies are."""
+    for one in result.tasks:
+        files = f"{format_count(one.files)} files, {format_bytes(one.bytes)}"
+        if not one.staged:
+            console.print(
+                f"[bold]{escape(one.task)}[/]  not staged: {escape(one.reason)} ({files})", soft_wrap=True
+            )
+            continue
+        copied = f"{format_bytes(one.copied_bytes)} copied in {format_seconds(one.seconds)}"
+        console.print(f"[bold]{escape(one.task)}[/]  {files}, {copied}: {escape(one.reason)}", soft_wrap=True)
+        console.print(f"  {escape(str(one.path))}", soft_wrap=True)
 
 
 def repair(result: RepairResult, console: Console) -> None:

@@ -44,9 +44,14 @@ def joined(config: Config) -> Generator[Ranks]:
         yield ALONE
         return
     from stoker.scale.group import RankGroup
+    from stoker.scale.pulse import ignore_sigterm
 
     with RankGroup(place, deadline_s=config.training.rank_deadline) as ranks:
-        yield ranks
+        try:
+            yield ranks
+        except BaseException:
+            ignore_sigterm()  # it ends by itself now, and what it says must not become an interrupt
+            raise
 
 
 def refuse_ranks(command: str) -> None:

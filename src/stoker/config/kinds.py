@@ -13,22 +13,25 @@ from typing import Literal, TypeAlias, get_args
 
 from pydantic import BaseModel
 
-Kind: TypeAlias = Literal["hdf5", "images", "sql"]
+Kind: TypeAlias = Literal["hdf5", "images", "sql", "torch", "arrays", "tar", "parquet"]
 """What `data.kind` can be."""
 
 KINDS: tuple[str, ...] = get_args(Kind)
 
 TAKEN_BY: Mapping[str, tuple[str, ...]] = {
-    "files": ("hdf5",),
+    "files": ("hdf5", "arrays", "tar", "parquet"),
     "preset": ("hdf5",),
-    "fields": ("hdf5",),
+    "fields": ("hdf5", "arrays"),
     "normalize": ("hdf5",),
+    "dataset": ("torch",),
 }
 """Settings of `data` that not every kind takes, with those that do; what is not here is for all."""
 
 _AS_THEY_ARE: Mapping[str, object] = {"encoder.kind": "identity", "training.latent_cache_dtype": None}
 """The grid encoder is for fields on a grid; boxes, cameras and columns lose too much in 16 bits."""
-DEFAULTS: Mapping[str, Mapping[str, object]] = {"images": _AS_THEY_ARE, "sql": _AS_THEY_ARE}
+DEFAULTS: Mapping[str, Mapping[str, object]] = dict.fromkeys(
+    ("images", "sql", "torch", "arrays", "tar", "parquet"), _AS_THEY_ARE
+)
 """Defaults that are others for a kind, by dotted name."""
 
 

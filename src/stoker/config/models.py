@@ -11,9 +11,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 from omegaconf import OmegaConf
 from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr
 
+from stoker.config.datasets import TorchConfig
+from stoker.config.files_kinds import ArraysConfig, ParquetConfig, TarConfig
 from stoker.config.images import ImagesConfig
 from stoker.config.kinds import Kind
-from stoker.config.rows import SqlConfig
+from stoker.config.rows import JoinConfig, SqlConfig
 from stoker.config.section import (
     CountInt,
     Flag,
@@ -78,8 +80,19 @@ class DataConfig(SettingsSection):
     """Shift and scale each channel by mean and deviation of the train split, before encoding."""
     limit: PositiveInt | None = None
     """Take only the first so many samples."""
+    stage: Literal["auto", "never", "always"] = "never"
+    """Copy files to a local disk before they are read; `auto`: from network storage (docs/staging.md)."""
+    stage_dir: Place | None = None
+    """Folder for these copies; null: `.staged` beside the caches."""
+    arrays: ArraysConfig = ArraysConfig()
+    tar: TarConfig = TarConfig()
+    parquet: ParquetConfig = ParquetConfig()
     images: ImagesConfig = ImagesConfig()
+    join: JoinConfig = JoinConfig()
     sql: SqlConfig = SqlConfig()
+    dataset: str | None = None
+    """A torch Dataset, or what makes it: `module:name`, `path/file.py:name`; then `data.kind` is `torch`."""
+    torch: TorchConfig = TorchConfig()
 
     @property
     def tasks(self) -> tuple[str, ...]:

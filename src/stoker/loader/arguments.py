@@ -14,7 +14,7 @@ import torch
 from stoker.errors import ConfigError
 from stoker.loader.ranks import Share
 from stoker.loader.windows import Windows
-from stoker.store.shard_read import Verify
+from stoker.store.blocks import Verify
 
 IGNORED = {
     "num_workers": "batches are gathered in this process, without workers",

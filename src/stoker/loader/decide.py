@@ -23,6 +23,7 @@ from stoker.loader.disk import READ_DEADLINE_S, Reading
 from stoker.loader.draws import Weights
 from stoker.loader.engine import Design
 from stoker.loader.fused import Normalise
+from stoker.loader.lowering import lowered
 from stoker.loader.order import Order, parse_order
 from stoker.loader.outputs import Output, make_outputs
 from stoker.loader.places import Places, find_places, weighted
@@ -39,7 +40,7 @@ from stoker.units import format_count
 if TYPE_CHECKING:
     from stoker.monitor.meter import StallMeter
     from stoker.store import Cache
-    from stoker.store.shard_read import Verify
+    from stoker.store.blocks import Verify
 
 MAX_GATHER_THREADS = 4
 """More threads than this do not make one gather quicker: memory is the limit."""
@@ -110,6 +111,7 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
     plan = plan.holding(demand.records)
     claim_plan(claim, cache, places, plan, demand)
     check_static(static, wishes.tier, share, ragged=any(output.ragged for output in outputs))
+    early = () if cache.joined else wishes.transforms  # joined columns come later, and may have to move along
     return Design(
         cache=cache,
         places=places,
@@ -131,6 +133,7 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
         threads=max(1, min(MAX_GATHER_THREADS, int(resources.cpus))),
         reading=Reading(deadline_s=wishes.timeout_s or READ_DEADLINE_S, verify=wishes.verify),
         meter=wishes.meter,
+        lowered=lowered(early, outputs, wishes.seed, windowed=windows is not None),
     )
 
 
@@ -163,7 +166,7 @@ def opened_anew(cache: Cache) -> Cache:
     from stoker.store import open_cache
 
     filled = open_cache(cache.path)
-    filled.filler = cache.filler
+    filled.filler, filled.joined = cache.filler, cache.joined
     return filled
 
 

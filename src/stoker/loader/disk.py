@@ -7,14 +7,12 @@ so that a batch may draw from several tiers. Reads have a deadline: storage that
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,34 +24,29 @@ from stoker.loader.chunks import Chunk, Locator, host
 from stoker.loader.gather import RaggedGather
 from stoker.loader.kernels.choose import twin_for
 from stoker.loader.memory import Memory, bytes_of
-from stoker.loader.outputs import RECORD, Output, view_for
+from stoker.loader.outputs import Output, view_for
+from stoker.loader.pieces import Pieces, Wanted
 from stoker.loader.places import Places
 from stoker.loader.pool import Pool, Ticket
-from stoker.units import KIB
+from stoker.units import MIB
 
 if TYPE_CHECKING:
     from stoker.monitor.meter import StallMeter
-    from stoker.store import Cache, Shard
-    from stoker.store.shard_read import Verify
+    from stoker.store import Cache
+    from stoker.store.blocks import Verify
 
-READ_THREADS = 8
-"""Threads that read while storage is waited for; each announces what it is about to read, so that more reads
-are under way than there are threads.
+READ_THREADS = 4
+"""Threads that read while storage is waited for. Each announces what it is about to read, so that more reads
+are under way than there are threads; more of them only take turns at the interpreter's lock.
 
-Source: `benchmarks/serve_disk.py`, 2 cores: announced, 8 threads read as fast as 16; unannounced, slower.
+Source: `benchmarks/serve_disk.py`, and docs/design/028-verify-on-read.md.
 """
-FEW_THREADS = 4
-"""Threads that read while all comes from the page cache: more only wait for each other."""
-WAITED_S, WAITED_BYTES_S = 0.5e-3, 1e9
-"""An example that takes longer than this, and than its bytes at this rate, was waited for."""
-ADVISED = hasattr(os, "posix_fadvise")
-"""Whether the system can be told what is about to be read."""
+PIECE_BYTES = MIB
+"""Bytes of a batch that are worth a thread of their own while all comes from the page cache."""
 READ_DEADLINE_S = 60.0
 """Seconds that a batch may take to be read."""
 MAX_AHEAD = 4
 """Batches read ahead at most; it starts with one, and one more whenever a batch was not ready in time."""
-JOINED_GAP_BYTES = 64 * KIB
-"""Steps of a window closer than this are read in one go."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,17 +57,6 @@ class Reading:
     """Seconds that a batch may take."""
     verify: Verify = "always"
     """When bytes are compared with their sums."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Steps of one field that are read together, counted from the window's start."""
-
-    field: str
-    first: int
-    stop: int
-    targets: tuple[tuple[int, int, int], ...]
-    """`(output, place, step)`: step `step` of the run goes to this place of an example's output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +72,8 @@ class Pending:
     """The memory that has some of the examples."""
     held: NDArray[np.int64]
     """Which it has."""
-    tickets: list[Ticket[float]]
-    """Each gives the seconds that its examples took, one after another."""
+    tickets: list[Ticket[int]]
+    """Each gives how many of its reads had to wait for storage."""
 
     def ready(self) -> bool:
         """Whether every read has ended."""
@@ -119,19 +101,13 @@ class DiskBatches:
         self._reading = reading
         self._pool = Pool(READ_THREADS, "stoker-read")
         self._ahead = 1
-        self._depth = READ_THREADS
         self._waits = True
+        """Whether the last batch that was read had to wait for storage."""
         self._example_bytes = sum(output.example_bytes for output in outputs)
         self._buffers: dict[tuple[str, int], Buffers] = {}
         self.meter: StallMeter | None = None
-        self._runs = _plan_runs(cache, outputs)
-        self._whole = [i for i, output in enumerate(outputs) if output.index == RECORD]
+        self._pieces = Pieces(cache.recipe.columns, outputs)
         self._twins = [twin_for(output, torch.device("cpu")) for output in outputs]
-        self._spans = [(outputs[i].field, 0, 0) for i in self._whole if not outputs[i].ragged]
-        columns = cache.recipe.columns
-        self._spans += [
-            (run.field, run.first, run.stop) for run in self._runs if not columns[run.field].ragged
-        ]
         self._views: tuple[Memory, list[Tensor]] | None = None
 
     def over(self, cache: Cache, places: Places) -> None:
@@ -175,9 +151,10 @@ class DiskBatches:
         missing = np.flatnonzero(rest)
         missing = missing[np.lexsort((row[missing], shard[missing]))]  # neighbours on disk one after another
         spaces = [None if isinstance(v, list) else bytes_of(v) for v in values]
+        wanted = Wanted(shard=shard, row=row, starts=starts, values=values, spaces=spaces)
         tickets = [
-            self._pool.submit(partial(self._read, piece, shard, row, starts, values, spaces))
-            for piece in np.array_split(missing, min(self._depth, max(1, len(missing) // 4)))
+            self._pool.submit(partial(self._pieces.read, self._cache, piece, wanted, self._reading.verify))
+            for piece in np.array_split(missing, self._count(len(missing)))
             if len(piece)
         ]
         return Pending(
@@ -201,58 +178,12 @@ class DiskBatches:
             self._buffers[key] = Buffers(shape, output.dtype)
         return self._buffers[key].take()
 
-    def _read(
-        self,
-        piece: NDArray[np.int64],
-        shard: NDArray[np.int32],
-        row: NDArray[np.int32],
-        starts: NDArray[np.int64],
-        values: list[Any],
-        spaces: list[memoryview[Any] | None],
-    ) -> float:
-        """Read some of a batch's examples, in a thread of the pool; returns the seconds that it took."""
-        verify, begin = self._reading.verify, perf_counter()
-        if self._waits and ADVISED:
-            self._announce(piece, shard, row, starts)
-        for j in piece.tolist():
-            handle, own_row, start = self._cache.shard(int(shard[j])), int(row[j]), int(starts[j])
-            for i in self._whole:
-                output, space = self._outputs[i], spaces[i]
-                if space is None:
-                    values[i][j] = _ragged(handle, output, own_row, verify)
-                else:
-                    size = output.example_bytes
-                    place = space[j * size : (j + 1) * size]
-                    length = handle.length(output.field, own_row)
-                    handle.read_into(output.field, own_row, 0, length, place, verify=verify)
-            for run in self._runs:
-                first, stop = start + run.first, start + run.stop
-                data = handle.read(run.field, own_row, first, stop, verify=verify)
-                steps = np.ascontiguousarray(data).reshape(run.stop - run.first, -1).view(np.uint8)
-                for i, place, step in run.targets:
-                    space, width = cast("memoryview[Any]", spaces[i]), steps.shape[1]
-                    at = j * self._outputs[i].example_bytes + place * width
-                    space[at : at + width] = steps[step].data
-        return perf_counter() - begin
-
-    def _announce(
-        self,
-        piece: NDArray[np.int64],
-        shard: NDArray[np.int32],
-        row: NDArray[np.int32],
-        starts: NDArray[np.int64],
-    ) -> None:
-        """Have the system begin to read all of a piece, so that more is under way than there are threads."""
-        for j in piece.tolist():
-            handle, own_row, start = self._cache.shard(int(shard[j])), int(row[j]), int(starts[j])
-            for field, first, stop in self._spans:
-                column = handle.columns[field]
-                begin = column.offset + own_row * column.row_bytes
-                size = column.row_bytes
-                if stop:
-                    step = column.field.row_bytes
-                    begin, size = begin + (start + first) * step, (stop - first) * step
-                os.posix_fadvise(handle.fileno(), begin, size, os.POSIX_FADV_WILLNEED)
+    def _count(self, examples: int) -> int:
+        """How many threads shall read so many examples."""
+        sized = not any(output.ragged for output in self._outputs)
+        if self._waits or not sized:
+            return min(READ_THREADS, max(1, examples // 4))
+        return min(READ_THREADS, max(1, examples * self._example_bytes // PIECE_BYTES))
 
     def _finish(self, pending: Pending) -> list[Any]:
         values = self.finish(pending, self.meter)
@@ -277,10 +208,9 @@ class DiskBatches:
             self._from_memory(pending.memory, pending)  # while the reads go on
         begin = perf_counter()
         what = f"reading a batch of {self._cache.path}"
-        took_s = sum(ticket.result(self._reading.deadline_s, what) for ticket in pending.tickets)
-        if count := len(pending.records) - len(pending.held):
-            self._waits = took_s > count * (WAITED_S + self._example_bytes / WAITED_BYTES_S)
-            self._depth = READ_THREADS if self._waits else FEW_THREADS
+        waited = [ticket.result(self._reading.deadline_s, what) for ticket in pending.tickets]
+        if waited:
+            self._waits = any(waited)
         if meter is not None:
             meter.spent("read", perf_counter() - begin)
         return pending.values
@@ -312,28 +242,3 @@ class DiskBatches:
             views = [view_for(o, schema[o.field], memory.sources[o.field]) for o in self._outputs]
             self._views = (memory, views)
         return self._views[1]
-
-
-def _plan_runs(cache: Cache, outputs: tuple[Output, ...]) -> list[Run]:
-    """Join the steps that outputs take of each field into as few reads as pays."""
-    wanted: dict[str, dict[int, list[tuple[int, int]]]] = {}
-    for i, output in enumerate(outputs):
-        if output.index != RECORD:
-            for place, lag in enumerate(output.lags):
-                wanted.setdefault(output.field, {}).setdefault(lag, []).append((i, place))
-    runs: list[Run] = []
-    for field, by_lag in wanted.items():
-        gap = 1 + JOINED_GAP_BYTES // max(1, cache.recipe.columns[field].row_bytes)
-        lags = sorted(by_lag)
-        cuts = [0, *(k for k in range(1, len(lags)) if lags[k] - lags[k - 1] > gap), len(lags)]
-        for begin, end in pairwise(cuts):
-            first = lags[begin]
-            targets = [(i, place, lag - first) for lag in lags[begin:end] for i, place in by_lag[lag]]
-            runs.append(Run(field=field, first=first, stop=lags[end - 1] + 1, targets=tuple(targets)))
-    return runs
-
-
-def _ragged(handle: Shard, output: Output, row: int, verify: Verify) -> Tensor:
-    data = np.array(handle.read(output.field, row, verify=verify))
-    bits = torch.as_tensor(data.view(np.int16) if output.dtype == torch.bfloat16 else data)
-    return bits.view(output.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from stoker.loader import residency
 from stoker.loader.chunks import Chunk, Chunks, Locator
 from stoker.loader.disk import DiskBatches, Reading
 from stoker.loader.gather import STRIP_BATCHES, MemoryBatches, record_batches, window_batches
+from stoker.loader.lowering import NOTHING, Lowered
 from stoker.loader.memory import Memory
 from stoker.loader.order import Order
 from stoker.loader.outputs import Output, step_lengths
@@ -63,6 +64,8 @@ class Design:
     """Seconds that filling the device may take where nothing else can serve."""
     meter: StallMeter | None = None
     """Told what a batch was waited for."""
+    lowered: Lowered = NOTHING
+    """Transforms that the device tier does while it gathers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +82,8 @@ class Strip:
     tier: str
     after: tuple[int, int]
     """Epoch and position after the last of them."""
+    transformed: int = 0
+    """How many of the first transforms are done."""
 
 
 class Pace:
@@ -216,11 +221,12 @@ class Engine:
 
     def _from_memory(self, chunk: Chunk, memory: Memory) -> Iterator[Strip]:
         design, size = self._design, chunk.span.batch
+        lowered = design.lowered if memory.tier == "device" else NOTHING
         if self._batches is None or self._batches[0] is not memory:
             gathers = MemoryBatches(
                 memory,
                 design.cache.recipe.columns,
-                self._outputs,
+                lowered.outputs(self._outputs),
                 design.share.batch_size,
                 static=design.static,
                 threads=design.threads,
@@ -236,8 +242,11 @@ class Engine:
             count = min(self._pace.next(), STRIP_BATCHES, chunk.span.batches - number)
             own = slice(number * size, (number + count) * size)
             some = {name: values[own] for name, values in rows.items()}
-            for columns in gathers.strips(some, chunk.index[own], size):
-                yield self._strip(columns, chunk, number, count, memory.tier)
+            views = lowered.views(chunk.span.epoch, chunk.examples[own], memory.device)
+            for columns in gathers.strips(some, chunk.index[own], size, views):
+                strip = self._strip(columns, chunk, number, count, memory.tier)
+                yield replace(strip, transformed=lowered.count)
+                del strip
             number += count
 
     def _from_disk(self, chunk: Chunk) -> Iterator[Strip]:

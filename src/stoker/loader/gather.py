@@ -21,7 +21,7 @@ from torch import Tensor
 from stoker.loader.batch import RecordBatch, WindowBatch
 from stoker.loader.buffers import REUSE_FROM_BYTES, Buffers, lasting
 from stoker.loader.kernels.choose import converting, twin_for
-from stoker.loader.kernels.twin import Twin
+from stoker.loader.kernels.twin import Twin, Views
 from stoker.loader.memory import Memory
 from stoker.loader.outputs import Output, view_for
 from stoker.loader.pool import Pool
@@ -149,7 +149,9 @@ class MemoryBatches:
             else:
                 self._gathers.append(Gather(view, output, batch, pool).direct())
 
-    def strips(self, rows: Mapping[str, Any], index: Tensor, batch: int) -> Iterator[list[Iterable[Any]]]:
+    def strips(
+        self, rows: Mapping[str, Any], index: Tensor, batch: int, views: Mapping[str, Views]
+    ) -> Iterator[list[Iterable[Any]]]:
         """Consecutive batches, `STRIP_BATCHES` at a time, that only need to be asked for.
 
         Yields columns: per output and then for `index` the tensors of the strip's batches, large ones made as
@@ -160,6 +162,7 @@ class MemoryBatches:
                 `starts:<field>` and `lengths:<field>`, numpy.
             index: What the batches hand out as `index`, as long.
             batch: Examples per batch.
+            views: By output, of all examples, how they are cropped and mirrored on the way.
         """
         for begin in range(0, len(index), STRIP_BATCHES * batch):
             own = slice(begin, begin + STRIP_BATCHES * batch)
@@ -170,12 +173,16 @@ class MemoryBatches:
                     starts, lengths = (rows[f"{kind}:{output.field}"][own] for kind in ("starts", "lengths"))
                     bounds = range(batch, len(starts), batch)
                     columns.append(map(gather, np.split(starts, bounds), np.split(lengths, bounds)))
-                elif output.name in self._per_strip:
+                    continue
+                moved = [None if v is None else v[own] for v in views.get(output.name, ())]
+                if output.name in self._per_strip and not moved:
                     columns.append(_cut(gather(rows[output.index][own]), batch))
                 else:
                     if output.index not in cuts:
                         cuts[output.index] = _cut(rows[output.index][own], batch)
-                    columns.append(map(gather, cuts[output.index]))
+                    of_each = [repeat(None) if v is None else _cut(v, batch) for v in moved]
+                    each = [zip(*of_each, strict=False)] if moved else []
+                    columns.append(map(gather, cuts[output.index], *each))
             columns.append(self._index(_cut(index[own], batch)))
             yield columns
 

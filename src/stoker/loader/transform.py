@@ -21,16 +21,20 @@ from stoker.loader.keyed import child_keys, example_keys
 from stoker.loader.ragged import Join
 
 if TYPE_CHECKING:
+    from stoker.loader.engine import Strip
     from stoker.monitor.meter import StallMeter
+    from stoker.store.join import Joined
 
 Transform: TypeAlias = "Callable[[Any, Tensor], Any]"
 """`transform(batch, keys)` returns the batch to hand on. `keys` is `(B,)` int64 on the batch's device, one
 per example, equal for the same seed, epoch, example and place among the transforms."""
 
 
-def run(transforms: Sequence[Transform], batch: Any, keys: Tensor) -> Any:
-    """The batch after all transforms, each with keys of its own: two of one kind draw different numbers."""
-    for place, transform in enumerate(transforms):
+def run(transforms: Sequence[Transform], batch: Any, keys: Tensor, first: int = 0) -> Any:
+    """The batch after all transforms from the `first` on, each with keys of its own: two of one kind draw
+    different numbers.
+    """
+    for place, transform in enumerate(transforms[first:], first):
         batch = transform(batch, child_keys(keys, place))
     return batch
 
@@ -65,15 +69,18 @@ class Finish:
     """Copy batches into page-locked memory."""
     transforms: Sequence[Transform]
     seed: int
+    joined: Joined | None = None
+    """Columns of a table that batches are given before they are transformed."""
     meter: StallMeter | None = None
     """Told how much of a wait was for this."""
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return any((self.join, self.device is not None, self.pin, self.transforms))
+        return any((self.join, self.device is not None, self.pin, self.transforms, self.joined))
 
-    def apply(self, batches: Iterable[Any], examples: Any, size: int, epoch: int) -> Iterator[Any]:
-        """Finish consecutive batches of `size` examples; `examples` are those of all of them."""
+    def apply(self, strip: Strip, batches: Iterable[Any], epoch: int) -> Iterator[Any]:
+        """Finish the `batches` of a strip."""
+        examples, size = strip.examples, strip.size
         for number, made in enumerate(batches):
             batch, begin = made, perf_counter()
             if self.join is not None:
@@ -83,10 +90,12 @@ class Finish:
             if self.device is not None:
                 batch = _each(batch, partial(Tensor.to, device=self.device, non_blocking=True))
             copied = perf_counter()
-            if self.transforms:
+            if self.joined is not None:
+                batch = _with_columns(batch, self.joined)
+            if len(self.transforms) > strip.transformed:
                 own = torch.as_tensor(examples[number * size : (number + 1) * size], device=_device_of(batch))
                 keys = example_keys(self.seed, epoch, own)
-                batch = _placed(run(self.transforms, batch, keys), batch.position)
+                batch = _placed(run(self.transforms, batch, keys, strip.transformed), batch.position)
             if self.meter is not None:
                 self.meter.spent("copy", copied - begin)
                 self.meter.spent("transform", perf_counter() - copied)
@@ -109,6 +118,15 @@ def _placed(made: Any, position: tuple[int, int]) -> Any:
     batch = RecordBatch(cast("dict[str, Any]", made))
     batch.position = position
     return batch
+
+
+def _with_columns(batch: Any, joined: Joined) -> Any:
+    """The batch with the columns of its examples; beside windows they are conditions, `(B, C)`."""
+    if not isinstance(batch, WindowBatch):
+        batch.update(joined.of(batch["index"]))
+        return batch
+    found = joined.of(batch.index[:, 0].contiguous())
+    return batch._replace(cond={**batch.cond, **{n: v.reshape(len(v), -1) for n, v in found.items()}})
 
 
 def _each(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:

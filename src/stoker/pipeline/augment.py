@@ -14,6 +14,8 @@ from stoker.errors import ConfigError
 from stoker.loader import subset
 from stoker.loader.transform import Transform
 from stoker.loader.windows import time_field
+from stoker.scale.ranks import Ranks
+from stoker.schema import Schema
 from stoker.store import Cache
 from stoker.transforms import Crop, Flip, Noise, Normalize, Roll
 
@@ -88,6 +90,34 @@ def _check_complete(cache: Cache, what: str, cure: str) -> None:
             f"{what} of the whole training cache, of which {len(cache)} of {cache.recipe.count} records are "
             f"stored by now in {cache.path}. Leave --no-wait (precompute.wait=false) out, or {cure}"
         )
+
+
+def check_beside(config: Config, schema: Schema, ranks: Ranks) -> None:
+    """Refuse what cannot be served beside the filling of a cache, before that begins.
+
+    Args:
+        config: The settings of a task that is to be trained on while it is encoded.
+        schema: Fields of its records.
+        ranks: The processes that train together.
+
+    Raises:
+        ConfigError: One of the settings needs a complete cache.
+    """
+    training = config.training
+    wants = {
+        f"training with {ranks.world} ranks": ranks.world > 1,
+        "training.weights_file": training.weights_file is not None,
+        f"training.order={training.order}": training.order.startswith("static"),
+        "cutting windows from trajectories of varying length": any(
+            field.time and field.ragged for field in schema.values()
+        ),
+    }
+    for what, wanted in wants.items():
+        if wanted:
+            raise ConfigError(
+                f"{what} needs a complete cache, and precompute.wait=false begins before there is one. Leave "
+                "--no-wait (precompute.wait=false) out, so that it is filled first"
+            )
 
 
 def chosen_of(config: Config, cache: Cache) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from stoker.encoders.normalize import Normalized
 from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError
 from stoker.pipeline.kinds import BUILDERS
+from stoker.pipeline.staging import staged_data
 from stoker.pipeline.statistics import train_statistics
 from stoker.schema import Schema, digest_json
 from stoker.sources.protocol import Source, Splitting
@@ -83,6 +84,8 @@ def tasks_of(config: Config) -> list[str]:
     given = data.model_fields_set
     if "task" not in given and data.files is not None:
         return [stem_of(data.files)]
+    if "task" not in given and data.dataset is not None:
+        return [stem_of(data.dataset.rpartition(":")[2]).lower()]
     if "task" not in given and data.kind != "hdf5":
         return [stem_of(data.root) if "root" in given else data.kind]
     return list(data.tasks)
@@ -97,7 +100,7 @@ def stem_of(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) ->
     ('1D_Burgers_Sols_Nu0.01', 'sols', 'raw')
     """
     first = Path(files if isinstance(files, str | os.PathLike) else next(iter(files), "data"))
-    known = first.suffix.lower() in {".h5", ".hdf5", ".hdf", ".he5"}
+    known = first.suffix.lower() in {".h5", ".hdf5", ".hdf", ".he5", ".zarr", ".npy", ".tar", ".parquet"}
     name = first.stem if known else first.name
     for text in (name, first.parent.name, "data"):
         plain = re.sub(r"[^A-Za-z0-9._-]+", "_", re.sub(r"\[[^]]*\]|[*?]+", "", text)).strip("._-")
@@ -116,7 +119,7 @@ def build_sources(config: Config, task: str, splits: Sequence[str]) -> dict[str,
 
     A table may change between two readings, and then one row would be in two splits.
     """
-    data, found = config.data, dict[str, Source]()
+    data, found = staged_data(config, task), dict[str, Source]()
     shared: Source | None = None
     for split in splits:
         if isinstance(shared, Splitting):

@@ -11,10 +11,13 @@ from typing import TypeAlias
 
 from stoker.config.kinds import Kind
 from stoker.config.models import DataConfig
+from stoker.config.section import Names
 from stoker.errors import ConfigError
+from stoker.pipeline.user_dataset import torch_source
 from stoker.sources.files import resolve_files
 from stoker.sources.hdf5 import HDF5Source
 from stoker.sources.protocol import Source
+from stoker.sources.split_of import SplitOf
 
 Builder: TypeAlias = Callable[[DataConfig, str, str], Source]
 """Settings, name of the task and split to the source of that split."""
@@ -73,4 +76,57 @@ def sql_source(data: DataConfig, task: str, split: str) -> Source:
     )
 
 
-BUILDERS: Mapping[Kind, Builder] = {"hdf5": hdf5_source, "images": images_source, "sql": sql_source}
+def arrays_source(data: DataConfig, task: str, split: str) -> Source:
+    """Trajectories and grids in HDF5, Zarr and `.npy`."""
+    from stoker.sources.arrays import ArraySource
+
+    own = data.arrays
+    source = ArraySource(
+        _files(data),
+        layout=own.layout,
+        fields=data.fields,
+        offsets=own.offsets,
+        attributes=own.attributes,
+        fill_missing=own.fill_missing,
+    )
+    return SplitOf(source, split, splits=data.splits, seed=data.seed)
+
+
+def tar_source(data: DataConfig, task: str, split: str) -> Source:
+    """Archives of samples."""
+    from stoker.sources.tar import TarSource
+
+    source = TarSource(_files(data), fields=data.tar.members)
+    return SplitOf(source, split, splits=data.splits, seed=data.seed)
+
+
+def parquet_source(data: DataConfig, task: str, split: str) -> Source:
+    """Rows of tables."""
+    from stoker.sources.parquet import ParquetSource
+
+    source = ParquetSource(_files(data), columns=data.parquet.columns, key=data.parquet.key)
+    return SplitOf(source, split, splits=data.splits, seed=data.seed)
+
+
+def _files(data: DataConfig) -> Names:
+    """`data.files`, else `data.root` where that is given.
+
+    Raises:
+        ConfigError: Neither is.
+    """
+    if data.files is not None:
+        return data.files
+    if "root" in data.model_fields_set:
+        return data.root
+    raise ConfigError(f"data.kind={data.kind} reads data.files, which is not given. Name a path or pattern")
+
+
+BUILDERS: Mapping[Kind, Builder] = {
+    "hdf5": hdf5_source,
+    "images": images_source,
+    "sql": sql_source,
+    "torch": torch_source,
+    "arrays": arrays_source,
+    "tar": tar_source,
+    "parquet": parquet_source,
+}

@@ -13,7 +13,7 @@ from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import last_step_s
 from stoker.pipeline.inspect import shard_bytes
 from stoker.pipeline.locate import Located, batch_size_of, locate, trajectory_steps, windows_for, windows_of
-from stoker.pipeline.served import served_loads
+from stoker.pipeline.served import Step, served_loads
 from stoker.pipeline.smaller import Smaller, say, smaller_dtypes
 from stoker.plan import Demand, Plan, Resources, measure_rates, plan_tiers, probe
 from stoker.plan.gpus import GpuRow, gpu_table, say_gpus
@@ -77,15 +77,18 @@ def plan_located(config: Config, located: Located, resources: Resources | None =
     cache_dir, device = Path(config.training.latent_cache_dir), device_of(config)
     demand = demand_of(config, located, device)
     cache = located.cache if located.cache is not None and not located.missing else None
+    step_s = last_step_s(config, located.recipe.schema)
     rates = measure_rates(located.folder if located.cache is not None else None, device=device)
     if cache is not None and device == "cpu":
         batch_size = batch_size_of(config, trajectory_steps(cache.schema))
-        rates = replace(rates, served=served_loads(cache, windows_for(config, cache.schema), batch_size))
+        step = None if step_s is None else Step(seconds=step_s, cpus=demand.step_cpus)
+        windows = windows_for(config, cache.schema)
+        rates = replace(rates, served=served_loads(cache, windows, batch_size, step=step))
     planned = partial(
         plan_tiers,
         resources=probe(device=device, path=cache_dir) if resources is None else resources,
         reserve_bytes=config.training.reserve_bytes,
-        step_s=last_step_s(config, located.recipe.schema),
+        step_s=step_s,
         rates=rates,
     )
     plan = planned(demand, tier=config.training.tier)

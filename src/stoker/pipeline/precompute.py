@@ -23,6 +23,7 @@ from stoker.errors import (
     SplitError,
     StokerError,
 )
+from stoker.pipeline.augment import check_beside
 from stoker.pipeline.build import (
     Job,
     build_jobs,
@@ -36,6 +37,7 @@ from stoker.pipeline.folders import is_open, require_writable
 from stoker.pipeline.gone import find_without_source
 from stoker.pipeline.inspect import list_quarantined, shard_bytes, worst_error
 from stoker.pipeline.locate import job_recipe, windows_in
+from stoker.pipeline.staging import stage_task
 from stoker.precompute import (
     Deadlines,
     EncodeFiller,
@@ -249,6 +251,8 @@ def fill_caches(
     for task in tasks_of(config):
         began, own = time.monotonic(), config.for_task(task)
         try:
+            if own.data.stage != "never":
+                stage_task(own, task)
             jobs = share_encoders(build_jobs(own, task, splits), known)
         except SourceError as error:
             found = find_without_source(own, task, splits)
@@ -276,10 +280,13 @@ def _fill_jobs(config: Config, jobs: Sequence[Job], *, training: bool, ranks: Ra
     for schema in schemas if training else ():
         windows_in(config, schema)
     results: list[CacheResult] = []
-    for job in jobs:
+    beside = training and not config.precompute.wait
+    for job, schema in zip(jobs, schemas, strict=True):
         settings = settings_of(config, job, ranks)
         ready = _ready(config, job, settings) if training else None
-        run = begin_precompute if training and not config.precompute.wait else run_precompute
+        if beside and ready is None:
+            check_beside(config, schema, ranks)
+        run = begin_precompute if beside else run_precompute
         results.append(ready or _fill(config, job, settings, run=run))
     return results
 

@@ -8,6 +8,7 @@ words.py       the reason in words
 gpus.py        what the memory of GPUs would hold
 ledger.py      what the loaders of one process hold together
 moves.py       when what is held should change, and when it had better stay
+mounts.py      what kind of storage a path lies on
 """
 
 from stoker.plan.ledger import LEDGER, Claim, Ledger

@@ -42,6 +42,16 @@ class Load:
     """Where a core is free to prefetch: those that the step waits for nevertheless."""
     beside_s: float
     """Those that then go on beside the step before."""
+    at_step: tuple[float, float] | None = None
+    """Seconds of a step of its kind, and those that a batch then costs beyond it: waited for, or because who
+    loads slows the step; None: not tried."""
+
+    def lost_s(self, step_s: float) -> float | None:
+        """What a batch costs beyond steps of any length, by what was tried; None: nothing was."""
+        if self.at_step is None:
+            return None
+        tried_s, lost_s = self.at_step
+        return lost_s + max(0.0, self.alone_s - lost_s) * max(0.0, 1 - step_s / tried_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 from stoker.errors import ConfigError, ResourceError
-from stoker.plan.rates import Rates
+from stoker.plan.rates import Load, Rates
 from stoker.plan.resources import Resources
 from stoker.plan.words import Facts, explain, say_need, table
 from stoker.schema import Json
@@ -92,6 +92,15 @@ class TierShare:
     stall: float | None
     """Stall with every batch from this tier, 0..1; None until the time of a step is known."""
     note: str
+    served: Load | None = None
+    """What was found by serving some batches, where that was done."""
+
+    def beyond_s(self, step_s: float) -> float:
+        """Seconds that a batch was found to cost beyond what its load says, or below it."""
+        tried_s = None if self.served is None else self.served.lost_s(step_s)
+        if tried_s is None or self.direct_s is None:
+            return 0.0
+        return tried_s - _wait(self.direct_s, self.beside_s, step_s)
 
     @property
     def load_s(self) -> float | None:
@@ -154,7 +163,11 @@ class Plan:
         A batch draws from the tiers in proportion to what they hold.
         """
         loads = _mean_loads(self.rows)
-        return None if loads is None else _stall(*loads, step_s)
+        if loads is None:
+            return None
+        total = sum(row.records for row in self.rows) or 1
+        beyond_s = sum(row.beyond_s(step_s) * row.records / total for row in self.rows)
+        return _part(_wait(*loads, step_s) + beyond_s, step_s)
 
     def to_json(self) -> dict[str, Json]:
         """What `stoker plan --json` prints; `predicted_stall` is null until a step was timed."""
@@ -184,7 +197,7 @@ def stall_of(load_s: float, step_s: float, *, prefetch: bool) -> float:
     >>> stall_of(0.010, 0.030, prefetch=True)
     0.0
     """
-    return _stall(0.0, load_s, step_s) if prefetch else _stall(load_s, 0.0, step_s)
+    return _part(_wait(0.0, load_s, step_s) if prefetch else load_s, step_s)
 
 
 def plan_tiers(
@@ -284,15 +297,19 @@ def _fitting(records: int, record_bytes: float, budget_bytes: int) -> int:
 
 def _row(tier: Tier, records: int, facts: Facts, step_s: float | None) -> TierShare:
     loads = _loads(tier, facts)
-    return TierShare(
+    row = TierShare(
         tier=tier,
         records=records,
         bytes=round(records * facts.demand.record_bytes),
         direct_s=None if loads is None else loads[0],
         beside_s=0.0 if loads is None else loads[1],
-        stall=None if loads is None or step_s is None else _stall(*loads, step_s),
+        stall=None,
         note=_note(tier, records, facts),
+        served=facts.rates.served.get(tier),
     )
+    if loads is None or step_s is None:
+        return row
+    return replace(row, stall=_part(_wait(*loads, step_s) + row.beyond_s(step_s), step_s))
 
 
 def _loads(tier: Tier, facts: Facts) -> tuple[float, float] | None:
@@ -358,10 +375,14 @@ def _mean_loads(rows: tuple[TierShare, ...]) -> tuple[float, float] | None:
     return direct, beside
 
 
-def _stall(direct_s: float, beside_s: float, step_s: float) -> float:
-    """Waiting over wall time, where `beside_s` of loading overlaps the step and `direct_s` does not."""
-    wait_s = direct_s + max(0.0, beside_s - step_s)
-    return wait_s / (wait_s + step_s) if wait_s else 0.0
+def _wait(direct_s: float, beside_s: float, step_s: float) -> float:
+    """Seconds waited for a batch of whose load `beside_s` overlaps the step and `direct_s` does not."""
+    return direct_s + max(0.0, beside_s - step_s)
+
+
+def _part(wait_s: float, step_s: float) -> float:
+    """Waiting over wall time."""
+    return wait_s / (wait_s + step_s) if wait_s > 0 else 0.0
 
 
 def shortest_quiet_step(direct_s: float, beside_s: float) -> float:

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stoker.errors import Interrupted, StalledError
+from stoker.errors import Interrupted, StalledError, StokerError
 from stoker.scale.place import Place
-from stoker.scale.pulse import Pulse, ignore_sigterm, meet
+from stoker.scale.pulse import Pulse, meet
 from stoker.scale.ranks import Ranks
 
 DEADLINE_S = 300.0
@@ -53,7 +53,6 @@ class RankGroup(Ranks):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            ignore_sigterm()  # it ends by itself now, and what it says must not become an interrupt
             try:
                 self._end_by(error)
             finally:
@@ -69,11 +68,12 @@ class RankGroup(Ranks):
         """Leave a note of why this rank ends.
 
         Raises:
-            StalledError: It was asked to end because another rank was lost, which that names.
+            StalledError: Another rank was lost, which that names: this one was asked to end for it, or a
+                message to the lost one failed.
         """
         asked = isinstance(error, Interrupted | KeyboardInterrupt)
-        if asked:
-            lost = self._pulse.blame("its own end", time.monotonic(), asked=True)
+        if asked or (isinstance(error, RuntimeError) and not isinstance(error, StokerError)):
+            lost = self._pulse.blame("its own end", time.monotonic(), asked=asked)
             if lost is not None:
                 self._pulse.leave_note(str(lost))
                 raise lost from error

@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, SourceError
 from stoker.schema import Json, Sample, Schema
 from stoker.sources.array_layout import ArrayField, Described, Layout, Wanted, describe
+from stoker.sources.array_placed import placed_arrays
 from stoker.sources.containers import Container, Opened, find_containers, open_container
 from stoker.sources.files import Paths
 from stoker.sources.hdf5_open import FOREIGN_ERRORS
+from stoker.sources.placed import PlacedPart
 from stoker.sources.protocol import Part, SourceIdentity
 from stoker.units import MIB
 
@@ -42,8 +44,8 @@ class ArraySource:
         fill_missing: Take Zarr chunks that are not stored for their fill value, as zarr does when it leaves
             out chunks of nothing else. False: such a sample cannot be read.
 
-    Fields whose length along axis 0 varies are ragged; they have time where all of them vary alike, or where
-    axes begin with `t`. float64 is read as float32.
+    The array of a `.npy` file is called `data`. Fields whose length along axis 0 varies are ragged; they have
+    time where all of them vary alike, or where axes begin with `t`. float64 is read as float32.
 
     Raises:
         SourceError: Nothing is there; on first use: damaged, or not laid out so.
@@ -159,6 +161,15 @@ class ArraySource:
             "fill_missing": self._fill_missing,
         }
         return SourceIdentity(kind=f"arrays/{VERSION}", parts=parts, settings=settings)
+
+    def places(self) -> Sequence[PlacedPart]:
+        """Where samples lie in the files, for `stoker.index_in_place`.
+
+        Raises:
+            SourceError: Zarr, chunked, compressed, or stored otherwise than served.
+        """
+        described, fields = self._scan()
+        return [placed_arrays(one, self._reader.opened(one.container), fields) for one in described]
 
     def _scan(self) -> tuple[tuple[Described, ...], tuple[ArrayField, ...]]:
         if self._scanned is None:

@@ -20,7 +20,9 @@ from stoker.sources.files import Paths, find_files
 from stoker.sources.hdf5_blocks import BlockReader, Place, block_bytes, run_length
 from stoker.sources.hdf5_layout import Piece, arrange, channel_names, layout_to_json, sample_axes
 from stoker.sources.hdf5_open import FilePool
+from stoker.sources.hdf5_placed import placed_part
 from stoker.sources.hdf5_scan import Scan, ScannedFile, Wanted, scan_files
+from stoker.sources.placed import PlacedPart
 from stoker.sources.protocol import FileRef, Part, SourceIdentity
 
 VERSION = 1
@@ -205,6 +207,14 @@ class HDF5Source:
             "subsample": dict(self._wanted.strides),
         }
         return SourceIdentity(kind=f"hdf5/{VERSION}", parts=parts, settings=settings)
+
+    def places(self) -> Sequence[PlacedPart]:
+        """Where samples lie in the files, for `stoker.index_in_place`.
+
+        Raises:
+            SourceError: Chunked, compressed, or stored otherwise than served.
+        """
+        return [placed_part(file, self._pool, self._wanted.strides) for file in self._scan().files]
 
     def _scan(self) -> Scan:
         if self._scanned is None:

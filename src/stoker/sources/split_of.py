@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import SplitError
+from stoker.errors import SourceError, SplitError
 from stoker.schema import Json, Sample, Schema, digest_json
-from stoker.sources.protocol import Part, Source, SourceIdentity
+from stoker.sources.placed import PlacedPart, Placing
+from stoker.sources.protocol import Part, Proving, Source, SourceIdentity
 from stoker.sources.splits import SplitChoice, choose_split, split_numbers
 
 
@@ -58,6 +59,17 @@ class SplitOf:
             raise IndexError(f"sample {number} does not exist: this split has {len(numbers)}")
         return self._source.read(int(numbers[number]), start, stop)
 
+    def prove(self) -> None:
+        """As the source does, if it does."""
+        if isinstance(self._source, Proving):
+            self._source.prove()
+
+    def for_split(self, split: str | None) -> Source:
+        """Another split of the same source; None: all of it."""
+        if split is None:
+            return self._source
+        return SplitOf(self._source, split, splits=self._splits, seed=self._seed)
+
     def runs(self) -> Sequence[range]:
         """The source's runs, as far as they are in the split."""
         numbers = self._chosen()[1]
@@ -92,6 +104,24 @@ class SplitOf:
             first += part.count
         settings: dict[str, Json] = {**whole.settings, "split": choice.to_json()}
         return dataclasses.replace(whole, parts=tuple(parts), settings=settings)
+
+    def places(self) -> Sequence[PlacedPart]:
+        """Where these samples lie, if the source knows.
+
+        Raises:
+            SourceError: It does not, or they cannot be served from there.
+        """
+        if not isinstance(self._source, Placing):
+            raise SourceError(f"{self._source!r} does not know where its samples lie. Use stoker.precompute")
+        numbers = self._chosen()[1]
+        found: list[PlacedPart] = []
+        first = 0
+        for part in self._source.places():
+            low, high = np.searchsorted(numbers, [first, first + part.count]).tolist()
+            if high > low:
+                found.append(part.take(numbers[low:high] - first))
+            first += part.count
+        return found
 
     def _chosen(self) -> tuple[SplitChoice, NDArray[np.int64]]:
         if self._found is None:

@@ -120,6 +120,7 @@ class TorchSource:
         self._meaning = Meaning(time=tuple(time), ragged=tuple(ragged))
         self._keys = None if keys is None else [str(key) for key in keys]
         self._probed: Probed | None = None
+        self._proved = False
         self._narrowed: set[str] = set()
         self._live: MapDataset | None = None
         self._last: tuple[int, Sample] | None = None
@@ -211,9 +212,12 @@ class TorchSource:
             SourceError: The Dataset cannot go there, or is another there; names the member or the field.
             StalledError: It is not there in time.
         """
+        if self._proved:
+            return  # by another split of the same Dataset
         deadline_s = self.probe_deadline_s or _ALONE_S
         here = self._probe().digests
         check_alike(here, read_elsewhere(self, self._name, deadline_s=deadline_s), self._name)
+        self._proved = True
 
     def probed_numbers(self) -> list[int]:
         """Samples that were looked at."""

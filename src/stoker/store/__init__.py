@@ -3,8 +3,8 @@
 recipe.py      what determines the bytes; why.py says how two recipes differ, digests.py digests source files
 folder.py      one fingerprint's folder being filled: missing, adopt, quarantine, finish
 writer.py      records -> shards (convert.py, shard_write.py, statistics.py, sums.py)
-cache.py       shards -> records (index.py, shard_read.py, header.py); verify.py reads them all,
-               lost.py says which shards are gone
+cache.py       shards -> records (index.py, shard_read.py, field_read.py, blocks.py, header.py, columns.py);
+               verify.py reads them all, lost.py says which shards are gone
 catalog.py     what shards there are, and the index made from them; adopt.py takes over a sibling's
 layout.py      where columns lie, pure arithmetic
 compact.py     short shards into full ones; repair.py sets damaged ones aside
@@ -15,12 +15,14 @@ protocols.py   what the store asks of storage, and a loader of whoever can fill 
 """
 
 from stoker.store.cache import Cache, open_cache
+from stoker.store.columns import Column
 from stoker.store.digests import Digests, FileDigest
 from stoker.store.failures import Failure
 from stoker.store.folder import Folder, open_folder
 from stoker.store.index import Index, Segments
+from stoker.store.join import Join, Joined, JoinReport, join_table
 from stoker.store.recipe import Recipe, RecipePart, load_recipe, make_recipe
-from stoker.store.shard_read import Column, Shard
+from stoker.store.shard_read import Shard
 from stoker.store.verify import BadRecord, VerifyReport
 from stoker.store.why import Difference, diff_recipes
 from stoker.store.writer import RecordWriter, WriterSettings
@@ -35,6 +37,9 @@ __all__ = [
     "FileDigest",
     "Folder",
     "Index",
+    "Join",
+    "JoinReport",
+    "Joined",
     "Recipe",
     "RecipePart",
     "RecordWriter",
@@ -43,6 +48,7 @@ __all__ = [
     "VerifyReport",
     "WriterSettings",
     "diff_recipes",
+    "join_table",
     "load_recipe",
     "make_recipe",
     "open_cache",

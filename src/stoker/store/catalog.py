@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from stoker.atomic import sync_folder
 from stoker.errors import CorruptError, FormatError, ResourceError
 from stoker.store.failures import Failure, read_failures
+from stoker.store.field_read import repair_advice
 from stoker.store.index import Index, ShardEntry, dump_index, load_index, read_index_entries
 from stoker.store.local import LocalStorage
 from stoker.store.packing import read_field
 from stoker.store.recipe import Recipe
-from stoker.store.shard_read import Shard, repair_advice
+from stoker.store.shard_read import Shard
 from stoker.store.statistics import Accumulator, summarise
 
 log = logging.getLogger("stoker")

@@ -14,14 +14,14 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from stoker.atomic import explained, publish, sync_folder
 from stoker.errors import CorruptError, FormatError
-from stoker.store.protocols import Buffer
+from stoker.store.protocols import Buffer, OpenFile
 from stoker.units import MIB, format_bytes
 
 TEMPORARY = ".tmp-"
@@ -33,6 +33,10 @@ NO_LOCKS_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """What locking a file says on a file system that has no locks."""
 NOT_A_FILE_ERRNOS = (errno.ELOOP, errno.ENXIO)
 """What opening with `O_NOFOLLOW | O_NONBLOCK` says of a link, and of a pipe or device nobody serves."""
+RWF_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
+"""Reads what needs no wait, or nothing; 0 where the system does not know it."""
+MAX_BUFFERS = 1024
+"""Buffers that one read fills at most (`IOV_MAX` of every system that Stoker runs on)."""
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
@@ -45,6 +49,17 @@ def check_name(name: str, *, where: str) -> str:
     if not PLAIN_NAME.fullmatch(name) or ".." in name:
         raise FormatError(f"{where} names the file {name!r}, which is not a plain name in this folder")
     return name
+
+
+def places_name(shard: str) -> str | None:
+    """The file that says where the columns of a shard lie, if not in it; None: it is no shard.
+
+    >>> places_name("shard-0a1b-000000.safetensors")
+    'places-0a1b-000000.json'
+    """
+    if not (shard.startswith("shard-") and shard.endswith(".safetensors")):
+        return None
+    return f"places-{shard[len('shard-') : -len('.safetensors')]}.json"
 
 
 @functools.cache
@@ -158,6 +173,8 @@ class LocalFile:
         if not stat.S_ISREG(status.st_mode):
             raise FormatError(f"{path} is a pipe, folder or device; a cache holds regular files only")
         self._size = status.st_size
+        self._asks = RWF_NOWAIT != 0
+        """Whether the file system reads without waiting; network ones, FUSE and tmpfs do not."""
 
     @property
     def size(self) -> int:
@@ -187,6 +204,18 @@ class LocalFile:
                     f"{self._path} ends at byte {offset + at}, expected {offset + len(out)}: truncated"
                 )
             at += count
+
+    def read_cached(self, offset: int, outs: Sequence[memoryview[Any]]) -> bool:
+        """Fill `outs` from `offset` on out of the page cache; False: it lacks some, or cannot be asked."""
+        if not self._asks or len(outs) > MAX_BUFFERS:
+            return False
+        try:
+            count = os.preadv(self._fd, outs, offset, RWF_NOWAIT)
+        except OSError as error:
+            # What is wrong, if anything, is for `read_into` to find out.
+            self._asks = error.errno in (errno.EAGAIN, errno.EIO, errno.EINTR)
+            return False
+        return count == sum(map(len, outs))
 
     def fileno(self) -> int:
         """The descriptor."""
@@ -235,9 +264,14 @@ class LocalStorage:
         """Names of the regular files here, sorted."""
         return [*self.sizes()]
 
-    def open(self, name: str) -> LocalFile:
-        """Open `name` for positional reads."""
-        return LocalFile(self.path / check_name(name, where=str(self.path)))
+    def open(self, name: str) -> OpenFile:
+        """Open `name` for positional reads; of a shard that is served in place, also the user's files."""
+        file = LocalFile(self.path / check_name(name, where=str(self.path)))
+        if (places := places_name(name)) is None or not (self.path / places).exists():
+            return file
+        from stoker.store.in_place import placed_file  # which opens files as this module does
+
+        return placed_file(self, file, places)
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         """All of a small file.

@@ -58,6 +58,13 @@ class OpenFile(Protocol):
         """Fill `out` from `offset`; a short file is a `CorruptError` that names it."""
         ...
 
+    def read_cached(self, offset: int, outs: Sequence[memoryview[Any]]) -> bool:
+        """Fill buffers one after another from `offset` on with what needs no wait for storage.
+
+        False: not all of it can be had so, or nobody knows; the buffers may hold anything then.
+        """
+        ...
+
     def fileno(self) -> int:
         """The descriptor, for mapping; -1 where there is none."""
         ...

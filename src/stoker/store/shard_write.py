@@ -77,12 +77,15 @@ class _Column:
 class OpenShard:
     """A shard being filled. After an error in `add` only `discard` makes sense."""
 
-    def __init__(self, storage: Storage, spec: ShardSpec, *, capacity: int) -> None:
+    def __init__(
+        self, storage: Storage, spec: ShardSpec, *, capacity: int, absent: frozenset[str] = frozenset()
+    ) -> None:
+        """`absent` names columns whose bytes lie elsewhere: they get sums and room, and are a hole here."""
         self.spec = spec
         self.rows = 0
         self.size = 0
         columns = columns_of(spec.schema)
-        self._streamed = layout.is_fixed(columns)
+        self._streamed, self._absent = layout.is_fixed(columns), absent
         self._order = layout.column_order(columns)
         full = {n: 0 if f.ragged else f.size_bytes() * capacity for n, f in columns.items()}
         offsets, _ = layout.place_columns(self._order, full)
@@ -128,7 +131,9 @@ class OpenShard:
             column.rms_error = max(column.rms_error, float(rows.rms_error[begin:end].max(initial=0.0)))
             if column.field.ragged:
                 column.lengths += rows.lengths[begin:end]
-            if self._streamed:
+            if name in self._absent:
+                pass
+            elif self._streamed:
                 self._pending.write_at(self._data_start + column.offset + column.size, data)
             else:
                 column.kept.append(bytes(data))
@@ -170,7 +175,7 @@ class OpenShard:
         tensors: dict[str, TensorEntry] = {}
         for i, name in enumerate(self._order):
             column, at = self._columns[name], offsets[name]
-            if self._streamed and column.offset != at:
+            if self._streamed and column.offset != at and name not in self._absent:
                 self._move(column, at)
             for data in column.kept:
                 self._pending.write_at(self._data_start + at, data)

@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from stoker.schema import Field, Schema, canonical_json, schema_to_json
 from stoker.store.layout import rows_per_block
 
+digest = xxhash.xxh3_64_intdigest
+"""The sum of a block: `digest(bytes, seed)`."""
+
 
 def schema_seed(schema: Schema) -> int:
     """The xxh3_64 of a stored schema's canonical JSON, as an unsigned integer."""
@@ -39,6 +42,26 @@ def record_seeds(seed: int, numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
+def match(data: memoryview[Any], block_bytes: int, seed: int, sums: Sequence[int], first: int) -> bool:
+    """Whether every block of one record has the sum that was stored for it.
+
+    Args:
+        data: Whole blocks of the record, of which the record's last may be shorter; format `B`.
+        block_bytes: Bytes of a block.
+        seed: The record's.
+        sums: Stored sums, of which `first` is that of the first block in `data`.
+        first: Its place.
+    """
+    size = len(data)
+    if size <= block_bytes:
+        return not size or digest(data, seed) == sums[first]
+    for begin in range(0, size, block_bytes):
+        if digest(data[begin : begin + block_bytes], seed) != sums[first]:
+            return False
+        first += 1
+    return True
+
+
 def block_sums(field: Field, data: memoryview[Any], sizes: Sequence[int], seeds: Sequence[int]) -> list[int]:
     """Sums of records that lie one after another in `data`.
 
@@ -51,7 +74,6 @@ def block_sums(field: Field, data: memoryview[Any], sizes: Sequence[int], seeds:
         All sums, record by record.
     """
     block = rows_per_block(field) * field.row_bytes
-    digest = xxhash.xxh3_64_intdigest
     sums: list[int] = []
     begin = 0
     for size, seed in zip(sizes, seeds, strict=True):

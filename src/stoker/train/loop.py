@@ -209,7 +209,7 @@ class Session:
             self.train_loader.set_epoch(progress.epoch)
             run.loss_sum.zero_()
         self.pace.begin_pass()
-        over = progress.batch >= len(self.train_loader)
+        over = progress.whole or progress.batch >= len(self.train_loader)
         if not over and progress.step < self.total:
             self.logged = progress.step
             recent = torch.zeros_like(run.loss_sum)
@@ -222,7 +222,7 @@ class Session:
                 self.pace.tick(progress, self.total)
                 self._after_step()
                 if progress.step >= self.total:
-                    over = progress.batch >= len(self.train_loader)
+                    over = progress.whole
                     break
             else:
                 over = True  # whatever its length was thought to be
@@ -275,6 +275,7 @@ class Session:
         run.optimizer.step()
         progress.step += 1
         progress.batch += 1
+        progress.whole = progress.batch >= len(self.train_loader)
         progress.unjudged = True
         for total in (run.loss_sum, recent):
             total.add_(loss.detach())
@@ -325,7 +326,7 @@ class Session:
         self._tell("epoch", row)
         if over:
             progress.epoch += 1
-            progress.batch = 0
+            progress.batch, progress.whole = 0, False
         progress.unjudged = False
         error = progress.errors.get("val_nrmse")
         if error is not None and (progress.best is None or error < progress.best):
@@ -335,7 +336,6 @@ class Session:
 
     def _errors(self, loader: PairLoader | None, task: str) -> Errors:
         """The errors of the weights as they are on one validation set."""
-        space = self.physical.get(task)
         found = evaluate(
             self.run.model,
             self._until_stopped(loader),
@@ -344,7 +344,7 @@ class Session:
             samples=self.config.rollout_samples,
             amp=self.run.amp,
             ranks=self.ranks,
-            decode=None if space is None else space.decode,
+            decode=self.physical[task].decode if task in self.physical else None,
         )
         return errors_of(found)
 

@@ -38,6 +38,9 @@ class Progress:
     """Passes finished and evaluated."""
     batch: int = 0
     """Batches done of the pass after those; all of them while it waits to be evaluated."""
+    whole: bool = False
+    """They were all batches of the pass, as long as it was then: beside a filling it has another length when
+    the run goes on, since quarantined samples are tried again."""
     loss_sum: float = 0.0
     """Sum of the losses of those batches."""
     best: float | None = None

@@ -2,13 +2,13 @@
 
 A transform is a function `(batch, keys) -> batch` for `Loader(transforms=[...])`; `keys` holds an int64 per
 example, equal for equal seed, epoch and example. So an augmented batch, too, is the same from every tier, at
-every batch and world size, and after a resume. Those here move values (`Flip`, `Roll`, `Crop`), change them
-(`Normalize`, `Noise`) or give several of each example (`Views`); functions of one's own draw with `uniform`,
-`normal`, `integers` and `bits`.
+every batch and world size, and after a resume. Those here move values (`Flip`, `Roll`, `Crop`, `Take`),
+change them (`Normalize`, `Noise`) or give several of each example (`Views`); functions of one's own draw with
+`uniform`, `normal`, `integers` and `bits`.
 """
 
 from stoker.loader.keyed import bits, child_keys, integers, normal, uniform
-from stoker.transforms.geometry import Crop, Flip, Roll
+from stoker.transforms.geometry import Crop, Flip, Roll, Take
 from stoker.transforms.images import CropImages, Decode
 from stoker.transforms.values import Noise, Normalize
 from stoker.transforms.views import Views
@@ -21,6 +21,7 @@ __all__ = [
     "Noise",
     "Normalize",
     "Roll",
+    "Take",
     "Views",
     "bits",
     "child_keys",

@@ -44,6 +44,13 @@ def change(
     return with_tensors(batch, {name: function(name, tensors[name]) for name in chosen})
 
 
+def only_field(shapes: Mapping[str, tuple[int, ...]], fields: Sequence[str] | None, axes: int) -> str | None:
+    """The field of records that `change` would change, by the shapes of examples; None: not exactly one."""
+    chosen = [name for name, shape in shapes.items() if len(shape) >= axes] if fields is None else [*fields]
+    fits = len(chosen) == 1 and len(shapes.get(chosen[0], ())) >= axes
+    return chosen[0] if fits else None
+
+
 def tensors_of(batch: Any) -> dict[str, Any]:
     """The tensors of a batch by name, without `index`; a list for a field of varying length."""
     if isinstance(batch, WindowBatch):

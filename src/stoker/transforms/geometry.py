@@ -6,8 +6,9 @@ with time: `(H, W, C)` has -3, -2, -1. Each example is moved in its own way and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from stoker.errors import ConfigError
 from stoker.loader.keyed import child_keys, integers, uniform
-from stoker.transforms.fields import change
+from stoker.loader.lowering import Cut
+from stoker.transforms.fields import change, only_field
 
 Border: TypeAlias = Literal["zeros", "wrap", "reflect"]
 """What lies beyond an edge: nothing, the other end, or the mirror image without the edge itself."""
@@ -42,8 +44,18 @@ class Flip:
 
     def __call__(self, batch: Any, keys: Tensor) -> Any:
         """The batch with some of its examples mirrored."""
-        mirrored = uniform(keys, 1)[:, 0] < self.p
+        mirrored = self._mirrored(keys)
         return change(batch, self.fields, -self.axis, lambda _, values: self._flip(values, mirrored))
+
+    def as_cut(self, shapes: Mapping[str, tuple[int, ...]]) -> Cut | None:
+        """This mirror as part of a gather: along the last axis of one field, without a change of sign."""
+        name = only_field(shapes, self.fields, 1)
+        if name is None or self.axis != -1 or self.negate or len(shapes[name]) < 2:
+            return None
+        return Cut(field=name, draw=self._mirrored)
+
+    def _mirrored(self, keys: Tensor) -> Tensor:
+        return uniform(keys, 1)[:, 0] < self.p
 
     def _flip(self, values: Tensor, mirrored: Tensor) -> Tensor:
         flipped = values.flip(self.axis)
@@ -120,6 +132,18 @@ class Crop:
         """The batch with every example cut to size."""
         return change(batch, self.fields, -min(self.axes), lambda _, values: self._crop(values, keys))
 
+    def as_cut(self, shapes: Mapping[str, tuple[int, ...]]) -> Cut | None:
+        """This crop as part of a gather: of the last two axes of one field, and not beyond its edges."""
+        name = only_field(shapes, self.fields, -min(self.axes))
+        if name is None or tuple(self.axes) != (-2, -1) or self.padding:
+            return None
+        room = [size - kept for size, kept in zip(shapes[name][-2:], self._sizes, strict=True)]
+        if min(room) < 0:
+            return None
+        height, width = self._sizes
+        draw = partial(_begins, [size + 1 for size in room])
+        return Cut(field=name, draw=draw, crop=(height, width))
+
     def _crop(self, values: Tensor, keys: Tensor) -> Tensor:
         starts: list[Tensor] = []
         for number, (axis, size) in enumerate(zip(self.axes, self._sizes, strict=True)):
@@ -133,6 +157,43 @@ class Crop:
             starts.append(integers(child_keys(keys, number), 1, room + 1)[:, 0])
             values = padded(values, axis, self.padding, self.border)
         return windows(values, self.axes, self._sizes, starts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """The same piece of every example, or every k-th point: `Take({-2: slice(0, 64, 4)})`."""
+
+    slices: Mapping[int, slice] = field(kw_only=False)
+    """By axis, counted from the last, so negative."""
+    fields: Sequence[str] | None = None
+    """Tensors to cut; None: the states of windows, or the only field of records with these axes."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no axis or goes backwards."""
+        check_axes(tuple(self.slices))
+        if any((one.step or 1) < 1 for one in self.slices.values()):
+            raise ConfigError(f"Take({dict(self.slices)}): steps must be at least 1. Mirror with Flip")
+
+    def __call__(self, batch: Any, keys: Tensor) -> Any:
+        """The batch with every example cut in the same way."""
+        return change(batch, self.fields, -min(self.slices), lambda _, values: self._take(values))
+
+    def _take(self, values: Tensor) -> Tensor:
+        places = [slice(None)] * values.dim()
+        for axis, one in self.slices.items():
+            places[axis] = one
+        found = values[tuple(places)]
+        if not found.numel():
+            raise ConfigError(
+                f"Take({dict(self.slices)}) leaves nothing of examples of shape {tuple(values.shape[1:])}"
+            )
+        return found.contiguous()
+
+
+def _begins(below: Sequence[int], keys: Tensor) -> Tensor:
+    """Where crops begin along each axis, `(n, axes)`; the numbers that `Crop` draws."""
+    drawn = [integers(child_keys(keys, number), 1, count) for number, count in enumerate(below)]
+    return torch.cat(drawn, dim=1)
 
 
 def windows(values: Tensor, axes: Sequence[int], sizes: Sequence[int], starts: Sequence[Tensor]) -> Tensor:

@@ -290,3 +290,21 @@ def test_a_buffer_of_copy_is_cut_anywhere() -> None:
     ):
         with pytest.raises(UnevenError):
             list(copied_columns([torn], [20, 16], 1 << 20))
+
+
+def test_radio_rows_are_the_same_in_both(server: Server, tmp_path: Path) -> None:
+    from stoker.pipeline.radio import RadioSpec
+    from stoker.pipeline.radio_store import TABLE, radio_columns, write_radio
+
+    spec = RadioSpec(rows=200, seed=1)
+    urls = (f"sqlite:///{tmp_path}/radio.db", server.url())
+    assert [write_radio(url, spec) for url in urls] == [True, True]
+    assert [write_radio(url, spec) for url in urls] == [False, False]
+    here, there = (
+        source(url, table=TABLE, key="recording_session_id", columns=radio_columns(), split="val",
+               where=f"dataset_id = '{spec.dataset_id}'") for url in urls
+    )  # fmt: skip
+
+    assert here.keys() == there.keys()
+    assert here.statistics == there.statistics
+    assert all(same(here.read(n), there.read(n)) for n in range(len(here)))

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from stoker.loader.fused import Fused
-from stoker.loader.kernels.twin import Twin, TwinGather
+from stoker.loader.kernels.twin import Twin, TwinGather, Views
 from stoker.loader.outputs import Output
 from stoker.loader.pool import Pool
 
 
 def converting(
     view: Tensor, fused: Fused, batch: int, pool: Pool | None, *, static: bool
-) -> Callable[[Tensor], Tensor]:
+) -> Callable[..., Tensor]:
     """A gather from `view` that does what `fused` says; arguments as for `TwinGather`."""
     twin = TwinGather(view, fused, batch, pool=pool, static=static)
     # A kernel goes by float32, and from float64 to a narrow dtype that would round twice.
@@ -33,21 +33,21 @@ def converting(
 class OrTwin:
     """A kernel, until it turns out with the first batch that it does not run here: then its twin."""
 
-    def __init__(self, kernel: Callable[[Tensor], Tensor], twin: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, kernel: Callable[..., Tensor], twin: Callable[..., Tensor]) -> None:
         self._gather, self._twin = kernel, twin
         self._tried = False
 
-    def __call__(self, index: Tensor) -> Tensor:
-        """Rows `index`, converted."""
+    def __call__(self, index: Tensor, *views: Views) -> Tensor:
+        """Rows `index`, converted; `views` crop and mirror them."""
         if self._tried:
-            return self._gather(index)
+            return self._gather(index, *views)
         self._tried = True
         try:
-            return self._gather(index)
+            return self._gather(index, *views)
         except Exception as error:  # noqa: BLE001 - a compiler for this very GPU fails in ways of its own
             _say(f"the kernel for {torch.cuda.get_device_name(index.device)} failed: {error}")
             self._gather = self._twin
-            return self._gather(index)
+            return self._gather(index, *views)
 
 
 def twin_for(output: Output, device: torch.device) -> Twin | None:

@@ -28,6 +28,10 @@ level, above what makes the calls themselves count.
 
 Source: `benchmarks/serve_memory.py`, W3f, 2 cores.
 """
+NARROW_PIECE_BYTES = 2 * MIB
+"""The same for outputs narrower than float32. All passes but the last are over scratch, which may fill a part
+of the third level's cache, and with fewer calls threads wait less for the interpreter's lock.
+"""
 THREADS_FROM_BYTES = 4 * MIB
 """Outputs from this size on are converted by several threads."""
 CONVERT_DEADLINE_S = 300.0
@@ -110,6 +114,15 @@ class Twin:
         if len(work):
             out.copy_(values)
 
+    def lined(self, out: Tensor) -> tuple[Tensor, ...]:
+        """The rows of a float32 output as `scaled_` takes them."""
+        return out.view(len(out), *self._lines).unbind(0) if self._fused.scale else out.unbind(0)
+
+    def scaled_(self, row: Tensor) -> None:
+        """Normalise one of `lined` where it is: the least there is to do for a row, call by call."""
+        if self._fused.scale:
+            row.mul_(self._scale).add_(self._shift)
+
     def normalise_(self, values: Tensor) -> Tensor:
         """Float32 rows, contiguous, normalised where they are; any shape of a row with as many values."""
         if self._fused.scale:
@@ -146,7 +159,10 @@ class TwinGather:
         self._twin = Twin(fused, tuple(view.shape[1:]), view.device)
         self._room = Room((batch, *self._twin.shape), fused.dtype, view.device, static=static)
         self._pool = pool if self._room.bytes >= THREADS_FROM_BYTES else None
-        self._rows = max(1, PIECE_BYTES // max(1, 4 * math.prod(view.shape[1:])))
+        narrow = bool(self._twin.work_shape(1)[0])
+        most = NARROW_PIECE_BYTES if narrow else PIECE_BYTES
+        self._rows = max(1, most // max(1, 4 * math.prod(view.shape[1:])))
+        self._in_place = self._rows == 1 and packing is None and not self._moved and not narrow
         self._scratch: deque[tuple[Tensor, Tensor]] = deque()
 
     def __call__(self, index: Tensor, views: Views = (None, None)) -> Tensor:
@@ -157,11 +173,11 @@ class TwinGather:
                 rows = self._packing.unpacked(rows, index)
             return self._room.fixed(self._twin(rows, views))
         out = self._room.take(len(index))
-        if self._rows == 1 and self._packing is None and not self._moved:
+        if self._in_place:
             # Large enough to be read where they lie. What rows take is prepared for all of them before, since
             # threads that hold the interpreter's lock wait for each other longer than they work.
-            rows = [self._view.narrow(0, number, 1) for number in index.tolist()]
-            work = partial(self._convert_rows, zip(rows, out.split(1), strict=True))
+            rows = [self._view[number] for number in index.tolist()]
+            work = partial(self._convert_rows, zip(rows, out.unbind(0), self._twin.lined(out), strict=True))
         else:
             work = partial(self._convert, index, views, out, iter(range(0, len(index), self._rows)))
         tickets = [] if self._pool is None else [self._pool.submit(work) for _ in range(self._pool.size)]
@@ -170,12 +186,11 @@ class TwinGather:
             ticket.result(CONVERT_DEADLINE_S, "a gather from memory")
         return out
 
-    def _convert_rows(self, rows: Iterator[tuple[Tensor, Tensor]]) -> None:
+    def _convert_rows(self, rows: Iterator[tuple[Tensor, Tensor, Tensor]]) -> None:
         """Convert rows until none is left; threads share the iterator, so a slow one does less."""
-        scratch = self._take_scratch()
-        for row, out in rows:
-            self._twin.into(row, out, scratch[1])
-        self._scratch.append(scratch)
+        for row, out, lined in rows:
+            out.copy_(row)
+            self._twin.scaled_(lined)
 
     def _convert(self, index: Tensor, views: Views, out: Tensor, pieces: Iterator[int]) -> None:
         """The same with pieces of the batch."""
@@ -226,6 +241,8 @@ class Room:
                 return self._fixed
             if self._buffers is not None:
                 return self._buffers.take()
+        if self._buffers is not None:  # threads write it, and have no part in the caller's inference mode
+            return lasting((count, *self.shape[1:]), self._dtype, self._device)
         return torch.empty((count, *self.shape[1:]), dtype=self._dtype, device=self._device)
 
     def fixed(self, made: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class PostgresSession:
 
     def __init__(self, request: Request) -> None:
         self._request, self._timeouts = request, request.timeouts
-        self._psycopg = _psycopg()
+        self._psycopg = driver()
         connect_s = max(2, math.ceil(self._timeouts.connect_s))  # libpq takes whole seconds from 2 on
         try:
             self._connection = self._psycopg.connect(
@@ -163,11 +163,16 @@ class _Translated:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, _psycopg().Error):
+        if isinstance(error, driver().Error):
             raise self._session.said(error) from None
 
 
-def _psycopg() -> Any:
+def driver() -> Any:
+    """The module psycopg.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
     try:
         return import_module("psycopg")
     except ImportError as error:

@@ -114,6 +114,11 @@ class SQLSource:
         return self._bulk.table.dropped
 
     @property
+    def where_it_is(self) -> str:
+        """The database and the table, without user or password."""
+        return self._bulk.request.where_it_is
+
+    @property
     def statistics(self) -> Mapping[str, Any]:
         """Mean and deviation by standardised field: to be kept with a model that predicts one."""
         return to_json(self._standards())

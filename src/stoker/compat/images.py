@@ -1,0 +1,249 @@
+"""A set of images in the memory of a GPU, as the earlier system named it.
+
+Stored once, as bytes and with every field in its own dtype; normalised while it is served. The whole set is
+on the device where it fits; where it does not, the rest comes from host memory and disk, and a line says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.cached import name_of
+from stoker.errors import ConfigError
+from stoker.loader import Loader
+from stoker.loader.fused import Normalise
+from stoker.precompute import precompute
+from stoker.sources.protocol import Source
+from stoker.sources.torch_dataset import TorchSource
+from stoker.store import Cache
+from stoker.store.layout import record_bytes
+
+IMAGE = "image"
+"""The field that is normalised and cast."""
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""ImageNet's, for bytes divided by 255, which the earlier system used."""
+
+log = logging.getLogger("stoker")
+
+
+class GPUCachedDataset:
+    """A split of images, cached and served from the device.
+
+    Args:
+        split: `train`, `val` or `test`.
+        max_samples: Draw so many of the split, evenly and by a seed; None: all.
+        image_size: (height, width).
+        device: `cuda`, or `cpu`.
+        dtype: Of served images alone; joints, cameras and masks keep their own.
+        cache_path: Folder of the caches.
+        normalize: By ImageNet's mean and deviation; False: bytes / 255.
+        load_dinov2_features: Refused: features are an encoder of their own, see docs/migration.md.
+        data_dir: Folder of the images, in DexYCB's layout (it was the variable DEX_YCB_DIR).
+        dataset: A `Source` or map-style Dataset with a field `image`, in place of `data_dir`.
+        precompute: How to fill the cache, as for `stoker.cached`.
+
+    Raises:
+        ConfigError: Neither `data_dir` nor `dataset` is given.
+        StokerError: As `precompute`.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - the earlier system's signature
+        self,
+        split: str = "train",
+        max_samples: int | None = 100_000,
+        image_size: tuple[int, int] = (224, 224),
+        device: str | torch.device = "cuda",
+        dtype: torch.dtype = torch.float32,
+        cache_path: str | Path = "./gpu_cache",
+        normalize: bool = True,
+        load_dinov2_features: bool = False,
+        *,
+        data_dir: str | Path | None = None,
+        dataset: Any = None,
+        precompute: Mapping[str, Any] | None = None,
+    ) -> None:
+        if load_dinov2_features:
+            raise ConfigError(
+                "load_dinov2_features=True: features are an encoder of their own here, with a cache of their "
+                "own. Give a feature encoder to stoker.cached(dataset, encoder) (docs/migration.md)"
+            )
+        self.split, self.device, self.dtype, self.normalize = split, torch.device(device), dtype, normalize
+        source = _source(split, max_samples, image_size, data_dir, dataset)
+        self.cache = _filled(source, cache_path, f"{_called(source, dataset)}_{split}", precompute)
+        self.image_size = image_size
+
+    def __len__(self) -> int:
+        """Images that are stored; `cache.quarantined` lists those that could not be read."""
+        return len(self.cache)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """One image with its fields, as it is served.
+
+        Raises:
+            IndexError: No such image.
+        """
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"image {index} does not exist: this set has {len(self)}")
+        number = int(self.cache.numbers[index])
+        batch = next(iter(self.loader(1, shuffle=False, indices=[number], tier="disk")))
+        return {name: values[0] for name, values in batch.items()}
+
+    @property
+    def num_samples(self) -> int:
+        """As `len`."""
+        return len(self)
+
+    def loader(self, batch_size: int, shuffle: bool = True, drop_last: bool = False, **loader: Any) -> Loader:
+        """Batches of the set, from the device where it fits."""
+        bytes_ = self.cache.schema[IMAGE].dtype == "uint8"
+        how = {IMAGE: Normalise(mean=MEAN if self.normalize else 0.0, std=STD if self.normalize else 1.0,
+                                divisor=255.0 if bytes_ else 1.0)}  # fmt: skip
+        cast = [] if self.dtype == torch.float32 else [_Cast(self.dtype)]
+        own: dict[str, Any] = {
+            "device": str(self.device),
+            "order": "full" if shuffle else "sequential",
+            "drop_last": drop_last,
+            "normalise": how if bytes_ or self.normalize else None,
+            **loader,
+            "transforms": [*cast, *loader.get("transforms", ())],
+        }
+        return Loader(self.cache, batch_size=batch_size, **own)
+
+    def get_batch_generator(
+        self, batch_size: int, shuffle: bool = True, drop_last: bool = False
+    ) -> Iterator[dict[str, Any]]:
+        """The batches of one epoch; each call is the next epoch's order."""
+        if not hasattr(self, "_generators"):
+            self._generators: dict[tuple[int, bool, bool], Loader] = {}
+        key = (batch_size, shuffle, drop_last)
+        if key not in self._generators:
+            self._generators[key] = self.loader(*key)
+        return iter(self._generators[key])
+
+    def _get_memory_usage(self) -> float:
+        """Gigabytes that the set takes as it is stored."""
+        return record_bytes(self.cache.schema) * len(self) / 1e9
+
+
+class GPUDataLoader:
+    """Batches of a `GPUCachedDataset`; further arguments are those of `Loader`, or of a DataLoader.
+
+    Args:
+        dataset: What to serve.
+        batch_size, shuffle, drop_last: As in a DataLoader.
+    """
+
+    def __init__(
+        self,
+        dataset: GPUCachedDataset,
+        batch_size: int = 1,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        **loader: Any,
+    ) -> None:
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
+        self.loader = dataset.loader(batch_size, shuffle=shuffle, drop_last=drop_last, **loader)
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """As `Loader.set_epoch`."""
+        self.loader.set_epoch(epoch)
+
+
+class _Cast:
+    """Images in another dtype; everything else as it is."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, batch: Any, keys: Tensor) -> Any:
+        batch[IMAGE] = batch[IMAGE].to(self._dtype)
+        return batch
+
+
+def create_gpu_cached_dataloaders(config: Mapping[str, Any]) -> tuple[GPUDataLoader, GPUDataLoader]:
+    """Loaders of `train` and `val`.
+
+    Args:
+        config: `gpu_max_samples` (100,000), `gpu_max_samples_val` (10,000), `gpu_cache_path` (`./gpu_cache`),
+            `use_bfloat16` (True), `preload_dinov2` (False), `batch_size` (32); and, new, `data_dir` or
+            `datasets` (`{"train": ..., "val": ...}`), `image_size`, `device`, `precompute`.
+
+    Raises:
+        ConfigError: A key is unknown.
+        StokerError: As `GPUCachedDataset`.
+    """
+    if unknown := sorted(config.keys() - _KEYS):
+        raise ConfigError(f"{', '.join(unknown)}: no such key. Known: {', '.join(sorted(_KEYS))}")
+    datasets: Mapping[str, Any] = config.get("datasets") or {}
+    loaders: list[GPUDataLoader] = []
+    for split, most in (("train", "gpu_max_samples"), ("val", "gpu_max_samples_val")):
+        dataset = GPUCachedDataset(
+            split,
+            config.get(most, 100_000 if split == "train" else 10_000),
+            image_size=config.get("image_size", (224, 224)),
+            device=config.get("device", "cuda"),
+            dtype=torch.bfloat16 if config.get("use_bfloat16", True) else torch.float32,
+            cache_path=config.get("gpu_cache_path", "./gpu_cache"),
+            load_dinov2_features=config.get("preload_dinov2", False),
+            data_dir=config.get("data_dir"),
+            dataset=datasets.get(split),
+            precompute=config.get("precompute"),
+        )
+        train = split == "train"
+        loaders.append(GPUDataLoader(dataset, config.get("batch_size", 32), shuffle=train, drop_last=train))
+    log.info(
+        "%s", "; ".join(f"{len(loader.dataset)} images, {loader.loader.plan.reason}" for loader in loaders)
+    )
+    return loaders[0], loaders[1]
+
+
+_KEYS = {
+    *("gpu_max_samples", "gpu_max_samples_val", "gpu_cache_path", "use_bfloat16", "preload_dinov2"),
+    *("batch_size", "data_dir", "datasets", "image_size", "device", "precompute"),
+}
+
+
+def _source(
+    split: str, max_samples: int | None, size: Sequence[int], data_dir: str | Path | None, dataset: Any
+) -> Source:
+    if dataset is not None:
+        source: Source = dataset if isinstance(dataset, Source) else TorchSource(dataset)
+        if IMAGE not in source.schema():
+            raise ConfigError(
+                f"dataset has the fields {', '.join(source.schema())}. Expected one named {IMAGE!r}"
+            )
+        if max_samples is None or max_samples >= len(source):
+            return source
+        raise ConfigError(
+            f"max_samples={max_samples} and a dataset of {len(source)}: draw from it yourself, as "
+            "torch.utils.data.Subset(dataset, indices), or give max_samples=None"
+        )
+    if data_dir is None:
+        raise ConfigError(
+            "where are the images? Give data_dir=, the folder in DexYCB's layout (the earlier variable "
+            "DEX_YCB_DIR), or dataset=, any source or Dataset with a field 'image'"
+        )
+    from stoker.sources.images.source import ImageSource
+
+    return ImageSource(data_dir, "dexycb", size=(size[0], size[1]), split=split, max_samples=max_samples)
+
+
+def _called(source: Source, dataset: Any) -> str:
+    return "dexycb" if dataset is None else name_of(source if isinstance(dataset, Source) else dataset)
+
+
+def _filled(source: Source, folder: str | Path, name: str, settings: Mapping[str, Any] | None) -> Cache:
+    return precompute(source, None, folder, name=name, **(settings or {}))

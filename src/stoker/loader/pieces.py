@@ -1,0 +1,218 @@
+"""What one thread of the disk tier reads: its piece of a batch, each example into its place.
+
+First all that the page cache has is copied, for which nothing waits. What it lacks is announced to the system
+before the first of it is read, so that more reads are under way than there are threads.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stoker.loader.memory import bytes_of
+from stoker.loader.outputs import RECORD, Output
+from stoker.units import KIB
+
+if TYPE_CHECKING:
+    from stoker.schema import Schema
+    from stoker.store import Cache, Shard
+    from stoker.store.blocks import Verify
+
+ADVISED = hasattr(os, "posix_fadvise")
+"""Whether the system can be told what is about to be read."""
+JOINED_GAP_BYTES = 64 * KIB
+"""Steps of a window closer than this are read in one go."""
+JOINED_BYTES = 256 * KIB
+"""Records next to each other on disk are read in one go up to this size: what was read is then still in the
+core's cache when it is compared with its sums."""
+
+
+Target: TypeAlias = tuple[int, int, int, int, int]
+"""`(output, size, at, begin, count)`, all in bytes but the first: `count` from `begin` of a run on go to `at`
+in an example of this output, which has `size`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Steps of one field that are read together, counted from the window's start."""
+
+    field: str
+    first: int
+    stop: int
+    targets: tuple[Target, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Some examples and where their values belong."""
+
+    shard: NDArray[np.int32]
+    row: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    """Per example of the batch its shard, its row there, and its first step."""
+    values: list[Any]
+    """Per output a CPU tensor, or a list to be filled with tensors."""
+    spaces: list[memoryview[Any] | None]
+    """The bytes of the tensors; None for lists."""
+
+
+class Rows:
+    """Whole records of one field that lie next to each other on disk."""
+
+    __slots__ = ("_bytes", "_field", "_first", "_outs", "_shard")
+
+    def __init__(self, shard: Shard, field: str, first: int, out: memoryview[Any]) -> None:
+        self._shard, self._field, self._first = shard, shard.fields[field], first
+        self._outs, self._bytes = [out], len(out)
+
+    def took(self, row: int, out: memoryview[Any]) -> bool:
+        """Have another row read into `out` as well, if it is the next one and there is room; whether so."""
+        if row != self._first + len(self._outs) or self._bytes + len(out) > JOINED_BYTES:
+            return False
+        self._outs.append(out)
+        self._bytes += len(out)
+        return True
+
+    def read(self, verify: Verify, *, wait: bool) -> bool:
+        """Read them, or without `wait` only if the page cache has them; whether that was done.
+
+        Raises:
+            CorruptError: They do not match their sums.
+        """
+        return self._field.rows(self._first, self._outs, verify, wait=wait)
+
+    def extent(self, verify: Verify) -> tuple[int, int, int]:
+        """Descriptor, offset and bytes of what is read."""
+        offset, _ = self._field.extent(self._first, 0, 0, verify)
+        return self._shard.fileno(), offset, self._bytes
+
+
+class Steps:
+    """Steps of one record that one example takes, for one output or several."""
+
+    __slots__ = ("_first", "_place", "_row", "_run", "_shard", "_spaces")
+
+    def __init__(
+        self, shard: Shard, row: int, start: int, run: Run, spaces: list[memoryview[Any] | None], place: int
+    ) -> None:
+        self._shard, self._row, self._first = shard, row, start + run.first
+        self._run, self._spaces, self._place = run, spaces, place
+
+    def read(self, verify: Verify, *, wait: bool) -> bool:
+        """As `Rows.read`."""
+        run, first = self._run, self._first
+        stop = first + run.stop - run.first
+        data = self._shard.fields[run.field].steps(self._row, first, stop, verify, wait=wait)
+        if data is None:
+            return False
+        for output, size, at, begin, count in run.targets:
+            space = self._spaces[output]
+            assert space is not None
+            to = self._place * size + at
+            space[to : to + count] = data[begin : begin + count]
+        return True
+
+    def extent(self, verify: Verify) -> tuple[int, int, int]:
+        """As `Rows.extent`."""
+        run, first = self._run, self._first
+        stop = first + run.stop - run.first
+        extent = self._shard.fields[run.field].extent(self._row, first, stop, verify)
+        return self._shard.fileno(), *extent
+
+
+class Pieces:
+    """Reads pieces of batches of these outputs; safe to use from several threads."""
+
+    def __init__(self, schema: Schema, outputs: tuple[Output, ...]) -> None:
+        self._outputs = outputs
+        self._whole = [i for i, output in enumerate(outputs) if output.index == RECORD]
+        self._sizes = [output.example_bytes for output in outputs]
+        self._runs = _plan_runs(schema, outputs)
+
+    def read(self, cache: Cache, piece: NDArray[np.int64], wanted: Wanted, verify: Verify) -> int:
+        """Read the examples at these places of a batch, sorted by shard and row, into their outputs.
+
+        Returns:
+            How many reads had to wait for storage.
+        Raises:
+            CorruptError: A record's bytes do not match their checksums.
+        """
+        later = [read for read in self._reads(cache, piece, wanted) if not read.read(verify, wait=False)]
+        if ADVISED:
+            for read in later:
+                with suppress(OSError):  # a file system that takes no advice is read all the same
+                    os.posix_fadvise(*read.extent(verify), os.POSIX_FADV_WILLNEED)
+        for read in later:
+            read.read(verify, wait=True)
+        return len(later)
+
+    def _reads(self, cache: Cache, piece: NDArray[np.int64], wanted: Wanted) -> list[Rows | Steps]:
+        shards = wanted.shard[piece].tolist()
+        rows, starts = wanted.row[piece].tolist(), wanted.starts[piece].tolist()
+        found: list[Rows | Steps] = []
+        shard, last = None, -1
+        open_rows: dict[int, Rows] = {}
+        for j, number, row, start in zip(piece.tolist(), shards, rows, starts, strict=True):
+            if shard is None or number != last:
+                shard, last = cache.shard(number), number
+                open_rows.clear()
+            for i in self._whole:
+                out = self._place(shard, i, row, wanted, j)
+                if i not in open_rows or not open_rows[i].took(row, out):
+                    open_rows[i] = Rows(shard, self._outputs[i].field, row, out)
+                    found.append(open_rows[i])
+            found += [Steps(shard, row, start, run, wanted.spaces, j) for run in self._runs]
+        return found
+
+    def _place(self, shard: Shard, i: int, row: int, wanted: Wanted, j: int) -> memoryview[Any]:
+        """Where output `i` of the batch's example `j` belongs, which is a record."""
+        output, space = self._outputs[i], wanted.spaces[i]
+        if space is not None:
+            size = self._sizes[i]
+            return space[j * size : (j + 1) * size]
+        shape = (shard.length(output.field, row), *output.row_shape)
+        wanted.values[i][j] = torch.empty(shape, dtype=output.dtype)
+        return bytes_of(wanted.values[i][j])
+
+
+def _plan_runs(schema: Schema, outputs: tuple[Output, ...]) -> list[Run]:
+    """Join the steps that outputs take of each field into as few reads as pays."""
+    wanted: dict[str, dict[int, list[tuple[int, int]]]] = {}
+    for i, output in enumerate(outputs):
+        if output.index != RECORD:
+            for place, lag in enumerate(output.lags):
+                wanted.setdefault(output.field, {}).setdefault(lag, []).append((i, place))
+    runs: list[Run] = []
+    for field, by_lag in wanted.items():
+        size = schema[field].row_bytes
+        gap = 1 + JOINED_GAP_BYTES // max(1, size)
+        lags = sorted(by_lag)
+        cuts = [0, *(k for k in range(1, len(lags)) if lags[k] - lags[k - 1] > gap), len(lags)]
+        for begin, end in pairwise(cuts):
+            first = lags[begin]
+            targets = tuple(
+                (i, outputs[i].example_bytes, place * size, (lag - first) * size, size)
+                for lag in lags[begin:end]
+                for i, place in by_lag[lag]
+            )
+            runs.append(Run(field=field, first=first, stop=lags[end - 1] + 1, targets=_joined(targets)))
+    return runs
+
+
+def _joined(targets: tuple[Target, ...]) -> tuple[Target, ...]:
+    """The same bytes in fewer pieces: steps that lie next to each other at both ends are one."""
+    joined: list[Target] = []
+    for i, size, at, begin, count in sorted(targets):
+        last = joined[-1] if joined else None
+        if last is not None and (last[0], last[2] + last[4], last[3] + last[4]) == (i, at, begin):
+            joined[-1] = (*last[:4], last[4] + count)
+        else:
+            joined.append((i, size, at, begin, count))
+    return tuple(joined)
