@@ -41,7 +41,8 @@ def test_two_tasks_come_in_one_stream_as_often_as_their_weights_say(tmp_path: Pa
 
 
 def test_rows_of_a_database_are_cached_and_trained_on(tmp_path: Path) -> None:
-    found = re.search(r"480 \+ 120 rows: ([\d,]+) m off, ([\d,]+) m before", run("radio_rows.py", str(tmp_path)))
+    out = run("radio_rows.py", str(tmp_path))
+    found = re.search(r"480 \+ 120 rows: ([\d,]+) m off, ([\d,]+) m before", out)
 
     assert found
     assert int(found[1].replace(",", "")) < 0.8 * int(found[2].replace(",", ""))
