@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr
 
 from stoker.config.datasets import TorchConfig
+from stoker.config.fetching import FetchConfig
 from stoker.config.files_kinds import ArraysConfig, ParquetConfig, TarConfig
 from stoker.config.images import ImagesConfig
 from stoker.config.kinds import Kind
@@ -279,6 +280,7 @@ class Config(SettingsSection):
     training: TrainingConfig = TrainingConfig()
     precompute: PrecomputeConfig = PrecomputeConfig()
     verify: VerifyConfig = VerifyConfig()
+    fetch: FetchConfig = FetchConfig()
     identity: Literal["auto", "full"] = "auto"
     """How source files are digested: `full` reads them whole; `auto` probes them above 4 GiB in all."""
     tasks: dict[str, dict[str, JsonValue]] | None = None
