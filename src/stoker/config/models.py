@@ -51,6 +51,11 @@ def _of_percent(value: object) -> object:
         return value
 
 
+def _of_one(value: object) -> object:
+    """A name alone as a list of one."""
+    return (value,) if isinstance(value, str) else value
+
+
 StorageDtype: TypeAlias = Annotated[
     Literal["float32", "float16", "bfloat16", "int8", "float8_e4m3fn"], BeforeValidator(_long_dtype)
 ]
@@ -212,6 +217,10 @@ class TrainingConfig(SettingsSection):
     """Largest part of the time that may be waited for data, as `2%` or 0.02; above it: exit code 5."""
     seed: CountInt = 0
     """Decides the order of examples and the model's first weights."""
+    trackers: Annotated[tuple[str, ...], BeforeValidator(_of_one)] = ()
+    """Who gets the figures of a run as well: `tensorboard`, `wandb`, `mlflow`, or an entry point's name."""
+    price_per_hour: PositiveFloat | None = None
+    """What the machine costs an hour, in any currency, for the cost of the run; null: not told."""
     run_dir: Place | None = None
     """Folder for checkpoints, metrics and curves; null: `runs/{task}`."""
     mixture: Literal["concat", "weighted", "round_robin"] = "concat"
