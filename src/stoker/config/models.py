@@ -16,6 +16,7 @@ from stoker.config.fetching import FetchConfig
 from stoker.config.files_kinds import ArraysConfig, ParquetConfig, TarConfig
 from stoker.config.images import ImagesConfig
 from stoker.config.kinds import Kind
+from stoker.config.launching import LaunchConfig
 from stoker.config.rows import JoinConfig, SqlConfig
 from stoker.config.section import (
     CountInt,
@@ -290,6 +291,7 @@ class Config(SettingsSection):
     precompute: PrecomputeConfig = PrecomputeConfig()
     verify: VerifyConfig = VerifyConfig()
     fetch: FetchConfig = FetchConfig()
+    launch: LaunchConfig = LaunchConfig()
     identity: Literal["auto", "full"] = "auto"
     """How source files are digested: `full` reads them whole; `auto` probes them above 4 GiB in all."""
     tasks: dict[str, dict[str, JsonValue]] | None = None

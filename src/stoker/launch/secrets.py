@@ -22,6 +22,12 @@ def secrets_of(environment: Mapping[str, str], names: Iterable[str] = ()) -> tup
     return tuple(sorted(values, key=len, reverse=True))
 
 
+def shown_in(text: str, environment: Mapping[str, str], names: Iterable[str] = ()) -> list[str]:
+    """Names of variables whose values a text shows."""
+    values = secrets_of(environment, names)
+    return sorted(name for name, value in environment.items() if value in values and value in text)
+
+
 def without_secrets(text: str) -> str:
     """A message of another program, with the secrets of our environment taken out."""
     for value in secrets_of(os.environ):
