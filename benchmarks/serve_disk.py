@@ -299,7 +299,7 @@ def checks(workload: Workload, folder: Path) -> Iterator[dict[str, Any]]:
             taken[name].append(policies[name].turn(cold=True)[0])
     off_s = [seconds for name in names[1:] for seconds in taken[name]]
     for name in names:
-        row = {"records": workload.name, "contender": name, "rounds": CHECK_ROUNDS}
+        row: dict[str, Any] = {"records": workload.name, "contender": name, "rounds": CHECK_ROUNDS}
         for how, of in {"median": statistics.median, "mean": statistics.fmean}.items():
             row[f"{how}_us"] = round(1e6 * of(taken[name]), 1)
             row[f"{how}_over_both_off"] = round(of(taken[name]) / of(off_s), 3)
