@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from yaml import MarkedYAMLError, YAMLError
 
 from stoker.config.earlier import EARLIER, Layer, translate
-from stoker.config.kinds import DEFAULTS, misplaced
+from stoker.config.kinds import misplaced, with_defaults
 from stoker.config.models import Config
 from stoker.config.names import all_sections, all_settings, nearest, shown
 from stoker.config.tasks import blocks_of, check_weights, task_settings, unused_blocks
@@ -79,9 +79,7 @@ def _of_task(task: str, *layers: Layer) -> list[Layer]:
 
 
 def _validated(merged: Mapping[str, object], where: str, file: Layer, command: Layer) -> Config:
-    kind = {"data.kind": "torch"} if merged.get("data.dataset") is not None else {}
-    merged = {**kind, **merged}
-    merged = {**DEFAULTS.get(str(merged.get("data.kind")), {}), **merged}
+    merged = with_defaults(merged)
     try:
         config = Config.model_validate(_nest(_resolve(merged, where)))
     except ValidationError as error:

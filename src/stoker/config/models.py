@@ -231,7 +231,7 @@ class TrainingConfig(SettingsSection):
     latent_cache_dir: Place = "data/latent_cache"
     """Folder of the caches."""
     latent_cache_dtype: StorageDtype | dict[str, StorageDtype] | None = "float16"
-    """How floats are stored, all or by field; `int8` and `float8_e4m3fn` with scales; null: as encoded."""
+    """How floats are stored, all or by field; null: as encoded, the default but for the grid encoder."""
 
 
 class DeadlinesConfig(SettingsSection):
