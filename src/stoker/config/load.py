@@ -336,10 +336,12 @@ def _check_together(config: Config, file: Layer, command: Layer) -> None:
             f"{layer.where}: data.{name} is given, but data.kind={kind} has no use for it. Leave it out, or "
             f"give data.kind={' or '.join(kinds)}"
         )
-    if kind == "sql" and (url := config.data.sql.url) and has_password(url):
-        layer = command if "data.sql.url" in command.values else file
+    for name, url in (("data.sql.url", config.data.sql.url), ("data.join.table", config.data.join.table)):
+        if not url or "://" not in url or not has_password(url):
+            continue
+        layer = command if name in command.values else file
         raise ConfigError(
-            f"{layer.where}: data.sql.url holds a password, and settings are copied into every run's folder. "
+            f"{layer.where}: {name} holds a password, and settings are copied into every run's folder. "
             "Put it in ~/.pgpass or PGPASSWORD, where PostgreSQL's own library looks for it"
         )
     if config.model.width % config.model.heads:
