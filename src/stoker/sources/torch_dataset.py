@@ -128,7 +128,7 @@ class TorchSource:
     def _length(self, dataset: MapDataset) -> int:
         try:
             return len(dataset)
-        except (TypeError, ValueError, NotImplementedError) as error:
+        except (TypeError, ValueError) as error:
             raise SourceError(
                 f"{self._name} has no length: len(dataset) raised {type(error).__name__}: {error}. Have "
                 "__len__ return how many items there are"
