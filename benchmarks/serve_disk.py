@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ THREADS = 16
 ROUNDS = {True: 16, False: 6}
 """Cold and warm, even; a drive that others use as well gives another rate each time."""
 CHECK_ROUNDS = 40
-POLICIES = {"always": "always", "off": "off", "off again": "off"}
+POLICIES: dict[str, Literal["always", "off"]] = {"always": "always", "off": "off", "off again": "off"}
 TURN_BYTES = 512 * 1024**2
 """What a turn serves at most. The loader reads up to four batches ahead of where a turn ends, so turns are long."""
 FILES = 256
