@@ -20,7 +20,7 @@ SRC = Path(__file__).parents[2] / "src"
 KEY = "planted-instance-key-0123456789"
 SECRET = "planted-secret-value-9876543210"
 TOOLS = (
-    "bash", "cat", "chmod", "cp", "curl", "date", "dirname", "env", "find", "git", "ln", "mkdir", "mv", "rm",
+    "bash", "cat", "chmod", "cp", "date", "dirname", "env", "find", "git", "ln", "mkdir", "mv", "rm",
     "setsid", "sleep", "tail", "tee", "timeout", "touch", "uname", "which",
 )  # fmt: skip
 RECORD = """#!/bin/bash
@@ -100,6 +100,7 @@ def a_box(root: Path, *, real: bool = False) -> Iterator[Box]:
     far = shutil.which("rclone") if real else None
     _program(binaries / "rclone", "rclone", f'exec {far} "$@"' if far else "exit 0")
     _program(binaries / "apt-get", "apt-get", "exit 100")
+    _program(binaries / "curl", "curl", f'exec {shutil.which("curl")} "$@"')
     environment = {
         "PATH": str(binaries), "BOX": str(root), "HOME": str(root), "LANG": "C.UTF-8",
         "CONTAINER_ID": "77", "CONTAINER_API_KEY": KEY, "PLANTED": SECRET,
