@@ -44,7 +44,7 @@ def reserve(cache: stoker.Cache, fraction: float) -> int:
 def planned(cache: stoker.Cache, fraction: float, step: Step, files: list[Path]) -> Plan:
     """The plan for that fraction, made with both tiers as they are now."""
     drop_from_page_cache(files)
-    served = served_loads(cache, None, BATCH, seconds=0.1, step=step)
+    served = served_loads(cache, None, BATCH, step=step)
     example_bytes = sum(output.example_bytes for output in make_outputs(cache.schema, None, None))
     demand = Demand(
         records=len(cache),

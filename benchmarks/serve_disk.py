@@ -9,7 +9,9 @@ warm ones everything is read once. Each round has another order of contenders, a
 backwards: a drive that others use too is quicker at some times, and who always comes after whom would profit from it.
 `over_off` of "off again", the same contender once more, says how far such ratios can be trusted.
 
-    python benchmarks/serve_disk.py [--save] [--only 103] [--folder /data]
+With `--checks` only what checking costs, in more rounds: Stoker's contenders in full order, cold; saved apart.
+
+    python benchmarks/serve_disk.py [--checks] [--save] [--only 103] [--folder /data]
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ THREADS = 16
 """Of `limit` and `buffered`; more do not make the drive quicker."""
 ROUNDS = {True: 16, False: 6}
 """Cold and warm, even; a drive that others use as well gives another rate each time."""
+CHECK_ROUNDS = 40
 POLICIES = {"always": "always", "off": "off", "off again": "off"}
 TURN_BYTES = 512 * 1024**2
 """What a turn serves at most. The loader reads up to four batches ahead of where a turn ends, so turns are long."""
@@ -236,12 +239,10 @@ def contenders(workload: Workload, folder: Path) -> Iterator[tuple[str, Contende
     yield "torch.load of .pt files", Contender(served(loader, small), paths)
 
 
-def rounds(names: list[str], *, cold: bool) -> Iterator[list[str]]:
-    """The order of contenders in each round: shuffled, then the same backwards."""
-    if not cold:
-        names = [name for name in names if name != "limit"]  # O_DIRECT knows no warm
+def rounds(names: list[str], count: int) -> Iterator[list[str]]:
+    """The order of contenders in each of so many rounds: shuffled, then the same backwards."""
     shuffled = random.Random(0)
-    for _ in range(ROUNDS[cold] // 2):
+    for _ in range(count // 2):
         order = shuffled.sample(names, len(names))
         yield order
         yield order[::-1]
@@ -258,7 +259,8 @@ def measured(workload: Workload, folder: Path) -> Iterator[dict[str, Any]]:
             for path in {path for contender in all_of_them.values() for path in contender.files}:
                 path.read_bytes()
         taken: dict[str, list[tuple[float, float]]] = {}
-        for order in rounds(list(all_of_them), cold=cold):
+        names = [name for name in all_of_them if cold or name != "limit"]  # O_DIRECT knows no warm
+        for order in rounds(names, ROUNDS[cold]):
             for name in order:
                 taken.setdefault(name, []).append(all_of_them[name].turn(cold=cold))
         limits = [seconds for seconds, _ in taken["limit" if cold else "buffered"]]
@@ -284,10 +286,31 @@ def measured(workload: Workload, folder: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
+def checks(workload: Workload, folder: Path) -> Iterator[dict[str, Any]]:
+    """What checking costs: means and medians over many cold rounds of the policies alone."""
+    folder.mkdir()
+    names = [f"stoker, full order, verify={policy}" for policy in POLICIES]
+    policies = {name: own for name, own in contenders(workload, folder) if name in names}
+    for contender in policies.values():
+        contender.turn(cold=True)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for order in rounds(names, CHECK_ROUNDS):
+        for name in order:
+            taken[name].append(policies[name].turn(cold=True)[0])
+    off_s = [seconds for name in names[1:] for seconds in taken[name]]
+    for name in names:
+        row: dict[str, Any] = {"records": workload.name, "contender": name, "rounds": CHECK_ROUNDS}
+        for how, of in {"median": statistics.median, "mean": statistics.fmean}.items():
+            row[f"{how}_us"] = round(1e6 * of(taken[name]), 1)
+            row[f"{how}_over_both_off"] = round(of(taken[name]) / of(off_s), 3)
+        yield row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--only", default="")
+    parser.add_argument("--checks", action="store_true")
     parser.add_argument(
         "--folder", type=Path, help="a folder of the drive to be measured; default: temporary"
     )
@@ -297,8 +320,8 @@ def main() -> None:
     for workload in WORKLOADS:
         if arguments.only in workload.name:
             with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
-                rows += measured(workload, Path(scratch) / "set")
-    publish("serve_disk", rows, save=arguments.save)
+                rows += (checks if arguments.checks else measured)(workload, Path(scratch) / "set")
+    publish("serve_disk_checks" if arguments.checks else "serve_disk", rows, save=arguments.save)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def test_training_beats_persistence_and_leaves_everything(tmp_path: Path) -> Non
     assert report.rollout_nrmse is not None
     assert (report.epochs, report.steps) == (25, 150)
     assert "first_batch_s" in report.startup
-    assert set(seen) == {"start", "step", "epoch", "checkpoint", "best", "done"}
+    assert set(seen) == {"ready", "start", "step", "epoch", "checkpoint", "best", "done"}
     page = (tmp_path / "r" / "report.html").read_text()
     assert "data:image/png;base64," in page
     assert "http" not in page  # it needs nothing from anywhere

@@ -17,7 +17,7 @@ def report(**changes: Any) -> TrainReport:
 
 
 def page(folder: Path, rows: list[dict[str, Any]], found: TrainReport) -> str:
-    write_report(folder / "report.html", rows, found, {"lr": 1e-3, "run": "<b>"})
+    write_report(folder, rows, found, {"lr": 1e-3, "run": "<b>"})
     return (folder / "report.html").read_text()
 
 

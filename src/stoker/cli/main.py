@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli import bench, demo, keeping
+from stoker.cli import bench, demo, fetching, keeping, launching
 from stoker.cli.edge import Edge, edge, run, stop_on_sigterm
 from stoker.cli.flags import (
     CachePath,
@@ -87,6 +87,7 @@ def _load(out: Edge, config: Path, overrides: list[str] | None) -> Settings:
 
 
 demo.register(app)
+fetching.register(app)
 
 
 @app.command(cls=EarlierFlags)
@@ -281,6 +282,7 @@ def inspect(path: CachePath, as_json: Json = False, debug: Debug = False) -> Non
 
 keeping.register(app)
 bench.register(app)
+launching.register(app)
 
 
 @app.command()

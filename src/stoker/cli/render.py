@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.console import Console
 from rich.markup import escape
@@ -89,12 +89,36 @@ def events(say: Callable[[str], None]) -> EventSink:
             stall = facts.get("stall")
             errors += [f"stall {format_percent(stall)}"] if isinstance(stall, float) else []
             say(f"epoch {facts.get('epoch')} · step {facts.get('step')} · " + " · ".join(errors))
+        elif kind == "metrics":
+            for line in metrics(facts):
+                say(line)
         elif kind == "resume":
             say(f"resumed at step {facts.get('step')}, epoch {facts.get('epoch')}{_changes(facts)}")
         elif kind == "skip":
             say(f"passed over a checkpoint: {facts.get('why')}")
 
     return listen
+
+
+def metrics(facts: Mapping[str, Any]) -> list[str]:
+    """A row of figures: the start-up table, or an epoch's pace."""
+    if "phases" in facts:
+        phases = facts["phases"]
+        total_s = sum(phase["seconds"] for phase in phases)
+        last = {"name": "first batch in all", "seconds": total_s, "note": ""}
+        rows: list[Mapping[str, Any]] = [*phases, last]
+        said = [
+            f"  {row['name']:<22}{format_seconds(row['seconds']):>10}   {row['note']}".rstrip()
+            for row in rows
+        ]
+        absent = facts["gpu"]
+        return said if absent is None else [*said, f"  GPU not measured: {absent}"]
+    said = [format_seconds(facts["training/epoch_time_sec"])]
+    rate, busy = facts.get("training/samples_per_sec"), facts.get("training/gpu_utilization_pct")
+    said += [] if rate is None else [f"{format_count(rate)} samples/s"]
+    said += [] if busy is None else [f"GPU {busy:.0f} % busy"]
+    said += [f"cost so far {facts['cost/run']:.3g}"] if "cost/run" in facts else []
+    return [f"epoch {facts['epoch']} took {' · '.join(said)}"]
 
 
 def _changes(facts: Mapping[str, Json]) -> str:

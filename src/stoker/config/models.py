@@ -12,9 +12,11 @@ from omegaconf import OmegaConf
 from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr
 
 from stoker.config.datasets import TorchConfig
+from stoker.config.fetching import FetchConfig
 from stoker.config.files_kinds import ArraysConfig, ParquetConfig, TarConfig
 from stoker.config.images import ImagesConfig
 from stoker.config.kinds import Kind
+from stoker.config.launching import LaunchConfig
 from stoker.config.rows import JoinConfig, SqlConfig
 from stoker.config.section import (
     CountInt,
@@ -48,6 +50,11 @@ def _of_percent(value: object) -> object:
         return float(text.removesuffix("%")) / 100 if text.endswith("%") else value
     except ValueError:
         return value
+
+
+def _of_one(value: object) -> object:
+    """A name alone as a list of one."""
+    return (value,) if isinstance(value, str) else value
 
 
 StorageDtype: TypeAlias = Annotated[
@@ -211,6 +218,10 @@ class TrainingConfig(SettingsSection):
     """Largest part of the time that may be waited for data, as `2%` or 0.02; above it: exit code 5."""
     seed: CountInt = 0
     """Decides the order of examples and the model's first weights."""
+    trackers: Annotated[tuple[str, ...], BeforeValidator(_of_one)] = ()
+    """Who gets the figures of a run as well: `tensorboard`, `wandb`, `mlflow`, or an entry point's name."""
+    price_per_hour: PositiveFloat | None = None
+    """What the machine costs an hour, in any currency, for the cost of the run; null: not told."""
     run_dir: Place | None = None
     """Folder for checkpoints, metrics and curves; null: `runs/{task}`."""
     mixture: Literal["concat", "weighted", "round_robin"] = "concat"
@@ -279,6 +290,8 @@ class Config(SettingsSection):
     training: TrainingConfig = TrainingConfig()
     precompute: PrecomputeConfig = PrecomputeConfig()
     verify: VerifyConfig = VerifyConfig()
+    fetch: FetchConfig = FetchConfig()
+    launch: LaunchConfig = LaunchConfig()
     identity: Literal["auto", "full"] = "auto"
     """How source files are digested: `full` reads them whole; `auto` probes them above 4 GiB in all."""
     tasks: dict[str, dict[str, JsonValue]] | None = None

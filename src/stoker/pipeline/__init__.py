@@ -8,6 +8,8 @@ precompute.py   fills the caches of a configuration, or finds the one whose sour
 statistics.py   statistics of the train split, fitted once
 plan.py         where records would be served from
 train.py        caches -> loaders -> training loop; diary.py is what its run folder remembers
+tracking.py     start-up, stall, GPU and cost of a run by name; run_page.py is what they add to its page
+machine.py      this machine in one line
 validate.py     rows of pass, warn and fail before a long run
 inspect.py      what a cache holds
 keep.py         repairs a cache, and encodes again what was damaged

@@ -9,20 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import h5py  # pyright: ignore[reportMissingTypeStubs]
-import torch
 
-import stoker
 from stoker.config import Config, load_config
-from stoker.monitor import GpuAbsent, open_gpu
 from stoker.pipeline.burgers import BurgersSpec, write_burgers
 from stoker.pipeline.locate import Located
+from stoker.pipeline.machine import describe_machine
 from stoker.pipeline.plan import PlanResult, plan_located
 from stoker.pipeline.precompute import CacheResult
 from stoker.pipeline.train import TrainResult, prepare, train_prepared
-from stoker.plan import probe
 from stoker.schema import Json
 from stoker.train.config import EventSink
-from stoker.units import format_bytes, format_count
+from stoker.units import format_count
 
 DATA = "data/demo/burgers.hdf5"
 SPEC = BurgersSpec()
@@ -105,22 +102,6 @@ def demo_config(overrides: Sequence[str]) -> Config:
     given = {text.partition("=")[0].strip() for text in overrides}
     own = [f"{key}={value}" for key, value in SETTINGS.items() if key not in given]
     return load_config(None, [*own, *overrides])
-
-
-def describe_machine() -> str:
-    """Version, device, memory and build of torch in one line."""
-    resources = probe()
-    gpu = open_gpu()
-    build = "CPU build of torch" if torch.version.cuda is None else f"torch for CUDA {torch.version.cuda}"
-    if isinstance(gpu, GpuAbsent):
-        device = f"CPU ({resources.cpus:g} cores"
-        driver = "no NVIDIA driver"
-    else:
-        gpu.close()
-        device = f"GPU beside a CPU ({resources.cpus:g} cores"
-        driver = "NVIDIA driver found"
-    memory = f"{format_bytes(resources.host_bytes)} usable of {format_bytes(resources.host_total_bytes)})"
-    return f"stoker {stoker.__version__} · {device}, {memory} · {driver}: {build}"
 
 
 def _make_data(config: Config) -> str:

@@ -17,8 +17,8 @@ from stoker.errors import ConfigError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
 from stoker.pipeline.build import build_sources, device_of, tasks_of
-from stoker.pipeline.demo import describe_machine
 from stoker.pipeline.locate import Located
+from stoker.pipeline.machine import describe_machine
 from stoker.pipeline.plan import PlanResult, plan_located
 from stoker.pipeline.precompute import CacheResult, precompute_config
 from stoker.pipeline.radio import RadioSpec

@@ -41,7 +41,7 @@ def settings_digest(config: Config, fingerprints: Mapping[str, str]) -> str:
 
 _FREE = (
     "tier", "reserve_bytes", "run_dir", "latent_cache_dir", "checkpoint_every", "device", "max_stall",
-    "rank_deadline",
+    "rank_deadline", "trackers", "price_per_hour",
 )  # fmt: skip
 """Settings of `training` that change no batch."""
 

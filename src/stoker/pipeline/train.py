@@ -13,6 +13,7 @@ from typing import cast
 from stoker.config import Config
 from stoker.errors import ConfigError
 from stoker.monitor import StallMeter
+from stoker.monitor.trackers import check_trackers
 from stoker.pipeline.augment import normalized
 from stoker.pipeline.budget import verdict_of
 from stoker.pipeline.build import device_of, tasks_of
@@ -22,9 +23,10 @@ from stoker.pipeline.locate import locate
 from stoker.pipeline.mixed import check_together
 from stoker.pipeline.physical import physical_space
 from stoker.pipeline.precompute import CacheResult, fill_caches
+from stoker.pipeline.run_page import sections
 from stoker.pipeline.serve import Served, serve
 from stoker.pipeline.together import on_own_device
-from stoker.plan import Plan
+from stoker.pipeline.tracking import GPU, Phase, RunTracking, Startup, tracking
 from stoker.precompute import EncodeFiller
 from stoker.precompute.spot_check import SpotCheck, SpotChecks, SpotReport
 from stoker.scale.ranks import ALONE, Ranks
@@ -44,6 +46,12 @@ class TrainResult:
     """What a run came to."""
 
     report: TrainReport
+    phases: tuple[Phase, ...]
+    """What passed before the first step, in order."""
+    metrics: Mapping[str, float]
+    """The last figure of each name that was tracked."""
+    gpu: str | None
+    """Why there is no figure of the GPU; None: there is one."""
     caches: tuple[CacheResult, ...]
     """The training cache, then the validation cache; both of each task in turn."""
     cache_s: float
@@ -119,7 +127,10 @@ class TrainResult:
                 "cache_s": self.cache_s,
                 "first_batch_s": self.first_batch_s,
                 "total_s": self.total_s,
+                "phases": [phase.to_json() for phase in self.phases],
             },
+            "metrics": {**self.metrics, **({} if self.gpu is None else {GPU: None})},
+            "gpu": self.gpu,
             "cache_reused": self.cache_reused,
             "train_s": self.train_s,
             "mended": self.mended,
@@ -135,8 +146,26 @@ class Prepared:
 
     caches: tuple[CacheResult, ...]
     """The training cache, then the validation cache; both of each task in turn."""
+    begun_s: float
+    """When they were begun with, on the clock of `time.monotonic`."""
     seconds: float
     """What it took to have them ready."""
+
+    @property
+    def reused(self) -> bool:
+        """Whether nothing had to be encoded."""
+        return not any(cache.encoded for cache in self.caches)
+
+    def phases(self, started_s: float, now_s: float) -> list[Phase]:
+        """What passed from the start of the process until now, training being about to begin."""
+        counts = (f"{r.name} {format_count(r.encoded)} encoded" for r in self.caches if r.encoded)
+        note = ", ".join(counts) or "nothing to encode"
+        ready_s = self.begun_s + self.seconds
+        return [
+            Phase(name="program and settings", seconds=self.begun_s - started_s),
+            Phase(name="caches", seconds=self.seconds, note=note),
+            Phase(name="plan and loaders", seconds=now_s - ready_s),
+        ]
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -174,6 +203,7 @@ def prepare(config: Config, ranks: Ranks = ALONE) -> Prepared:
     The run's folder is held meanwhile, so that a second run in it is refused before it encodes anything.
     """
     began = time.monotonic()
+    check_trackers(config.training.trackers)
     splits = training_splits(config)
     tasks = tasks_of(config)
     if len(tasks) > 1:
@@ -186,7 +216,7 @@ def prepare(config: Config, ranks: Ranks = ALONE) -> Prepared:
     run_dir = require_writable(run_dir_of(config), "training.run_dir")
     with own_folder(run_dir) if ranks.leads else nullcontext():
         caches = fill_caches(config, splits, training=True, ranks=ranks)
-    return Prepared(caches=tuple(caches), seconds=time.monotonic() - began)
+    return Prepared(caches=tuple(caches), begun_s=began, seconds=time.monotonic() - began)
 
 
 def training_splits(config: Config) -> tuple[str, str]:
@@ -213,14 +243,11 @@ def train_prepared(
     ranks: Ranks = ALONE,
 ) -> TrainResult:
     """Train on ready caches; see `train_config`."""
-    train_cache = prepared.caches[0].cache
     run_dir, meter = run_dir_of(config), StallMeter(rank=ranks.rank)
     digest = settings_digest(config, prepared.fingerprints)
-    work = work_digest(config, train_cache.schema)
+    work = work_digest(config, prepared.caches[0].cache.schema)
     served = serve(config, [r.cache for r in prepared.caches], digest=digest, meter=meter, ranks=ranks)
     shared = served.shared
-    if not shared.resume:
-        _tell_anew(run_dir)
 
     def note(kind: str, facts: Mapping[str, Json]) -> None:
         if kind == "start":
@@ -230,27 +257,32 @@ def train_prepared(
             write_diary(run_dir, digest=digest, finished=True, work=work, step_s=step_s)
         if on_event is not None:
             on_event(kind, facts)
+        tracked.listen(kind, facts)
 
-    for ready, loader in zip(prepared.caches[::2], served.loaders, strict=False):
-        _tell_plan(on_event if ranks.leads else None, ready.cache, loader.plan)
+    _tell_before(run_dir, prepared, served, on_event if ranks.leads else None)
     checks = begin_spot_checks(config, [r.cache for r in prepared.caches[::2]]) if ranks.leads else None
     began = time.monotonic()
-    try:
-        report = train(
-            served.train,
-            served.val,
-            loop_settings(config, len(served.train), resume=shared.resume),
-            run_dir,
-            meter=meter,
-            on_event=note,
-            ranks=ranks,
-            physical=_physical(config, prepared),
-        )
-    finally:
-        checked = None if checks is None else checks.finish()
-    train_s = time.monotonic() - began
+    with tracking(RunTracking(config, _startup(prepared, started, began), tell=on_event)) as tracked:
+        try:
+            report = train(
+                served.train,
+                served.val,
+                loop_settings(config, len(served.train), resume=shared.resume),
+                run_dir,
+                meter=meter,
+                on_event=note,
+                ranks=ranks,
+                physical=_physical(config, prepared),
+                about=lambda: sections(config, prepared, served.loaders, tracked),
+            )
+        finally:
+            checked = None if checks is None else checks.finish()
+        train_s = time.monotonic() - began
     return TrainResult(
         report=report,
+        phases=tuple(tracked.startup.phases),
+        metrics=tracked.values,
+        gpu=None if tracked.gpu is None else tracked.gpu.reason,
         caches=_now(prepared.caches, served),
         cache_s=prepared.seconds,
         total_s=began - started + report.startup["first_batch_s"],
@@ -259,23 +291,31 @@ def train_prepared(
         epoch_steps=len(served.train),
         mended=sum(loader.mended for loader in served.loaders),
         spot_check=checked,
-        over_budget=verdict_of(config, train_cache, report),
+        over_budget=verdict_of(config, prepared.caches[0].cache, report),
     )
 
 
-def _tell_anew(run_dir: Path) -> None:
-    if (run_dir / "checkpoints").exists():
+def _startup(prepared: Prepared, started_s: float, now_s: float) -> Startup:
+    """Start-up as far as it is over."""
+    values = {
+        "startup/cache_precompute_time_min": prepared.seconds / 60,
+        "startup/cache_reused": float(prepared.reused),
+    }
+    return Startup(started_s=started_s, phases=prepared.phases(started_s, now_s), values=values)
+
+
+def _tell_before(run_dir: Path, prepared: Prepared, served: Served, sink: EventSink | None) -> None:
+    """What becomes of an earlier run here, and where records are served from."""
+    if not served.shared.resume and (run_dir / "checkpoints").exists():
         log.info(
             "%s holds a run that is finished or of other settings: training begins anew, and its checkpoints "
             "and metrics move to checkpoints.previous and metrics.previous.jsonl",
             run_dir,
         )
-
-
-def _tell_plan(on_event: EventSink | None, cache: Cache, plan: Plan) -> None:
-    if on_event is not None:
-        tiers: dict[str, Json] = dict(plan.records_by_tier())
-        on_event("serve", {"name": cache.name, "tiers": tiers, "reason": plan.reason})
+    for ready, loader in zip(prepared.caches[::2], served.loaders, strict=False):
+        if sink is not None:
+            tiers: dict[str, Json] = dict(loader.plan.records_by_tier())
+            sink("serve", {"name": ready.cache.name, "tiers": tiers, "reason": loader.plan.reason})
 
 
 def _now(results: Sequence[CacheResult], served: Served) -> tuple[CacheResult, ...]:

@@ -55,7 +55,7 @@ def _items(value: Any) -> Sequence[Any] | None:
     """What a container or an object holds; None where it is to be asked itself."""
     if isinstance(value, np.ndarray):
         array = cast("np.ndarray[Any, Any]", value)
-        return cast("Sequence[Any]", array.reshape(-1)) if array.dtype == object else None
+        return array.reshape(-1).tolist() if array.dtype == object else None
     if isinstance(value, dict):
         held = cast("dict[Any, Any]", value)
         return [*held.keys(), *held.values()]

@@ -13,7 +13,8 @@ from stoker.errors import ConfigError
 from stoker.schema import Json
 
 EventSink: TypeAlias = Callable[[str, Mapping[str, Json]], None]
-"""Told what happens: a kind (`start resume skip step stall epoch checkpoint best stop done`), its facts."""
+"""Told what happens: a kind (`ready start resume skip step stall epoch checkpoint best stop done`), and
+its facts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

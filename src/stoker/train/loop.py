@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,13 +27,12 @@ from stoker.train.batches import PairBatch, PairLoader, to_pairs
 from stoker.train.ceiling import time_steps, twin_of, worth_measuring
 from stoker.train.checkpoint import Kind, newest_checkpoint
 from stoker.train.config import EventSink, PhysicalSpace, TrainConfig, TrainReport
-from stoker.train.curves import draw_curves
 from stoker.train.evaluate import ERRORS, errors_of, evaluate
 from stoker.train.guard import FiniteGuard, StepFacts
 from stoker.train.judge import LOST, Errors, Validation, by_task, judge, with_lost
 from stoker.train.operator import Objective
 from stoker.train.pace import Pace
-from stoker.train.report import write_report
+from stoker.train.report import Section, write_report
 from stoker.train.run import Run, begin, changed, check_same, check_validation, own_folder, take_up
 from stoker.train.schedule import learning_rate
 from stoker.train.stop import StopFlag
@@ -52,6 +51,7 @@ def train(  # noqa: PLR0913  the face: two loaders, and all else by name
     on_event: EventSink | None = None,
     ranks: Ranks = ALONE,
     physical: PhysicalSpace | Mapping[str, PhysicalSpace] | None = None,
+    about: Callable[[], Sequence[Section]] = tuple,
 ) -> TrainReport:
     """Train an operator; leave metrics, curves, a report and checkpoints in `run_dir`.
 
@@ -67,6 +67,7 @@ def train(  # noqa: PLR0913  the face: two loaders, and all else by name
             tells. A rank that has nothing to validate gives None beside others that have.
         physical: Validation decodes states with it, and reports errors of fields beside those of states; by
             task where there are several.
+        about: More for the run's page, asked for when it is over.
 
     Raises:
         ConfigError: The training loader has no batch, or another training is writing to `run_dir`.
@@ -88,6 +89,7 @@ def train(  # noqa: PLR0913  the face: two loaders, and all else by name
             sink=on_event if ranks.leads else None,
             ranks=ranks,
             physical={"": physical} if isinstance(physical, PhysicalSpace) else physical or {},
+            about=about,
         )
         session.train()
         return session.finish()
@@ -107,6 +109,7 @@ class Session:
     ranks: Ranks
     physical: Mapping[str, PhysicalSpace]
     """By task; of one alone under an empty name."""
+    about: Callable[[], Sequence[Section]]
     begun_s: float = field(default_factory=time.perf_counter)
     """Clock at the call."""
     startup: dict[str, float] = field(default_factory=dict[str, float])
@@ -140,8 +143,7 @@ class Session:
         self.guard = FiniteGuard(self.run.device, self.ranks)
         self.pace = Pace(self.meter, self.folder, self._tell, self.ranks)
         self.place = self.train_loader.state_dict()
-        steps = config.epochs * len(self.train_loader)
-        self.total = steps if config.max_steps is None else min(steps, config.max_steps)
+        self.total = min(config.epochs * len(self.train_loader), config.max_steps or 1 << 62)
         self.log_every = config.log_every or max(1, min(MOST_BETWEEN_LINES, self.total // LINES))
         progress = self.run.progress
         facts: dict[str, Json] = {
@@ -162,7 +164,7 @@ class Session:
 
     def finish(self) -> TrainReport:
         """Draw the curves, write the page, and report."""
-        progress, config = self.run.progress, self.config
+        progress = self.run.progress
         spent_s = progress.wait_s + progress.step_s
         errors = with_lost(progress.errors, self.physical)
         report = TrainReport(
@@ -182,9 +184,7 @@ class Session:
         )
         self.pace.close(progress)
         if self.ranks.leads:
-            rows = self.run.log.rows()
-            draw_curves(rows, self.folder / "curves.png")
-            write_report(self.folder / "report.html", rows, report, asdict(config))
+            write_report(self.folder, self.run.log.rows(), report, asdict(self.config), self.about())
         self._tell("done", {name: value for name, value in asdict(report).items() if name != "run_dir"})
         return report
 
@@ -325,8 +325,7 @@ class Session:
         run.log.append(row)
         self._tell("epoch", row)
         if over:
-            progress.epoch += 1
-            progress.batch, progress.whole = 0, False
+            progress.epoch, progress.batch, progress.whole = progress.epoch + 1, 0, False
         progress.unjudged = False
         error = progress.errors.get("val_nrmse")
         if error is not None and (progress.best is None or error < progress.best):
@@ -364,9 +363,8 @@ class Session:
     def _save(self, kind: Kind = "last") -> Path:
         self.guard.check()
         path = self.run.save(kind, self.place)
-        self._tell(
-            "checkpoint" if kind == "last" else "best", {"path": str(path), "step": self.run.progress.step}
-        )
+        event = "checkpoint" if kind == "last" else "best"
+        self._tell(event, {"path": str(path), "step": self.run.progress.step})
         return path
 
     def _log_step(self, recent: Tensor, norm: Tensor) -> None:
@@ -385,7 +383,9 @@ class Session:
         self._tell("step", row)
 
     def _first_batch(self) -> None:
-        self.startup.setdefault("first_batch_s", time.perf_counter() - self.begun_s)
+        if not self.startup:
+            self.startup["first_batch_s"] = seconds = time.perf_counter() - self.begun_s
+            self._tell("ready", {"seconds": seconds})
 
     def _goes_on(self) -> bool:
         """Steps are left, or those done are not evaluated yet (a signal came in between)."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import html
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stoker.atomic import replacing
 from stoker.train.config import TrainReport
+from stoker.train.curves import draw_curves
 from stoker.units import format_count, format_percent, format_seconds
 
 STYLE = """
@@ -23,7 +25,8 @@ img { width: 100%; background: #fff; border-radius: .4rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 td, th { padding: .15rem 1.2rem .15rem 0; text-align: right; border-bottom: 1px solid var(--line); }
-th { font-weight: 600; } .names td:first-child { text-align: left; color: var(--dim); }
+th { font-weight: 600; } .names td { text-align: left; } .names td:first-child { color: var(--dim); }
+summary { margin-top: 1rem; cursor: pointer; font-weight: 600; }
 """
 
 Format = Callable[[Any], str]
@@ -56,24 +59,56 @@ OF_A_TASK: Mapping[str, str] = {
 """Columns of the table of tasks."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A table that whoever started the run adds to its page."""
+
+    title: str
+    rows: Sequence[Sequence[str]]
+    """Cells as plain text; the first of a row says what it is about."""
+    heading: Sequence[str] = ()
+    folded: bool = False
+    """Shown when it is asked for."""
+
+    def to_html(self) -> str:
+        """The table, all text escaped."""
+        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in self.heading)
+        body = "".join(
+            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in self.rows
+        )
+        table = f'<div class="wide"><table class="names">{head and f"<tr>{head}</tr>"}{body}</table></div>'
+        title = html.escape(self.title)
+        if self.folded:
+            return f"<details><summary>{title}</summary>{table}</details>"
+        return f"<h2>{title}</h2>{table}"
+
+
 def write_report(
-    path: Path, rows: Sequence[Mapping[str, Any]], report: TrainReport, config: Mapping[str, Any]
+    folder: Path,
+    rows: Sequence[Mapping[str, Any]],
+    report: TrainReport,
+    config: Mapping[str, Any],
+    more: Sequence[Section] = (),
 ) -> None:
-    """Write the page beside the run's `curves.png`, which is put inside it.
+    """Draw `curves.png` in a run's folder, and write `report.html`, which holds it.
 
     Args:
         rows: Lines of `metrics.jsonl`.
         report, config: What the run came to, and its settings.
+        more: What whoever started it has to say.
     """
-    title = html.escape(path.resolve().parent.name)
+    curves = folder / "curves.png"
+    draw_curves(rows, curves)
+    title = html.escape(folder.resolve().name)
     starts = [row for row in rows if row.get("kind") == "start"]
     parts = [
         f"<h1>{title}</h1>",
         _summary(report),
-        _picture(path.with_name("curves.png")),
+        _picture(curves),
         _tasks(report),
         f"<h2>Epochs</h2>{_epochs([row for row in rows if row.get('kind') == 'epoch'])}",
-        f"<h2>Settings</h2>{_names(config)}",
+        *(section.to_html() for section in more),
+        f"<h2>Training</h2>{_names(config)}",
         *(f"<h2>From step {row['step']:,} on</h2>{_names(row, without=('kind', 'step'))}" for row in starts),
     ]
     page = (
@@ -81,7 +116,7 @@ def write_report(
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{STYLE}</style>{''.join(parts)}</html>\n"
     )
-    with replacing(path) as temporary:
+    with replacing(folder / "report.html") as temporary:
         temporary.write_text(page, encoding="utf-8")
 
 
@@ -142,8 +177,6 @@ def _error(error: float | None, persistence: float | None) -> str:
 
 
 def _picture(path: Path) -> str:
-    if not path.exists():
-        return ""
     data = base64.b64encode(path.read_bytes()).decode()
     return f'<img alt="loss, validation errors and stall over the run" src="data:image/png;base64,{data}">'
 
