@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from stoker.errors import SourceError
-from stoker.schema import Json
-from stoker.sources.sql.parse import Undecided
+from stoker.schema import Json, Schema
+from stoker.sources.sql.parse import Undecided, fields_of
 from stoker.sources.sql.request import Request
 from stoker.sources.sql.rows import BOOL, FLOAT, INT, NAMES, NULL, TEXT, Value, shown_key, unpack_row
 from stoker.sources.sql.spill import GoneError, Spill
@@ -25,9 +25,11 @@ class Bulk:
 
     def __init__(self, request: Request, rules: Sequence[Rule]) -> None:
         self.request = request
+        self._selected = request.selected
         self.written = tuple(rules)
         """Rules as they were given."""
         self._rules: tuple[Rule, ...] | None = None
+        self._schema: Schema | None = None
         self._table: Table | None = None
         self._facts: Facts | None = None
         self._elsewhere: dict[str, Any] | None = None
@@ -81,6 +83,13 @@ class Bulk:
         return self._rules
 
     @property
+    def schema(self) -> Schema:
+        """Fields that the rules make."""
+        if self._schema is None:
+            self._schema = fields_of(self.rules)
+        return self._schema
+
+    @property
     def found(self) -> Json:
         """What followed from the rows, for the recipe."""
         pairs = zip(self.written, self.rules, strict=True) if self._has_undecided() else ()
@@ -88,7 +97,7 @@ class Bulk:
 
     def values(self, row: int) -> dict[str, Value]:
         """Values of one row by column."""
-        return dict(zip(self.request.selected, unpack_row(self.table.rows.row(row)), strict=True))
+        return dict(zip(self._selected, unpack_row(self.table.rows.row(row)), strict=True))
 
     def key(self, row: int) -> str:
         """The key of one row as text."""
@@ -98,7 +107,7 @@ class Bulk:
         """Give the rows back."""
         if self._table is not None:
             self._table.rows.close()
-        self._table = self._facts = self._elsewhere = self._rules = None
+        self._table = self._facts = self._elsewhere = self._rules = self._schema = None
 
     def _look(self) -> Facts:
         if self._facts is None:

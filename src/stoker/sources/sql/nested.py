@@ -10,6 +10,9 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import repeat
+from json import detect_encoding
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +24,9 @@ from stoker.sources.sql.values import MalformedError, Row, number_of
 
 METRES = 6_371_008.8 * math.pi / 180
 """Metres in a degree of latitude, on a sphere of the Earth's mean radius (IUGG)."""
+_LARGEST = float(np.finfo(np.float32).max)
+_MARK = b"\xef"
+"""Begins the mark that some programs put before text in UTF-8."""
 NORTH, EAST = "@north", "@east"
 """Features that are made of places."""
 
@@ -72,19 +78,18 @@ class Entries:
         """Features of all entries in their order; the centroid is left in `row`."""
         entries = self._entries(row.values[self.column])
         mask = np.ones(self.most, np.bool_)
-        for place, entry in enumerate(entries):
-            mask[place] = self.present is not None and not self._truth(entry, self.present)
+        present = self.present
+        mask[: len(entries)] = [present is not None and not self._truth(entry, present) for entry in entries]
         if mask.all():
             raise MalformedError(self.column, f"has {len(entries)} entries and none that counts")
         north, east = self._places(entries, mask, row)
         values = np.zeros((self.most, len(self.features)))
-        for place, entry in enumerate(entries):
-            for number, feature in enumerate(self.features):
-                if feature.path in (NORTH, EAST):
-                    values[place, number] = (north if feature.path == NORTH else east)[place]
-                else:
-                    found = self._number(entry, feature)
-                    values[place, number] = (found - feature.low) / (feature.high - feature.low)
+        for number, feature in enumerate(self.features):
+            if feature.path in (NORTH, EAST):
+                values[: len(entries), number] = north if feature.path == NORTH else east
+                continue
+            column = np.array([self._number(entry, feature.path, feature.missing) for entry in entries])
+            values[: len(entries), number] = (column - feature.low) / (feature.high - feature.low)
         return {self.field: values, self.mask: mask}
 
     def to_json(self) -> Json:
@@ -110,26 +115,25 @@ class Entries:
         zeros = np.zeros(len(entries))
         if self.place is None:
             return zeros, zeros
-        degrees = np.zeros((2, len(entries)))
-        for place, entry in enumerate(entries):
-            for axis, path in enumerate(self.place):
-                absent = 0.0 if mask[place] else None
-                degrees[axis, place] = self._number(entry, Feature(path=path, missing=absent))
+        absent = [0.0 if out else None for out in mask.tolist()]
+        degrees = np.array([[*map(self._number, entries, repeat(path), absent)] for path in self.place])
         counted = ~mask[: len(entries)]
         centre = (float(degrees[0, counted].mean()), middle_longitude(degrees[1, counted]))
         row.centroids[self.field] = centre
         north, east = metres_from(centre, degrees[0], degrees[1])
         return np.where(counted, north, 0.0), np.where(counted, east, 0.0)
 
-    def _number(self, entry: dict[str, Any], feature: Feature) -> float:
-        found = _at(entry, feature.path)
+    def _number(self, entry: dict[str, Any], path: str, missing: float | None) -> float:
+        found = _at(entry, path)
+        if type(found) is float and -_LARGEST <= found <= _LARGEST:
+            return found  # nearly all are
         if found is None:
-            if feature.missing is None:
-                raise MalformedError(self.column, f"has an entry without {feature.path}, or it is null")
-            return feature.missing
+            if missing is None:
+                raise MalformedError(self.column, f"has an entry without {path}, or it is null")
+            return missing
         if isinstance(found, bool | int | float):
-            return _finite(found, f"{self.column}: {feature.path}")
-        raise MalformedError(self.column, f"has {feature.path} = {str(found)[:40]!r}, expected a number")
+            return _finite(found, f"{self.column}: {path}")
+        raise MalformedError(self.column, f"has {path} = {str(found)[:40]!r}, expected a number")
 
     def _truth(self, entry: dict[str, Any], path: str) -> bool:
         found = _at(entry, path)
@@ -274,13 +278,19 @@ def parsed(value: Value, column: str) -> Any:
     if value.tag not in (JSON, TEXT, BYTES):
         raise MalformedError(column, f"is {NAMES[value.tag]}, expected JSON")
     try:
-        return json.loads(value.value, parse_constant=_no_constant)
+        encoding = (
+            "utf-8" if value.tag != BYTES and value.value[:1] != _MARK else detect_encoding(value.value)
+        )
+        return _DECODER.decode(value.value.decode(encoding, "surrogatepass"))
     except (ValueError, RecursionError) as error:
         raise MalformedError(column, f"is not JSON: {error}") from error
 
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _finite(value: float, what: str) -> float:
@@ -292,9 +302,14 @@ def _finite(value: float, what: str) -> float:
         raise MalformedError(what, "is too large for a float") from error
 
 
+@cache
+def _steps(path: str) -> tuple[str, ...]:
+    return tuple(path.split("."))
+
+
 def _at(entry: Any, path: str) -> Any:
     """What lies at a path, None where it leads nowhere."""
-    for name in path.split("."):
+    for name in _steps(path):
         if not isinstance(entry, dict):
             return None
         entry = cast("dict[str, Any]", entry).get(name)

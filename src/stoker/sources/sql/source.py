@@ -17,7 +17,7 @@ from stoker.sources.protocol import Part, SourceIdentity
 from stoker.sources.splits import DEFAULT_SPLITS, split_counts, split_numbers
 from stoker.sources.sql.address import parse_address
 from stoker.sources.sql.bulk import Bulk
-from stoker.sources.sql.parse import Columns, fields_of, parse_columns, plain
+from stoker.sources.sql.parse import Columns, parse_columns, plain
 from stoker.sources.sql.request import Request, Timeouts, relation_of
 from stoker.sources.sql.standard import Standard, fitted, standards_of, to_json
 from stoker.sources.sql.values import MalformedError, Row
@@ -134,7 +134,7 @@ class SQLSource:
 
     def schema(self) -> Schema:
         """Fields of every sample."""
-        return fields_of(self._bulk.rules)
+        return dict(self._bulk.schema)
 
     def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
         """The sample of one row; rows have no time, so `start` and `stop` change nothing.
@@ -149,7 +149,7 @@ class SQLSource:
         sample = self._made(row)
         for standard in self._standards():
             standard.apply(sample)
-        return plain(sample, self.schema())
+        return plain(sample, self._bulk.schema)
 
     def runs(self) -> Sequence[range]:
         """Ranges of at most 256 rows or about 8 MiB."""
