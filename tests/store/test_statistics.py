@@ -45,6 +45,22 @@ def test_they_agree_with_numpy(dtype: str, shape: tuple[int, ...]) -> None:
     assert found["channels"]["std"] == pytest.approx(exact.std(axes).tolist(), rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"), [("uint8", 250, 256), ("int8", -128, -120), ("bool", 0, 2)]
+)
+@pytest.mark.parametrize("shape", [(3, 224, 224), (64, 64, 3), (300, 61), (1,)])
+def test_bytes_are_added_up_exactly(dtype: str, low: int, high: int, shape: tuple[int, ...]) -> None:
+    drawn = torch.randint(low, high, (5, *shape), generator=torch.Generator().manual_seed(0))
+    values = drawn.to(getattr(torch, dtype))
+
+    found = accumulate(Field(shape=shape, dtype=dtype), values[:2], values[2:]).partial()
+
+    channels = shape[-1] if shape[-1] <= 64 else 1
+    table = drawn.numpy().reshape(-1, channels)
+    assert found["sum"] == table.sum(0).tolist()
+    assert found["squares"] == (table * table).sum(0).tolist()
+
+
 def test_time_is_not_a_channel() -> None:
     found = summarise([accumulate(Field(shape=(8,), dtype="float32", time=True), torch.ones(3, 8)).partial()])
 

@@ -24,6 +24,7 @@ from stoker.precompute.clock import EncodeClock
 from stoker.precompute.fill import SampleFault
 from stoker.precompute.parcel import Parcel
 from stoker.schema import FLOATS, Schema
+from stoker.store.convert import view_bytes
 from stoker.store.recipe import Recipe
 
 Batch: TypeAlias = "dict[str, Tensor]"
@@ -303,7 +304,7 @@ class GroupEncoder:
         for name, value in output.items():
             kept = value[: len(rows)] if whole else value.index_select(0, index)
             if whole and not parcel.owned and _within(kept, parcel):
-                kept = kept.clone()
+                kept = _copied(kept)
             records[name] = list(kept) if self._record_schema[name].ragged else kept.contiguous()
         numbers = [first + row for row in rows]
         size = sum(value.nbytes for value in output.values())
@@ -330,6 +331,13 @@ def _encoder_fault(number: int, error: str) -> SampleFault:
 def _tensor(array: NDArray[Any], dtype: str) -> Tensor:
     tensor = torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
     return tensor.view(_BITS[dtype]) if dtype in _BITS else tensor
+
+
+def _copied(value: Tensor) -> Tensor:
+    """A copy made by one thread: readers have the other cores, and torch would wait for all of them."""
+    fresh = torch.empty_like(value, memory_format=torch.contiguous_format)
+    np.copyto(np.asarray(view_bytes(fresh.reshape(-1))), np.asarray(view_bytes(value.reshape(-1))))
+    return fresh
 
 
 def _within(value: Tensor, parcel: Parcel) -> bool:

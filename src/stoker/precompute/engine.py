@@ -269,7 +269,7 @@ def _encode(
     """Start the stages, run them, and end them in an order that keeps what was encoded."""
     keep_freed_memory()
     settings = bench.settings
-    feed = bench.feed()
+    feed = bench.feed(cores=most // _READERS_A_CORE)
     writer = None
     try:
         if isinstance(feed, Supervisor):

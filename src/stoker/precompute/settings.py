@@ -77,8 +77,8 @@ class PrecomputeSettings:
     dtype: str | Mapping[str, str] | None = None
     """Storage dtype of float fields, for all or by field; None: as encoded."""
     readers: int | None = None
-    """Reader processes, on Linux; None: one, and more while the encoder waits for data; 0, and None
-    elsewhere: read in this process, without deadlines."""
+    """Reader processes, on Linux; None: one (without an encoder: one for each core), and more while
+    the encoder waits for data; 0, and None elsewhere: read in this process, without deadlines."""
     device: str = "cpu"
     """Where the encoder runs: `cpu`, `cuda` or `cuda:1`."""
     deadlines: Deadlines = field(default_factory=Deadlines)

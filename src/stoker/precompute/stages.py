@@ -40,6 +40,8 @@ _LOG_FOLDER = ".readers"
 _LOGS_KEPT_S = 24 * 3600
 _RAGGED_GROUP_BYTES = 1024**2
 _READER_SHARE = 0.75
+_GROUPS_A_READER = 8
+"""Fewer are read before another reader has started."""
 
 
 class Bench:
@@ -103,8 +105,12 @@ class Bench:
             return layout, min(1, self.queue.groups), min(most, self.queue.groups)
         return layout, min(asked, most, self.queue.groups), asked
 
-    def feed(self) -> Feed:
+    def feed(self, *, cores: int = 1) -> Feed:
         """Readers, started; or this process itself.
+
+        Args:
+            cores: Where the number of readers is left to us, and there is no encoder, reading is all the
+                work, and begins on so many cores. With an encoder, which may be what is slow, on one.
 
         Raises:
             SourceError: The source cannot be sent to a reader.
@@ -124,11 +130,16 @@ class Bench:
         self._make_logs()
         feed = Supervisor(self._launch(), self.queue, self.ledger, settings=self.settings, parts=self._parts)
         try:
-            feed.start(self._first_readers)
+            feed.start(self._first_readers if self._encoder is not None else self._at_once(cores))
         except BaseException:
             feed.close()
             raise
         return feed
+
+    def _at_once(self, cores: int) -> int:
+        if self.settings.readers is not None:
+            return self._first_readers
+        return max(self._first_readers, min(cores, self.most_readers, self.queue.groups // _GROUPS_A_READER))
 
     def _launch(self) -> Launch:
         payload = packed(self._reading)

@@ -10,10 +10,11 @@ costs a stat for each file. This module does not import torch unless a file chan
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from stoker.errors import SourceError
 from stoker.schema import Sample
@@ -41,11 +42,11 @@ class ChangedError(SourceError):
     """A file is not what was digested any more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Digested:
-    """One file as the recipe knows it: a `FileDigest` in plain values, which a reader takes without torch."""
+class Digested(NamedTuple):
+    """One file as the recipe knows it: plain values, quick to send, and taken by a reader without torch."""
 
-    ref: FileRef
+    name: str
+    path: str
     bytes: int
     digest: str
     sampled: bool
@@ -90,7 +91,7 @@ class Unchanged:
         files = self._files[part]
         if self._names_of is not None and len(files) > FEW:
             if part not in self._places:
-                self._places[part] = {file.ref.name: n for n, file in enumerate(files)}
+                self._places[part] = {file.name: n for n, file in enumerate(files)}
             known = self._places[part]
             for name in self._names_of(number):
                 if name in known:  # what is missing has no digest, and its sample fails by itself
@@ -104,9 +105,9 @@ class Unchanged:
     @staticmethod
     def _compare(files: list[Digested], place: int, number: int) -> None:
         known = files[place]
-        path = known.ref.path
+        path = known.path
         try:
-            status = path.stat()
+            status = os.stat(path)  # noqa: PTH116 - of each file at each read, where a Path costs as much again
         except OSError:
             return  # gone by name: what was read came from the file that was open, and the next read will say
         if stamp_of(status) == known.stamp:
@@ -114,7 +115,7 @@ class Unchanged:
         from stoker.store.digests import digest_file
 
         try:
-            now = digest_file(known.ref, sampled=known.sampled)
+            now = digest_file(FileRef(name=known.name, path=Path(path)), sampled=known.sampled)
         except SourceError as error:
             if isinstance(error.__cause__, OSError):
                 raise  # it cannot be read, which says nothing about its content
@@ -128,7 +129,7 @@ class Unchanged:
                 f"other content, seen when sample {number} was read. Nothing read since then is stored. Run "
                 "again once it is written: changed data gives a cache of its own"
             )
-        files[place] = replace(known, stamp=now.stamp)
+        files[place] = known._replace(stamp=now.stamp)
 
 
 def digested_files(refs: Sequence[Sequence[FileRef]], known: Sequence[FileDigest]) -> list[list[Digested]]:
@@ -136,7 +137,7 @@ def digested_files(refs: Sequence[Sequence[FileRef]], known: Sequence[FileDigest
     by_name = {digest.name: digest for digest in known}
     return [
         [
-            Digested(ref=ref, bytes=d.bytes, digest=d.digest, sampled=d.sampled, stamp=d.stamp)
+            Digested(ref.name, str(ref.path), d.bytes, d.digest, sampled=d.sampled, stamp=d.stamp)
             for ref in own
             if (d := by_name.get(ref.name)) is not None
         ]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -159,7 +160,7 @@ def _digest(ref: FileRef, before: os.stat_result, *, sampled: bool) -> str:
         # O_NONBLOCK: a FIFO in place of a data file must not hang us.
         fd = os.open(ref.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, "rb", buffering=0) as file:
-            if not ref.path.is_file():
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise SourceError(f"{ref.path} is not a regular file")
             digest = (
                 _sampled(fd, before.st_size) if sampled else hashlib.file_digest(file, "sha256").hexdigest()

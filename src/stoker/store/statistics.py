@@ -22,6 +22,7 @@ from stoker.schema import Field
 MAX_CHANNELS = 64
 CHUNK = 32_768
 """Elements converted at a time: stays in the core's cache, below the size at which torch starts threads."""
+_BYTES = ("uint8", "int8", "bool")
 LANES = 2048
 """Columns that sums run over side by side: adding wide rows is fast, adding rows of a few channels is not."""
 
@@ -44,7 +45,10 @@ class Accumulator:
         self._count = np.zeros(self._channels, np.int64)
         self._nonfinite = 0
         # One buffer for all chunks: a fresh one each time would be a fresh mapping, and twice as slow.
-        self._buffer = torch.empty(max(CHUNK, self._width), dtype=torch.float64)
+        # float32 adds up the squares of bytes exactly too, over the few rows of a chunk, in half the time.
+        exact = field.dtype in _BYTES and not field.packed
+        dtype = torch.float32 if exact else torch.float64
+        self._buffer = torch.empty(max(CHUNK, self._width), dtype=dtype)
         self._sum, self._squares = np.zeros(self._width), np.zeros(self._width)
         self._min, self._max = np.full(self._width, np.inf), np.full(self._width, -np.inf)
 
@@ -56,7 +60,7 @@ class Accumulator:
             chunk = flat[begin : begin + step]
             self._add(self._buffer[: len(chunk)].copy_(chunk).numpy())
 
-    def _add(self, values: NDArray[np.float64]) -> None:
+    def _add(self, values: NDArray[np.floating[Any]]) -> None:
         whole = len(values) - len(values) % self._width
         table, rest = values[:whole].reshape(-1, self._width), values[whole:]
         with np.errstate(invalid="ignore"):  # infinities of both signs; found right below
@@ -77,7 +81,7 @@ class Accumulator:
         np.minimum(self._min[lanes], rest, out=self._min[lanes])
         np.maximum(self._max[lanes], rest, out=self._max[lanes])
 
-    def _add_finite_only(self, values: NDArray[np.float64]) -> None:
+    def _add_finite_only(self, values: NDArray[np.floating[Any]]) -> None:
         table, lanes = values.reshape(-1, self._channels), slice(0, self._channels)
         finite = np.isfinite(table)
         self._nonfinite += int(finite.size - finite.sum())

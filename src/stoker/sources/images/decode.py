@@ -73,9 +73,7 @@ def decode(data: bytes, rules: Rules, *, where: str) -> tuple[NDArray[np.uint8],
         ) from error
     if turn in _TURNS:
         image = image.transpose(_TURNS[turn])
-    pixels = np.asarray(image, dtype=np.uint8)
-    pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
-    return _on_canvas(pixels, fit), fit
+    return _on_canvas(image, fit), fit
 
 
 def decode_map(data: bytes, fit: Fit, *, where: str) -> NDArray[np.int32]:
@@ -105,7 +103,9 @@ def nearest_map(values: NDArray[Any], fit: Fit) -> NDArray[np.int32]:
     """A map `(h, w)` on the stored image, each value from the pixel under its centre; 0 beside the image."""
     rows = ((np.arange(fit.inner[0]) + 0.5) / fit.scale[0]).astype(np.int64)
     columns = ((np.arange(fit.inner[1]) + 0.5) / fit.scale[1]).astype(np.int64)
-    return _on_canvas(values[np.ix_(rows, columns)].astype(np.int32)[None], fit)[0]
+    placed = np.zeros(fit.canvas, np.int32)
+    placed[_inside(fit)] = values[np.ix_(rows, columns)]
+    return placed
 
 
 def _opened(data: bytes, rules: Rules | None, where: str) -> tuple[Image.Image, int]:
@@ -149,13 +149,21 @@ def _plain(image: Image.Image, colour: Colour, where: str) -> Image.Image:
         over = image.convert("RGBA")
         image = Image.new("RGBA", over.size, (0, 0, 0, 255))
         image.alpha_composite(over)
-    return image.convert(colour)
+    image.load()
+    return image if image.mode == colour else image.convert(colour)  # which would copy what is right already
 
 
-def _on_canvas(pixels: NDArray[Any], fit: Fit) -> NDArray[Any]:
-    if fit.inner == fit.canvas:
-        return np.array(pixels, order="C")
-    canvas = np.zeros((pixels.shape[0], *fit.canvas), pixels.dtype)
-    top, left = fit.corner
-    canvas[:, top : top + fit.inner[0], left : left + fit.inner[1]] = pixels
+def _on_canvas(image: Image.Image, fit: Fit) -> NDArray[np.uint8]:
+    """Pixels `(C, H, W)` of an image in RGB or grey, black beside it."""
+    bands = image.getbands()
+    canvas = np.zeros((len(bands), *fit.canvas), np.uint8)
+    for channel, band in zip(canvas, bands, strict=True):
+        # Band by band, as Pillow packs each into a row of its own: quicker than to turn (H, W, C) about.
+        channel[_inside(fit)] = np.frombuffer(image.tobytes("raw", band), np.uint8).reshape(fit.inner)
     return canvas
+
+
+def _inside(fit: Fit) -> tuple[slice, slice]:
+    """Where the image lies on its canvas."""
+    top, left = fit.corner
+    return slice(top, top + fit.inner[0]), slice(left, left + fit.inner[1])
