@@ -50,7 +50,7 @@ def test_the_page_holds_start_up_tiers_caches_machine_settings_and_recipe(projec
 
     page = (project / "runs" / "burgers1d" / "report.html").read_text()
     for words in ("Start-up", "plan and loaders", "Tiers", "on the host tier", "Caches", "fingerprint",
-                  "Machine", "Recipe of burgers1d_train", "training.batch_size", "not measured: training.device",
+                  "Machine", "Recipe of burgers1d_train", "training.batch_size", "GPU",
                   "data:image/png;base64"):  # fmt: skip
         assert words in page, words
     assert 'src="http' not in page
