@@ -1,7 +1,7 @@
 """Question: where only a part of a set fits the faster tier, is the stall the one that its plan predicts?
 
 2,000 records of 103 KiB in 40 shards, whole records in batches of 32. `reserve_bytes` leaves room in host memory for a fraction
-of the set; the rest is read from disk, whose pages are dropped before each epoch. Steps sleep (2 ms) or multiply matrices (8 ms).
+of the set; the rest is read from disk, its pages dropped before each epoch. Steps sleep (2 ms) or multiply matrices (8 ms).
 The plan knows each tier by serving from it alone beside an imitation of the step, and mixes them by what they hold.
 `measured` and `stall` as in `plan_stall.py`; medians of rounds of step, plan and run one after another.
 
@@ -44,7 +44,7 @@ def reserve(cache: stoker.Cache, fraction: float) -> int:
 def planned(cache: stoker.Cache, fraction: float, step: Step, files: list[Path]) -> Plan:
     """The plan for that fraction, made with both tiers as they are now."""
     drop_from_page_cache(files)
-    served = served_loads(cache, None, BATCH, seconds=0.1, step=step)
+    served = served_loads(cache, None, BATCH, step=step)
     example_bytes = sum(output.example_bytes for output in make_outputs(cache.schema, None, None))
     demand = Demand(
         records=len(cache),
@@ -65,6 +65,10 @@ def measured(
     """A run of that many seconds, after one third of it to begin with."""
     meter = StallMeter()
     loader = stoker.Loader(cache, BATCH, reserve_bytes=reserve(cache, fraction), meter=meter)
+    held = loader.plan.records_by_tier()["host"]
+    files = files[
+        round(held / len(cache) * len(files)) :
+    ]  # those held must stay, or memory would fault them in
     begin, counted = time.perf_counter(), False
     while time.perf_counter() - begin < seconds * 4 / 3:
         drop_from_page_cache(files)
@@ -76,9 +80,9 @@ def measured(
                 counted = True
             if now >= seconds * 4 / 3:
                 break
-    report, held = meter.epoch(), loader.plan.records_by_tier()
+    report = meter.epoch()
     batch_s = (report.wait_s + report.step_s) / max(1, report.batches - 1)
-    return {"held": held["host"] / len(cache), "stall": report.stall, "batch_s": batch_s}
+    return {"held": held / len(cache), "stall": report.stall, "batch_s": batch_s}
 
 
 def once(

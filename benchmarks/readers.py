@@ -28,6 +28,8 @@ import numpy as np
 import stoker
 from measure import publish
 from precompute_wall import SPACE, write
+from stoker.pipeline.radio import RadioSpec
+from stoker.pipeline.radio_store import TABLE, radio_columns, write_radio
 
 READERS: tuple[int | None, ...] = (1, 2, 3, 4, None)
 
@@ -46,10 +48,8 @@ def write_jpegs(folder: Path, count: int) -> None:
 
 
 def write_rows(path: Path, count: int) -> None:
-    """The radio rows of the demo, several times over."""
-    from stoker.pipeline.radio import write_rows as write_radio
-
-    write_radio(f"sqlite:///{path}", rows=count)
+    """Radio rows, as `stoker demo radio` makes them."""
+    write_radio(f"sqlite:///{path}", RadioSpec(rows=count))
 
 
 def make(kind: str, folder: Path) -> tuple[Any, Any]:
@@ -59,9 +59,8 @@ def make(kind: str, folder: Path) -> tuple[Any, Any]:
         return stoker.HDF5Source(folder / f"{kind}.hdf5", preset="pdebench"), encoder
     if kind == "jpeg":
         return stoker.ImageSource(folder / "jpeg", size=(96, 128)), None
-    from stoker.pipeline.radio import radio_source
-
-    return radio_source(f"sqlite:///{folder / 'rows.sqlite'}"), None
+    address = f"sqlite:///{folder / 'rows.sqlite'}"
+    return stoker.SQLSource(address, table=TABLE, key="recording_session_id", columns=radio_columns()), None
 
 
 def run(kind: str, folder: str, readers: str) -> dict[str, float]:
@@ -134,7 +133,7 @@ def main() -> None:
         "jpeg": lambda folder, n: write_jpegs(folder / "jpeg", n),
         "sql": lambda folder, n: write_rows(folder / "rows.sqlite", n),
     }
-    counts = {"contiguous": 3000, "gzip": 1500, "jpeg": 1500, "sql": 20_000}
+    counts = {"contiguous": 3000, "gzip": 1500, "jpeg": 4000, "sql": 8000}
     rows = []
     for kind, make_data in makers.items():
         if options.only in (None, kind):

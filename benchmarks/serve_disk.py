@@ -4,9 +4,14 @@ Three sets on the drive under `--folder`, each larger than what a turn reads: re
 block order), records of 103 KiB, whole trajectories of 2 MiB. Every contender serves shuffled batches. `limit` is
 16 threads that read the same records with O_DIRECT into page-aligned buffers made
 beforehand, nothing else; `buffered` the same through the page cache. Before every cold turn all pages of the set's
-files are dropped (POSIX_FADV_DONTNEED), and the row says how much of what was served came from the drive.
+files are dropped (POSIX_FADV_DONTNEED), and the row says how much of what was served came from the drive; before the
+warm ones everything is read once. Each round has another order of contenders, and the round after it the same one
+backwards: a drive that others use too is quicker at some times, and who always comes after whom would profit from it.
+`over_off` of "off again", the same contender once more, says how far such ratios can be trusted.
 
-    python benchmarks/serve_disk.py [--save] [--only 103] [--folder /data]
+With `--checks` only what checking costs, in more rounds: Stoker's contenders in full order, cold; saved apart.
+
+    python benchmarks/serve_disk.py [--checks] [--save] [--only 103] [--folder /data]
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -22,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -35,8 +41,10 @@ from serve_memory import PerSampleFiles, Records, cache_of
 PAGE = 4096
 THREADS = 16
 """Of `limit` and `buffered`; more do not make the drive quicker."""
-ROUNDS = {True: 7, False: 3}
-"""Cold and warm; a drive that others use as well gives another rate each time."""
+ROUNDS = {True: 16, False: 6}
+"""Cold and warm, even; a drive that others use as well gives another rate each time."""
+CHECK_ROUNDS = 40
+POLICIES: dict[str, Literal["always", "off"]] = {"always": "always", "off": "off", "off again": "off"}
 TURN_BYTES = 512 * 1024**2
 """What a turn serves at most. The loader reads up to four batches ahead of where a turn ends, so turns are long."""
 FILES = 256
@@ -180,8 +188,8 @@ class Contender:
     def __init__(self, work: Callable[[], int], files: list[Path]) -> None:
         self.work, self.files = work, files
 
-    def turn(self, *, cold: bool) -> tuple[float, float, int]:
-        """Seconds per record, bytes that came from the drive per record, records."""
+    def turn(self, *, cold: bool) -> tuple[float, float]:
+        """Seconds per record, and bytes that came from the drive per record."""
         if cold:
             for path in self.files:
                 fd = os.open(path, os.O_RDONLY)
@@ -189,7 +197,7 @@ class Contender:
                 os.close(fd)
         before, begin = drive_bytes(), time.perf_counter()
         count = self.work()
-        return (time.perf_counter() - begin) / count, (drive_bytes() - before) / count, count
+        return (time.perf_counter() - begin) / count, (drive_bytes() - before) / count
 
 
 def drive_bytes() -> int:
@@ -209,11 +217,11 @@ def contenders(workload: Workload, folder: Path) -> Iterator[tuple[str, Contende
     yield "limit", Contender(reads(place, workload, direct=True, seed=seed), place.files)
     yield "buffered", Contender(reads(place, workload, direct=False, seed=seed), place.files)
     for order in workload.orders:
-        for verify in ("always", "off"):
+        for policy, verify in POLICIES.items():
             loader = stoker.Loader(
                 cache, batch_size=workload.batch, tier="disk", order=order, verify=verify, drop_last=True
             )
-            name = f"stoker, {order} order, verify={verify}"
+            name = f"stoker, {order} order, verify={policy}"
             yield name, Contender(served(loader, workload), place.files)
     yield "numpy memmap", Contender(memmap_rows(flat, workload, seed), [flat])
     few = rows[:FILES]
@@ -231,26 +239,37 @@ def contenders(workload: Workload, folder: Path) -> Iterator[tuple[str, Contende
     yield "torch.load of .pt files", Contender(served(loader, small), paths)
 
 
+def rounds(names: list[str], count: int) -> Iterator[list[str]]:
+    """The order of contenders in each of so many rounds: shuffled, then the same backwards."""
+    shuffled = random.Random(0)
+    for _ in range(count // 2):
+        order = shuffled.sample(names, len(names))
+        yield order
+        yield order[::-1]
+
+
 def measured(workload: Workload, folder: Path) -> Iterator[dict[str, Any]]:
     """Medians over rounds in which all contenders take turns; `of_limit` of the limit of the same round."""
     folder.mkdir()
     all_of_them = dict(contenders(workload, folder))
+    for contender in all_of_them.values():
+        contender.turn(cold=True)
     for cold in (True, False):
-        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in all_of_them}
-        for turn in range(ROUNDS[cold] + 1):
-            for name, contender in all_of_them.items():
-                if not cold and name == "limit":
-                    continue  # O_DIRECT knows no warm
-                seconds, from_drive, _ = contender.turn(cold=cold)
-                if turn:
-                    taken[name].append((seconds, from_drive))
+        if not cold:
+            for path in {path for contender in all_of_them.values() for path in contender.files}:
+                path.read_bytes()
+        taken: dict[str, list[tuple[float, float]]] = {}
+        names = [name for name in all_of_them if cold or name != "limit"]  # O_DIRECT knows no warm
+        for order in rounds(names, ROUNDS[cold]):
+            for name in order:
+                taken.setdefault(name, []).append(all_of_them[name].turn(cold=cold))
         limits = [seconds for seconds, _ in taken["limit" if cold else "buffered"]]
-        for name, turns in taken.items():
-            if not turns:
+        for name in all_of_them:
+            if name not in taken:
                 continue
-            seconds, from_drive = map(statistics.median, zip(*turns, strict=True))
-            reached = [limit / took for limit, (took, _) in zip(limits, turns, strict=True)]
-            yield {
+            seconds, from_drive = map(statistics.median, zip(*taken[name], strict=True))
+            reached = [limit / took for limit, (took, _) in zip(limits, taken[name], strict=True)]
+            row = {
                 "records": workload.name,
                 "cache": "cold" if cold else "warm",
                 "contender": name,
@@ -261,12 +280,37 @@ def measured(workload: Workload, folder: Path) -> Iterator[dict[str, Any]]:
                 "highest": round(max(reached), 3),
                 "from_drive": round(from_drive / workload.record_bytes, 2),
             }
+            if "verify" in name:
+                off = statistics.median(took for took, _ in taken[name.split("=")[0] + "=off"])
+                row["over_off"] = round(seconds / off, 3)
+            yield row
+
+
+def checks(workload: Workload, folder: Path) -> Iterator[dict[str, Any]]:
+    """What checking costs: means and medians over many cold rounds of the policies alone."""
+    folder.mkdir()
+    names = [f"stoker, full order, verify={policy}" for policy in POLICIES]
+    policies = {name: own for name, own in contenders(workload, folder) if name in names}
+    for contender in policies.values():
+        contender.turn(cold=True)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for order in rounds(names, CHECK_ROUNDS):
+        for name in order:
+            taken[name].append(policies[name].turn(cold=True)[0])
+    off_s = [seconds for name in names[1:] for seconds in taken[name]]
+    for name in names:
+        row: dict[str, Any] = {"records": workload.name, "contender": name, "rounds": CHECK_ROUNDS}
+        for how, of in {"median": statistics.median, "mean": statistics.fmean}.items():
+            row[f"{how}_us"] = round(1e6 * of(taken[name]), 1)
+            row[f"{how}_over_both_off"] = round(of(taken[name]) / of(off_s), 3)
+        yield row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--only", default="")
+    parser.add_argument("--checks", action="store_true")
     parser.add_argument(
         "--folder", type=Path, help="a folder of the drive to be measured; default: temporary"
     )
@@ -276,8 +320,8 @@ def main() -> None:
     for workload in WORKLOADS:
         if arguments.only in workload.name:
             with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
-                rows += measured(workload, Path(scratch) / "set")
-    publish("serve_disk", rows, save=arguments.save)
+                rows += (checks if arguments.checks else measured)(workload, Path(scratch) / "set")
+    publish("serve_disk_checks" if arguments.checks else "serve_disk", rows, save=arguments.save)
 
 
 if __name__ == "__main__":

@@ -40,11 +40,19 @@ def test_two_tasks_come_in_one_stream_as_often_as_their_weights_say(tmp_path: Pa
     assert "steps {'fading': 8, 'plain': 24}" in out
 
 
+def test_rows_of_a_database_are_cached_and_trained_on(tmp_path: Path) -> None:
+    out = run("radio_rows.py", str(tmp_path))
+    found = re.search(r"480 \+ 120 rows: ([\d,]+) m off, ([\d,]+) m before", out)
+
+    assert found
+    assert int(found[1].replace(",", "")) < 0.8 * int(found[2].replace(",", ""))
+
+
 @pytest.mark.parametrize(
     ("name", "package", "says"),
     [
         ("lightning_trainer.py", "lightning", "100 steps, 5 epochs, Loader("),
-        ("hf_trainer.py", "transformers", "100 steps"),
+        ("hf_trainer.py", "accelerate", "100 steps"),
         ("accelerate_loop.py", "accelerate", "epoch 2: Loader("),
     ],
 )
@@ -53,3 +61,32 @@ def test_a_run_in_a_trainer_is_resumed(tmp_path: Path, name: str, package: str, 
         pytest.skip(f"{package} is not installed: pip install 'stoker[trainers]'")
 
     assert says in run(name, str(tmp_path))
+
+
+def test_boxes_of_real_images_are_learned_and_the_second_start_decodes_nothing(
+    tmp_path: Path, shared_data: Path
+) -> None:
+    """If boxes did not lie where their cells are, guessing would not be beaten by this much in 3 epochs."""
+    root = str(shared_data / "images_bccd" / "BCCD")
+
+    out = run("images_bccd.py", root, str(tmp_path), "3")
+    again = run("images_bccd.py", root, str(tmp_path), "1")
+
+    assert "train: 205 images" in out
+    assert "val: 87 images" in out
+    found = re.search(r"validation loss ([\d.]+) \(guessing ([\d.]+)\)", out)
+    assert found
+    assert float(found[1]) < 0.75 * float(found[2])
+    assert "205 images" in again
+    shards = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+    assert len(shards) == 2
+
+
+def test_a_linear_layer_on_features_of_images(tmp_path: Path) -> None:
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed: pip install 'stoker[features]'")
+
+    found = re.search(r"(\d+) % of the test images are right", run("images_dinov2.py", str(tmp_path)))
+
+    assert found
+    assert int(found[1]) > 80

@@ -24,6 +24,7 @@ from stoker.loader.arguments import (
 )
 from stoker.loader.outputs import check_dtype, check_names
 from stoker.precompute.engine import precompute as fill_cache
+from stoker.precompute.in_memory import MemoryFolder
 from stoker.sources.protocol import Source
 from stoker.sources.torch_dataset import TorchSource
 
@@ -41,7 +42,7 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     dataset: Dataset[Any] | Source,
     encoder: Encoder | nn.Module | None = None,
     *,
-    cache_dir: str | Path = ".stoker",
+    cache_dir: str | Path | None = ".stoker",
     name: str | None = None,
     batch_size: int = 64,
     device: str = "auto",
@@ -60,7 +61,7 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
         encoder: An `Encoder`, or a frozen module that takes the field `data` (for more, wrap it in a
             `ModuleEncoder`). None: samples as they are.
         cache_dir, name: The cache is made in `<cache_dir>/<name>/<fingerprint>`; None: named by the class of
-            the dataset, in lower case.
+            the dataset, in lower case. A `cache_dir` of None: in memory, gone with the loader.
         batch_size: Samples, or windows, in a batch.
         device: Where the encoder runs and batches are wanted; `auto`: a GPU where there is one.
         precompute: How to fill the cache, by the names of `stoker.precompute`: `readers`, `nan`,
@@ -86,8 +87,25 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     encoder = _as_encoder(encoder)
     if loader.get("windows") is None and "index" in source.schema():
         check_names(source.schema() if encoder is None else encoder.schema(source.schema()))
-    cache = fill_cache(source, encoder, Path(cache_dir), name=name or name_of(dataset), **encoding)
-    return Loader(cache, batch_size=batch_size, device=device, **loader)
+    encoding["name"] = name or name_of(dataset)
+    own = {"batch_size": batch_size, "device": device, **loader}
+    if cache_dir is None:
+        return _in_memory(source, encoder, encoding, own)
+    return Loader(fill_cache(source, encoder, Path(cache_dir), **encoding), **own)
+
+
+def _in_memory(
+    source: Source, encoder: Encoder | None, encoding: Mapping[str, Any], loader: Mapping[str, Any]
+) -> Loader:
+    """A loader with a cache of its own in memory, each record of it there once."""
+    folder = MemoryFolder()
+    try:
+        made = Loader(fill_cache(source, encoder, folder.path, **encoding), **loader)
+    except BaseException:
+        folder.remove()
+        raise
+    folder.goes_with(made)
+    return made
 
 
 def name_of(dataset: object) -> str:

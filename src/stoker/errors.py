@@ -4,7 +4,8 @@ StokerError
 ├── ConfigError            a setting is unknown, malformed or contradicts another    (also ValueError)
 ├── SourceError            raw data is missing, unreadable or not as declared        (also ValueError)
 │   ├── SplitError         the split asked for does not exist
-│   └── DecodeError        a file was read, but no sample can be made of its content
+│   ├── DecodeError        a file was read, but no sample can be made of its content
+│   └── TransferError      a file could not be fetched
 ├── EncoderError           an encoder does not fit the data, or failed
 ├── RecordError            one sample or record is not what its schema says          (also ValueError)
 ├── FormatError            a file is not a store, or not one this version reads      (also ValueError)
@@ -17,6 +18,7 @@ StokerError
 │   └── ReaderError        reader processes died or hung more often than allowed
 ├── DeviceError            a device cannot be used again in this process
 ├── ResourceError          memory, disk space or a device does not suffice
+├── ServiceError           a service across the network refused, or made no sense
 ├── DivergedError          training met a NaN or an infinity
 └── Interrupted            SIGINT or SIGTERM arrived; what was encoded is sealed
 
@@ -61,6 +63,34 @@ class SplitError(SourceError):
 
 class DecodeError(SourceError):
     """A file was read, but what it holds cannot be made into a sample: that sample is set aside."""
+
+
+class TransferError(SourceError):
+    """A file could not be fetched, or is not the one that was asked for.
+
+    Args:
+        message: What happened.
+        passing: Whether trying again may help.
+        wait_s: How long the other side asked to wait first.
+    """
+
+    def __init__(self, message: str = "", *, passing: bool = False, wait_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.passing = passing
+        self.wait_s = wait_s
+
+
+class ServiceError(StokerError):
+    """A service across the network refused a request, or answered with what nobody can read.
+
+    Args:
+        message: What happened.
+        status: The HTTP status; 0 where there was none.
+    """
+
+    def __init__(self, message: str = "", *, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class EncoderError(StokerError):

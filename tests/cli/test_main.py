@@ -23,6 +23,7 @@ DOCS = Path(__file__).parent.parent.parent / "docs" / "cli.md"
 def test_these_are_the_commands() -> None:
     assert list(COMMANDS) == [
         "demo",
+        "fetch",
         "precompute",
         "plan",
         "train",
@@ -33,6 +34,7 @@ def test_these_are_the_commands() -> None:
         "import-pt",
         "stage",
         "bench",
+        "launch",
         "validate",
         "why",
     ]

@@ -117,3 +117,20 @@ def test_the_factory_takes_the_earlier_keys(tmp_path: Path) -> None:
 def test_what_it_does_not_do_is_said(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         cached(tmp_path, **changes)
+
+
+def test_a_folder_in_dexycbs_layout(tmp_path: Path) -> None:
+    pytest.importorskip("PIL", reason="Pillow is not installed")
+    from stoker.testing.dexycb import write_dexycb
+
+    root = write_dexycb(tmp_path / "raw", sequences=8)
+    dataset = GPUCachedDataset(
+        "train", 10, (24, 40), "cpu", cache_path=tmp_path / "cache", data_dir=root, precompute={"readers": 0}
+    )
+
+    batch = next(iter(dataset.loader(10, shuffle=False)))
+
+    assert len(dataset) == 10
+    assert batch["image"].shape == (10, 3, 24, 40)
+    assert set(batch["has_hand"].tolist()) == {False, True}
+    assert dataset.cache.name == "dexycb_train"

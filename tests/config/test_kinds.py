@@ -51,3 +51,26 @@ def test_a_kind_made_of_files_needs_them_and_refuses_settings_of_another(tmp_pat
         load_config(None, ["data.kind=tar", "data.files=a.tar", "data.parquet.key=id"])
     with pytest.raises(SourceError, match=r"a\.tar does not exist"):
         build_source(load_config(None, ["data.kind=tar", f"data.files={tmp_path}/a.tar"]), "a", "train")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_floats_are_stored_as_they_are_but_for_latents_of_the_grid_encoder(kind: str) -> None:
+    given = [f"data.kind={kind}"]
+
+    for encoder in ("identity", "features"):
+        config = load_config(None, [*given, f"encoder.kind={encoder}"])
+        assert config.training.latent_cache_dtype is None
+    assert load_config(None, [*given, "encoder.kind=grid"]).training.latent_cache_dtype == "float16"
+    asked = load_config(None, [*given, "encoder.kind=identity", "training.latent_cache_dtype=bfloat16"])
+    assert asked.training.latent_cache_dtype == "bfloat16"
+    expected = "float16" if kind == "hdf5" else None
+    assert load_config(None, given).training.latent_cache_dtype == expected
+
+
+def test_each_task_has_the_storage_dtype_of_its_own_encoder() -> None:
+    config = load_config(
+        None, ["data.task=[flow, rows]", "tasks={rows: {data: {kind: sql}}, flow: {data: {root: d}}}"]
+    )
+
+    found = {task: config.for_task(task).training.latent_cache_dtype for task in ("flow", "rows")}
+    assert found == {"flow": "float16", "rows": None}

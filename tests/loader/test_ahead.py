@@ -197,6 +197,48 @@ assert os.waitpid(child, 0)[1] == 0
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
 
 
+def test_a_pass_that_a_fork_inherits_is_left_or_refused_at_once() -> None:
+    """What it waits for is made by a thread that a child does not have."""
+    code = """
+import os, sys, threading, time
+from stoker.errors import StalledError
+from stoker.loader.ahead import Ahead
+go = threading.Event()
+def source():
+    for number in range(20):
+        if number == 1:
+            go.wait(50)
+        yield number
+def begun():
+    chooser = Ahead(cores=2)
+    chooser.beside = True
+    chooser._made.append(1e-3)
+    batches = chooser.of(source(), 20)
+    assert next(batches) == 0  # the thread is at the next one, and stays there
+    return batches
+left, gone_on = begun(), begun()
+child = os.fork()
+if not child:
+    begin = time.monotonic()
+    left.close()
+    try:
+        next(gone_on)
+    except StalledError as error:
+        assert "this one was forked from it without its threads" in str(error), error
+        chooser = Ahead(cores=2)
+        chooser.beside = True
+        chooser._made.append(1e-3)
+        assert list(chooser.of(iter(range(50)), 50)) == list(range(50))
+        os._exit(int(time.monotonic() - begin > 40))
+    os._exit(2)
+code = os.waitpid(child, 0)[1]
+go.set()
+assert list(gone_on) == list(range(1, 20))
+assert code == 0, code
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+
+
 def test_the_next_strip_is_begun_beside_the_last_batches_of_this_one() -> None:
     """Beginning one takes milliseconds, which the step would wait for."""
     begun: list[int] = []

@@ -25,6 +25,13 @@ class Wide(Dataset[Tensor]):
         return torch.full((WIDTH,), float(index))
 
 
+CONVERSIONS = [
+    pytest.param({}, id="plain"),
+    pytest.param({"dtype": "bfloat16"}, id="cast"),
+    pytest.param({"normalise": {"data": stoker.loader.Normalise(mean=0.0, std=1.0)}}, id="normalised"),
+]
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> stoker.Cache:
     return stoker.precompute(
@@ -33,19 +40,24 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> stoker.Cache:
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-@pytest.mark.parametrize("batch_size", [2, 80, 400], ids=["fresh", "reused", "threads"])
-def test_modes_may_take_turns_on_one_loader(cache: stoker.Cache, tier: str, batch_size: int) -> None:
-    loader = stoker.Loader(cache, batch_size, tier=tier)
+@pytest.mark.parametrize("batch_size", [2, 80, 400, 300], ids=["fresh", "reused", "threads", "short_last"])
+@pytest.mark.parametrize("settings", CONVERSIONS)
+def test_modes_may_take_turns_on_one_loader(
+    cache: stoker.Cache, tier: str, batch_size: int, settings: dict[str, Any]
+) -> None:
+    loader = stoker.Loader(cache, batch_size, tier=tier, **settings)
     weight = torch.ones(WIDTH, requires_grad=True)
 
     for _ in range(2):
         with torch.inference_mode():
-            assert sum(float(batch["data"][:, 0].sum()) for batch in loader) == 799 * 400
+            assert sum(int(batch["data"][:, 0].float().sum()) for batch in loader) == pytest.approx(
+                799 * 400, rel=1e-3
+            )
         for batch in loader:
-            (batch["data"] @ weight).sum().backward()
+            (batch["data"].float() @ weight).sum().backward()
 
     assert weight.grad is not None
-    assert weight.grad[0] == 2 * 799 * 400
+    assert float(weight.grad[0]) == pytest.approx(2 * 799 * 400, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,28 @@ def test_a_batch_may_draw_from_memory_and_disk(cache: Cache, monkeypatch: pytest
     assert [bool(flag) for flag in engine.residency.held.memories[0].ready] == [True, False, True, False]
 
 
+def test_what_memory_has_of_a_batch_is_copied_by_those_who_read_the_rest(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the step, that is; also for a model that is evaluated under `torch.inference_mode`."""
+    expected = list(Loader(cache, batch_size=6, tier="host"))
+    monkeypatch.setattr(residency, "assign", lambda *_: {"device": frozenset(), "host": frozenset({0, 2})})
+    mixed = Loader(cache, batch_size=6, tier="host")
+    select, by = torch.index_select, set[str]()
+
+    def noted(*arguments: Any, **settings: Any) -> torch.Tensor:
+        by.add(threading.current_thread().name)
+        return select(*arguments, **settings)
+
+    monkeypatch.setattr(torch, "index_select", noted)
+
+    with torch.inference_mode():
+        got = list(mixed)
+
+    assert all(same(a, b) for a, b in zip(got, expected, strict=True))
+    assert by == {"stoker-read"}
+
+
 def test_the_first_batches_do_not_wait_for_memory_to_fill(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

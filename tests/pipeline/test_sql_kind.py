@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from stoker.config import load_config
+from stoker.config import Config, load_config
 from stoker.errors import ConfigError
 from stoker.pipeline.build import build_jobs
 from stoker.pipeline.precompute import precompute_config
+from stoker.pipeline.serve import joined, serve
+from stoker.pipeline.train import prepare
 from stoker.sources.sql import table
 
 
@@ -77,3 +80,23 @@ def test_what_makes_no_sense_is_refused(settings: Path, override: str, says: str
     with pytest.raises(ConfigError, match=says) as raised:
         build_jobs(load_config(settings, [override]), "lab", ["train"])
     assert "hush" not in str(raised.value)
+
+
+def test_columns_are_joined_to_both_caches_of_a_run(configure: Callable[..., Config], tmp_path: Path) -> None:
+    """As a condition `(B, 1)` beside the others, on the training and on the validation cache."""
+    (tmp_path / "rates.csv").write_text("n,rate\n" + "".join(f"{n},{n / 10}\n" for n in range(12)))
+    config = configure(
+        "data.task=burgers1d",
+        "data.join.table=rates.csv",
+        "data.join.key=n",
+        "data.join.columns={rate: float32}",
+    )
+    served = serve(config, [result.cache for result in prepare(config).caches])
+
+    assert len(served.loaders) == 2
+    for loader in served.loaders:
+        batch = next(iter(loader))
+        assert batch.cond["rate"].shape == (len(batch.index), 1)
+        assert batch.cond["rate"][:, 0].tolist() == (batch.index[:, 0] / 10).tolist()
+    with pytest.raises(ConfigError, match=r"data.join.columns names none"):
+        joined(configure("data.join.table=rates.csv"), served.loaders[0].dataset)

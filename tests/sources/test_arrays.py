@@ -127,8 +127,9 @@ def test_zarr_grids_come_as_hdf5_grids_do(tmp_path: Path, version: int) -> None:
 
 
 def test_npy_files_are_rows(tmp_path: Path) -> None:
-    np.save(tmp_path / "x_0.npy", np.arange(24.0).reshape(4, 6))
-    source = ArraySource(tmp_path, fields={"x": "x_0: n t"})
+    np.save(tmp_path / "x_0.npy", np.arange(12.0).reshape(2, 6))
+    np.save(tmp_path / "x_1.npy", np.arange(12.0, 24.0).reshape(2, 6))
+    source = ArraySource(tmp_path, fields={"x": "data: n t"})
     assert source.schema() == {"x": Field(shape=(6,), dtype="float32", time=True)}
     np.testing.assert_array_equal(source.read(2)["x"], np.arange(12.0, 18.0))
     check_source(source)

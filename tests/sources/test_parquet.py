@@ -76,6 +76,20 @@ def test_what_is_no_number_is_said_with_the_columns_that_are(tmp_path: Path) -> 
     assert len(ParquetSource(tmp_path, columns=["x"])) == ROWS
     with pytest.raises(SourceError, match="has no column y"):
         len(ParquetSource(tmp_path, columns=["y"]))
+    pq.write_table(pa.table({"name": ["a"]}), tmp_path / "a.parquet")
+    with pytest.raises(SourceError, match=r"name is string, .*Convert them when it is written"):
+        len(ParquetSource(tmp_path))
+
+
+def test_columns_are_a_list_of_names_and_no_field_hides_another(tmp_path: Path) -> None:
+    twice = {"a": pa.array([{"b": 1}]), "a.b": pa.array([2])}
+    pq.write_table(pa.table(twice), tmp_path / "a.parquet")
+    with pytest.raises(SourceError, match=r"a\.b is there twice"):
+        len(ParquetSource(tmp_path))
+    assert ParquetSource(tmp_path, columns=["a.b"]).read(0)["a.b"] == 2
+    for wrong in ("a", []):
+        with pytest.raises(ConfigError, match="Expected a list of names"):
+            ParquetSource(tmp_path, columns=wrong)
 
 
 def test_a_null_is_an_error_of_its_row(tmp_path: Path) -> None:

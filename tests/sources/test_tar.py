@@ -74,11 +74,13 @@ def test_images_are_served_as_bytes_with_their_lengths(tmp_path: Path) -> None:
 def test_a_bad_member_is_a_quarantined_sample_with_its_name(tmp_path: Path) -> None:
     members = [(f"{n}.{end}", data) for n in range(6) for end, data in sample(n).items()]
     members[4 * 2 + 2] = ("2.npy", b"\x93NUMPY broken")
+    members[4 * 3 + 1] = ("3.cls", b"9" * 30)
     del members[4 * 4 + 1]
     source = TarSource(write(tmp_path / "a.tar", members))
-    cache = precompute(source, None, tmp_path / "c", name="a", readers=0, max_quarantined=0.5)
+    cache = precompute(source, None, tmp_path / "c", name="a", readers=0, max_quarantined=0.6)
 
-    assert sorted(cache.quarantined) == [2, 4]
+    assert sorted(cache.quarantined) == [2, 3, 4]
+    assert "member 3.cls (sample 3) cannot be decoded (Python int too large" in cache.quarantined[3].error
     assert "member 2.npy (sample 2) cannot be decoded" in cache.quarantined[2].error
     assert "member 4.cls (sample 4) is not there" in cache.quarantined[4].error
 

@@ -148,6 +148,12 @@ def test_a_length_that_varies_where_no_probe_looked() -> None:
             r"\(2, 2\) in sample 0 and float32 \(2, 3\) in sample 1.*axis 0",
         ),
         (lambda i: torch.ones(2).to(torch.float64 if i % 2 else torch.int32), "int32 .* and float32"),
+        (lambda i: {"a": {"b": 1}, "a.b": 2}, r"field 'a\.b' is there twice"),
+        (lambda i: {1: i, "1": i}, "field '1' is there twice"),
+        (lambda i: {"x": 2**63}, "field 'x' is a whole number of 64 bits"),
+        (lambda i: {"x": np.uint64(2**63)}, "field 'x' has dtype uint64, .*integers that fit int64"),
+        (lambda i: {"x": np.ma.masked_array([1.0, 2.0], [False, True])}, "field 'x' is a masked array"),
+        (lambda i: torch.ones(2, device="meta"), "field 'data' is a meta tensor"),
         (lambda i: {"x": 1} if i % 2 else {"y": 1}, r"sample 1 has fields \['x'\], sample 0 has \['y'\]"),
     ],
 )
@@ -214,6 +220,8 @@ def test_what_is_no_map_style_dataset() -> None:
             TorchSource(wrong)
     with pytest.raises(SourceError, match="is empty"):
         TorchSource(Items(lambda i: i, count=0))
+    with pytest.raises(SourceError, match=r"has no length: len\(dataset\) raised ValueError"):
+        TorchSource(Items(lambda i: i, count=-1))
     with pytest.raises(ConfigError, match="3 keys for 20 samples"):
         TorchSource(Items(lambda i: i), keys=["a"] * 3)
     with pytest.raises(ConfigError, match=r"name \['u'\]; the fields are data"):

@@ -98,13 +98,14 @@ def test_trajectories_of_varying_length_in_both_layouts(tmp_path: Path, tier: st
 
 
 def test_a_split_serves_its_rows_alone(tmp_path: Path) -> None:
-    np.save(tmp_path / "u.npy", values())
-    source = SplitOf(ArraySource(tmp_path / "u.npy"), "val", splits={"train": 0.5, "val": 0.5})
+    for part in range(2):
+        np.save(tmp_path / f"u_{part}.npy", values(part)[: COUNT // 2])
+    source = SplitOf(ArraySource(tmp_path), "val", splits={"train": 0.5, "val": 0.5})
     cache = index_in_place(source, tmp_path / "c", name="u")
 
     assert len(cache) == 15
     for number in range(15):
-        np.testing.assert_array_equal(cache[number]["u"].numpy(), source.read(number)["u"])
+        np.testing.assert_array_equal(cache[number]["data"].numpy(), source.read(number)["data"])
 
 
 @pytest.mark.parametrize(
@@ -158,6 +159,7 @@ def test_files_that_were_moved_or_touched_are_found_again(tmp_path: Path) -> Non
     again = index_in_place(HDF5Source(tmp_path / "e" / "a.h5"), tmp_path / "c", name="a")
 
     assert again.fingerprint == cache.fingerprint
+    assert [one.file for one in again.index.shards] == [one.file for one in cache.index.shards]
     assert len(list(Loader(again, 5))) == 6
 
 

@@ -186,7 +186,7 @@ def import_pt(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 
 
 def stage(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
-    """Copy the files of a configuration to local storage.
+    """Copy a configuration's files to local storage.
 
     As data.stage says: `auto` those on network storage, `always` all. Copies are verified, a stopped one
     goes on, and precompute reads from them. Exit code 6 when there is no room.

@@ -105,10 +105,8 @@ def metrics(facts: Mapping[str, Any]) -> list[str]:
     if "phases" in facts:
         phases = facts["phases"]
         total_s = sum(phase["seconds"] for phase in phases)
-        rows: list[Mapping[str, Any]] = [
-            *phases,
-            {"name": "first batch in all", "seconds": total_s, "note": ""},
-        ]
+        last = {"name": "first batch in all", "seconds": total_s, "note": ""}
+        rows: list[Mapping[str, Any]] = [*phases, last]
         said = [
             f"  {row['name']:<22}{format_seconds(row['seconds']):>10}   {row['note']}".rstrip()
             for row in rows

@@ -8,10 +8,7 @@ from stoker.config.section import Flag, PositiveInt, SettingsSection
 
 
 class ImagesConfig(SettingsSection):
-    """Images below `data.root`, of `data.kind: images` (docs/images.md).
-
-    Floats are then stored as they are, unless `training.latent_cache_dtype` is given.
-    """
+    """Images below `data.root`, of `data.kind: images` (docs/images.md)."""
 
     annotations: Literal["voc", "coco", "dexycb", "folder"] | None = None
     """Layout of the labels; `folder`: a folder for each class; null: images alone."""

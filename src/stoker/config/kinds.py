@@ -1,7 +1,7 @@
 """Kinds of sources: their names, what settings each has of its own, and which shared ones it takes.
 
 Another kind is: its name in `Kind`; a section of its settings here, which `DataConfig` holds under that name;
-its name at the shared settings that it takes, in `TAKEN_BY`; defaults that fit it better, in `DEFAULTS`; and
+its name at the shared settings that it takes, in `TAKEN_BY`; its encoder, in `DEFAULTS`; and
 a function that makes the source, in `stoker.pipeline.kinds.BUILDERS`. docs/config.md and all messages follow
 by themselves.
 """
@@ -27,12 +27,27 @@ TAKEN_BY: Mapping[str, tuple[str, ...]] = {
 }
 """Settings of `data` that not every kind takes, with those that do; what is not here is for all."""
 
-_AS_THEY_ARE: Mapping[str, object] = {"encoder.kind": "identity", "training.latent_cache_dtype": None}
-"""The grid encoder is for fields on a grid; boxes, cameras and columns lose too much in 16 bits."""
-DEFAULTS: Mapping[str, Mapping[str, object]] = dict.fromkeys(
-    ("images", "sql", "torch", "arrays", "tar", "parquet"), _AS_THEY_ARE
-)
-"""Defaults that are others for a kind, by dotted name."""
+DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    kind: {"encoder.kind": "identity"} for kind in KINDS if kind != "hdf5"
+}
+"""Defaults that are others for a kind, by dotted name: the grid encoder is for fields on a grid."""
+
+ENCODER_DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    encoder: {"training.latent_cache_dtype": None} for encoder in ("identity", "features")
+}
+"""Those that are others for an encoder: latents bear 16 bits; keys, boxes and metres do not."""
+
+
+def with_defaults(given: Mapping[str, object]) -> dict[str, object]:
+    """Settings by dotted name, with the defaults that follow from their kind of source and their encoder.
+
+    >>> with_defaults({"data.kind": "sql"})
+    {'encoder.kind': 'identity', 'training.latent_cache_dtype': None, 'data.kind': 'sql'}
+    """
+    kind = {"data.kind": "torch"} if given.get("data.dataset") is not None else {}
+    known = {**kind, **given}
+    known = {**DEFAULTS.get(str(known.get("data.kind")), {}), **known}
+    return {**ENCODER_DEFAULTS.get(str(known.get("encoder.kind")), {}), **known}
 
 
 def misplaced(data: BaseModel, kind: str) -> Iterator[tuple[str, tuple[str, ...]]]:

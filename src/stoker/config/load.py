@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from yaml import MarkedYAMLError, YAMLError
 
 from stoker.config.earlier import EARLIER, Layer, translate
-from stoker.config.kinds import DEFAULTS, misplaced
+from stoker.config.kinds import misplaced, with_defaults
 from stoker.config.models import Config
 from stoker.config.names import all_sections, all_settings, nearest, shown
 from stoker.config.tasks import blocks_of, check_weights, task_settings, unused_blocks
@@ -79,9 +79,7 @@ def _of_task(task: str, *layers: Layer) -> list[Layer]:
 
 
 def _validated(merged: Mapping[str, object], where: str, file: Layer, command: Layer) -> Config:
-    kind = {"data.kind": "torch"} if merged.get("data.dataset") is not None else {}
-    merged = {**kind, **merged}
-    merged = {**DEFAULTS.get(str(merged.get("data.kind")), {}), **merged}
+    merged = with_defaults(merged)
     try:
         config = Config.model_validate(_nest(_resolve(merged, where)))
     except ValidationError as error:
@@ -336,10 +334,12 @@ def _check_together(config: Config, file: Layer, command: Layer) -> None:
             f"{layer.where}: data.{name} is given, but data.kind={kind} has no use for it. Leave it out, or "
             f"give data.kind={' or '.join(kinds)}"
         )
-    if kind == "sql" and (url := config.data.sql.url) and has_password(url):
-        layer = command if "data.sql.url" in command.values else file
+    for name, url in (("data.sql.url", config.data.sql.url), ("data.join.table", config.data.join.table)):
+        if not url or "://" not in url or not has_password(url):
+            continue
+        layer = command if name in command.values else file
         raise ConfigError(
-            f"{layer.where}: data.sql.url holds a password, and settings are copied into every run's folder. "
+            f"{layer.where}: {name} holds a password, and settings are copied into every run's folder. "
             "Put it in ~/.pgpass or PGPASSWORD, where PostgreSQL's own library looks for it"
         )
     if config.model.width % config.model.heads:

@@ -12,10 +12,12 @@ from omegaconf import OmegaConf
 from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr
 
 from stoker.config.datasets import TorchConfig
+from stoker.config.fetching import FetchConfig
 from stoker.config.files_kinds import ArraysConfig, ParquetConfig, TarConfig
 from stoker.config.images import ImagesConfig
 from stoker.config.kinds import Kind
-from stoker.config.rows import SqlConfig
+from stoker.config.launching import LaunchConfig
+from stoker.config.rows import JoinConfig, SqlConfig
 from stoker.config.section import (
     CountInt,
     Flag,
@@ -93,6 +95,7 @@ class DataConfig(SettingsSection):
     tar: TarConfig = TarConfig()
     parquet: ParquetConfig = ParquetConfig()
     images: ImagesConfig = ImagesConfig()
+    join: JoinConfig = JoinConfig()
     sql: SqlConfig = SqlConfig()
     dataset: str | None = None
     """A torch Dataset, or what makes it: `module:name`, `path/file.py:name`; then `data.kind` is `torch`."""
@@ -121,8 +124,8 @@ class LatentConfig(SettingsSection):
 class EncoderConfig(SettingsSection):
     """The frozen encoder."""
 
-    kind: Literal["grid", "identity"] = "grid"
-    """`grid` cuts time steps into patches; `identity` stores samples as they are."""
+    kind: Literal["grid", "features", "identity"] = "grid"
+    """`grid` cuts time steps into patches; `features` takes images; `identity` stores samples as they are."""
     patch_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 4
     """Points of a patch along each axis, or `[height, width]`; on one-dimensional data along x."""
     fourier: tuple[PositiveInt, ...] = (1, 2)
@@ -131,6 +134,12 @@ class EncoderConfig(SettingsSection):
     """Decides the weights where no checkpoint is given."""
     checkpoint: Place | None = None
     """A safetensors file with the weights."""
+    folder: Place | None = None
+    """Of `features`: the local folder of a vision model of transformers (docs/images.md)."""
+    pooling: Literal["cls", "mean", "tokens"] = "cls"
+    """Of `features`: the class token, the mean of the patches, or all tokens."""
+    processor: Literal["device", "pil"] = "device"
+    """Of `features`: images as they are stored, or resized and cropped by the model's own processor."""
 
     def patch(self, height: int) -> tuple[int, int]:
         """The patch as (height, width) on a grid of `height` points; one-dimensional data has 1."""
@@ -222,7 +231,7 @@ class TrainingConfig(SettingsSection):
     latent_cache_dir: Place = "data/latent_cache"
     """Folder of the caches."""
     latent_cache_dtype: StorageDtype | dict[str, StorageDtype] | None = "float16"
-    """How floats are stored, all or by field; `int8` and `float8_e4m3fn` with scales; null: as encoded."""
+    """How floats are stored, all or by field; null: as encoded, the default but for the grid encoder."""
 
 
 class DeadlinesConfig(SettingsSection):
@@ -281,6 +290,8 @@ class Config(SettingsSection):
     training: TrainingConfig = TrainingConfig()
     precompute: PrecomputeConfig = PrecomputeConfig()
     verify: VerifyConfig = VerifyConfig()
+    fetch: FetchConfig = FetchConfig()
+    launch: LaunchConfig = LaunchConfig()
     identity: Literal["auto", "full"] = "auto"
     """How source files are digested: `full` reads them whole; `auto` probes them above 4 GiB in all."""
     tasks: dict[str, dict[str, JsonValue]] | None = None

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import JsonValue
 
 from stoker.config.section import Names, PositiveFloat, PositiveInt, SettingsSection
+
+
+class JoinConfig(SettingsSection):
+    """Columns of a table beside the records, by a key, when a run begins; nothing is encoded for them."""
+
+    table: str | None = None
+    """A .csv, .tsv or .parquet file, or a database's URL; null: nothing is joined."""
+    key: str = "number"
+    """Column of the table that names the record."""
+    columns: dict[str, JsonValue] | tuple[str, ...] | None = None
+    """Fields and their rules, as of `data.sql.columns`."""
+    name: str | None = None
+    """The table's name, in a database."""
+    on: str = "number"
+    """What the key names: `number`, the sample's, or a field of the records that holds a whole number."""
+    missing: Literal["refuse", "mask", "drop"] = "refuse"
+    """Records without a row: an error, zeros with `<field>_known` false, or left out."""
+    repeated: Literal["refuse", "mask", "drop"] = "refuse"
+    """The same for keys that have several rows."""
 
 
 class SqlConfig(SettingsSection):

@@ -67,7 +67,7 @@ def pil_backend() -> str:
 def _model(folder: Path, weights: Mapping[str, Tensor]) -> nn.Module:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        kind = MODEL_MAPPING[type(config)]
+        kind: Any = MODEL_MAPPING[type(config)]
     except (ValueError, KeyError, OSError) as error:
         raise EncoderError(
             f"{folder / 'config.json'} is of no model that transformers knows: {error}"

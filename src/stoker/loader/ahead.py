@@ -7,7 +7,6 @@ again ever more rarely. Batches are the same, in the same order: only who makes 
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -48,13 +47,12 @@ class Turn:
 
     def __init__(self) -> None:
         self.ticket: Ticket[Any] | None = None
-        self._process = os.getpid()
 
     def wait(self) -> None:
         """Until that strip has begun; a pass that was left may still be at it."""
-        if self.ticket is not None and self._process == os.getpid():  # threads do not survive a fork
+        if self.ticket is not None:
             self.ticket.wait(BEGIN_DEADLINE_S)
-        self.ticket, self._process = None, os.getpid()
+        self.ticket = None
 
 
 class Strips(Generic[T]):

@@ -111,6 +111,7 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
     plan = plan.holding(demand.records)
     claim_plan(claim, cache, places, plan, demand)
     check_static(static, wishes.tier, share, ragged=any(output.ragged for output in outputs))
+    early = () if cache.joined else wishes.transforms  # joined columns come later, and may have to move along
     return Design(
         cache=cache,
         places=places,
@@ -132,7 +133,7 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
         threads=max(1, min(MAX_GATHER_THREADS, int(resources.cpus))),
         reading=Reading(deadline_s=wishes.timeout_s or READ_DEADLINE_S, verify=wishes.verify),
         meter=wishes.meter,
-        lowered=lowered(wishes.transforms, outputs, wishes.seed, windowed=windows is not None),
+        lowered=lowered(early, outputs, wishes.seed, windowed=windows is not None),
     )
 
 
@@ -165,7 +166,7 @@ def opened_anew(cache: Cache) -> Cache:
     from stoker.store import open_cache
 
     filled = open_cache(cache.path)
-    filled.filler = cache.filler
+    filled.filler, filled.joined = cache.filler, cache.joined
     return filled
 
 

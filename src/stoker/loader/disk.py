@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.loader.buffers import REUSE_FROM_BYTES, Buffers
+from stoker.loader.buffers import REUSE_FROM_BYTES, Buffers, lasting
 from stoker.loader.chunks import Chunk, Locator, host
 from stoker.loader.gather import RaggedGather
 from stoker.loader.kernels.choose import twin_for
@@ -63,17 +63,13 @@ class Reading:
 class Pending:
     """A batch that is being read."""
 
-    records: NDArray[np.int64]
-    starts: NDArray[np.int64]
     index: Tensor
     values: list[Any]
     """Per output a CPU tensor, or a list to be filled with tensors."""
-    memory: Memory | None
-    """The memory that has some of the examples."""
-    held: NDArray[np.int64]
-    """Which it has."""
     tickets: list[Ticket[int]]
     """Each gives how many of its reads had to wait for storage."""
+    gather: Callable[[], int] | None
+    """Copies the examples that are in a memory, where nothing has to be read; else a ticket does."""
 
     def ready(self) -> bool:
         """Whether every read has ended."""
@@ -157,22 +153,21 @@ class DiskBatches:
             for piece in np.array_split(missing, self._count(len(missing)))
             if len(piece)
         ]
-        return Pending(
-            records=records,
-            starts=starts,
-            index=index,
-            values=values,
-            memory=memory,
-            held=np.flatnonzero(~rest),
-            tickets=tickets,
-        )
+        gather = None
+        if memory is not None and len(missing) < len(records):
+            own, views = np.flatnonzero(~rest), self._views_of(memory)
+            gather = partial(self._gather, memory, views, own, records[own], starts[own], values)
+            if tickets:  # the step goes on meanwhile
+                tickets.append(self._pool.submit(gather))
+                gather = None
+        return Pending(index=index, values=values, tickets=tickets, gather=gather)
 
     def _room(self, number: int, output: Output, size: int) -> Any:
         if output.ragged:
             return [None] * size
         shape = (size, *output.shape)
         if size * output.example_bytes < REUSE_FROM_BYTES:
-            return torch.empty(shape, dtype=output.dtype)
+            return lasting(shape, output.dtype)  # threads fill it, whatever mode the caller is in
         key = (str(number), size)
         if key not in self._buffers:
             self._buffers[key] = Buffers(shape, output.dtype)
@@ -204,8 +199,8 @@ class DiskBatches:
             CorruptError: A record's bytes do not match their checksums.
             StalledError: They were not read in time.
         """
-        if pending.memory is not None and len(pending.held):
-            self._from_memory(pending.memory, pending)  # while the reads go on
+        if pending.gather is not None:
+            pending.gather()
         begin = perf_counter()
         what = f"reading a batch of {self._cache.path}"
         waited = [ticket.result(self._reading.deadline_s, what) for ticket in pending.tickets]
@@ -215,21 +210,29 @@ class DiskBatches:
             meter.spent("read", perf_counter() - begin)
         return pending.values
 
-    def _from_memory(self, memory: Memory, pending: Pending) -> None:
-        own, values = pending.held, pending.values
-        everything = len(own) == len(pending.records)
-        rows = self._locator.rows(memory, pending.records[own], pending.starts[own])
+    def _gather(
+        self,
+        memory: Memory,
+        views: list[Tensor],
+        own: NDArray[np.int64],
+        records: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        values: list[Any],
+    ) -> int:
+        """Copy the examples at `own` of a batch out of a memory; no read has waited."""
+        rows = self._locator.rows(memory, records, starts)
         where = torch.as_tensor(own)
-        for i, (output, view) in enumerate(zip(self._outputs, self._views_of(memory), strict=True)):
+        for i, (output, view) in enumerate(zip(self._outputs, views, strict=True)):
             if output.ragged:
                 gather = RaggedGather(view, None)  # converted when all are there
                 found = gather(rows[f"starts:{output.field}"], rows[f"lengths:{output.field}"])
                 for j, value in zip(own.tolist(), found, strict=True):
                     values[i][j] = value
-            elif everything:
+            elif len(own) == len(values[i]):
                 torch.index_select(view, 0, rows[output.index], out=values[i])
             else:
                 values[i].index_copy_(0, where, torch.index_select(view, 0, rows[output.index]))
+        return 0
 
     def forget(self, memory: Memory | None) -> None:
         """Refer to no memory but this one."""

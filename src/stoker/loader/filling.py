@@ -296,6 +296,7 @@ class FillingPass:
         cache, settled = filling.look()
         if settled is not self._settled:
             cache.filler, cache.filling = self._cache.filler, filling
+            cache.joined = self._cache.joined
             self._take(cache, settled)
 
     def _take(self, cache: Cache, settled: NDArray[np.bool_]) -> None:

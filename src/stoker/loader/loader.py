@@ -28,6 +28,7 @@ from stoker.loader.filling import FillingPass, begin_filling_pass
 from stoker.loader.fused import Normalise
 from stoker.loader.mend import Mender
 from stoker.loader.place import EpochSetter, Place
+from stoker.loader.places import joined_indices
 from stoker.loader.ragged import Ragged, make_join
 from stoker.loader.ranks import check_ranks
 from stoker.loader.transform import Finish, Transform
@@ -114,6 +115,7 @@ class Loader:
         check_verify(verify)
         device = parse_device(device)
         order, timeout_s, pin = take_dataloader_arguments(dataloader, order, Wishes.__slots__)
+        indices = joined_indices(cache, indices, static=static)
         self._wishes = Wishes(
             batch_size=batch_size,
             windows=windows,
@@ -136,6 +138,7 @@ class Loader:
             transforms=tuple(transforms),
             meter=meter,
         )
+        self._joined = cache.joined
         self._pin = pin and torch.cuda.is_available()
         self._mender = Mender()
         self._serving: Serving = begin_filling_pass(cache, self._wishes, self._mender) or self._whole(cache)
@@ -274,6 +277,7 @@ class Loader:
             transforms=self._wishes.transforms,
             seed=self._wishes.seed,
             meter=self._wishes.meter,
+            joined=self._joined,
         )
 
     def _whole(self, cache: Cache) -> Whole:
@@ -292,4 +296,6 @@ def design_of(loader: Loader) -> Design:
         raise ConfigError(
             f"a mixture needs complete caches, and {loader!r} is being filled. Precompute first"
         )
+    if loader._joined is not None:  # pyright: ignore[reportPrivateUsage]
+        raise ConfigError(f"a mixture does not take joined columns, and {loader!r} has some. Leave join out")
     return serving.design

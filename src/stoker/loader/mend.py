@@ -58,7 +58,7 @@ class Mender:
         except StokerError as reason:
             fact = f"{error.fact}. Encoding it again from its source failed: {reason}"
             raise CorruptError(fact, shard=error.shard, folder=error.folder) from reason
-        mended.filler = cache.filler
+        mended.filler, mended.joined = cache.filler, cache.joined
         return mended
 
     def _mended(self, cache: Cache, error: CorruptError, filler: Filler) -> Cache:

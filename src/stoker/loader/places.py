@@ -71,6 +71,27 @@ def find_places(cache: Cache, indices: Sequence[int] | NDArray[Any] | None) -> P
     return Places(numbers=numbers, shard=shard, row=row, chosen=chosen)
 
 
+def joined_indices(
+    cache: Cache, indices: Sequence[int] | NDArray[Any] | None, *, static: bool
+) -> Sequence[int] | NDArray[Any] | None:
+    """The sample numbers to serve of a cache with joined columns: those with a row, where others drop out.
+
+    Raises:
+        ConfigError: Columns are joined to batches that are to lie at fixed addresses.
+    """
+    joined = cache.joined
+    if joined is None:
+        return indices
+    if static:
+        raise ConfigError("static=True serves what is stored alone, and the cache has joined columns")
+    if joined.numbers is None:
+        return indices
+    if indices is None:
+        return joined.numbers
+    wanted = np.asarray(indices)
+    return wanted[np.isin(wanted, joined.numbers)]
+
+
 def _choose(cache: Cache, numbers: NDArray[np.int64], wanted: NDArray[Any]) -> NDArray[np.int64]:
     if wanted.ndim != 1 or not (len(wanted) == 0 or np.issubdtype(wanted.dtype, np.integer)):
         raise ConfigError(f"indices must be a list of sample numbers, got {wanted.dtype} {wanted.shape}")

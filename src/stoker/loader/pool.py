@@ -28,13 +28,14 @@ EXIT_S = 5.0
 
 
 class Ticket(Generic[T]):
-    """Work that was handed to a pool."""
+    """Work that was handed to a pool, for the process that did so: threads do not survive a fork."""
 
-    __slots__ = ("_done", "_error", "_value", "_work")
+    __slots__ = ("_done", "_error", "_process", "_value", "_work")
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
         self._done = threading.Event()
+        self._process = os.getpid()
         self._value: T | None = None
         self._error: BaseException | None = None
 
@@ -56,8 +57,9 @@ class Ticket(Generic[T]):
         return self._done.is_set()
 
     def wait(self, deadline_s: float) -> None:
-        """Wait until the work is over, whatever became of it."""
-        self._done.wait(deadline_s)
+        """Wait until the work is over, whatever became of it; in another process nobody is at it."""
+        if self._process == os.getpid():
+            self._done.wait(deadline_s)
 
     def result(self, deadline_s: float, what: str) -> T:
         """The outcome, or the error that the work raised.
@@ -67,8 +69,14 @@ class Ticket(Generic[T]):
             what: Names the work in the error.
 
         Raises:
-            StalledError: It is not there after `deadline_s`. The thread is left behind.
+            StalledError: It is not there after `deadline_s`, and the thread is left behind; or it was begun
+                by the process that this one was forked from.
         """
+        if not self.done() and self._process != os.getpid():
+            raise StalledError(
+                f"{what} was begun by process {self._process}, and this one was forked from it without its "
+                "threads. Begin a pass here, with iter(loader)"
+            )
         if not self._done.wait(deadline_s):
             raise StalledError(
                 f"{what} made no progress for {deadline_s:g} s. The storage behind it does not answer; "
@@ -85,12 +93,16 @@ class Pool:
     def __init__(self, size: int, name: str) -> None:
         self.size = size
         self._name = name
+        self._begin()
+        _pools.add(self)
+
+    def _begin(self) -> None:
+        """Without a thread, as at first or after a fork."""
         self._line: deque[Ticket[Any]] = deque()
         self._change = threading.Condition()
         self._threads = 0
         self._idle = 0
         self._process = os.getpid()
-        _pools.add(self)
 
     def wind_down(self, until: float) -> None:
         """Drop what was not begun, and wait for what was until the monotonic time `until`."""
@@ -111,6 +123,8 @@ class Pool:
         if ending():
             ticket.run()
             return ticket
+        if self._process != os.getpid():
+            self._begin()
         with self._change:
             self._line.append(ticket)
             if self._idle >= len(self._line):

@@ -23,6 +23,7 @@ from stoker.loader.ragged import Join
 if TYPE_CHECKING:
     from stoker.loader.engine import Strip
     from stoker.monitor.meter import StallMeter
+    from stoker.store.join import Joined
 
 Transform: TypeAlias = "Callable[[Any, Tensor], Any]"
 """`transform(batch, keys)` returns the batch to hand on. `keys` is `(B,)` int64 on the batch's device, one
@@ -68,12 +69,14 @@ class Finish:
     """Copy batches into page-locked memory."""
     transforms: Sequence[Transform]
     seed: int
+    joined: Joined | None = None
+    """Columns of a table that batches are given before they are transformed."""
     meter: StallMeter | None = None
     """Told how much of a wait was for this."""
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return any((self.join, self.device is not None, self.pin, self.transforms))
+        return any((self.join, self.device is not None, self.pin, self.transforms, self.joined))
 
     def apply(self, strip: Strip, batches: Iterable[Any], epoch: int) -> Iterator[Any]:
         """Finish the `batches` of a strip."""
@@ -87,6 +90,8 @@ class Finish:
             if self.device is not None:
                 batch = _each(batch, partial(Tensor.to, device=self.device, non_blocking=True))
             copied = perf_counter()
+            if self.joined is not None:
+                batch = _with_columns(batch, self.joined)
             if len(self.transforms) > strip.transformed:
                 own = torch.as_tensor(examples[number * size : (number + 1) * size], device=_device_of(batch))
                 keys = example_keys(self.seed, epoch, own)
@@ -113,6 +118,15 @@ def _placed(made: Any, position: tuple[int, int]) -> Any:
     batch = RecordBatch(cast("dict[str, Any]", made))
     batch.position = position
     return batch
+
+
+def _with_columns(batch: Any, joined: Joined) -> Any:
+    """The batch with the columns of its examples; beside windows they are conditions, `(B, C)`."""
+    if not isinstance(batch, WindowBatch):
+        batch.update(joined.of(batch["index"]))
+        return batch
+    found = joined.of(batch.index[:, 0].contiguous())
+    return batch._replace(cond={**batch.cond, **{n: v.reshape(len(v), -1) for n, v in found.items()}})
 
 
 def _each(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:

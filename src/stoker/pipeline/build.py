@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stoker.config import Config
+from stoker.encoders.features import FeatureEncoder
 from stoker.encoders.grid import GridEncoder
 from stoker.encoders.keeping import keeping
 from stoker.encoders.normalize import Normalized
@@ -140,12 +141,31 @@ def build_encoder(config: Config, schema: Schema, *, fitted_on: Source | None) -
         ConfigError: The samples have no grid.
         EncoderError: The patch does not divide the grid.
     """
-    encoder = grid_encoder(config, schema) if config.encoder.kind == "grid" else None
+    encoder: Encoder | None = None
+    if config.encoder.kind == "features":
+        encoder = feature_encoder(config)
+    elif config.encoder.kind == "grid":
+        encoder = grid_encoder(config, schema)
     if fitted_on is None:
         return encoder
     cache_dir = Path(config.training.latent_cache_dir)
     digests = Digests(cache_dir, config.identity)
     return Normalized(encoder, train_statistics(fitted_on, "data", digests=digests, cache_dir=cache_dir))
+
+
+def feature_encoder(config: Config) -> FeatureEncoder:
+    """The vision model of `encoder.folder`.
+
+    Raises:
+        ConfigError: No folder is given.
+        EncoderError: It holds no such model.
+    """
+    own = config.encoder
+    if own.folder is None:
+        raise ConfigError(
+            "encoder.kind=features needs encoder.folder, a local folder with a vision model (docs/images.md)"
+        )
+    return FeatureEncoder(own.folder, own.pooling, processor=own.processor)
 
 
 def grid_encoder(config: Config, schema: Schema) -> GridEncoder:

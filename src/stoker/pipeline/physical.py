@@ -22,7 +22,7 @@ from torch import Tensor
 from stoker.encoders.decode import Decode, decoder_of
 from stoker.encoders.keeping import KEEPING
 from stoker.errors import StokerError
-from stoker.loader.pool import Pool
+from stoker.loader.pool import Pool, ending
 from stoker.precompute import EncodeFiller
 from stoker.store import Cache
 from stoker.store.convert import from_array
@@ -101,6 +101,8 @@ class _Reconstruction:
         chosen = numbers[np.linspace(0, len(numbers) - 1, min(SAMPLES, len(numbers))).round().astype(int)]
         wrong = size = 0.0
         for number in np.unique(chosen).tolist():
+            if ending():  # the exit waits for one sample, not for all of them
+                return None
             record = self._cache[number]
             latents = record["latent"]
             if latents.ndim > 2:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stoker.config import Config
+from stoker.errors import ConfigError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
 from stoker.pipeline.augment import chosen_of, transforms_of
@@ -17,6 +18,7 @@ from stoker.pipeline.mixed import OneTask, TaskPairs, apart, mix
 from stoker.pipeline.together import Shared, own_trajectories, share_steps
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.store import Cache
+from stoker.store.join import join_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,7 @@ def serve(
     Raises:
         ConfigError: The settings of the mixture do not fit the tasks, or the ranks the batch.
     """
+    caches = [joined(config.for_task(task), c) for task, c in zip(each_twice(config), caches, strict=True)]
     owns = {task: _in_run_of(config, config.for_task(task)) for task in tasks_of(config)}
     parts = [share_steps(o, digest, c, ranks) for o, c in zip(owns.values(), caches[::2], strict=True)]
     train_loaders = {
@@ -78,6 +81,27 @@ def serve(
         shared=parts[0],
         reason="; ".join(f"{task}: {loader.plan.reason}" for task, loader in train_loaders.items()),
     )
+
+
+def each_twice(config: Config) -> list[str]:
+    """Each task for its training cache, and again for its validation cache."""
+    return [task for task in tasks_of(config) for _ in range(2)]
+
+
+def joined(config: Config, cache: Cache) -> Cache:
+    """The cache with the columns of `data.join` beside its records.
+
+    Raises:
+        ConfigError: The settings lack columns, or do not fit the cache.
+        SourceError: The table cannot be read, or does not fit the records.
+    """
+    join = config.data.join
+    if join.table is None:
+        return cache
+    if join.columns is None:
+        raise ConfigError(f"data.join.table is {join.table}, and data.join.columns names none of its columns")
+    rules = {name: getattr(join, name) for name in ("key", "columns", "name", "on", "missing", "repeated")}
+    return join_table(cache, join.table, **rules)
 
 
 def _in_run_of(config: Config, own: Config) -> Config:

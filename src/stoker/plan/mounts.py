@@ -32,6 +32,11 @@ class Mount:
         """
         return self.kind in NETWORK or self.kind.startswith("fuse.")
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether what is written there takes memory."""
+        return self.kind in ("tmpfs", "ramfs")
+
 
 def mount_of(path: PurePosixPath, mountinfo: str) -> Mount | None:
     """The mount that an absolute path without links lies on; None where nothing is known.

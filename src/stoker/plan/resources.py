@@ -23,6 +23,9 @@ from stoker.schema import Json
 DISK_DEADLINE_S = 10.0
 """How long a file system may take to say how full it is; a dead network mount never would."""
 
+IN_MEMORY = 0.8
+"""Part of the free host memory that files of a memory file system may take."""
+
 T = TypeVar("T")
 
 
@@ -76,6 +79,9 @@ def probe(*, device: str = "cpu", path: Path | None = None, local_world: int = 1
     cpu = cpu_share(proc, root, len(os.sched_getaffinity(0)))
     free, total, name = device_memory(device)
     disk_bytes, disk_inodes = (None, None) if path is None else disk_space(path)
+    mount = None if path is None else storage_of(path)
+    if disk_bytes is not None and mount is not None and mount.in_memory:
+        disk_bytes = min(disk_bytes, int(host.usable_bytes * IN_MEMORY))  # which it is taken from
     return Resources(
         host_bytes=host.usable_bytes,
         host_total_bytes=host.limit_bytes,

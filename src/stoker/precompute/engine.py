@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -14,7 +15,7 @@ from stoker.atomic import explained, sync_folder
 from stoker.encoders.keeping import keeping
 from stoker.encoders.protocol import Encoder
 from stoker.errors import IncompleteError, Interrupted
-from stoker.plan.resources import probe
+from stoker.plan.resources import Resources, probe
 from stoker.precompute.allocator import keep_freed_memory, release_memory
 from stoker.precompute.filler import EncodeFiller
 from stoker.precompute.guarded import first_time
@@ -24,15 +25,16 @@ from stoker.precompute.parts import encode_parts, part_of
 from stoker.precompute.progress import ProgressSink, automatic
 from stoker.precompute.run import Run, Standing
 from stoker.precompute.settings import Deadlines, PrecomputeReport, PrecomputeSettings, as_deadlines
-from stoker.precompute.space import check_space, fit_memory
+from stoker.precompute.space import check_space, fit_copies, fit_memory
 from stoker.precompute.stages import Bench
 from stoker.precompute.supervisor import Supervisor
 from stoker.precompute.turn import take_turn
 from stoker.precompute.verdict import check_quarantined, check_values, describe_failures, too_many
+from stoker.sources.held import held_bytes
 from stoker.sources.protocol import Proving, Source
 from stoker.store import Cache, Digests, Folder, make_recipe, open_folder
 from stoker.store.claims import INDEX_WAIT_S, claim
-from stoker.units import format_count
+from stoker.units import MIB, format_count
 
 log = logging.getLogger("stoker")
 MOST_PASSES = 3
@@ -41,6 +43,8 @@ MOST_PASSES = 3
 
 _READERS_A_CORE = 2
 """At most; a reader that waits for storage needs no core. `Pace` takes back those that do not help."""
+_READER_MIND_BYTES = MIB
+"""Less than that in a source is nothing beside the interpreter that reads it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -193,6 +197,7 @@ def _fill(
     if not settings.overwrite:
         with claim(folder.path, "adopt", wait_s=INDEX_WAIT_S):  # or each rank would count the same records
             context[1].adopted = folder.adopt()
+    settings, copies = _with_copies(source, settings)
     if settings.readers != 0 and isinstance(source, Proving):
         source.prove()
     again = {settings.part[0]}
@@ -208,8 +213,7 @@ def _fill(
             resources = probe(path=folder.path)
             check_space(folder.path, folder.recipe.schema, len(missing), resources)
             fitting, most = fit_memory(source.schema(), folder.recipe, settings, resources)
-            cpus = int(resources.cpus) // settings.beside
-            most = max(1, min(most, _READERS_A_CORE * cpus))
+            most = max(1, min(most, copies, _useful(resources, settings)))
             _pass(Bench(source, encoder, folder, fitting, missing=own), context, most=most)
 
     lost = 0
@@ -224,6 +228,21 @@ def _fill(
         f"{folder.path} lacks {format_count(lost)} of {format_count(folder.recipe.count)} after "
         f"{MOST_PASSES} passes: something damages or removes what is written. Choose another cache folder"
     )
+
+
+def _with_copies(source: Source, settings: PrecomputeSettings) -> tuple[PrecomputeSettings, int]:
+    """The settings, and how many readers may have a copy of what the source holds (`fit_copies`)."""
+    held = 0 if settings.readers == 0 else held_bytes(source)
+    if held < _READER_MIND_BYTES:
+        return settings, sys.maxsize
+    resources = probe()
+    wanted = settings.readers or _useful(resources, settings)
+    return fit_copies(held, settings, resources, wanted=wanted)
+
+
+def _useful(resources: Resources, settings: PrecomputeSettings) -> int:
+    """Readers that the cores have use for."""
+    return _READERS_A_CORE * (int(resources.cpus) // settings.beside)
 
 
 def _quiet_s(settings: PrecomputeSettings) -> float:

@@ -101,6 +101,39 @@ def fit_memory(
     return replace(settings, memory_bytes=memory_bytes, readers=readers), most
 
 
+def fit_copies(
+    held_bytes: int, settings: PrecomputeSettings, resources: Resources, *, wanted: int
+) -> tuple[PrecomputeSettings, int]:
+    """Bound readers by the data that each of them has a copy of.
+
+    A copy is there twice while a reader unpickles it, and once more here, for readers that have to be
+    replaced. All of that may take a quarter of what is free.
+
+    Args:
+        held_bytes: Data that the source holds in memory.
+        settings: Their `readers` are an upper bound.
+        resources: What is free for all processes that read on this machine.
+        wanted: Readers that there would be at most without this bound.
+
+    Returns:
+        The settings, whose `readers` are 0 where not even one copy fits, and how many there may be at most.
+    """
+    room = resources.host_bytes // 4 // settings.beside
+    most = max(0, room - held_bytes) // max(1, 2 * held_bytes)
+    if settings.readers == 0 or most >= wanted:
+        return settings, most
+    log.warning(
+        "the source holds %s in memory, of which each reader has a copy; %s of host memory are free (%s): "
+        "%s. Data in files, opened in __getitem__, is read by as many as pay",
+        format_bytes(held_bytes),
+        format_bytes(resources.host_bytes),
+        resources.host_limit,
+        f"{most} readers at most" if most else "samples are read in this process, without deadlines",
+    )
+    fewest = most if settings.readers is not None or not most else None
+    return replace(settings, readers=fewest), most
+
+
 def _group_bytes(schema: Schema, samples: int, steps: int | None) -> int:
     """Bytes of one group, or of one chunk over time."""
     if any(field.ragged for field in schema.values()):

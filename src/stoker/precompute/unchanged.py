@@ -2,7 +2,8 @@
 
 A file that changes while it is encoded would put samples of two versions under one fingerprint. After each
 read the files of the sample's part are compared, by size, times and inode, with what they were when the
-recipe was made. Where that differs the content is digested again: an equal digest is noted and work goes on
+recipe was made; a source whose samples each come from a few files of a large part names these
+(`sample_files`). Where that differs the content is digested again: an equal digest is noted and work goes on
 (a `touch`, a file put back), another one ends the run, and nothing that was read since is stored. Looking
 costs a stat for each file. This module does not import torch unless a file changed.
 """
@@ -10,7 +11,7 @@ costs a stat for each file. This module does not import torch unless a file chan
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,6 +23,8 @@ from stoker.sources.protocol import FileRef
 if TYPE_CHECKING:
     from stoker.store.digests import FileDigest
 
+FEW = 8
+"""Up to so many files of a part are all looked at, whatever the source says."""
 LOOKED_AT = 64
 """Files looked at after a read; a part of more has its turn of others each time."""
 
@@ -63,6 +66,9 @@ class Unchanged:
         self._files = [list(own) for own in files]
         self._offsets = list(offsets)
         self._turn = 0
+        # Beyond the protocol: without it each read would look at many files, and seldom at its own.
+        self._names_of: Callable[[int], Sequence[str]] | None = getattr(source, "sample_files", None)
+        self._places: dict[int, dict[str, int]] = {}
 
     def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
         """As `Source.read`.
@@ -80,7 +86,16 @@ class Unchanged:
         return sample
 
     def _look(self, number: int) -> None:
-        files = self._files[bisect_right(self._offsets, number) - 1]
+        part = bisect_right(self._offsets, number) - 1
+        files = self._files[part]
+        if self._names_of is not None and len(files) > FEW:
+            if part not in self._places:
+                self._places[part] = {file.ref.name: n for n, file in enumerate(files)}
+            known = self._places[part]
+            for name in self._names_of(number):
+                if name in known:  # what is missing has no digest, and its sample fails by itself
+                    self._compare(files, known[name], number)
+            return
         first = self._turn if len(files) > LOOKED_AT else 0
         for place in range(first, first + min(len(files), LOOKED_AT)):
             self._compare(files, place % len(files), number)

@@ -22,5 +22,6 @@ arrays.py          ArraySource: trajectories of varying length in HDF5 and Zarr,
   containers.py      files that hold named arrays, opened lazily
 tar.py             TarSource: WebDataset archives, members listed once and read by position
 parquet.py         ParquetSource; hf_datasets.py: DatasetsSource; arrow.py: their columns as fields
+sql/               SQLSource: rows of SQLite and PostgreSQL; tables by key, for joined columns
 subset.py          the first samples of a source; split_of.py: one split of any source
 """

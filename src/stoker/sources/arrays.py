@@ -44,8 +44,8 @@ class ArraySource:
         fill_missing: Take Zarr chunks that are not stored for their fill value, as zarr does when it leaves
             out chunks of nothing else. False: such a sample cannot be read.
 
-    Fields whose length along axis 0 varies are ragged; they have time where all of them vary alike, or where
-    axes begin with `t`. float64 is read as float32.
+    The array of a `.npy` file is called `data`. Fields whose length along axis 0 varies are ragged; they have
+    time where all of them vary alike, or where axes begin with `t`. float64 is read as float32.
 
     Raises:
         SourceError: Nothing is there; on first use: damaged, or not laid out so.

@@ -51,6 +51,17 @@ def import_arrow(what: str) -> Any:
         ) from error
 
 
+def checked_columns(columns: Sequence[str] | None) -> tuple[str, ...] | None:
+    """What a user gave as the names of columns.
+
+    Raises:
+        ConfigError: It is text, or names none.
+    """
+    if isinstance(columns, str) or (columns is not None and not columns):
+        raise ConfigError(f"columns is {columns!r}. Expected a list of names, as columns=['u', 'v']")
+    return None if columns is None else tuple(columns)
+
+
 def fields_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> tuple[ArrowField, ...]:
     """The fields of the columns of an Arrow schema, in their order.
 
@@ -60,7 +71,7 @@ def fields_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> tupl
         where: Names the table in messages.
 
     Raises:
-        SourceError: A column is not there, or holds no numbers.
+        SourceError: A column is not there, or holds no numbers, or two fields have one name.
     """
     names = list(schema.names)
     wanted = names if columns is None else list(columns)
@@ -76,8 +87,13 @@ def fields_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> tupl
     if refused:
         rest = [name for name in wanted if name not in refused]
         shown = ", ".join(f"{name} is {why}" for name, why in refused.items())
+        cure = f"Name the columns to read, as columns={rest}" if rest else "Convert them when it is written"
+        raise SourceError(f"{where}: {shown}, and a store holds numbers. {cure}")
+    every = [field.name for field in found]
+    if twice := sorted({name for name in every if every.count(name) > 1}):
         raise SourceError(
-            f"{where}: {shown}, and a store holds numbers. Name the columns to read, as columns={rest}"
+            f"{where}: {', '.join(twice)} is there twice: members of a struct are named STRUCT.MEMBER. "
+            "Rename one, or leave it out with columns="
         )
     return tuple(found)
 

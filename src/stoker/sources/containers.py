@@ -261,7 +261,7 @@ class _Npy:
         return []
 
     def arrays(self, group: str) -> Mapping[str, Any]:
-        return {self._path.stem: self._array}
+        return {"data": self._array}
 
     def array(self, name: str) -> Any:
         return self._array

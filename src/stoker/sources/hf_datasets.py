@@ -8,7 +8,7 @@ from typing import Any
 
 from stoker.errors import ConfigError, SourceError
 from stoker.schema import Json, Sample, Schema
-from stoker.sources.arrow import ArrowField, fields_of, import_arrow, sample_of
+from stoker.sources.arrow import ArrowField, checked_columns, fields_of, import_arrow, sample_of
 from stoker.sources.hdf5_open import FOREIGN_ERRORS
 from stoker.sources.protocol import Part, SourceIdentity
 
@@ -29,7 +29,7 @@ class DatasetsSource:
         columns: Which columns are fields; None: all, which must then be numbers, lists of numbers or bytes.
 
     Raises:
-        ConfigError: It is no such dataset.
+        ConfigError: It is no such dataset, or `columns` is no list of names.
         SourceError: A column holds no numbers.
     """
 
@@ -43,7 +43,7 @@ class DatasetsSource:
         self._dataset = dataset.with_format("arrow")
         self._fingerprint = str(dataset._fingerprint)
         self._fields: tuple[ArrowField, ...] = fields_of(
-            dataset.features.arrow_schema, columns, where="the dataset"
+            dataset.features.arrow_schema, checked_columns(columns), where="the dataset"
         )
         self._block: tuple[int, Any] | None = None
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from stoker.errors import SourceError
 from stoker.schema import Json, Sample, Schema
-from stoker.sources.arrow import ArrowField, fields_of, import_arrow, sample_of
+from stoker.sources.arrow import ArrowField, checked_columns, fields_of, import_arrow, sample_of
 from stoker.sources.files import Paths, find_files
 from stoker.sources.hdf5_open import FOREIGN_ERRORS
 from stoker.sources.protocol import FileRef, Part, SourceIdentity
@@ -44,14 +44,14 @@ class ParquetSource:
 
     Raises:
         SourceError: On first use: a file is damaged, or a column holds no numbers.
-        ConfigError: pyarrow is not installed.
+        ConfigError: pyarrow is not installed, or `columns` is no list of names.
     """
 
     def __init__(self, path: Paths, *, columns: Sequence[str] | None = None, key: str | None = None) -> None:
         import_arrow("ParquetSource")
         root, paths = find_files(path, suffixes=(".parquet", ".pq"), what="Parquet")
         self._paths = [(file.relative_to(root).as_posix(), file) for file in paths]
-        self._columns = None if columns is None else tuple(columns)
+        self._columns = checked_columns(columns)
         self._key = key
         self._scanned: tuple[tuple[Table, ...], tuple[ArrowField, ...]] | None = None
         self._block: tuple[Path, int, Any] | None = None

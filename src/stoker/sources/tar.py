@@ -328,7 +328,7 @@ def _decode(name: str, data: bytes, where: str) -> dict[str, tuple[NDArray[Any],
             return {name: (np.asarray(int(data.decode().strip()), dtype=np.int64), "int64")}
         if name == "json":
             return flatten_item({"json": json.loads(data)}, where=where)
-    except (ValueError, EOFError, OSError, RecursionError) as error:
+    except (ValueError, EOFError, OSError, OverflowError, RecursionError) as error:
         if isinstance(error, SourceError):
             raise
         raise SourceError(f"{where} cannot be decoded ({error}). Write it again, or leave it out") from error

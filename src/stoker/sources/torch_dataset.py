@@ -105,7 +105,7 @@ class TorchSource:
                 f"{self._name} has no length and items by number. Give a map-style Dataset with __len__ and "
                 "__getitem__"
             )
-        self._count = len(dataset)
+        self._count = self._length(dataset)
         if self._count == 0:
             raise SourceError(f"{self._name} is empty. Check the paths and filters it was made with")
         if keys is not None and len(keys) != self._count:
@@ -124,6 +124,15 @@ class TorchSource:
         self._narrowed: set[str] = set()
         self._live: MapDataset | None = None
         self._last: tuple[int, Sample] | None = None
+
+    def _length(self, dataset: MapDataset) -> int:
+        try:
+            return len(dataset)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise SourceError(
+                f"{self._name} has no length: len(dataset) raised {type(error).__name__}: {error}. Have "
+                "__len__ return how many items there are"
+            ) from error
 
     def __repr__(self) -> str:
         """The Dataset's class and length."""

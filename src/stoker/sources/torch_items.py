@@ -93,8 +93,8 @@ def flatten_item(item: Any, *, where: str, text: TextRules = NO_RULES) -> Item:
     """All values of an item, each as a fresh array and the name of its dtype.
 
     Raises:
-        SourceError: A value is text without a rule, None or anything else that is not numbers; names the
-            field.
+        SourceError: A value is text without a rule, None or anything else that is not numbers, or two have
+            one name; names the field.
     """
     found: Item = {}
     for path, value in _walk(item, ""):
@@ -102,6 +102,11 @@ def flatten_item(item: Any, *, where: str, text: TextRules = NO_RULES) -> Item:
         if text.dropped(name):
             continue
         spot = f"{where}, field {name!r}"
+        if name in found:
+            raise SourceError(
+                f"{spot} is there twice: nested names are joined with '.', so {{'a': {{'b': 1}}}} and "
+                "{'a.b': 2} are one. Give one of them another name"
+            )
         if name in text and isinstance(value, str | bytes):
             array = text.number(name, value, spot)
             found[name] = array, array.dtype.name
@@ -161,13 +166,23 @@ def _to_array(value: Any, where: str, name: str) -> tuple[NDArray[Any], str]:
     if isinstance(value, bool | np.bool_):
         return np.asarray(value, dtype=np.bool_), "bool"
     if isinstance(value, int):
-        return np.asarray(value, dtype=np.int64), "int64"
+        return _from_int(value, where)
     if isinstance(value, float):
         return np.asarray(value, dtype=np.float32), "float32"
     if isinstance(value, list | tuple | complex | np.ndarray | np.generic):
-        return _from_numpy(np.asarray(value), where)
+        return _from_numpy(np.asanyarray(value), where)
     kind = type(cast("object", value)).__name__
     raise SourceError(f"{where} is of type {kind}. Return tensors, arrays, numbers or images, or {out}")
+
+
+def _from_int(value: int, where: str) -> tuple[NDArray[Any], str]:
+    try:
+        return np.asarray(value, dtype=np.int64), "int64"
+    except OverflowError as error:
+        raise SourceError(
+            f"{where} is a whole number of {value.bit_length()} bits, expected at most 63 and a sign. "
+            "Return it as a float"
+        ) from error
 
 
 def _from_tensor(tensor: Any, where: str) -> tuple[NDArray[Any], str]:
@@ -175,6 +190,8 @@ def _from_tensor(tensor: Any, where: str) -> tuple[NDArray[Any], str]:
 
     if tensor.layout != torch.strided:
         raise SourceError(f"{where} is a tensor of layout {tensor.layout}. Return it dense (`to_dense()`)")
+    if tensor.is_meta:
+        raise SourceError(f"{where} is a meta tensor, which has no values. Return one with values")
     plain = tensor.detach().cpu().resolve_conj().resolve_neg()
     if plain.dtype == torch.bfloat16:
         return plain.contiguous().view(torch.int16).numpy().view(np.uint16).copy(), "bfloat16"
@@ -195,6 +212,12 @@ def _from_image(image: Any) -> tuple[NDArray[Any], str]:
 
 
 def _from_numpy(array: NDArray[Any], where: str) -> tuple[NDArray[Any], str]:
+    if isinstance(array, np.ma.MaskedArray) and np.ma.getmaskarray(array).any():
+        raise SourceError(
+            f"{where} is a masked array with values left out, and a store has no masks. Return "
+            "array.filled(VALUE), and the mask as a field of its own if it is wanted"
+        )
+    array = np.asarray(array)
     kind, size = array.dtype.kind, array.dtype.itemsize
     if kind == "c":
         array = np.ascontiguousarray(array, dtype=np.complex64)[..., None].view(np.float32)
@@ -206,7 +229,7 @@ def _from_numpy(array: NDArray[Any], where: str) -> tuple[NDArray[Any], str]:
         array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
     else:
         raise SourceError(
-            f"{where} has dtype {array.dtype}, which cannot be stored. Return bool, integers up to 64 bits "
-            "or floating point numbers"
+            f"{where} has dtype {array.dtype}, which cannot be stored. Return bool, integers that fit "
+            "int64, or floating point numbers"
         )
     return array, array.dtype.name

@@ -141,7 +141,7 @@ def _held(member: Member) -> Iterator[Member]:
     elif isinstance(value, types.FunctionType):
         yield from _closure(value, path)
     if _obstacle(member) is None:
-        for name, held in _state(value).items():
+        for name, held in state_of(value).items():
             if not _plain(held):
                 yield Member(f"{path}.{name}", held)
 
@@ -158,7 +158,7 @@ def _closure(function: types.FunctionType, path: str) -> Iterator[Member]:
             continue
 
 
-def _state(value: object) -> dict[str, Any]:
+def state_of(value: object) -> dict[str, Any]:
     """What pickling would take along by name."""
     kind = type(value)
     own = getattr(kind, "__getstate__", None)

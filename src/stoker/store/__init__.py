@@ -20,6 +20,7 @@ from stoker.store.digests import Digests, FileDigest
 from stoker.store.failures import Failure
 from stoker.store.folder import Folder, open_folder
 from stoker.store.index import Index, Segments
+from stoker.store.join import Join, Joined, JoinReport, join_table
 from stoker.store.recipe import Recipe, RecipePart, load_recipe, make_recipe
 from stoker.store.shard_read import Shard
 from stoker.store.verify import BadRecord, VerifyReport
@@ -36,6 +37,9 @@ __all__ = [
     "FileDigest",
     "Folder",
     "Index",
+    "Join",
+    "JoinReport",
+    "Joined",
     "Recipe",
     "RecipePart",
     "RecordWriter",
@@ -44,6 +48,7 @@ __all__ = [
     "VerifyReport",
     "WriterSettings",
     "diff_recipes",
+    "join_table",
     "load_recipe",
     "make_recipe",
     "open_cache",

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -42,6 +43,7 @@ from stoker.store.use import Use, note_use
 from stoker.units import format_count
 
 if TYPE_CHECKING:
+    from stoker.store.join import Joined
     from stoker.store.verify import VerifyReport
 
 log = logging.getLogger("stoker")
@@ -75,6 +77,7 @@ class Cache:
         """Whoever can encode what is missing; a loader asks it."""
         self.filling: Filling | None = None
         """The work under way to complete it (`precompute(wait=False)`); a loader serves beside it."""
+        self.joined: Joined | None = None
         self._use = use or Use(path)
         self._storage = LocalStorage(path)
         self._lock = threading.Lock()
@@ -144,12 +147,14 @@ class Cache:
         if place is None:
             raise self._missing(number)
         shard = self.shard(place[0])
-        return {name: read_field(shard, name, field, place[1]) for name, field in self.schema.items()}
+        joined = {} if self.joined is None else self.joined.record(number)
+        return {
+            name: read_field(shard, name, field, place[1]) for name, field in self.schema.items()
+        } | joined
 
     def __repr__(self) -> str:
-        state = (
-            "complete" if self.complete else f"{format_count(len(self))} of {format_count(self.index.count)}"
-        )
+        state = f"{format_count(len(self))} of {format_count(self.index.count)}"
+        state = "complete" if self.complete else state
         return f"Cache({self.name!r}, {self.fingerprint}, {format_count(len(self))} records, {state})"
 
     def shard(self, i: int) -> Shard:
@@ -237,7 +242,9 @@ class Cache:
         )
 
 
-def open_cache(path: str | Path, *, require_complete: bool = True) -> Cache:
+def open_cache(
+    path: str | Path, *, require_complete: bool = True, join: Mapping[str, Any] | None = None
+) -> Cache:
     """Open a cache for reading.
 
     Args:
@@ -245,6 +252,7 @@ def open_cache(path: str | Path, *, require_complete: bool = True) -> Cache:
             sequence in their indexes. A lost or damaged index is made again from
             shards that are read in full.
         require_complete: Refuse a cache with missing records.
+        join: Columns of a table beside the records, by the arguments of `stoker.store.join_table`.
     Raises:
         FormatError: There is no cache, or none that you may read.
         IncompleteError: Records are missing; says how many, and which shard is gone.
@@ -252,7 +260,7 @@ def open_cache(path: str | Path, *, require_complete: bool = True) -> Cache:
     """
     cache = open_unnoted(path, require_complete=require_complete)
     note_use(cache.path)
-    return cache
+    return cache if join is None else import_module("stoker.store.join").join_table(cache, **join)
 
 
 def open_unnoted(path: str | Path, *, require_complete: bool = True) -> Cache:

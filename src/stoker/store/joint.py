@@ -69,7 +69,7 @@ def reopened(cache: Cache) -> Cache:
     if isinstance(cache, Joint):
         return Joint([reopened(member) for member in cache.members])
     again = type(cache)(cache.path, cache.recipe, cache.index)
-    again.filler = cache.filler
+    again.filler, again.joined = cache.filler, cache.joined
     return again
 
 

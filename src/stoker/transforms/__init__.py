@@ -9,11 +9,14 @@ change them (`Normalize`, `Noise`) or give several of each example (`Views`); fu
 
 from stoker.loader.keyed import bits, child_keys, integers, normal, uniform
 from stoker.transforms.geometry import Crop, Flip, Roll, Take
+from stoker.transforms.images import CropImages, Decode
 from stoker.transforms.values import Noise, Normalize
 from stoker.transforms.views import Views
 
 __all__ = [
     "Crop",
+    "CropImages",
+    "Decode",
     "Flip",
     "Noise",
     "Normalize",

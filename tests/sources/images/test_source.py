@@ -10,6 +10,7 @@ import pytest
 
 import stoker
 from stoker.errors import ConfigError, DecodeError, SourceError, SplitError
+from stoker.precompute.unchanged import ChangedError, Unchanged, digested_files
 from stoker.store import make_recipe
 from stoker.testing import check_source
 from tests.sources.images.pictures import encoded, square, write_coco, write_list, write_voc
@@ -252,3 +253,18 @@ def test_without_pillow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.M
 
     with pytest.raises(ConfigError, match=r"stoker\[images\]"):
         source(tmp_path)
+
+
+def test_an_image_that_changes_after_it_was_digested_ends_the_run(voc: Path, tmp_path: Path) -> None:
+    """Its own file is looked at after each read, however many others its part has."""
+    own = source(voc, "voc")
+    recipe = make_recipe(own, None)
+    reads = Unchanged(own, digested_files(recipe.refs, recipe.files), [0])
+    reads.read(3)
+
+    path = voc / "JPEGImages/image_07.jpg"
+    path.write_bytes(path.read_bytes() + b"more")
+
+    reads.read(6)
+    with pytest.raises(ChangedError, match=r"image_07\.jpg changed while it was encoded"):
+        reads.read(7)

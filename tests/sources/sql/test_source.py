@@ -380,3 +380,20 @@ def test_a_reader_that_starts_does_not_import_torch(database: Path) -> None:
         "assert 'torch' not in sys.modules and 'psycopg' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_places_on_both_sides_of_the_180th_meridian_are_near_each_other(tmp_path: Path) -> None:
+    """The same receivers and transmitter, a world away and then across the meridian."""
+    rows, shifted = made(4), made(4)
+    for row in shifted:
+        for entry in row[9]:
+            entry["lon"] = (entry["lon"] + 172.0 + 180) % 360 - 180
+        row[11] = (row[11] + 172.0 + 180) % 360 - 180
+    away = source(write_sqlite(tmp_path / "away.db", rows))
+    across = source(write_sqlite(tmp_path / "across.db", shifted))
+
+    assert any(len({entry["lon"] > 0 for entry in row[9] if entry["on"]}) == 2 for row in shifted)
+    for number in range(4):
+        for name in ("receivers", "target"):
+            np.testing.assert_allclose(across.read(number)[name], away.read(number)[name], atol=1e-4)
+        assert abs(across.read(number)["centre"][1]) > 179

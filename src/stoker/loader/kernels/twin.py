@@ -241,6 +241,8 @@ class Room:
                 return self._fixed
             if self._buffers is not None:
                 return self._buffers.take()
+        if self._buffers is not None:  # threads write it, and have no part in the caller's inference mode
+            return lasting((count, *self.shape[1:]), self._dtype, self._device)
         return torch.empty((count, *self.shape[1:]), dtype=self._dtype, device=self._device)
 
     def fixed(self, made: Tensor) -> Tensor:

@@ -173,6 +173,11 @@ class ImageSource:
             sample["image"] = pixels
         return {**sample, **self._catalog.labels(entry, fit)}
 
+    def sample_files(self, number: int) -> Sequence[str]:
+        """The files, by their names in the identity, that decide sample `number`."""
+        entry = self._scan().entries[number]
+        return (entry.image, *self._catalog.files(entry))
+
     def runs(self) -> Sequence[range]:
         """Ranges of about 8 MiB of pixels, never across parts."""
         height, width = self._rules.size

@@ -24,6 +24,7 @@ IMAGES, ANNOTATIONS, LISTS = "JPEGImages", "Annotations", "ImageSets/Main"
 MAX_XML_BYTES = 1 << 24
 
 _log = logging.getLogger("stoker")
+_said: set[Path] = set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +143,8 @@ class Voc:
             most, boxes = max(most, len(found.names)), boxes + len(found.names)
             if found.size is not None and not inside(found.boxes, found.size)[1].all():
                 without.append(path.stem)
-        if without:
+        if without and self._root not in _said:
+            _said.add(self._root)
             _log.warning(
                 "%s: of %d boxes some have no area inside their image (in %s%s); they are kept with "
                 "boxes_valid=False",

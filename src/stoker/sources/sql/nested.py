@@ -1,7 +1,7 @@
 """JSON columns: arrays of numbers, and lists of objects as padded arrays with a mask.
 
 Places are turned into metres north and east of the centroid of those entries that count, on a sphere, with
-degrees of longitude as long as they are at that latitude.
+degrees of longitude as long as they are at that latitude, the shorter way round.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stoker.schema import FLOATS, Field, Json, Sample, Schema
 from stoker.sources.sql.rows import BOOL, BYTES, FLOAT, INT, JSON, NAMES, TEXT, Value
@@ -115,7 +116,7 @@ class Entries:
                 absent = 0.0 if mask[place] else None
                 degrees[axis, place] = self._number(entry, Feature(path=path, missing=absent))
         counted = ~mask[: len(entries)]
-        centre = (float(degrees[0, counted].mean()), float(degrees[1, counted].mean()))
+        centre = (float(degrees[0, counted].mean()), middle_longitude(degrees[1, counted]))
         row.centroids[self.field] = centre
         north, east = metres_from(centre, degrees[0], degrees[1])
         return np.where(counted, north, 0.0), np.where(counted, east, 0.0)
@@ -233,13 +234,34 @@ class Numbers:
         return {"column": self.column, "json": self.dtype, "shape": list(self.shape)}
 
 
+def middle_longitude(longitudes: NDArray[np.float64]) -> float:
+    """The mean of longitudes in degrees, along the arc that holds them all and is the shortest.
+
+    >>> middle_longitude(np.array([8.0, 10.0])), middle_longitude(np.array([179.0, -178.0]))
+    (9.0, -179.5)
+    """
+    ordered = np.sort(longitudes)
+    gaps = np.diff(ordered)
+    if not len(gaps) or gaps.max() <= 360 - (ordered[-1] - ordered[0]):
+        return float(longitudes.mean())
+    west = (
+        longitudes <= ordered[gaps.argmax()]
+    )  # of the largest gap: they follow the others, past 180 degrees
+    return float(_turned(np.where(west, longitudes + 360, longitudes).mean()))
+
+
+def _turned(degrees: Any) -> Any:
+    """The same angle between -180 and 180 degrees; what lies there stays as it is, to the last bit."""
+    return degrees - 360 * np.round(degrees / 360)
+
+
 def metres_from(centre: tuple[float, float], latitude: Any, longitude: Any) -> tuple[Any, Any]:
     """Metres north and east of `centre`, of places in degrees.
 
     >>> [round(float(m)) for m in metres_from((45.0, 8.0), 46.0, 9.0)]
     [111195, 78627]
     """
-    east = (longitude - centre[1]) * METRES * math.cos(math.radians(centre[0]))
+    east = _turned(longitude - centre[1]) * METRES * math.cos(math.radians(centre[0]))
     return (latitude - centre[0]) * METRES, east
 
 

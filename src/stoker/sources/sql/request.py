@@ -51,6 +51,8 @@ class Request:
     """Condition on the rows."""
     version_query: str | None = None
     """Gives one row that changes whenever the rows do."""
+    unique: bool = True
+    """Whether a key that comes twice is an error."""
     timeouts: Timeouts = Timeouts()
     spill_dir: str | None = None
     """Folder of the file that rows are kept in; None: the system's for temporary files."""

@@ -74,16 +74,16 @@ def pack_rows(rows: Sequence[Sequence[Any]]) -> Packed:
         tags = [tag for tag in simple if tag is not None]
         return pack_fixed([(tag, np.asarray(c)) for tag, c in zip(tags, columns, strict=True)])
     counted: list[Counter[int]] = [Counter() for _ in columns]
-    packed: list[bytes] = []
-    for row in rows:
-        parts: list[bytes] = []
+    parts: list[bytes] = []
+    lengths = np.empty(len(rows), np.int64)
+    for number, row in enumerate(rows):
+        first = len(parts)
         for place, value in enumerate(row):
-            part = _pack(value)
-            counted[place][part[0]] += 1
-            parts.append(part)
-        packed.append(b"".join(parts))
-    lengths = np.fromiter(map(len, packed), np.int64, len(packed))
-    return Packed(b"".join(packed), lengths, counted)
+            begin = len(parts)
+            parts += _pack(value)
+            counted[place][parts[begin][0]] += 1
+        lengths[number] = sum(map(len, parts[first:]))
+    return Packed(b"".join(parts), lengths, counted)  # long values are copied once, here
 
 
 def pack_fixed(columns: Sequence[tuple[int, NDArray[Any]]]) -> Packed:
@@ -102,20 +102,20 @@ def pack_fixed(columns: Sequence[tuple[int, NDArray[Any]]]) -> Packed:
 _PLAIN = {int: INT, float: FLOAT, bool: BOOL, Micros: TIME}
 
 
-def _pack(value: Any) -> bytes:
+def _pack(value: Any) -> tuple[bytes, ...]:
     kind = type(value)
     if value is None:
-        return bytes((NULL,))
+        return (bytes((NULL,)),)
     if kind is float:
-        return struct.pack("<Bd", FLOAT, value)
+        return (struct.pack("<Bd", FLOAT, value),)
     if kind in _PLAIN:
-        return struct.pack("<Bq", _PLAIN[kind], value)
+        return (struct.pack("<Bq", _PLAIN[kind], value),)
     tag, data = _long(value)
     if tag == FLOAT:
-        return struct.pack("<Bd", FLOAT, data)
+        return (struct.pack("<Bd", FLOAT, data),)
     if tag == TIME:
-        return struct.pack("<Bq", TIME, data)
-    return b"".join((bytes((tag,)), _LENGTH.pack(len(data)), data))
+        return (struct.pack("<Bq", TIME, data),)
+    return struct.pack("<BI", tag, len(data)), data
 
 
 def _long(value: Any) -> tuple[int, Any]:  # noqa: PLR0911 - one line for each type that drivers give

@@ -237,7 +237,7 @@ class _Seen:
         cure = "Give a key that is there once for each row, one column or several"
         if nulls := max(found[NULL] for found in tags):
             raise SourceError(f"{where}: key {names} is NULL in {format_count(nulls)} rows. {cure}")
-        if self._again:
+        if self._again and request.unique:
             shown = ", ".join(", ".join(map(_shown, key)) for key in self._twice)
             more = " and others" if self._again > len(self._twice) else ""
             raise SourceError(

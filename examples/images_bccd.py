@@ -1,0 +1,85 @@
+"""Blood cells, found on a grid: `python examples/images_bccd.py BCCD_FOLDER [CACHE_FOLDER] [EPOCHS]`.
+
+364 microscope images of 640 x 480 pixels with Pascal VOC boxes (github.com/Shenggan/BCCD_Dataset) are decoded
+once, at 96 x 128, with their boxes moved along. A small network then says for each place of a grid of 12 x 16
+of which kinds blood cells have the middle of their box there.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import stoker
+from stoker.loader import Normalise
+
+SIZE, GRID = (96, 128), (12, 16)
+
+
+def loader_of(root: Path, folder: Path, split: str) -> tuple[stoker.Loader, tuple[str, ...]]:
+    source = stoker.ImageSource(root, "voc", size=SIZE, split=split)
+    begin = time.perf_counter()
+    cache = stoker.precompute(source, None, folder, name=f"bccd_{split}")
+    print(f"{split}: {len(cache)} images ready after {time.perf_counter() - begin:.2f} s")
+    values = Normalise(mean=(0.66, 0.64, 0.68), std=(0.08, 0.09, 0.04), divisor=255)
+    return stoker.Loader(cache, 32, normalise={"image": values}, seed=0), source.classes
+
+
+def targets(batch: dict[str, Tensor], classes: int) -> Tensor:
+    """`(B, classes, 12, 16)`: 1 where the middle of a box of that class lies."""
+    boxes, valid = batch["boxes"], batch["boxes_valid"]
+    middle = (boxes[..., :2] + boxes[..., 2:]) / 2
+    column = (middle[..., 0] * GRID[1] / SIZE[1]).long().clamp(0, GRID[1] - 1)
+    row = (middle[..., 1] * GRID[0] / SIZE[0]).long().clamp(0, GRID[0] - 1)
+    found = torch.zeros(len(boxes), classes, *GRID)
+    example = torch.arange(len(boxes))[:, None].expand_as(column)
+    found[example[valid], batch["labels"][valid], row[valid], column[valid]] = 1
+    return found
+
+
+def network(classes: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for inner, outer in ((3, 16), (16, 32), (32, 48)):
+        layers += [nn.Conv2d(inner, outer, 3, stride=2, padding=1), nn.BatchNorm2d(outer), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Conv2d(48, 48, 3, padding=1), nn.ReLU(), nn.Conv2d(48, classes, 1))
+
+
+def main(root: Path, folder: Path, epochs: int) -> None:
+    torch.manual_seed(0)
+    train, classes = loader_of(root, folder, "train")
+    val, _ = loader_of(root, folder, "val")
+    share = torch.cat([targets(batch, len(classes)) for batch in train]).mean((0, 2, 3))
+    model = network(len(classes))
+    nn.init.zeros_(model[-1].weight)
+    model[-1].bias.data = torch.logit(share)  # begins as the guess that knows how frequent each class is
+
+    def loss_of(batch: dict[str, Tensor]) -> Tensor:
+        return F.binary_cross_entropy_with_logits(model(batch["image"]), targets(batch, len(classes)))
+
+    def loss_on(loader: stoker.Loader) -> float:
+        model.eval()
+        with torch.no_grad():
+            return float(torch.stack([loss_of(batch) for batch in loader]).mean())
+
+    guessed = loss_on(val)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(epochs):
+        model.train()
+        for batch in train:
+            optimizer.zero_grad()
+            loss_of(batch).backward()
+            optimizer.step()
+    print(f"{', '.join(classes)}: validation loss {loss_on(val):.4f} (guessing {guessed:.4f})")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("give the folder of the BCCD data set, the one with JPEGImages and Annotations")
+    main(
+        Path(sys.argv[1]),
+        Path(sys.argv[2] if len(sys.argv) > 2 else ".stoker"),
+        int(sys.argv[3]) if len(sys.argv) > 3 else 20,
+    )

@@ -1,0 +1,47 @@
+"""Rows of a database, read once and trained on: `python examples/radio_rows.py [FOLDER]`."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+import stoker
+from stoker.pipeline.radio import RadioSpec
+from stoker.pipeline.radio_regressor import PositionRegressor, fit, position_errors
+from stoker.pipeline.radio_store import TABLE, radio_columns, write_radio
+
+
+def main(folder: Path) -> None:
+    database, spec = folder / "radio.db", RadioSpec(rows=600)
+    write_radio(database, spec)
+
+    rows = stoker.SQLSource(
+        database,
+        table=TABLE,
+        key="recording_session_id",
+        columns=radio_columns(),
+        where=f"dataset_id = '{spec.dataset_id}'",
+        split="train",
+        splits={"train": 0.8, "val": 0.2},
+    )
+    cache = stoker.precompute(rows, None, folder / "cache", name="radio_train", readers=1)
+    held_out = stoker.precompute(rows.for_split("val"), None, folder / "cache", name="radio_val", readers=1)
+
+    train = stoker.Loader(cache, batch_size=128, tier="device")
+    val = stoker.Loader(held_out, batch_size=128, order="sequential")
+    metres = torch.tensor(rows.statistics["target"]["deviation"])
+    torch.manual_seed(0)
+    model = PositionRegressor()
+    before = position_errors(model, val, metres).mean_m
+
+    def batches(epoch: int) -> stoker.Loader:
+        train.set_epoch(epoch)
+        return train
+
+    fit(model, batches, epochs=24, steps=24 * len(train), lr=6e-3)
+    after = position_errors(model, val, metres).mean_m
+    print(f"{len(cache)} + {len(held_out)} rows: {after:,.0f} m off, {before:,.0f} m before training")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "radio_rows"))

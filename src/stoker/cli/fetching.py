@@ -1,0 +1,129 @@
+"""The command that brings files here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from stoker.cli.edge import edge
+from stoker.cli.flags import Debug, Json, Overrides
+from stoker.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from stoker.fetch import Fetched, FetchReport, Progress
+
+TELL_S = 10.0
+"""Seconds between two lines about how far it is, where there is no terminal."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command()(fetch)
+
+
+def fetch(
+    config: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG|MANIFEST", readable=False, help="YAML file with the settings, or a JSON manifest."
+        ),
+    ],
+    overrides: Overrides = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", readable=False, help="Folder to fetch into; default: fetch.folder."),
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Bring files here, checked and resumed.
+
+    From rclone remotes, http(s) and folders, several at once, each verified before it gets its name. A file
+    that fails is named and leaves the others alone; the exit code is then not 0.
+
+    \b
+    Example:
+      stoker fetch configs/train_burgers_32dim.yaml
+      stoker fetch files.json --to data/pdebench
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        from stoker.launch.secrets import without_secrets
+        from stoker.pipeline.fetch import fetch as fetch_all
+
+        listen = Teller(out.note, out.notes)
+        try:
+            report = fetch_all(config, overrides or [], folder=to, redact=without_secrets, listen=listen)
+        finally:
+            listen.clear()
+        out.show(report, render)
+        if report.exit_code:
+            raise typer.Exit(report.exit_code)
+
+
+class Teller:
+    """Says how far it is: a line that is kept up to date on a terminal, elsewhere one every ten seconds."""
+
+    def __init__(self, say: Callable[[str], None], console: Console) -> None:
+        self._say = say
+        self._status = console.status("") if console.is_terminal else None
+        self._told = time.monotonic()
+
+    def __call__(self, what: Progress | Fetched | str) -> None:
+        """Take one event."""
+        from stoker.fetch import Fetched
+
+        if isinstance(what, str):
+            self._say(what)
+        elif isinstance(what, Fetched):
+            self._say(_line(what))
+        elif self._status is not None:
+            self._status.start()
+            self._status.update(escape("  ".join(_progress(what))))
+        elif time.monotonic() - self._told > TELL_S:
+            self._told = time.monotonic()
+            for line in _progress(what):
+                self._say(line)
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._status is not None:
+            self._status.stop()
+
+
+def _progress(now: Progress) -> list[str]:
+    total = "" if now.total is None else f" of {format_bytes(now.total)}"
+    lines = [f"{now.done} of {now.count} files, {format_bytes(now.bytes)}{total}"]
+    for name, at, size in now.running:
+        share = f" {at / size:.0%} of {format_bytes(size)}" if size else f" {format_bytes(at)}"
+        lines.append(f"  {name}{share}")
+    return lines
+
+
+def _line(file: Fetched) -> str:
+    if file.status == "failed":
+        return f"{file.name}: failed: {file.why} (from {file.source}, {file.tries} tries)"
+    if file.status == "present":
+        return f"{file.name}: there already, {format_bytes(file.bytes)}"
+    kept = f", {format_bytes(file.resumed)} of it from before" if file.resumed else ""
+    checked = file.verified or "nothing declared to compare it with"
+    return f"{file.name}: {format_bytes(file.bytes)} in {format_seconds(file.seconds)}{kept} ({checked})"
+
+
+def render(report: FetchReport, console: Console) -> None:
+    """What is there, and what is not."""
+    there = len(report.files) - len(report.failed)
+    size = format_bytes(sum(file.bytes for file in report.files if file.status != "failed"))
+    came = format_bytes(sum(file.received for file in report.files))
+    console.print(
+        f"{there} of {len(report.files)} files in {escape(str(report.folder))}: {size}, {came} received, "
+        f"{format_seconds(report.seconds)}",
+        soft_wrap=True,
+    )
+    for file in report.failed:
+        console.print(f"failed: {escape(file.name)}: {escape(file.why)}", soft_wrap=True)

@@ -1,0 +1,381 @@
+"""All files of a list: several at once, each under its deadlines, tried again where that may help.
+
+The thread that calls `fetch_files` only watches. A try that makes no progress is left behind and another is
+started, so that nothing below (a name server, a mount, a program) can hold up the others, or the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+from typing import Literal, TypeAlias
+
+from stoker.atomic import explained
+from stoker.errors import ConfigError, ResourceError, SourceError, StalledError, StokerError, TransferError
+from stoker.fetch.attempt import LOCAL_STAGES, RESERVE_BYTES, Attempt
+from stoker.fetch.origin import Origin, origin_of, shown_source
+from stoker.fetch.record import Record, alone, look
+from stoker.fetch.wanted import Wanted
+from stoker.schema import Json
+from stoker.units import format_bytes, format_seconds
+
+LOOK_S = 0.1
+TELL_S = 0.5
+LONGEST_PAUSE_S = 60.0
+Status: TypeAlias = Literal["present", "fetched", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchSettings:
+    """How much at once, and how long."""
+
+    at_once: int = 4
+    tries: int = 5
+    """Tries in a row that bring nothing new, after which a file has failed."""
+    deadline_s: float = 4 * 3600.0
+    """For one file, pauses included."""
+    stall_s: float = 60.0
+    """Without a byte, or an answer."""
+    pause_s: float = 1.0
+    """Before the second try; doubles up to a minute."""
+    redact: Callable[[str], str] = str
+    """Takes secrets out of messages of other programs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """What became of one file."""
+
+    name: str
+    source: str
+    """As messages may show it."""
+    status: Status
+    bytes: int
+    received: int
+    """Bytes that came over the wire now, those of tries that failed included."""
+    resumed: int
+    """Bytes that an earlier run had left, and that were kept."""
+    tries: int
+    seconds: float
+    verified: str
+    """What its content was compared with: a digest's name, `size`, or nothing."""
+    why: str = ""
+    """Why it failed."""
+    exit_code: int = 0
+
+    def to_json(self) -> dict[str, Json]:
+        """The keys that scripts rely on."""
+        return {
+            "name": self.name, "from": self.source, "status": self.status, "bytes": self.bytes,
+            "received": self.received, "resumed": self.resumed, "tries": self.tries,
+            "seconds": self.seconds, "verified": self.verified, "why": self.why,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchReport:
+    """What became of all files."""
+
+    folder: Path
+    files: tuple[Fetched, ...]
+    seconds: float
+
+    @property
+    def failed(self) -> tuple[Fetched, ...]:
+        """Those that are not there."""
+        return tuple(file for file in self.files if file.status == "failed")
+
+    @property
+    def exit_code(self) -> int:
+        """0 when all files are there; else that of the first that is not."""
+        return self.failed[0].exit_code if self.failed else 0
+
+    def to_json(self) -> dict[str, Json]:
+        """The keys that scripts rely on."""
+        return {
+            "folder": str(self.folder),
+            "files": [file.to_json() for file in self.files],
+            "bytes": sum(file.bytes for file in self.files if file.status != "failed"),
+            "received": sum(file.received for file in self.files),
+            "failed": [file.name for file in self.failed],
+            "seconds": self.seconds,
+            "exit_code": self.exit_code,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far it is."""
+
+    bytes: int
+    """Of all files, as far as they are there."""
+    total: int | None
+    """Of all files; None: of some nobody said."""
+    done: int
+    count: int
+    running: tuple[tuple[str, int, int | None], ...]
+    """Name, bytes there, size of each file that is being fetched."""
+    seconds: float
+
+
+Listener: TypeAlias = Callable[[Progress | Fetched | str], None]
+"""Gets progress twice a second, each file that is done, and a line for each try that failed."""
+
+
+@dataclass(slots=True)
+class _Job:
+    wanted: Wanted
+    target: Path
+    origin: Origin
+    begun: float = 0.0
+    """When its first try began."""
+    due: float = 0.0
+    """When the next one may."""
+    tries: int = 0
+    idle: int = 0
+    """Tries in a row that brought nothing new."""
+    wrong: int = 0
+    """Times that the whole file had another digest."""
+    best: int = 0
+    received: int = 0
+    resumed: int | None = None
+    attempt: Attempt | None = None
+    done: Fetched | None = field(default=None)
+
+
+def fetch_files(
+    wanted: Sequence[Wanted],
+    folder: Path,
+    settings: FetchSettings = FetchSettings(),
+    *,
+    base: Path = Path(),
+    listen: Listener = lambda _: None,
+) -> FetchReport:
+    """Bring all files into a folder; one that fails leaves the others alone.
+
+    Args:
+        base: Folder that paths to fetch from are relative to.
+
+    Raises:
+        ConfigError: A name leads out of the folder, or an address is none.
+        ResourceError: There is no room for what is missing, or another process fetches into the folder.
+    """
+    begin = time.monotonic()
+    with explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    jobs = [
+        _Job(wanted=one, target=_target(folder, one.name), origin=origin_of(one.source, base))
+        for one in wanted
+    ]
+    with alone(folder):
+        _check_room(jobs, folder)
+        _Run(jobs, Record(folder), settings, listen).run()
+    files = tuple(job.done for job in jobs if job.done is not None)
+    return FetchReport(folder=folder, files=files, seconds=time.monotonic() - begin)
+
+
+def _target(folder: Path, name: str) -> Path:
+    """Where a file goes, its folder made; links below `folder` lead nowhere else.
+
+    Raises:
+        ConfigError: They do.
+    """
+    target = folder / name
+    with explained(folder):
+        place = folder
+        for part in target.relative_to(folder).parts[:-1]:
+            place /= part
+            if place.is_symlink() or (place.exists() and not place.is_dir()):
+                raise ConfigError(f"{place} is a link or a file, expected a folder of {folder}. Remove it")
+            place.mkdir(exist_ok=True)
+        if target.is_dir() and not target.is_symlink():
+            raise ConfigError(f"{target} is a folder, expected a file. Remove it, or choose another name")
+    return target
+
+
+def _check_room(jobs: Sequence[_Job], folder: Path) -> None:
+    """Compare what is missing, as far as sizes are declared, with what is free."""
+    missing = 0
+    for job in jobs:
+        found = look(job.target)
+        part = look(job.target.with_name(f".{job.target.name}.part"))
+        if job.wanted.bytes is not None and (found is None or found.st_size != job.wanted.bytes):
+            missing += max(0, job.wanted.bytes - (0 if part is None else part.st_size))
+    disk = os.statvfs(folder)
+    room = disk.f_bavail * disk.f_frsize
+    if missing and missing + RESERVE_BYTES > room:
+        raise ResourceError(
+            f"{folder} has {format_bytes(room)} free, what is missing needs {format_bytes(missing)} and "
+            f"{format_bytes(RESERVE_BYTES)} of reserve. Make room, or choose another folder"
+        )
+
+
+class _Run:
+    """The loop that watches."""
+
+    def __init__(
+        self, jobs: Sequence[_Job], record: Record, settings: FetchSettings, listen: Listener
+    ) -> None:
+        self._jobs, self._record, self._settings, self._listen = jobs, record, settings, listen
+        self._woken = Event()
+        self._begin = self._told = time.monotonic()
+
+    def run(self) -> None:
+        """Until each job is done."""
+        try:
+            while any(job.done is None for job in self._jobs):
+                self._start_due()
+                self._woken.wait(LOOK_S)
+                self._woken.clear()
+                for job in self._jobs:
+                    if job.attempt is not None:
+                        self._look_at(job, job.attempt)
+                    elif job.done is None and job.begun and self._late(job):
+                        self._fail(job, self._overdue(job))
+                self._tell()
+        finally:
+            for job in self._jobs:  # interrupted: what is there stays for the next run
+                if job.attempt is not None:
+                    job.attempt.give_up()
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        running = sum(job.attempt is not None for job in self._jobs)
+        for job in self._jobs:
+            if running >= self._settings.at_once:
+                return
+            if job.done is None and job.attempt is None and job.due <= now:
+                job.begun = job.begun or now
+                job.tries += 1
+                known = self._record.of(job.wanted.name)
+                job.attempt = Attempt(
+                    job.wanted, job.target, job.origin, known, stall_s=self._settings.stall_s
+                )
+                job.attempt.start(self._woken.set)
+                running += 1
+
+    def _look_at(self, job: _Job, attempt: Attempt) -> None:
+        """End a try that is done, or that takes too long."""
+        if attempt.stage == "done":
+            job.attempt = None
+            self._count(job, attempt)
+            if attempt.result is not None:
+                self._succeed(job, attempt)
+            else:
+                self._again(job, _as_stoker(attempt.error), free=True)
+        elif self._late(job):
+            attempt.give_up()
+            job.attempt = None
+            self._count(job, attempt)
+            self._fail(job, self._overdue(job))
+        elif time.monotonic() - attempt.since > self._settings.stall_s:
+            free = attempt.stage not in LOCAL_STAGES and attempt.give_up()
+            job.attempt = None
+            self._count(job, attempt)
+            stalled = StalledError(
+                f"nothing moved for {format_seconds(self._settings.stall_s)} while {attempt.stage}, at "
+                f"{attempt.at:,} bytes"
+            )
+            self._again(job, stalled, free=free)
+
+    def _count(self, job: _Job, attempt: Attempt) -> None:
+        job.received += attempt.received
+        if job.resumed is None:
+            job.resumed = 0 if attempt.present else max(0, attempt.at - attempt.received)
+        job.idle = 0 if attempt.at > job.best and attempt.received else job.idle + 1
+        job.best = max(job.best, attempt.at)
+
+    def _again(self, job: _Job, error: StokerError, *, free: bool) -> None:
+        """Try a file again, unless that is of no use."""
+        whole = isinstance(error, TransferError) and "declared was" in str(error)
+        job.wrong += whole
+        passing = isinstance(error, StalledError) or (isinstance(error, TransferError) and error.passing)
+        if not passing or not free or job.wrong > 1 or job.idle >= self._settings.tries:
+            self._fail(job, error)
+            return
+        pause = min(LONGEST_PAUSE_S, self._settings.pause_s * 2 ** max(0, job.idle - 1))
+        pause *= _spread(job)
+        if isinstance(error, TransferError):
+            pause = max(pause, error.wait_s)
+        job.due = time.monotonic() + pause
+        said = self._settings.redact(str(error))
+        self._listen(f"{job.wanted.name}: {said}; trying again in {format_seconds(pause)}")
+
+    def _succeed(self, job: _Job, attempt: Attempt) -> None:
+        assert attempt.result is not None
+        if not attempt.present or self._record.of(job.wanted.name) != attempt.result:
+            self._record.put(job.wanted.name, attempt.result)
+        self._end(job, "present" if attempt.present else "fetched", attempt.result.bytes)
+
+    def _fail(self, job: _Job, error: StokerError) -> None:
+        self._end(job, "failed", job.best, self._settings.redact(str(error)), error.exit_code)
+
+    def _end(self, job: _Job, status: Status, size: int, why: str = "", exit_code: int = 0) -> None:
+        wanted = job.wanted
+        verified = wanted.algorithm or ("size" if wanted.bytes is not None else "")
+        job.done = Fetched(
+            name=wanted.name,
+            source=shown_source(wanted.source),
+            status=status,
+            bytes=size,
+            received=job.received,
+            resumed=job.resumed or 0,
+            tries=job.tries,
+            seconds=time.monotonic() - job.begun,
+            verified="" if status == "failed" else verified,
+            why=why,
+            exit_code=exit_code,
+        )
+        self._listen(job.done)
+
+    def _late(self, job: _Job) -> bool:
+        return time.monotonic() - job.begun > self._settings.deadline_s
+
+    def _overdue(self, job: _Job) -> StalledError:
+        return StalledError(
+            f"not there after {format_seconds(self._settings.deadline_s)}, at {job.best:,} bytes. Raise "
+            "fetch.deadline, or run again: what came is kept"
+        )
+
+    def _tell(self) -> None:
+        now = time.monotonic()
+        if now - self._told < TELL_S:
+            return
+        self._told = now
+        there, total = 0, 0
+        for job in self._jobs:
+            size = job.attempt.total if job.attempt is not None else job.wanted.bytes
+            there += job.done.bytes if job.done else job.attempt.at if job.attempt else job.best
+            size = job.done.bytes if job.done and size is None else size
+            total = None if size is None or total is None else total + size
+        running = [job.attempt for job in self._jobs if job.attempt is not None]
+        self._listen(
+            Progress(
+                bytes=there,
+                total=total,
+                done=sum(job.done is not None for job in self._jobs),
+                count=len(self._jobs),
+                running=tuple((one.wanted.name, one.at, one.total) for one in running),
+                seconds=now - self._begin,
+            )
+        )
+
+
+def _spread(job: _Job) -> float:
+    """Between a half and one, so that many files do not come back at the same time; the same each time."""
+    seed = hashlib.sha256(f"{job.wanted.name}\0{job.tries}".encode()).digest()[0]
+    return 0.5 + seed / 510
+
+
+def _as_stoker(error: BaseException | None) -> StokerError:
+    """What a thread ended with, as an error of ours."""
+    if isinstance(error, StokerError):
+        return error
+    if isinstance(error, OSError):
+        return SourceError(f"{error.filename or 'the disk'}: {error.strerror or error}")
+    return StokerError(f"unexpected {type(error).__name__}: {error}. Please report it")

@@ -1,0 +1,16 @@
+"""Rented machines: the script that one starts with, and the provider that rents them.
+
+script.py      the start-up script, from a typed model
+pieces.py      the text of its parts
+plan.py        that model, from a configuration and its repository
+secrets.py     which variables are secrets, and texts without them
+preflight.py   what has to be right before anything is paid for
+client.py      the provider's REST interface
+vast.py        search, up, status, logs, down
+"""
+
+from stoker.launch.client import VastClient
+from stoker.launch.plan import Launch, plan_launch
+from stoker.launch.script import StartScript
+
+__all__ = ["Launch", "StartScript", "VastClient", "plan_launch"]

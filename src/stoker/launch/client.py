@@ -1,0 +1,271 @@
+"""The REST interface of Vast.ai, as far as it is needed: offers, instances, logs.
+
+Every call ends within its deadline, its pauses for rate limits included. What may have changed something at
+the other side is not sent a second time on its own.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.client import HTTPException, responses
+from typing import Any, Literal, TypeAlias, cast
+
+from stoker.errors import ConfigError, ServiceError, StalledError
+from stoker.launch.script import API
+
+Method: TypeAlias = Literal["GET", "PUT", "DELETE"]
+BUSY = frozenset({429, 502, 503, 504})
+ANSWER_BYTES = 64 * 1024 * 1024
+LOG_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A machine that can be rented."""
+
+    id: int
+    gpu: str
+    gpus: int
+    gpu_memory_gib: float
+    price: float
+    """Dollars an hour, all of it."""
+    disk_gib: float
+    region: str
+    reliability: float
+    down_mbps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """A machine that is rented."""
+
+    id: int
+    label: str
+    status: str
+    wanted: str
+    """The state that it should be in, as far as the provider says."""
+    gpu: str
+    gpus: int
+    price: float
+    message: str
+
+
+class VastClient:
+    """Calls with one key. Errors never show it."""
+
+    def __init__(
+        self,
+        key: str,
+        *,
+        api: str = API,
+        timeout_s: float = 30.0,
+        deadline_s: float = 120.0,
+        pause_s: float = 1.0,
+    ) -> None:
+        if not api.startswith(("http://", "https://")):
+            raise ConfigError(f"{api} is no address of an API. Expected https://...")
+        self._key, self._api = key, api.rstrip("/")
+        self._timeout_s, self._deadline_s, self._pause_s = timeout_s, deadline_s, pause_s
+
+    def offers(self, query: Mapping[str, Any]) -> list[Offer]:
+        """Machines that fit a query, the cheapest first."""
+        asked = json.dumps({"rentable": {"eq": True}, **query, "order": [["dph_total", "asc"]]})
+        found = self._call("GET", f"/bundles/?{urllib.parse.urlencode({'q': asked})}")
+        offers = [_offer(one) for one in _list(found, "offers")]
+        return sorted(offers, key=lambda one: (one.price, one.id))
+
+    def create(self, offer: int, request: Mapping[str, Any]) -> int:
+        """Rent a machine; returns the number of the instance. Sent once: twice might be two machines."""
+        found = self._call("PUT", f"/asks/{offer}/", request, once=True)
+        number = found.get("new_contract")
+        if not isinstance(number, int):
+            raise ServiceError(
+                f"offer {offer} was not rented: {_said(found)}. Take another: stoker launch vast search"
+            )
+        return number
+
+    def instances(self) -> list[Instance]:
+        """All instances of the account."""
+        return [_instance(one) for one in _list(self._call("GET", "/instances/"), "instances")]
+
+    def stop(self, number: int) -> None:
+        """Stop an instance; its disk stays."""
+        self._changed(number, self._call("PUT", f"/instances/{number}/", {"state": "stopped"}))
+
+    def destroy(self, number: int) -> None:
+        """Give an instance back; its disk is gone."""
+        self._changed(number, self._call("DELETE", f"/instances/{number}/"))
+
+    def logs(self, number: int, lines: int) -> str:
+        """The last lines of an instance's log; waits until the provider has put them somewhere."""
+        until = time.monotonic() + self._deadline_s
+        found = self._call("PUT", f"/instances/request_logs/{number}/", {"tail": str(lines)})
+        url = found.get("result_url")
+        if not isinstance(url, str) or not url.startswith(("https://", "http://")):
+            raise ServiceError(f"instance {number} has no log yet: {_said(found)}")
+        while True:
+            request = urllib.request.Request(url)  # noqa: S310 - http(s); without our key
+            try:
+                return self._open(request, until)[:LOG_BYTES].decode(errors="replace")
+            except urllib.error.HTTPError as error:
+                if error.code not in (403, 404, *BUSY) or time.monotonic() + self._pause_s > until:
+                    raise ServiceError(
+                        f"the log of instance {number} is not there ({error.code}). Try again in a minute",
+                        status=error.code,
+                    ) from None
+            time.sleep(self._pause_s)
+
+    def _changed(self, number: int, found: Mapping[str, Any]) -> None:
+        if found.get("success") is False:
+            raise ServiceError(f"instance {number}: {_said(found)}")
+
+    def _call(
+        self, method: Method, path: str, body: Mapping[str, Any] | None = None, *, once: bool = False
+    ) -> dict[str, Any]:
+        """One request, sent again while the other side is busy.
+
+        Raises:
+            ConfigError: The key is refused.
+            ServiceError: The request is, or the answer cannot be read.
+            StalledError: No answer in time.
+        """
+        until = time.monotonic() + self._deadline_s
+        shown = f"{method} {path.partition('?')[0]}"
+        data = None if body is None else json.dumps(body).encode()
+        headers = {
+            "Authorization": f"Bearer {self._key}",
+            "Accept": "application/json",
+            "Content-Type": "application/json",
+            "User-Agent": "stoker",
+        }
+        pause = self._pause_s
+        while True:
+            request = urllib.request.Request(self._api + path, data, headers, method=method)  # noqa: S310
+            try:
+                return _object(self._open(request, until), shown)
+            except urllib.error.HTTPError as error:
+                with error:
+                    wait = self._refused(error, shown, once)
+            except (OSError, HTTPException) as error:
+                wait = self._unanswered(error, shown, once)
+            pause = min(pause * 2, 30.0)
+            wait = max(wait, pause / 2)
+            if time.monotonic() + wait > until:
+                raise StalledError(
+                    f"{shown}: busy for {self._deadline_s:g} s. Try again later, and less often"
+                )
+            time.sleep(wait)
+
+    def _open(self, request: urllib.request.Request, until: float) -> bytes:
+        left = max(0.1, min(self._timeout_s, until - time.monotonic()))
+        opener = urllib.request.build_opener(_NoRedirects())
+        with opener.open(request, timeout=left) as answer:
+            pieces: list[bytes] = []
+            size = 0
+            while piece := answer.read1(1 << 20):
+                size += len(piece)
+                pieces.append(piece)
+                if size > ANSWER_BYTES or time.monotonic() > until:
+                    raise TimeoutError("its answer does not end")
+            return b"".join(pieces)
+
+    def _refused(self, error: urllib.error.HTTPError, shown: str, once: bool) -> float:
+        """Seconds to wait before the next try.
+
+        Raises:
+            ConfigError, ServiceError: There is no use in one.
+        """
+        if error.code in BUSY and not (once and error.code != 429):
+            after = error.headers.get("Retry-After") or ""
+            return float(after) if after.isdigit() else 0.0
+        if error.code in (401, 403):
+            raise ConfigError(
+                f"{shown}: the key is refused ({error.code}). Set VAST_API_KEY to one that may do this"
+            )
+        said = self._hide(error.read(2000).decode(errors="replace"))
+        note = _maybe_created() if once and error.code >= 500 else ""
+        raise ServiceError(
+            f"{shown}: {error.code} {responses.get(error.code, '')}: {said or 'no reason given'}{note}",
+            status=error.code,
+        )
+
+    def _unanswered(self, error: Exception, shown: str, once: bool) -> float:
+        reason = getattr(error, "reason", None) or error
+        if once and not isinstance(reason, ConnectionRefusedError):
+            raise StalledError(f"{shown}: {self._hide(str(reason))}{_maybe_created()}") from None
+        if isinstance(reason, TimeoutError):
+            raise StalledError(f"{shown}: no answer within {self._timeout_s:g} s. Try again") from None
+        return self._pause_s
+
+    def _hide(self, text: str) -> str:
+        return " ".join(text.replace(self._key, "***").split()) if self._key else text
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """The key goes to the address that was given, nowhere else."""
+
+    def redirect_request(self, *_: object) -> None:  # type: ignore[override]
+        """Refuse."""
+
+
+def _maybe_created() -> str:
+    return ". It may have been rented all the same: look with `stoker launch vast status`"
+
+
+def _object(data: bytes, shown: str) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ServiceError(f"{shown}: the answer is no JSON object ({data[:80]!r})")
+    return cast("dict[str, Any]", found)
+
+
+def _list(found: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    items = found.get(key)
+    if not isinstance(items, list):
+        raise ServiceError(f"the answer has no {key}: {_said(found)}")
+    return [cast("dict[str, Any]", one) for one in cast("list[Any]", items) if isinstance(one, dict)]
+
+
+def _said(found: Mapping[str, Any]) -> str:
+    return str(found.get("msg") or found.get("error") or "no reason given")[:500]
+
+
+def _number(entry: Mapping[str, Any], key: str) -> float:
+    value = entry.get(key)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _offer(entry: Mapping[str, Any]) -> Offer:
+    return Offer(
+        id=int(_number(entry, "id")),
+        gpu=str(entry.get("gpu_name") or "?"),
+        gpus=int(_number(entry, "num_gpus")),
+        gpu_memory_gib=_number(entry, "gpu_ram") / 1024,
+        price=_number(entry, "dph_total"),
+        disk_gib=_number(entry, "disk_space"),
+        region=str(entry.get("geolocation") or "?"),
+        reliability=_number(entry, "reliability2") or _number(entry, "reliability"),
+        down_mbps=_number(entry, "inet_down"),
+    )
+
+
+def _instance(entry: Mapping[str, Any]) -> Instance:
+    return Instance(
+        id=int(_number(entry, "id")),
+        label=str(entry.get("label") or ""),
+        status=str(entry.get("actual_status") or "provisioning"),
+        wanted=str(entry.get("intended_status") or ""),
+        gpu=str(entry.get("gpu_name") or "?"),
+        gpus=int(_number(entry, "num_gpus")),
+        price=_number(entry, "dph_total"),
+        message=str(entry.get("status_msg") or "").strip(),
+    )

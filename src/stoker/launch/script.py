@@ -1,0 +1,209 @@
+"""The script that a machine starts with, written from a typed model.
+
+Every value from outside stands in it once, quoted, as a variable; the rest is fixed text. The first thing
+it does is to set the trap that stops the machine, so that no failure after that leaves one running.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import PurePosixPath
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from stoker.errors import ConfigError
+from stoker.launch import pieces
+
+ONSTART_BYTES = 4048
+"""What the provider takes; beyond that it cuts, or refuses."""
+API = "https://console.vast.ai/api/v0"
+
+
+def _plain(text: str) -> str:
+    if "\0" in text or (not text.isprintable() and re.search(r"[\ud800-\udfff]", text)):
+        raise ValueError("has a character that no argument of a command can have")
+    return text
+
+
+def _no_flag(text: str) -> str:
+    if text.startswith("-"):
+        raise ValueError("begins with a dash, which commands read as a flag")
+    return text
+
+
+def _setting(text: str) -> str:
+    if "=" not in text:
+        raise ValueError("is no setting. Expected key=value")
+    return text
+
+
+Text = Annotated[str, Field(min_length=1, max_length=2000), AfterValidator(_plain)]
+
+
+def _absolute(text: str) -> str:
+    if not text.startswith("/"):
+        raise ValueError("is not absolute")
+    return text
+
+
+Word = Annotated[Text, AfterValidator(_no_flag)]
+Setting = Annotated[Word, AfterValidator(_setting)]
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,199}$")]
+Commit = Annotated[str, Field(pattern=r"^[0-9a-f]{40}([0-9a-f]{24})?$")]
+
+
+class StartScript(BaseModel):
+    """What a machine does from its first second to its last."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    target: Literal["vast", "box", "slurm"]
+    """A machine of the provider, any machine, or a job of Slurm."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
+    """Of the run."""
+    repo: Word
+    commit: Commit
+    folder: Text = "."
+    """Where in the repository the commands run."""
+    config: Word
+    overrides: tuple[Setting, ...] = ()
+    install: tuple[Word, ...] = (".",)
+    constraints: Word | None = None
+    secrets: tuple[Variable, ...] = ()
+    workdir: Annotated[Text, AfterValidator(_absolute)]
+    gpus: Annotated[int, Field(ge=1, le=64)] = 1
+    fetch: bool = False
+    """Whether there are files to fetch."""
+    cache_dir: Text
+    run_dir: Text
+    cache: Word | None = None
+    upload: Word | None = None
+    auto_shutdown: bool = True
+    stall_minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    grace: Annotated[int, Field(ge=1, le=86400)] = 120
+    scratch: bool = False
+    api: Word = API
+    pause: Annotated[int, Field(ge=0, le=60)] = 5
+    """Seconds before the second try to stop; grows with each."""
+
+    def render(self) -> str:
+        """The script.
+
+        Raises:
+            ConfigError: It is longer than the provider takes.
+        """
+        parts = [pieces.HEAD]
+        if self.target == "slurm":
+            parts.append(self._slurm())
+        parts += [
+            pieces.TRAP,
+            self._variables(),
+            self._stop(),
+            self._upload(),
+            pieces.END,
+            pieces.ENVIRON if self.target == "vast" else "",
+            pieces.STEPS,
+            pieces.ENVIRONMENT,
+            pieces.CODE,
+            pieces.BEGIN,
+            self._steps(),
+        ]
+        text = "".join(parts)
+        size = len(text.encode())
+        if self.target == "vast" and size > ONSTART_BYTES:
+            raise ConfigError(
+                f"the start-up script has {size:,} bytes, the provider takes {ONSTART_BYTES:,}. Move "
+                "settings from the command line into the configuration, or shorten paths and names"
+            )
+        return text
+
+    def _slurm(self) -> str:
+        return (
+            f"#SBATCH --job-name={self.name}\n#SBATCH --nodes=1\n#SBATCH --gpus-per-node={self.gpus}\n"
+            f"#SBATCH --requeue\n#SBATCH --open-mode=append\n#SBATCH --output={self.name}-%j.log\n"
+            f"#SBATCH --signal=B:TERM@{self.grace + 60}\n"
+        )
+
+    def _variables(self) -> str:
+        values = {
+            "W": self.workdir,
+            "REPO": self.repo,
+            "COMMIT": self.commit,
+            "DIR": self.folder,
+            "RUN": self._place(self.run_dir),
+            "NAME": self.name,
+            "NEED": "git rclone setsid" if self._remotes() else "git setsid",
+        }
+        if self.cache:
+            values |= {"FAR": self.cache, "CACHE": self._place(self.cache_dir)}
+        if self.upload:
+            values["UP"] = self.upload
+        if self.target == "vast":
+            names = ("CONTAINER_ID", "CONTAINER_API_KEY", *self.secrets)
+            values |= {"API": self.api, "NAMES": " ".join(names), "PAUSE": str(self.pause)}
+        lines = [f"{name}={shlex.quote(value)}" for name, value in values.items()]
+        stall = f"{self.stall_minutes:g}"
+        lines.append(f"GRACE={self.grace} STALL={stall} LOOK={self._look():g}")
+        lines.append(f"A=({_words((self.config, *self.overrides))})")
+        constraints = ("-c", self.constraints) if self.constraints else ()
+        lines.append(f"PIP=({_words((*constraints, *self.install))})")
+        if self.target == "slurm" and self.scratch:
+            lines.append('A+=(data.stage=auto "data.stage_dir=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/stoker")')
+        return "\n".join(lines) + "\n"
+
+    def _place(self, path: str) -> str:
+        """A path of the configuration, from the root: rclone would take `a:b` for a remote."""
+        return str(PurePosixPath(self.workdir, "code", self.folder, path))
+
+    def _look(self) -> float:
+        """Seconds between two looks at the log."""
+        return min(30.0, self.stall_minutes * 15)
+
+    def _remotes(self) -> bool:
+        return bool(self.cache or self.upload or self.fetch)
+
+    def _stop(self) -> str:
+        if self.target == "slurm":
+            return pieces.STOP_SLURM
+        return pieces.STOP_VAST if self.target == "vast" and self.auto_shutdown else pieces.STOP_NOTHING
+
+    def _upload(self) -> str:
+        if not self.upload:
+            return "upload() { :; }\n"
+        return (
+            'upload() {\n  [ -f "$LOG" ] || return 0\n'
+            '  timeout 1800 rclone copy -q --local-no-check-updated -- "$LOG" "$UP/$NAME" || return 1\n'
+            '  [ ! -d "$RUN" ] || timeout 1800 rclone copy -q -- "$RUN" "$UP/$NAME/run"\n}\n'
+        )
+
+    def _steps(self) -> str:
+        ranked = self.gpus > 1
+        run = f"-m torch.distributed.run --standalone --nproc-per-node {self.gpus} " if ranked else ""
+        lines = [
+            "export -f environment code",
+            "export NEED REPO COMMIT",
+            "step environment bash -c environment",
+            "step code bash -c code",
+            'S=dependencies; cd "code/$DIR" || exit 1',
+            'step dependencies python3 -m venv --system-site-packages "$W/venv"',
+            "PY=$W/venv/bin/python",
+            'step dependencies "$PY" -m pip install -q --disable-pip-version-check "${PIP[@]}"',
+        ]
+        if self.fetch:
+            lines.append('step fetch "$PY" -m stoker fetch "${A[@]}"')
+        if self.cache:
+            lines += ['step cache rclone mkdir -q -- "$FAR"', 'step cache rclone copy -q -- "$FAR" "$CACHE"']
+        lines += [
+            'step validate "$PY" -m stoker validate "${A[@]}"',
+            f'step precompute "$PY" {run}-m stoker precompute "${{A[@]}}"',
+        ]
+        if self.cache:
+            lines.append('step cache rclone copy -q -- "$CACHE" "$FAR"')
+        lines += [f'step train "$PY" {run}-m stoker train "${{A[@]}}"', "S=upload", "exit 0"]
+        return "\n".join(lines) + "\n"
+
+
+def _words(words: tuple[str, ...]) -> str:
+    return " ".join(shlex.quote(word) for word in words)

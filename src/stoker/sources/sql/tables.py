@@ -1,0 +1,188 @@
+"""Rows of a table by their key, from CSV, Parquet or a database, as fields by the same rules as samples."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from stoker.errors import ConfigError, SourceError
+from stoker.schema import Sample, Schema
+from stoker.sources.sql.address import parse_address
+from stoker.sources.sql.parse import Columns, Undecided, fields_of, parse_columns, plain
+from stoker.sources.sql.request import Request, relation_of
+from stoker.sources.sql.rows import FLOAT, INT, NULL, TEXT, Value, pack_rows, shown_key, unpack_row
+from stoker.sources.sql.table import read_table
+from stoker.sources.sql.values import MalformedError, Number, Row, Rule
+
+_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """Rows of a table as fields."""
+
+    schema: Schema
+    samples: Mapping[str, Sample]
+    """By key; of a key that comes more than once, the first row."""
+    rows: int
+    repeated: tuple[str, ...]
+    """Keys that come more than once."""
+    malformed: Mapping[str, str]
+    """By key why its row is none."""
+
+
+def read_labels(table: str | Path, *, key: str, columns: Columns, name: str | None = None) -> Labels:
+    """All rows of a table.
+
+    Args:
+        table: A `.csv`, `.tsv` or `.parquet` file, a SQLite file, or a database's URL.
+        key: Column that names the rows.
+        columns: Fields and their rules, as of `SQLSource`.
+        name: The table's name, in a database.
+
+    Raises:
+        ConfigError: A rule is malformed, or a package is missing.
+        SourceError: The table cannot be read, or lacks a column.
+    """
+    rules = parse_columns(columns)
+    wanted = (key, *dict.fromkeys(c for rule in rules for c in rule.columns if c != key))
+    keyed = list(_rows(table, wanted, name))
+    if not keyed:
+        raise SourceError(f"{_shown(table)} has no rows. Check that it is the right table")
+    decided = tuple(
+        _decided(rule, keyed, _shown(table)) if isinstance(rule, Undecided) else rule for rule in rules
+    )
+    schema = fields_of(decided)
+    times = Counter(found for found, _ in keyed)
+    samples: dict[str, Sample] = {}
+    malformed: dict[str, str] = {}
+    for found, values in keyed:
+        if found in samples or found in malformed:
+            continue
+        try:
+            samples[found] = plain(_made(decided, values), schema)
+        except MalformedError as error:
+            malformed[found] = f"column {error.column} {error}"
+    repeated = tuple(found for found, count in times.items() if count > 1)
+    return Labels(schema=schema, samples=samples, rows=len(keyed), repeated=repeated, malformed=malformed)
+
+
+def _made(rules: Sequence[Rule], values: Mapping[str, Value]) -> Sample:
+    row = Row(values=values)
+    sample: Sample = {}
+    for rule in rules:
+        sample.update(rule.make(row))
+    return sample
+
+
+def _rows(
+    table: str | Path, wanted: tuple[str, ...], name: str | None
+) -> Iterator[tuple[str, dict[str, Value]]]:
+    """Each row's key as text, and its values by column."""
+    kind = Path(str(table)).suffix.lower() if "://" not in str(table) else ""
+    if kind in (".csv", ".tsv"):
+        yield from _csv_rows(Path(table), wanted, "\t" if kind == ".tsv" else ",")
+        return
+    file = kind == ".parquet"
+    rows = _parquet_rows(Path(table), wanted) if file else _database_rows(table, wanted, name)
+    for values in rows:
+        found = dict(zip(wanted, values, strict=True))
+        if found[wanted[0]].tag == NULL:
+            raise SourceError(f"{_shown(table)}: key {wanted[0]} is NULL in a row. Give each row a key")
+        yield shown_key([found[wanted[0]]]), found
+
+
+def _csv_rows(path: Path, wanted: tuple[str, ...], mark: str) -> Iterator[tuple[str, dict[str, Value]]]:
+    """Cells as numbers where they are some; an empty one is NULL. Keys stay the text that they are."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, delimiter=mark)
+            _check(path, wanted, reader.fieldnames or ())
+            for line in reader:
+                if not line[wanted[0]]:
+                    raise SourceError(f"{path}, line {reader.line_num}: key {wanted[0]} is empty")
+                yield line[wanted[0]].strip(), {column: _cell(line[column]) for column in wanted}
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise SourceError(
+            f"{path} cannot be read: {error}. Expected a CSV file in UTF-8 with a header"
+        ) from error
+
+
+def _cell(text: str | None) -> Value:
+    if not text or not text.strip():
+        return Value(NULL, None)
+    try:
+        return Value(INT, int(text))
+    except ValueError:
+        pass
+    try:
+        return Value(FLOAT, float(text))
+    except ValueError:
+        return Value(TEXT, text.strip().encode())
+
+
+def _parquet_rows(path: Path, wanted: tuple[str, ...]) -> Iterator[list[Value]]:
+    try:
+        parquet = import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} is read through pyarrow, which is not installed: pip install 'stoker[parquet]'"
+        ) from error
+    try:
+        file = parquet.ParquetFile(path)
+        _check(path, wanted, file.schema_arrow.names)
+        for batch in file.iter_batches(columns=list(wanted)):
+            columns: list[Any] = [batch.column(column).to_pylist() for column in wanted]
+            for row in zip(*columns, strict=True):
+                yield unpack_row(memoryview(pack_rows([row]).data))
+    except (OSError, ValueError) as error:  # pyarrow's own errors are of these
+        if isinstance(error, SourceError):
+            raise
+        raise SourceError(f"{path} cannot be read: {error}. Expected a Parquet file") from error
+
+
+def _database_rows(table: str | Path, wanted: tuple[str, ...], name: str | None) -> Iterator[list[Value]]:
+    relation, shown = relation_of(name, None)
+    request = Request(
+        address=parse_address(table), relation=relation, name=shown, key=wanted[:1], columns=wanted[1:],
+        unique=False,
+    )  # fmt: skip
+    rows = read_table(request).rows
+    for number in range(len(rows)):
+        yield unpack_row(rows.row(number))
+    rows.close()
+
+
+def _check(path: Path, wanted: tuple[str, ...], there: Sequence[str]) -> None:
+    if missing := [column for column in wanted if column not in there]:
+        raise SourceError(f"{path} has no column {', '.join(missing)}. It has {', '.join(there)}")
+
+
+def _decided(rule: Undecided, keyed: Sequence[tuple[str, Mapping[str, Value]]], where: str) -> Rule:
+    """A number's dtype as it is found; words have to be listed, for they would change with the table."""
+    tags = {values[rule.column].tag for _, values in keyed} - {NULL}
+    if rule.words or not tags or not tags <= {INT, FLOAT}:
+        raise SourceError(
+            f"{where}, column {rule.column} holds no numbers alone. Give it a rule, as {{'text': [WORDS]}}, "
+            "so that a corrected table means the same numbers"
+        )
+    return Number(field=rule.field, column=rule.column, dtype="float32" if FLOAT in tags else "int64")
+
+
+def _shown(table: str | Path) -> str:
+    return parse_address(table).shown
+
+
+def named(keys: Sequence[object]) -> str:
+    """The first of some keys, for messages.
+
+    >>> named([1, 2, 3, 4, 5])
+    '1, 2, 3 and 2 more'
+    """
+    more = f" and {len(keys) - _NAMED:,} more" if len(keys) > _NAMED else ""
+    return ", ".join(map(str, keys[:_NAMED])) + more

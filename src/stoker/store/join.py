@@ -1,0 +1,258 @@
+"""Columns of a table beside the records of a cache: read when it is opened, so a corrected table costs no
+encoding.
+
+A record is found in the table by its sample number, by a whole number that it holds, or by its source's key.
+The values lie in memory once, by sample number; a loader adds those of a batch on the batch's device.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stoker.errors import ConfigError, SourceError
+from stoker.schema import Field, Schema
+from stoker.sources.sql.parse import Columns
+from stoker.sources.sql.tables import Labels, named, read_labels
+from stoker.store.packing import read_field
+from stoker.units import format_count
+
+if TYPE_CHECKING:
+    from stoker.store.cache import Cache
+
+Rule = Literal["refuse", "mask", "drop"]
+_log = logging.getLogger("stoker")
+KNOWN = "_known"
+"""Ends the name of the field that says whether a record has a value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """What is joined to the records of a cache, and how."""
+
+    table: str | Path
+    """A `.csv`, `.tsv` or `.parquet` file, a SQLite file, or a database's URL."""
+    key: str
+    """Column of the table that names the record."""
+    columns: Columns
+    """Fields and their rules, as of `SQLSource`, or names of columns that hold numbers."""
+    name: str | None = None
+    """The table's name, in a database."""
+    on: str | Sequence[str] = "number"
+    """What the key names: `number`, a field of the records that holds a whole number, or a key per sample."""
+    missing: Rule = "refuse"
+    """Records without a row: refused; served as zeros with `<field>_known` False; or left out."""
+    repeated: Rule = "refuse"
+    """Keys with several rows: refused; or as records without a row are, masked or left out."""
+
+    def __post_init__(self) -> None:
+        """Refuse rules that are none."""
+        for name, rule in (("missing", self.missing), ("repeated", self.repeated)):
+            if rule not in get_args(Rule):
+                raise ConfigError(f"{name} is {rule!r}. Expected {', '.join(get_args(Rule))}")
+        if {self.missing, self.repeated} == {"mask", "drop"}:
+            raise ConfigError("missing and repeated ask for mask and for drop. Give both the same, or refuse")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinReport:
+    """How a table and the records of a cache fit together."""
+
+    records: int
+    """Stored records."""
+    rows: int
+    """Rows of the table."""
+    matched: int
+    """Records that have a value."""
+    missing: int
+    """Records without a row."""
+    repeated: int
+    """Records whose key has several rows."""
+    malformed: int
+    """Records whose row is malformed."""
+    unused: int
+    """Keys of the table that no record has."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Joined:
+    """Values by sample number."""
+
+    schema: Schema
+    """Fields that are added."""
+    values: dict[str, Tensor]
+    """`(samples, *shape)`, zeros where there is none."""
+    numbers: NDArray[np.int64] | None
+    """Records that are to be served; None: all."""
+    report: JoinReport
+    _on: dict[torch.device, dict[str, Tensor]] = field(default_factory=dict[torch.device, dict[str, Tensor]])
+
+    def record(self, number: int) -> dict[str, Tensor]:
+        """The values of one sample."""
+        return {name: tensor[number].clone() for name, tensor in self.values.items()}
+
+    def of(self, numbers: Tensor) -> dict[str, Tensor]:
+        """The values of some samples, `(B, *shape)`, on the device of `numbers`."""
+        if numbers.device not in self._on:
+            self._on[numbers.device] = {name: t.to(numbers.device) for name, t in self.values.items()}
+        return {name: t.index_select(0, numbers) for name, t in self._on[numbers.device].items()}
+
+
+def join_table(cache: Cache, table: str | Path, **rules: Any) -> Cache:
+    """Another handle on `cache`, whose records have the columns of a table; the records are not touched.
+
+    Args:
+        cache: Left as it was.
+        table: As `Join.table`.
+        rules: The other settings of `Join`; `key` and `columns` are needed.
+
+    Raises:
+        ConfigError, SourceError: As `join_columns`; or the cache has joined columns already.
+    """
+    unknown = sorted(rules.keys() - {one.name for one in fields(Join)})
+    if unknown or not {"key", "columns"} <= rules.keys():
+        known = ", ".join(one.name for one in fields(Join) if one.name != "table")
+        raise ConfigError(
+            f"join_table got {', '.join(rules) or 'no rules'}. It needs key and columns, and takes {known}"
+        )
+    join = Join(table=table, **rules)
+    if cache.joined is not None:
+        raise ConfigError(f"{cache.name} has joined columns already. Join one table, made of both")
+    other = copy.copy(cache)
+    other.joined = join_columns(cache, join)
+    return other
+
+
+def join_columns(cache: Cache, join: Join) -> Joined:
+    """The values of a table for the records of a cache.
+
+    Raises:
+        ConfigError: A field of the records has the name of a joined one; there is no field `on`.
+        SourceError: A record has no row, several, or a malformed one, and that was not allowed for.
+    """
+    labels = read_labels(join.table, key=join.key, columns=join.columns, name=join.name)
+    masked = "mask" in (join.missing, join.repeated)
+    schema = _schema(cache, labels, masked=masked)
+    keys = _keys(cache, join.on)
+    numbers = cache.numbers
+    repeated, own = set(labels.repeated), [keys[int(number)] for number in numbers]
+    state = np.array([_state(key, labels, repeated) for key in own], np.int8)
+    where = f"{join.table}, joined to {cache.name}"
+    _refuse(state, own, join, where, labels)
+    found = state == _FOUND
+    values = {name: np.zeros((cache.index.count, *f.shape), f.dtype) for name, f in schema.items()}
+    for number, key in zip(numbers[found].tolist(), np.array(own, object)[found], strict=True):
+        for name in labels.schema:
+            values[name][number] = labels.samples[key][name]
+        if masked:
+            for name in labels.schema:
+                if not name.endswith(KNOWN) and name + KNOWN not in labels.schema:
+                    values[name + KNOWN][number] = True
+    report = JoinReport(
+        records=len(numbers),
+        rows=labels.rows,
+        matched=int(found.sum()),
+        missing=int((state == _MISSING).sum()),
+        repeated=int((state == _REPEATED).sum()),
+        malformed=int((state == _MALFORMED).sum()),
+        unused=len({*labels.samples, *labels.malformed} - {*own}),
+    )
+    _log.info("%s: %s", where, _said(report))
+    return Joined(
+        schema=schema,
+        values={name: torch.from_numpy(array) for name, array in values.items()},
+        numbers=None if masked or found.all() else numbers[found],
+        report=report,
+    )
+
+
+_FOUND, _MISSING, _REPEATED, _MALFORMED = range(4)
+
+
+def _state(key: str, labels: Labels, repeated: set[str]) -> int:
+    if key in repeated:
+        return _REPEATED
+    if key in labels.malformed:
+        return _MALFORMED
+    return _FOUND if key in labels.samples else _MISSING
+
+
+def _refuse(state: NDArray[np.int8], own: Sequence[str], join: Join, where: str, labels: Labels) -> None:
+    """Refuse what the rules do not allow for.
+
+    Raises:
+        SourceError: Names the first keys.
+    """
+    for kind, rule, fact in (
+        (_MISSING, join.missing, "have no row"),
+        (_REPEATED, join.repeated, "have several rows"),
+        (_MALFORMED, join.missing, "have a malformed row"),
+    ):
+        keys = [key for key, found in zip(own, state.tolist(), strict=True) if found == kind]
+        if keys and rule == "refuse":
+            why = f" ({labels.malformed[keys[0]]})" if kind == _MALFORMED else ""
+            name = "repeated" if kind == _REPEATED else "missing"
+            raise SourceError(
+                f"{where}: {format_count(len(keys))} of {format_count(len(own))} records {fact} by "
+                f"{join.key}: {named(keys)}{why}. Mend the table, or allow for it: {name}='mask' or 'drop'"
+            )
+    if not (state == _FOUND).any():
+        raise SourceError(f"{where}: no record has a row. {join.key} must hold what on={join.on!r} names")
+
+
+def _schema(cache: Cache, labels: Labels, *, masked: bool) -> Schema:
+    schema = dict(labels.schema)
+    if masked:
+        for name in labels.schema:
+            if not name.endswith(KNOWN):
+                schema.setdefault(name + KNOWN, Field(shape=(), dtype="bool"))
+    taken = sorted(schema.keys() & {*cache.schema, "index"})
+    if taken:
+        raise ConfigError(
+            f"{cache.name} has a field {taken[0]!r} already. Name the joined one otherwise: "
+            f"columns={{'label': {{'column': {taken[0]!r}, 'dtype': ...}}}}"
+        )
+    return schema
+
+
+def _keys(cache: Cache, on: str | Sequence[str]) -> Mapping[int, str] | Sequence[str]:
+    """The key of each stored record, by sample number."""
+    if not isinstance(on, str):
+        if len(on) != cache.index.count:
+            raise ConfigError(f"on has {len(on)} keys for {cache.index.count} samples of {cache.name}")
+        return list(on)
+    if on == "number":
+        return {int(number): str(number) for number in cache.numbers}
+    spec = cache.schema.get(on)
+    if spec is None or spec.shape or spec.floating:
+        whole = [name for name, f in cache.schema.items() if not f.shape and not f.floating]
+        raise ConfigError(
+            f"on={on!r} is no field of {cache.name} that holds a whole number. Expected number"
+            f"{''.join(f', {name}' for name in whole)}"
+        )
+    segments, found = cache.segments, dict[int, str]()
+    for shard, row, first, count in zip(
+        segments.shard, segments.row, segments.first, segments.count, strict=True
+    ):
+        opened = cache.shard(int(shard))
+        for step in range(int(count)):
+            value: Any = read_field(opened, on, spec, int(row) + step).item()
+            found[int(first) + step] = str(int(value))
+    return found
+
+
+def _said(report: JoinReport) -> str:
+    parts = [f"{format_count(report.matched)} of {format_count(report.records)} records have a row"]
+    for name in ("missing", "repeated", "malformed", "unused"):
+        if count := getattr(report, name):
+            parts.append(f"{format_count(count)} {name}")
+    return ", ".join(parts)

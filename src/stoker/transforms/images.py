@@ -1,0 +1,167 @@
+"""Images as they were stored to images of one size: encoded ones decoded, those of one short side cropped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stoker.errors import ConfigError
+from stoker.loader.batch import RecordBatch
+from stoker.loader.keyed import uniform
+from stoker.loader.pool import Pool
+from stoker.sources.images.rules import Rules
+
+DEADLINE_S = 120.0
+"""For all images of one batch."""
+
+
+class Decode:
+    """Images that `ImageSource(store="encoded")` stored as files, decoded to `(B, C, H, W)` uint8 by threads.
+
+    With the settings of the source (`size`, `fit`, `colour`, `filter`, `reduced`, `turned`) the images are
+    those that it would have stored as pixels, and its labels fit them.
+
+    Args:
+        size: (height, width).
+        field: The field with the encoded images.
+        threads: How many decode; None: as many as this process has processors.
+        **rules: See `stoker.sources.images.rules.Rules`.
+
+    Raises:
+        ConfigError: `fit="short"`, which gives images of various sizes.
+    """
+
+    def __init__(
+        self, size: tuple[int, int], *, field: str = "image", threads: int | None = None, **rules: Any
+    ) -> None:
+        self._rules = Rules(size=size, **rules)
+        if self._rules.fit == "short":
+            raise ConfigError("Decode(fit='short') gives images of various sizes. Give stretch or letterbox")
+        self._field = field
+        self._threads = threads or len(os.sched_getaffinity(0))
+        self._pool: Pool | None = None
+
+    def __call__(self, batch: Any, keys: Tensor) -> RecordBatch:
+        """The batch with its images decoded, on the device that it is on.
+
+        Raises:
+            DecodeError: Bytes that are no image; what precompute stored has been decoded once.
+        """
+        encoded = _listed(batch, self._field, 1)
+        if self._pool is None:
+            self._pool = Pool(self._threads, "stoker-decode")
+        tickets = [
+            self._pool.submit(lambda own=encoded[part :: self._threads]: [self._one(x) for x in own])
+            for part in range(min(self._threads, len(encoded)))
+        ]
+        images = torch.empty((len(encoded), self._rules.channels, *self._rules.size), dtype=torch.uint8)
+        for part, ticket in enumerate(tickets):
+            for place, pixels in enumerate(ticket.result(DEADLINE_S, "decoding the images of a batch")):
+                images[part + place * self._threads] = torch.from_numpy(pixels)
+        made = RecordBatch(batch)
+        made[self._field] = images.to(keys.device)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Settings travel; threads stay."""
+        return {**self.__dict__, "_pool": None}
+
+    def _one(self, encoded: Tensor) -> np.ndarray:  # pyright: ignore[reportMissingTypeArgument]
+        from stoker.sources.images.decode import decode
+
+        return decode(encoded.cpu().numpy().tobytes(), self._rules, where="a stored image")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CropImages:
+    """Images that `ImageSource(size=256, fit="short")` stored, cropped to `(B, C, H, W)` uint8.
+
+    Boxes, keypoints, joints and cameras move along; boxes are cut at the crop, and those that lie outside it
+    are no longer valid.
+    """
+
+    size: tuple[int, int] = field(kw_only=False)
+    """(height, width), no more than the short side."""
+    random: bool = True
+    """Each example at a place of its own, any as likely as another; else in the middle."""
+
+    def __call__(self, batch: Any, keys: Tensor) -> RecordBatch:
+        """The batch with its images cropped."""
+        images = _listed(batch, "image", 2)
+        shapes = batch["image_shape"].to(torch.int64)
+        room = shapes - torch.tensor(self.size, device=shapes.device)
+        if bool((room < 0).any()):
+            small = shapes[(room < 0).any(1)][0].tolist()
+            raise ConfigError(
+                f"CropImages({self.size}) is more than an image of {small[0]} x {small[1]}. Crop less, or "
+                "store a longer short side"
+            )
+        place = uniform(keys, 2).to(torch.float64) if self.random else torch.full(room.shape, 0.5)
+        corners = (place.to(room.device) * (room + 1)).floor().to(torch.int64).minimum(room)
+        (height, width), crops = self.size, list[Tensor]()
+        for image, shape, corner in zip(images, shapes.tolist(), corners.tolist(), strict=True):
+            top, left = corner
+            whole = image.view(*shape, image.shape[1])
+            crops.append(whole[top : top + height, left : left + width].permute(2, 0, 1))
+        made = RecordBatch(batch)
+        made["image"] = torch.stack(crops)
+        made["image_shape"] = torch.tensor(self.size, device=shapes.device).expand_as(shapes).clone()
+        self._move_labels(made, corners)
+        return made
+
+    def _move_labels(self, batch: RecordBatch, corners: Tensor) -> None:
+        """Boxes, points and cameras of the crops, in place of those of the whole images."""
+        height, width = self.size
+        shift = corners.flip(1).to(torch.float32)  # x, y
+        if "boxes" in batch:
+            limit = torch.tensor((width, height, width, height), device=shift.device)
+            shifted = _shifted(batch["boxes"], shift.repeat(1, 2))
+            moved = _like(shifted, [boxes.clamp(min=0).minimum(limit) for boxes in _rows(shifted)])
+            keep = [(b[..., 2] > b[..., 0]) & (b[..., 3] > b[..., 1]) for b in _rows(moved)]
+            batch["boxes"] = moved
+            batch["boxes_valid"] = _like(
+                moved, [v & k for v, k in zip(_rows(batch["boxes_valid"]), keep, strict=True)]
+            )
+        for name in ("keypoints", "hand_joints_2d"):
+            if name in batch:
+                batch[name] = _shifted(batch[name], shift)
+        if "camera_intrinsics" in batch:
+            cameras = batch["camera_intrinsics"].clone()
+            cameras[:, :2, 2] -= shift
+            batch["camera_intrinsics"] = cameras
+
+
+def _listed(batch: Any, name: str, axes: int) -> list[Tensor]:
+    """The images of a batch, one tensor each.
+
+    Raises:
+        ConfigError: They are not as `ImageSource` stored them.
+    """
+    values = batch.get(name) if isinstance(batch, dict) else None
+    found = cast("list[Tensor]", values) if isinstance(values, list) else []
+    if not found or any(value.dim() != axes or value.dtype != torch.uint8 for value in found):
+        setting = "store='encoded'" if axes == 1 else "fit='short'"
+        raise ConfigError(
+            f"field {name!r} is no list of stored images. Expected a batch of a cache of ImageSource with "
+            f"{setting}, and ragged='list'"
+        )
+    return found
+
+
+def _rows(values: Any) -> Sequence[Tensor]:
+    return cast("Sequence[Tensor]", values if isinstance(values, list) else list(values))
+
+
+def _like(values: Any, rows: list[Tensor]) -> Any:
+    return rows if isinstance(values, list) else torch.stack(rows)
+
+
+def _shifted(values: Any, by: Tensor) -> Any:
+    """Every example less its row of `by`, padded or ragged."""
+    return _like(values, [row - own for row, own in zip(_rows(values), by, strict=True)])

@@ -1,0 +1,41 @@
+"""The notebook runs from its first cell to its last, and comes to what it promises."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NOTEBOOK = Path(__file__).parent.parent / "examples" / "images_to_vram.ipynb"
+
+
+def printed(notebook: Any) -> str:
+    """What its cells wrote and returned."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return "\n".join(one.get("text") or one.get("data", {}).get("text/plain", "") for one in outputs)
+
+
+def test_a_folder_of_jpegs_is_trained_on_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat = pytest.importorskip("nbformat", reason="pip install 'stoker[dev]'")
+    nbclient = pytest.importorskip("nbclient", reason="pip install 'stoker[dev]'")
+    pytest.importorskip("PIL", reason="pip install 'stoker[images]'")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), (
+        "stored without what a machine once printed"
+    )
+
+    monkeypatch.setenv("WORK", str(tmp_path))
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+
+    text = printed(notebook)
+    assert "320 records, complete" in text
+    assert re.search(r"epoch 3: loss [\d.]+, stall [\d.]+ %, served from (host|device)", text)
+    right = re.search(r"([\d.]+)% of 80 images that were not trained on are right", text)
+    assert right
+    assert float(right[1]) > 70
+    pictures = [
+        o for cell in notebook.cells for o in cell.get("outputs", []) if "image/png" in o.get("data", {})
+    ]
+    assert len(pictures) == 1
