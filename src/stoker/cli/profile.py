@@ -69,14 +69,14 @@ def profile(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 
 
 def _budget(text: str) -> float:
-    """The largest stall of `stall=2%`."""
-    name, _, value = text.partition("=")
+    """The largest stall of `stall=2%`, or of `2%` alone."""
+    name, _, value = text.rpartition("=")
     try:
         most = float(value.removesuffix("%")) / (100 if value.endswith("%") else 1)
     except ValueError:
         most = -1.0
-    if name != "stall" or not 0 <= most <= 1:
-        raise ConfigError(f"--budget {text} is not understood. Expected stall=2% or stall=0.02")
+    if name not in ("", "stall") or not 0 <= most <= 1:
+        raise ConfigError(f"--budget {text} is not understood. Expected a part of the time, as 2% or 0.02")
     return most
 
 
