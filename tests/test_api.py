@@ -36,6 +36,7 @@ def test_these_are_the_public_names() -> None:
         "index_in_place",
         "open_cache",
         "precompute",
+        "profile",
     ]
     assert len(stoker.__all__) <= 20
 

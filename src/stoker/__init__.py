@@ -8,6 +8,7 @@ plan/         which records are served from where, and why
 loader/       cache + plan -> batches, the same bytes from every tier
 transforms/   changes to a batch on its device, random by example
 integrations/ adapters for training frameworks
+profile/      where the time of any training loop goes
 train/        a reference operator and its training loop
 config/       settings files;  pipeline/, cli/   whole runs, and the `stoker` command
 compat/       the names of earlier systems
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from stoker.encoders.module import ModuleEncoder
     from stoker.loader import Loader, Mixture, Windows
     from stoker.precompute import precompute
+    from stoker.profile.run import profile
     from stoker.sources.hdf5 import HDF5Source
     from stoker.sources.images.source import ImageSource
     from stoker.sources.sql.source import SQLSource
@@ -60,6 +62,7 @@ __all__ = [
     "index_in_place",
     "open_cache",
     "precompute",
+    "profile",
 ]
 
 _HOMES = {
@@ -80,6 +83,7 @@ _HOMES = {
     "index_in_place": "stoker.store.index_in_place",
     "open_cache": "stoker.store",
     "precompute": "stoker.precompute",
+    "profile": "stoker.profile.run",
 }
 """Where each public name is defined; imported on first use, so that `import stoker` costs nothing."""
 
@@ -106,8 +110,9 @@ def __dir__() -> list[str]:
 class _Face(ModuleType):
     """This module, in which `precompute` and `cached` stay the functions.
 
-    Each shares its name with the module that defines it, and importing a submodule sets it as an attribute
-    of its package: after `import stoker.precompute.reader`, `stoker.precompute(...)` would not be callable.
+    Each (and `profile`) shares its name with the module that defines it, and importing a submodule sets it as
+    an attribute of its package: after `import stoker.precompute.reader`, `stoker.precompute(...)` would not
+    be callable.
     """
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -16,6 +16,7 @@ from stoker.config import Config, load_config
 from stoker.config.remedies import in_settings
 from stoker.errors import ConfigError, EncoderError, ResourceError, StalledError, StokerError
 from stoker.monitor import GpuAbsent, open_gpu
+from stoker.monitor.trackers import check_trackers
 from stoker.pipeline.build import Job, build_jobs, device_of, tasks_of
 from stoker.pipeline.diary import run_dir_of
 from stoker.pipeline.folders import require_writable
@@ -45,8 +46,8 @@ class Row:
     """One thing that was checked."""
 
     check: str
-    """What: `config`, `training`, `data train`, `encoder`, `cache`, `windows`, `tasks`, `run folder`, `gpu`,
-    `memory`, `disk`."""
+    """What: `config`, `training`, `data train`, `encoder`, `cache`, `windows`, `tasks`, `run folder`,
+    `trackers`, `gpu`, `memory`, `disk`."""
     status: Status
     detail: str
     """What was found, with figures; for warn and fail also what to do."""
@@ -94,6 +95,7 @@ def validate_config(path: Path | str, overrides: Sequence[str] = ()) -> Validati
     rows += [_windows_row(config.for_task(task), first) for task, first in trained.items()]
     rows += _together_rows(trained)
     rows.append(_run_dir_row(config))
+    rows += _tracker_rows(config)
     device = _check_device(config, rows)
     rows += _check_room(config, located, trained, device)
     return Validation(rows=tuple(rows))
@@ -170,6 +172,17 @@ def _run_dir_row(config: Config) -> Row:
     except StokerError as error:
         return _failed("run folder", error, ConfigError.exit_code)
     return Row(check="run folder", status="pass", detail=f"{run_dir} can be written")
+
+
+def _tracker_rows(config: Config) -> list[Row]:
+    """Whether whoever shall have the figures of a run can be started; nothing where nobody is named."""
+    names = config.training.trackers
+    try:
+        check_trackers(names)
+    except ConfigError as error:
+        return [_failed("trackers", error)]
+    detail = f"{', '.join(names)}: packages found; none of them can end a run"
+    return [Row(check="trackers", status="pass", detail=detail)] if names else []
 
 
 def _parts(found: Located) -> str:

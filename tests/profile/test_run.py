@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import json
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import stoker
+from stoker.errors import ConfigError, StalledError
+from stoker.profile.page import write_page
+from stoker.profile.run import profile_script
+from tests.cli.commands import run
+
+
+class Slow(Dataset[Any]):
+    """Every sample takes 2 ms, one of them 60."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, number: int) -> Any:
+        time.sleep(0.06 if number == 7 else 0.002)  # the line that is to be named
+        return torch.full((8,), float(number)), torch.tensor(number)
+
+
+def test_a_loop_that_waits_is_told_apart_from_one_that_computes(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    found = stoker.profile(DataLoader(Slow(), batch_size=4), seen.append, steps=4)
+    computing = stoker.profile([torch.zeros(4)] * 9, lambda batch: time.sleep(0.01), steps=4)
+    write_page(found, tmp_path / "page.html")
+
+    assert found.loop.stall > 0.8
+    assert "the line that is to be named" in found.bottleneck
+    assert "test_run.py" in found.bottleneck
+    assert found.loop.stragglers()[0][0] == 7
+    best = found.best
+    assert best is not None
+    assert best.wall_s < found.loop.wall_s
+    assert "served from the" in found.verdict
+    assert computing.loop.stall < 0.5
+    still = replace(computing, loop=replace(computing.loop, wait_s=0.0))
+    assert "bound by its own steps" in still.verdict
+    page = (tmp_path / "page.html").read_text()
+    assert "data:image/png;base64" in page
+    assert "sample 7:" in page
+
+
+def test_a_loop_gets_its_own_batches_then_one_at_hand_then_a_made_up_one() -> None:
+    seen: list[Any] = []
+    batches = [{"x": torch.full((2,), float(n)), "label": torch.tensor([n, n])} for n in range(9)]
+
+    stoker.profile(batches, seen.append, steps=3)
+
+    assert [batch["label"][0].item() for batch in seen] == [0, 1, 2, 3, 4, *[4] * 10]
+    assert all(torch.equal(batch["x"], batches[4]["x"]) for batch in seen[5:10])
+    assert not torch.equal(seen[10]["x"], batches[4]["x"])
+
+
+@pytest.mark.parametrize("batches", [[], [torch.zeros(2)] * 2])
+def test_a_loader_with_nothing_to_time_is_refused(batches: list[Any]) -> None:
+    with pytest.raises(ConfigError, match="no more than two batches"):
+        stoker.profile(batches, lambda batch: None)
+
+
+SCRIPT = """
+import json, sqlite3, sys, torch
+from pathlib import Path
+from torch.utils.data import DataLoader, Dataset
+
+class Rows(Dataset):
+    def __init__(self):
+        self.db = sqlite3.connect("rows.db")
+        self.db.execute("create table if not exists t (n integer, z blob)")
+        self.db.executemany("insert into t values (?, ?)", ((n, bytes(400)) for n in range(4000)))
+    def __len__(self):
+        return 200
+    def __getitem__(self, n):
+        z = self.db.execute("select z from t where n = ?", (n,)).fetchone()[0]
+        return torch.tensor(list(z[:100]), dtype=torch.float32)
+
+model = torch.nn.Linear(100, 1)
+Path("arguments.json").write_text(json.dumps(sys.argv[1:]))
+try:
+    for epoch in range(1000):
+        for batch in DataLoader(Rows(), batch_size=10):
+            model(batch).mean().backward()
+finally:
+    Path("finally").touch()
+Path("never").touch()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    return tmp_path / "train.py"
+
+
+def test_a_script_is_run_until_its_loader_was_timed_and_the_query_is_named(script: Path) -> None:
+    plain = DataLoader.__iter__
+
+    stdout, _ = run("profile", "train.py", "--steps", "4", "--json", "--", "--epochs", "1")
+
+    (line,) = stdout.splitlines()
+    found = json.loads(line)
+    assert json.loads((script.parent / "arguments.json").read_text()) == ["--epochs", "1"]
+    assert "self.db.execute" in found["bottleneck"]
+    assert {tier["tier"] for tier in found["tiers"]} >= {"host", "disk"}
+    assert (script.parent / "finally").exists()
+    assert not (script.parent / "never").exists()
+    assert (script.parent / "runs" / "profile.html").exists()
+    assert DataLoader.__iter__ is plain
+
+
+@pytest.mark.usefixtures("script")
+def test_a_budget_decides_the_exit_code() -> None:
+    _, said = run("profile", "train.py", "--steps", "4", "--budget", "stall=0.01%", exit_code=5)
+    run("profile", "train.py", "--steps", "4", "--budget", "100%")
+    _, wrong = run("profile", "train.py", "--budget", "wait=2%", exit_code=3)
+
+    assert "--budget allows" in said
+    assert "Expected a part of the time" in wrong
+
+
+def test_a_script_without_a_loader_or_that_hangs_is_said_so(tmp_path: Path) -> None:
+    (tmp_path / "none.py").write_text("x = 1\n")
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(1000)\n")
+
+    with pytest.raises(ConfigError, match="does not exist"):
+        profile_script(tmp_path / "nowhere.py")
+    with pytest.raises(ConfigError, match="iterated no torch DataLoader"):
+        profile_script(tmp_path / "none.py")
+    with pytest.raises(StalledError, match=r"within 0\.2 s"):
+        profile_script(tmp_path / "hangs.py", timeout_s=0.2)
