@@ -34,6 +34,7 @@ def test_these_are_the_commands() -> None:
         "import-pt",
         "stage",
         "bench",
+        "profile",
         "launch",
         "validate",
         "why",

@@ -79,6 +79,7 @@ class Rows(Dataset):
         self.db = sqlite3.connect("rows.db")
         self.db.execute("create table if not exists t (n integer, z blob)")
         self.db.executemany("insert into t values (?, ?)", ((n, bytes(400)) for n in range(4000)))
+        self.db.commit()
     def __len__(self):
         return 200
     def __getitem__(self, n):

@@ -41,8 +41,8 @@ ENCODER_DEFAULTS: Mapping[str, Mapping[str, object]] = {
 def with_defaults(given: Mapping[str, object]) -> dict[str, object]:
     """Settings by dotted name, with the defaults that follow from their kind of source and their encoder.
 
-    >>> with_defaults({"data.kind": "sql"})
-    {'encoder.kind': 'identity', 'training.latent_cache_dtype': None, 'data.kind': 'sql'}
+    >>> sorted(with_defaults({"data.kind": "sql"}))
+    ['data.kind', 'encoder.kind', 'training.latent_cache_dtype']
     """
     kind = {"data.kind": "torch"} if given.get("data.dataset") is not None else {}
     known = {**kind, **given}
