@@ -147,6 +147,7 @@ def records(project: Path) -> dict[int, bytes]:
     return {int(number): cache[int(number)]["latent"].numpy().tobytes() for number in cache.numbers}
 
 
+@pytest.mark.slow
 def test_faults_of_the_encoder_are_survived(project: Path) -> None:
     calls = (1, 4, 8, 13, 19, 20)  # each at another group, since an unsealed one is encoded again
     env = broken_encoder(project, dict(zip(calls, FAULTS.values(), strict=True)))
@@ -169,7 +170,7 @@ def test_faults_of_the_encoder_are_survived(project: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "exit_code", "words"),
     [
-        pytest.param("hang", 5, "sitecustomize.py", id="hang"),
+        pytest.param("hang", 5, "sitecustomize.py", id="hang", marks=pytest.mark.slow),
         pytest.param("segfault", 1, "SIGSEGV", id="segfault"),
     ],
 )
