@@ -67,10 +67,14 @@ def test_nothing_is_encoded_of_what_is_refused(tmp_path: Path) -> None:
     assert next(iter(loader))["data"].unique().tolist() == [HERE]
 
 
-def test_samples_that_fail_in_both_are_left_to_quarantine(tmp_path: Path) -> None:
-    source = TorchSource(Items(lambda i: 1 / (i - 19)))
+def test_a_sample_that_fails_here_is_left_to_quarantine_and_the_others_are_compared() -> None:
+    failing = TorchSource(Items(lambda i: 1 / (i - 19)))
+    assert 19 not in failing.probed_numbers()
 
-    Subset(source, 20).prove()
+    Subset(failing, 20).prove()
+
+    with pytest.raises(SourceError, match="is another in a second process"):
+        Subset(TorchSource(Items(lambda i: torch.tensor([os.getpid() + 1 // (i - 19)]))), 20).prove()
 
 
 class Noisy:
