@@ -1,0 +1,1 @@
+"""The training service: jobs over HTTP, durable and live, run by workers on one machine or several."""
