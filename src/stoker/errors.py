@@ -20,6 +20,10 @@ StokerError
 ├── ResourceError          memory, disk space or a device does not suffice
 ├── ServiceError           a service across the network refused, or made no sense
 ├── DivergedError          training met a NaN or an infinity
+├── NotFound               the service knows no job, dataset or cache of that name   (also LookupError)
+├── Conflict               what was asked of a job does not fit the state it is in
+├── LeaseLost              another worker has the job now; what this one says of it no longer counts
+├── Degraded               the service's database does not answer, or cannot be written
 └── Interrupted            SIGINT or SIGTERM arrived; what was encoded is sealed
 
 Catch `StokerError` at the edge of a program. Errors of other libraries pass through unchanged,
@@ -170,6 +174,46 @@ class DeviceError(StokerError):
 
 class DivergedError(StokerError):
     """Training met a NaN or an infinity."""
+
+
+class NotFound(StokerError, LookupError):  # noqa: N818 -- an answer to a question, named as HTTP names it
+    """The service knows no job, dataset or cache of that name."""
+
+    exit_code = 3
+
+
+class Conflict(StokerError):  # noqa: N818 -- as above
+    """What was asked of a job does not fit the state it is in; asking again gives the same answer.
+
+    Args:
+        message: The state, and what would be possible.
+        state: The state the job is in; empty where no state is the reason.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str = "", *, state: str = "") -> None:
+        super().__init__(message)
+        self.state = state
+
+
+class LeaseLost(StokerError):  # noqa: N818 -- as above
+    """Another worker has the job now: whoever gets this changes nothing and ends its process of that job."""
+
+
+class Degraded(StokerError):  # noqa: N818 -- a condition of the service, which passes
+    """The service's database does not answer in time, or cannot be written; asking again later may help.
+
+    Args:
+        message: What did not work, and what to look at.
+        full: Whether room on a disk is what is missing: then reading may still work.
+    """
+
+    exit_code = 6
+
+    def __init__(self, message: str = "", *, full: bool = False) -> None:
+        super().__init__(message)
+        self.full = full
 
 
 class Interrupted(StokerError):  # noqa: N818 -- it reports a wish of the user, not a fault
