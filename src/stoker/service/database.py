@@ -107,6 +107,10 @@ class Database:
         """An INSERT that knows `on_conflict_do_nothing` and `on_conflict_do_update`."""
         return sqlite.insert(table) if self.is_sqlite else postgresql.insert(table)
 
+    def address(self) -> str:
+        """The URL with its password: for handing on, not for showing."""
+        return self.url.render_as_string(hide_password=False)
+
     def close(self) -> None:
         """Close every connection."""
         self._engine.dispose()

@@ -29,21 +29,15 @@ class Limits:
     """`CUDA_VISIBLE_DEVICES`; None: as the service itself, empty: none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """How a job's process ended."""
-
-    code: int
-    """Exit status; negative: the signal that ended it."""
-    reason: str = ""
-    """Why the executor ended it, where it did: a limit, with figures."""
-
-
 class Run(Protocol):
-    """One process of a job. None of the calls waits."""
+    """One process of a job. No call waits for it."""
 
-    def poll(self) -> Ended | None:
-        """How it ended; None while it runs. Limits are looked at here."""
+    def poll(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs. When it has ended, all of it has."""
+        ...
+
+    def exceeded(self) -> str:
+        """Which of its limits it has passed, with figures; empty while none."""
         ...
 
     def terminate(self) -> None:
@@ -55,17 +49,31 @@ class Run(Protocol):
         ...
 
 
+class Hold(Protocol):
+    """The sole right to run a job's process; it passes to the process once that is started."""
+
+    def start(self, command: Sequence[str], limits: Limits) -> Run:
+        """Start `command`, its output going to the log of the job's folder.
+
+        Raises:
+            ResourceError: The system cannot start another process.
+        """
+        ...
+
+    def release(self) -> None:
+        """Let go of it; nothing to do after `start`."""
+        ...
+
+
 class Executor(Protocol):
-    """Starts processes of jobs."""
+    """Runs processes of jobs, never two of one job at once."""
 
-    def start(self, folder: JobFolder, command: Sequence[str], limits: Limits, *, attempt: int) -> Run:
-        """Start `command` for the job of a folder, after whatever is left of an earlier attempt has ended.
+    def hold(self, folder: JobFolder) -> Hold:
+        """The right to run the job of a folder, after whatever is left of an earlier attempt has been ended.
 
-        Standard output and error go to the folder's log. No two processes of one job ever run at once, also
-        when the worker of the earlier one was declared dead but is not.
+        This is what keeps a job from running twice when a worker was declared dead and is not.
 
         Raises:
             StalledError: An earlier process of the job cannot be ended.
-            ResourceError: The system cannot start another process.
         """
         ...

@@ -146,6 +146,11 @@ class Jobs:
         with self._database.reading() as connection:
             return _found(connection, id)
 
+    def exists(self, id: str) -> bool:
+        """Whether there is a job of that id."""
+        with self._database.reading() as connection:
+            return connection.execute(sa.select(JOBS.c.number).where(JOBS.c.id == id)).first() is not None
+
     def list(self, state: State | None = None, *, limit: int = 50, offset: int = 0) -> list[Job]:
         """Jobs in a state or in any, the newest first."""
         query = sa.select(*_FIELDS).order_by(JOBS.c.number.desc()).limit(limit).offset(offset)

@@ -16,6 +16,7 @@ import sqlalchemy as sa
 
 from stoker.errors import LeaseLost
 from stoker.service.jobs import Job, job_of
+from stoker.service.lines import SHOWN, Line
 from stoker.service.outbox import append
 from stoker.service.schema import JOBS, METRICS
 from stoker.service.states import ENDED, HELD, WAITING, State, before
@@ -51,15 +52,6 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One line that a job's process wrote about itself."""
-
-    kind: str
-    """started, progress, batch, metrics, completed or failed."""
-    data: dict[str, Json]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """How an attempt ended."""
 
@@ -70,11 +62,6 @@ class Outcome:
     exit_code: int | None = None
     data: Mapping[str, Json] | None = None
     """What the process said at its end."""
-
-
-_SHOWN = ("epoch", "progress", "message", "train_loss", "val_loss", "learning_rate", "stall", "tier",
-          "checkpoint")  # fmt: skip
-"""What a line may set in the row of its job, under the same name."""
 
 
 class Leases:
@@ -96,11 +83,10 @@ class Leases:
             .where(JOBS.c.state.in_(tuple(WAITING)), JOBS.c.not_before <= clock)
             .order_by(JOBS.c.number)
             .limit(1)
-            .with_for_update(skip_locked=True)
         )
         take = (
             JOBS.update()
-            .where(JOBS.c.number == oldest.scalar_subquery())
+            .where(JOBS.c.number == oldest.with_for_update(skip_locked=True).scalar_subquery())
             .values(
                 state=State.RUNNING,
                 worker=worker,
@@ -110,6 +96,9 @@ class Leases:
             )
             .returning(JOBS)
         )
+        with database.reading() as connection:  # most of the time nothing waits: no reason to lock anything
+            if connection.execute(oldest).first() is None:
+                return None
         with database.writing() as connection:
             if (row := connection.execute(take).mappings().one_or_none()) is None:
                 return None
@@ -117,6 +106,18 @@ class Leases:
             told: dict[str, Json] = {"attempt": claim.attempt, "worker": worker}
             append(connection, database.wall, claim.job.id, [("claimed", told)])
         return claim
+
+    def look(self, claim: Claim) -> State:
+        """What is wanted of the job now: running, pausing or cancelling; costs no write.
+
+        Raises:
+            LeaseLost: Another has it, or it has ended.
+        """
+        held = sa.select(JOBS.c.state).where(_of(claim), JOBS.c.state.in_(tuple(HELD)))
+        with self._database.reading() as connection:
+            if (state := connection.execute(held).scalar()) is None:
+                raise _lost(claim)
+        return State(state)
 
     def heartbeat(self, claim: Claim) -> State:
         """Hold on to the job for another lease; what is wanted of it now: running, pausing or cancelling.
@@ -327,12 +328,12 @@ def _shown(lines: Sequence[Line]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     best: tuple[float, int] | None = None
     for line in lines:
-        values.update({name: line.data[name] for name in _SHOWN if name in line.data})
+        values.update({name: line.data[name] for name in SHOWN if name in line.data})
         if line.kind != "metrics":
             continue
         values["losses"] = 0  # it gets on
         loss, epoch = line.data.get("val_loss"), line.data.get("epoch")
-        if isinstance(loss, float) and isinstance(epoch, int) and loss < (best or (math.inf,))[0]:
+        if isinstance(loss, int | float) and isinstance(epoch, int) and loss < (best or (math.inf,))[0]:
             best = (loss, epoch)
     if best is not None:
         better = sa.or_(JOBS.c.best_val_loss.is_(None), JOBS.c.best_val_loss > best[0])

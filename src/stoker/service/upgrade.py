@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import sqlalchemy as sa
 
-from stoker.errors import FormatError
+from stoker.errors import ConfigError, FormatError
 from stoker.service.schema import COUNTERS, JOBS, META, METADATA, VERSION
 
 _LOCK = (
@@ -56,3 +56,19 @@ def _set(connection: sa.Connection, name: str, value: str) -> None:
     changed = connection.execute(META.update().where(META.c.name == name).values(value=value))
     if not changed.rowcount:
         connection.execute(META.insert().values(name=name, value=value))
+
+
+def claim_folder(connection: sa.Connection, folder: str) -> None:
+    """Bind the database to a state folder, known by `folder`, the first time; later see that it is the same.
+
+    Raises:
+        ConfigError: It is another one.
+    """
+    found = _value(connection, "folder")
+    if found is None:
+        _set(connection, "folder", folder)
+    elif found != folder:
+        raise ConfigError(
+            "the database belongs to a service with another state folder: its jobs have their checkpoints "
+            "there. Start the service with that folder, or with a database of its own"
+        )
