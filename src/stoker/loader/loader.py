@@ -31,7 +31,7 @@ from stoker.loader.place import EpochSetter, Place
 from stoker.loader.places import joined_indices
 from stoker.loader.ragged import Ragged, make_join
 from stoker.loader.ranks import check_ranks
-from stoker.loader.transform import Finish, Transform
+from stoker.loader.transform import Columns, Finish, Transform
 from stoker.loader.whole import Serving, Whole
 from stoker.loader.windows import Windows
 from stoker.plan import Plan
@@ -116,7 +116,7 @@ class Loader:
         check_verify(verify)
         device = parse_device(device)
         order, timeout_s, pin = take_dataloader_arguments(dataloader, order, Wishes.__slots__)
-        indices = joined_indices(cache, indices, static=static)
+        indices = joined_indices(cache, indices)
         self._wishes = Wishes(
             batch_size=batch_size,
             windows=windows,
@@ -139,7 +139,7 @@ class Loader:
             transforms=tuple(transforms),
             meter=meter,
         )
-        self._joined = cache.joined
+        self._columns = None if cache.joined is None else Columns(cache.joined, static=static)
         self._pin = pin and torch.cuda.is_available()
         self._mender = Mender()
         self._serving: Serving = begin_filling_pass(cache, self._wishes, self._mender) or self._whole(cache)
@@ -292,7 +292,7 @@ class Loader:
             transforms=self._wishes.transforms,
             seed=self._wishes.seed,
             meter=self._wishes.meter,
-            joined=self._joined,
+            columns=self._columns,
         )
 
     def _whole(self, cache: Cache) -> Whole:
@@ -311,6 +311,4 @@ def design_of(loader: Loader) -> Design:
         raise ConfigError(
             f"a mixture needs complete caches, and {loader!r} is being filled. Precompute first"
         )
-    if loader._joined is not None:  # pyright: ignore[reportPrivateUsage]
-        raise ConfigError(f"a mixture does not take joined columns, and {loader!r} has some. Leave join out")
     return serving.design

@@ -72,19 +72,11 @@ def find_places(cache: Cache, indices: Sequence[int] | NDArray[Any] | None) -> P
 
 
 def joined_indices(
-    cache: Cache, indices: Sequence[int] | NDArray[Any] | None, *, static: bool
+    cache: Cache, indices: Sequence[int] | NDArray[Any] | None
 ) -> Sequence[int] | NDArray[Any] | None:
-    """The sample numbers to serve of a cache with joined columns: those with a row, where others drop out.
-
-    Raises:
-        ConfigError: Columns are joined to batches that are to lie at fixed addresses.
-    """
+    """The sample numbers to serve of a cache with joined columns: those with a row, where others drop out."""
     joined = cache.joined
-    if joined is None:
-        return indices
-    if static:
-        raise ConfigError("static=True serves what is stored alone, and the cache has joined columns")
-    if joined.numbers is None:
+    if joined is None or joined.numbers is None:
         return indices
     if indices is None:
         return joined.numbers
