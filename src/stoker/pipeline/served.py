@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import torch
 
@@ -28,11 +27,12 @@ SECONDS = 0.3
 """For each trial of a tier; half of it again beforehand."""
 AT_STEP_TIMES = 3
 """The trial beside steps takes so many times as long: it is what a stall is read off."""
-STRETCHES = 5
-"""What a trial has found is the median of so many stretches of it: a moment in which something else used the
-machine spoils one of them alone."""
-LEAST_STRETCH = 8
-"""Batches, at least, in each of them: from a disk one in ten takes several times as long as the others."""
+UNUSUAL_TIMES, UNUSUAL_S = 8, 20e-3
+"""What takes so many times as long as half of the batches do, and so many seconds, counts as that long: of a
+drive that others use too a batch in a thousand has to wait for 60 to 200 ms, and a trial meets one or does not.
+
+Source: `benchmarks/plan_stall.py`, cold disk.
+"""
 LEAST_PAUSES = 4
 """Batches, at least, that are timed with pauses between them."""
 SERVED_BYTES = 64 * MIB
@@ -182,11 +182,10 @@ def _serve(
 
 
 def _typical_s(times_s: Sequence[float]) -> float:
-    """The median of what a batch takes in each of some stretches of them.
+    """The mean, in which what is unusually long counts for less.
 
-    >>> _typical_s([1.0, 2.0] * 32 + [40.0] + [1.0, 2.0] * 8)  # a mean would say 1.98
-    1.5
+    >>> round(_typical_s([0.002, 0.004] * 100 + [0.200]), 4)  # a mean would say 0.004
+    0.0031
     """
-    stretches = max(1, min(STRETCHES, len(times_s) // LEAST_STRETCH))
-    cuts = [len(times_s) * at // stretches for at in range(stretches + 1)]
-    return statistics.median(statistics.fmean(times_s[a:b]) for a, b in pairwise(cuts))
+    most_s = max(UNUSUAL_TIMES * statistics.median(times_s), UNUSUAL_S)
+    return statistics.fmean(min(time_s, most_s) for time_s in times_s)
