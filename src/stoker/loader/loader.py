@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, UncountedError
 from stoker.loader import state as states
 from stoker.loader.ahead import Strips, Turn
 from stoker.loader.arguments import (
@@ -88,7 +88,8 @@ class Loader:
             seed, rank, world: The order's seed; this process's part of every global batch.
             order: `full` (default), `sequential` (evaluation), `block`, `block(block,window)`, `static`.
             indices: Sample numbers to serve, repeats allowed; None: all that are stored.
-            weights: Draw with replacement, in proportion to one weight per record; or `Weights`.
+            weights: Draw with replacement, in proportion to one weight per record (or per sample, where some
+                are quarantined or not encoded yet); or `Weights`.
             dtype: Hand floats out as this dtype instead of the stored one.
             normalise: By field how values are normalised on the way, in float32 and on every tier alike.
             ragged: Whole records of varying length as `list`, `pad`, `pack`, or `Pad(to=..., value=...)`.
@@ -186,8 +187,18 @@ class Loader:
         return self._serving.faulted
 
     def __len__(self) -> int:
-        """Batches of this rank in a whole epoch."""
-        return self._serving.design.share.steps()
+        """Batches of this rank in a whole epoch.
+
+        Raises:
+            UncountedError: Windows are cut from trajectories of varying length, not all of which are encoded.
+        """
+        steps = self._serving.steps
+        if steps is None:
+            raise UncountedError(
+                f"{self.dataset.path} is being filled, and how many windows its trajectories have is known "
+                "once all are. Iterate without asking for the length, or leave wait=False out"
+            )
+        return steps
 
     def __getitem__(self, _: object) -> NoReturn:
         """Refused: batches come in the order of an epoch."""
@@ -195,10 +206,14 @@ class Loader:
 
     def __repr__(self) -> str:
         design, size = self._serving.design, sum(row.bytes for row in self.plan.rows)
-        batches = "1 batch" if len(self) == 1 else f"{format_count(len(self))} batches"
+        steps, examples = self._serving.steps, f"{format_count(design.examples.count)} examples"
+        if steps is None:
+            examples, batches = "windows still to be counted", "batches"
+        else:
+            batches = "1 batch" if steps == 1 else f"{format_count(steps)} batches"
         return (
-            f"Loader({design.cache.name!r}, {design.cache.fingerprint}, "
-            f"{format_count(design.examples.count)} examples in {batches} of {self.batch_size}, "
+            f"Loader({design.cache.name!r}, {design.cache.fingerprint}, {examples} in {batches} of "
+            f"{self.batch_size}, "
             f"{self._serving.terms.order} order, {self.plan.tier} tier, {format_bytes(size)})"
         )
 
