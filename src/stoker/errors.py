@@ -5,7 +5,8 @@ StokerError
 ├── SourceError            raw data is missing, unreadable or not as declared        (also ValueError)
 │   ├── SplitError         the split asked for does not exist
 │   ├── DecodeError        a file was read, but no sample can be made of its content
-│   └── TransferError      a file could not be fetched
+│   ├── TransferError      a file could not be fetched
+│   └── PathRefusedError   a request names a path outside the folders it may read
 ├── EncoderError           an encoder does not fit the data, or failed
 ├── RecordError            one sample or record is not what its schema says          (also ValueError)
 ├── FormatError            a file is not a store, or not one this version reads      (also ValueError)
@@ -82,6 +83,10 @@ class TransferError(SourceError):
         super().__init__(message)
         self.passing = passing
         self.wait_s = wait_s
+
+
+class PathRefusedError(SourceError):
+    """A request names a path that lies outside the folders it may read, or leads through a link."""
 
 
 class ServiceError(StokerError):
