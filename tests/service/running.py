@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from stoker.service.guard import Limits
+from stoker.service.guard import RequestLimits
 from stoker.service.server import address_of, make_server, open_socket
 from stoker.service.services import Services, open_services
 
@@ -110,7 +110,7 @@ class Running:
 
 
 @contextmanager
-def serving(folder: Path, *, limits: Limits | None = None) -> Generator[Running]:
+def serving(folder: Path, *, limits: RequestLimits | None = None) -> Generator[Running]:
     """Run the web server of a new state folder in a thread."""
     services = open_services(folder)
     if limits is not None:

@@ -54,9 +54,9 @@ def replay(body: bytes, receive: Receive) -> Receive:
 def fault_in_json(body: bytes, *, depth: int, members: int, text_chars: int) -> str:
     """What is wrong with a body as JSON, in words; empty for a sound one.
 
-    Refused are nesting deeper than `depth` (which would end the parser), more values than `members` (each costs
-    a check), strings longer than `text_chars`, names given twice, NaN and infinities, and characters that no
-    database takes.
+    Refused are nesting deeper than `depth` (which would end the parser), more values than `members` (each
+    costs a check), strings longer than `text_chars`, names given twice, NaN and infinities, and characters
+    that no database takes.
     """
     level = 0
     for match in _BRACKETS.finditer(body):
@@ -78,8 +78,8 @@ def _fault_in_values(value: object, members: int, text_chars: int) -> str:
         if seen + len(todo) > members:
             return f"it has more than {members:,} values"
         if isinstance(one, dict):
-            members = cast("dict[str, object]", one)
-            todo += [*members.keys(), *members.values()]
+            pairs = cast("dict[str, object]", one)
+            todo += [*pairs.keys(), *pairs.values()]
         elif isinstance(one, list):
             todo += cast("list[object]", one)
         elif isinstance(one, str):

@@ -6,7 +6,7 @@ Nothing is answered but what these rules allow, so a route that somebody forgot 
 2. `Origin` and `Sec-Fetch-Site`, where a browser sends them, say that our own page asks.
 3. The token as `Authorization: Bearer`, or the cookie of a session; only `PUBLIC` needs neither.
 4. With a cookie, what may change something carries the session's `X-CSRF-Token`; a WebSocket, its Origin.
-5. Headers, body, its nesting and its strings are within `Limits`, and so is the time to answer.
+5. Headers, body, its nesting and its strings are within `RequestLimits`, and so is the time to answer.
 
 Every answer carries the headers that keep a browser from running or framing anything that is not ours.
 """
@@ -54,7 +54,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RequestLimits:
     """What one request may take."""
 
     header_bytes: int = 16 << 10
@@ -82,7 +82,7 @@ class Rules:
     """Knows tokens and sessions."""
     hosts: Collection[str] = LOOPBACK
     """Names and addresses by which the service may be called."""
-    limits: Limits = Limits()
+    limits: RequestLimits = RequestLimits()
     headers: Sequence[tuple[str, str]] = ()
     """What every answer carries."""
     stranger: Callable[[Scope, str], Response] | None = None

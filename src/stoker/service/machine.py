@@ -22,7 +22,7 @@ def look_at_machine(here: Services) -> dict[str, Any]:
     Raises:
         StalledError: The file system does not answer.
     """
-    found = probe(path=here.state_dir)
+    found = probe(path=here.folder.path)
     return {
         "host_bytes": found.host_bytes,
         "host_total_bytes": found.host_total_bytes,

@@ -96,7 +96,7 @@ def list_caches(here: Here) -> CacheList:
             claims=found.live_claims(),
             broken=found.broken,
         )
-        for found in scan(here.caches)
+        for found in scan(here.folder.caches)
     ]
     return CacheList(caches=rows, bytes=sum(row.bytes for row in rows))
 
@@ -158,7 +158,7 @@ def collect(body: GcRequest, here: Here, response: Response, wait_s: Wait = 20.0
         from stoker.store.gc import collect as run
 
         policy = GcPolicy(keep=body.keep, max_bytes=body.max_bytes, older_than_s=body.older_than_s)
-        return run(here.caches, policy, dry_run=body.dry_run).to_json()
+        return run(here.folder.caches, policy, dry_run=body.dry_run).to_json()
 
     return _answer(response, here.operations.start("gc", work, wait_s=wait_s))
 
@@ -180,7 +180,7 @@ def _folder(here: Services, name: str, fingerprint: str) -> Path:
     Raises:
         NotFound: There is no such cache.
     """
-    path = here.caches / name / fingerprint
+    path = here.folder.caches / name / fingerprint
     fits = re.fullmatch(NAME, name) and re.fullmatch(FINGERPRINT, fingerprint)
     if not fits or not path.is_dir() or path.is_symlink() or path.parent.is_symlink():
         raise NotFound(f"there is no cache {name}/{fingerprint}. GET /api/v1/training/caches lists them")

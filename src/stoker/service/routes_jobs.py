@@ -127,5 +127,5 @@ def get_logs(
 ) -> JobLog:
     """The end of what the job's process wrote."""
     job = here.jobs.get(job_id)
-    lines, offset, truncated = logs.tail(here.job_dir(job.id), tail)
+    lines, offset, truncated = logs.tail(here.folder.job(job.id).log, tail)
     return JobLog(job_id=job.id, lines=lines, offset=offset, truncated=truncated)

@@ -19,8 +19,6 @@ from stoker.errors import ConfigError
 from stoker.service.app import create_app
 from stoker.service.services import Services
 
-ADDRESS_FILE = "address"
-"""Holds the service's URL, so that the command line finds it."""
 CONNECTIONS = 200
 """Connections at once; more are answered with 503."""
 LOOK_S = 10.0
@@ -98,9 +96,9 @@ def address_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def write_address(state_dir: Path, address: str) -> None:
+def write_address(path: Path, address: str) -> None:
     """Leave the service's URL in its folder."""
-    with replacing(state_dir / ADDRESS_FILE) as temporary:
+    with replacing(path) as temporary:
         temporary.write_text(address + "\n")
         temporary.chmod(stat.S_IRUSR | stat.S_IWUSR)
 

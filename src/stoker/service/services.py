@@ -12,7 +12,8 @@ from starlette.requests import HTTPConnection
 
 from stoker.service.auth import Auth, load_token
 from stoker.service.database import Database
-from stoker.service.guard import LOOPBACK, Limits
+from stoker.service.folders import StateFolder
+from stoker.service.guard import LOOPBACK, RequestLimits
 from stoker.service.jobs import Jobs
 from stoker.service.operations import Operations
 from stoker.service.outbox import Outbox
@@ -26,7 +27,7 @@ from stoker.service.traffic import Traffic
 class Services:
     """One service. Its parts may be used from any thread, but `feed`, which belongs to the event loop."""
 
-    state_dir: Path
+    folder: StateFolder
     database: Database
     jobs: Jobs
     outbox: Outbox
@@ -36,19 +37,10 @@ class Services:
     hosts: frozenset[str]
     """Names by which the service may be called."""
     feed: Feed
-    limits: Limits = field(default_factory=Limits)
+    limits: RequestLimits = field(default_factory=RequestLimits)
     operations: Operations = field(default_factory=Operations)
     """What takes longer than an answer may."""
     traffic: Traffic = field(default_factory=Traffic)
-
-    @property
-    def caches(self) -> Path:
-        """The folder of every cache that jobs make."""
-        return self.state_dir / "caches"
-
-    def job_dir(self, job: str) -> Path:
-        """The folder of a job; `job` is the id of one that there is."""
-        return self.state_dir / "jobs" / job
 
 
 def open_services(
@@ -68,16 +60,16 @@ def open_services(
         StokerError: Folder, token, roots or database cannot be used.
     """
     folder = prepare_state_dir(state_dir)
-    token = load_token(folder)
-    opened = Database(database or f"sqlite:///{folder / 'stoker.db'}")
+    token = load_token(folder.token)
+    opened = Database(database or f"sqlite:///{folder.database}")
     outbox = Outbox(opened)
     return Services(
-        state_dir=folder,
+        folder=folder,
         database=opened,
         jobs=Jobs(opened),
         outbox=outbox,
         auth=Auth(token),
-        roots=Roots([folder / "data", *roots]),
+        roots=Roots([folder.data, *roots]),
         hosts=LOOPBACK | {host.lower() for host in hosts},
         feed=Feed(outbox),
     )
