@@ -20,6 +20,7 @@ from stoker.service.outbox import Outbox
 from stoker.service.paths import Roots
 from stoker.service.state_dir import prepare_state_dir
 from stoker.service.stream import Feed
+from stoker.service.supervise import Supervisor
 from stoker.service.traffic import Traffic
 
 
@@ -38,6 +39,8 @@ class Services:
     """Names by which the service may be called."""
     feed: Feed
     limits: RequestLimits = field(default_factory=RequestLimits)
+    supervisor: Supervisor | None = None
+    """Of the workers; None where only requests are answered."""
     operations: Operations = field(default_factory=Operations)
     """What takes longer than an answer may."""
     traffic: Traffic = field(default_factory=Traffic)
