@@ -74,8 +74,8 @@ class Service:
             [sys.executable, str(SERVE)], stdin=subprocess.PIPE, stdout=self._log, stderr=self._log
         )
         assert process.stdin is not None
-        process.stdin.write(self._given.encode() + b"\n")
-        process.stdin.flush()
+        with process.stdin:
+            process.stdin.write(self._given.encode() + b"\n")
         return process
 
     def find(self, what: str) -> int | None:
