@@ -118,6 +118,28 @@ def newest_checkpoint(root: Path, on_damaged: Callable[[str], None]) -> Checkpoi
     return None
 
 
+def checkpoint_to_resume(
+    root: Path, on_damaged: Callable[[str], None], *, expected: bool = False
+) -> Checkpoint | None:
+    """The checkpoint that a run goes on from; None where it has not made one yet.
+
+    Args:
+        root, on_damaged: As for `newest_checkpoint`.
+        expected: There was one, as somebody else knows.
+    Raises:
+        CorruptError: There are, or were, checkpoints, and none is whole: to begin anew would throw away what
+            was learnt without a word.
+    """
+    found = newest_checkpoint(root, on_damaged)
+    there = len(_folders(root))
+    if found is None and (there or expected):
+        raise CorruptError(
+            f"{root}: none of {there} checkpoints is whole, and the run had made some",
+            advice="Bring one back from a copy, or begin anew as another run",
+        )
+    return found
+
+
 _FILES = ("model", "optimizer")
 
 
