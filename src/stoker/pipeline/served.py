@@ -29,7 +29,7 @@ AT_STEP_TIMES = 3
 """The trial beside steps takes so many times as long: it is what a stall is read off."""
 UNUSUAL_TIMES, UNUSUAL_S = 8, 20e-3
 """What takes so many times as long as half of the batches do, and so many seconds, counts as that long: of a
-drive that others use too a batch in a thousand has to wait for 60 to 200 ms, and a trial meets one or does not.
+drive that others use too a batch in a thousand waits for 60 to 200 ms, and a trial meets one or does not.
 
 Source: `benchmarks/plan_stall.py`, cold disk.
 """

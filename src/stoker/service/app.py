@@ -15,6 +15,7 @@ from stoker.service import (
     dashboard,
     pages,
     routes_caches,
+    routes_datasets,
     routes_jobs,
     routes_live,
     routes_machine,
@@ -67,7 +68,7 @@ def create_app(services: Services) -> FastAPI:
     )
     app.state.services = services
     token = [Security(HTTPBearer(auto_error=False, description="The token of the state folder."))]
-    for module in (routes_jobs, routes_live, routes_caches, routes_machine):
+    for module in (routes_jobs, routes_live, routes_datasets, routes_caches, routes_machine):
         app.include_router(module.router, prefix=API, dependencies=token)
         app.include_router(module.router, prefix=EARLIER_API, include_in_schema=False)
     app.include_router(routes_machine.health)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from stoker.errors import NotFound
 from stoker.service.answers import faults
-from stoker.service.models import OperationOut
+from stoker.service.models import OperationOut, Wait
 from stoker.service.operations import Operation
 from stoker.service.services import Here, Services
 
@@ -21,9 +21,6 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
 FINGERPRINT = r"[0-9a-f]{16}"
 Name = Annotated[str, InPath(pattern=f"^{NAME}$", examples=["radio_train"])]
 Print = Annotated[str, InPath(pattern=f"^{FINGERPRINT}$", examples=["3fa9c1d2e4b7a810"])]
-Wait = Annotated[
-    float, Query(ge=0, le=25, description="Seconds to wait for the end; then 202, and ask again.")
-]
 
 
 class CacheRow(BaseModel):
