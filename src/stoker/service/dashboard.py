@@ -127,7 +127,7 @@ def show_cache(
     others = [one for one in list_caches(here).caches if one.name == name and one.fingerprint != fingerprint]
     beside = why(name, fingerprint, here, other) if other or others else None
     return page(
-        request, "cache.html", title=f"{name} {fingerprint}", name=name, fingerprint=fingerprint,
+        request, "cache.html", title=f"{name} {fingerprint}", own=name, fingerprint=fingerprint,
         detail=detail, recipe=_flat(recipe), others=others, beside=beside, other=other,
         users=_users(here, fingerprint),
     )  # fmt: skip

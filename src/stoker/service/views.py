@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from stoker.service.jobs import Job
@@ -97,13 +98,13 @@ def bar(values: Sequence[tuple[str, float, str, str]]) -> list[Part]:
 
 
 def phases(events: Sequence[Event], first: Event | None) -> list[Part]:
-    """The start-up of the last attempt, from the milestones of a job and the event after its last `started`."""
+    """The start-up of the last attempt: from milestones of a job, and the event after its last `started`."""
     at = {event.kind: event.at for event in events}
     asked = max(at.get("queued", 0.0), at.get("resumed", 0.0))
     marks = [("waited for a worker", asked), ("opened data and caches", at.get("claimed", 0.0))]
     marks += [("first batch", at.get("started", 0.0)), ("", first.at if first else 0.0)]
     found: list[tuple[str, float, str, str]] = []
-    for i, ((label, begin), (_, end)) in enumerate(zip(marks, marks[1:], strict=False)):
+    for i, ((label, begin), (_, end)) in enumerate(pairwise(marks)):
         if 0 < begin <= end:
             found.append((label, end - begin, format_seconds(end - begin), f"phase{i}"))
     return bar(found)
@@ -164,12 +165,12 @@ def form_fields() -> tuple[list[FormField], list[FormField]]:
 def _form_field(name: str, spec: Mapping[str, Any], needed: bool) -> FormField:
     kinds = [one for one in spec.get("anyOf", [spec]) if one.get("type") != "null"]
     chosen = kinds[0]
-    kind = {"array": "list", "string": "text"}.get(chosen.get("type", ""), chosen.get("type", "text"))
+    kind = str(chosen.get("type", "text"))
     choices = tuple(str(one) for one in chosen.get("enum", ()))
     return FormField(
         name=name,
         about=str(spec.get("description", "")),
-        kind="choice" if choices else kind,
+        kind="choice" if choices else {"array": "list", "string": "text"}.get(kind, kind),
         value=spec.get("default"),
         choices=choices,
         lowest=chosen.get("minimum", chosen.get("exclusiveMinimum")),
