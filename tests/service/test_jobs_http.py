@@ -11,7 +11,7 @@ import pytest
 from stoker.errors import Degraded
 from stoker.service.leases import Leases
 from stoker.service.lines import Line
-from tests.service.running import CONFIG, Running, serving
+from tests.service.running import CONFIG, Running, note_radio, serving
 
 GUIDE = {
     "job_name": "rx-night-run",
@@ -29,6 +29,7 @@ GUIDE = {
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with serving(tmp_path_factory.mktemp("jobs") / "state") as found:
+        note_radio(found.services, CONFIG["dataset_ids"][0])
         yield found
 
 
