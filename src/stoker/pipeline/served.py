@@ -104,8 +104,8 @@ def _apart(numbers: Sequence[int], batch_size: int) -> list[Sequence[int]]:
     """Records for each trial, half of them for the one beside steps; all for each where they are too few.
 
     They take turns by runs of neighbours: over all of the cache, since parts of it may be slower than others
-    (of a virtual drive the host has some in memory), and not record by record, since around what one trial has
-    read the system reads on, and batches of records from there take half as long again.
+    (of a virtual drive the host has some in memory), and not record by record, since around what one trial
+    has read the system reads on, and batches of records from there take half as long again.
 
     Source: `benchmarks/plan_stall.py`, cold disk.
     """
