@@ -150,7 +150,7 @@ def _jobs(here: Services, status: State | None, number: int) -> dict[str, Any]:
     lines = {job.id: views.spark(_recent(here, job.id, job.epoch)) for job in found}
     total = here.jobs.count(status)
     return {
-        "jobs": found, "lines": lines, "status": status, "states": list(State), "number": number,
+        "jobs": found, "lines": lines, "only": status, "states": list(State), "number": number,
         "total": total, "last": max(1, -(-total // PER_PAGE)), "now": time.time(),
     }  # fmt: skip
 

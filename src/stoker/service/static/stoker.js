@@ -94,7 +94,7 @@ function draw() {
   holder.replaceChildren();
   document.getElementById("no-curves").hidden = rows.length > 0;
   if (!rows.length) return;
-  plots = charts.map((chart) => {
+  const places = charts.map((chart) => { // all of them first: how wide one is depends on the others
     const box = document.createElement("div");
     box.className = "chart";
     const title = document.createElement("h3");
@@ -104,14 +104,18 @@ function draw() {
     canvas.setAttribute("aria-label", summary(chart));
     box.append(title, canvas);
     holder.append(box);
+    return canvas;
+  });
+  plots = charts.map((chart, i) => {
+    const canvas = places[i];
     const axis = {stroke: colour("--soft"), grid: {stroke: colour("--line"), width: 1}, ticks: {stroke: colour("--line")}};
     return new uPlot({
       width: canvas.clientWidth, height: 180, scales: {x: {time: false}},
       legend: {live: false, markers: {width: 3}},
       cursor: {drag: {x: true, y: false}},
       axes: [axis, {...axis, size: 64, values: (_plot, ticks) => ticks.map(shown)}],
-      series: [{label: "epoch"}, ...chart.series.map((one, i) => ({
-        label: one.label, stroke: colour(COLOURS[i]), width: 2, spanGaps: true, points: {show: rows.length < 3, size: 7},
+      series: [{label: "epoch"}, ...chart.series.map((one, line) => ({
+        label: one.label, stroke: colour(COLOURS[line]), width: 2, spanGaps: true, points: {show: rows.length < 3, size: 7},
       }))],
     }, points(chart), canvas);
   });
