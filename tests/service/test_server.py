@@ -54,6 +54,17 @@ def test_connections_that_send_no_whole_request_are_closed(
         assert answer_to(running.port, refused).startswith(b"HTTP/1.1 401"), "closed without its body"
 
 
+def test_a_refusal_reaches_whoever_sends_a_body_with_it(tmp_path: Path) -> None:
+    """A connection that is closed over an unread body is reset, and the answer lost."""
+    with serving(tmp_path / "state") as running:
+        for size, status in ((10, 401), (300_000, 401), (3_000_000, 401)):
+            for _ in range(5):
+                answer = httpx.post(running.api("/jobs"), content=b"x" * size, trust_env=False)
+                assert answer.status_code == status
+        answer = running.client.post(running.api("/jobs"), content=b"x" * 3_000_000)
+        assert answer.status_code == 413
+
+
 def test_a_body_that_never_ends_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(tmp_path / "state", limits=RequestLimits(body_s=0.3)) as running:
         begun = (
