@@ -183,7 +183,7 @@ def test_caches_are_verified_and_their_difference_is_shown(running: Running, pag
     page.get_by_role("button", name="Read every record").click()
     page.get_by_text("All 8 records match their checksums.").wait_for()
     page.get_by_label("compared with").select_option(second)
-    page.get_by_role("button", name="Compare").click()
+    page.get_by_role("button", name="Compare", exact=True).click()
     page.get_by_role("region", name="Differences").get_by_text("rows 2").wait_for()
 
     shard = next((running.services.folder.caches / "rows" / first).rglob("*.safetensors"))
