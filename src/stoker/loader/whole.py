@@ -17,6 +17,7 @@ from stoker.loader.decide import Wishes, completed, decide, terms_of
 from stoker.loader.engine import Design, Engine, Strip
 from stoker.loader.mend import Mender
 from stoker.loader.places import kept_weights
+from stoker.loader.pool import after_fork
 from stoker.loader.state import Terms
 from stoker.plan import Plan
 from stoker.store import Cache
@@ -92,7 +93,7 @@ class Whole:
         """What makes batches in this process, since the first was asked for."""
         self.ahead = self._new_ahead()
         self._stop: weakref.finalize[[], Whole] | None = None
-        self._process = 0
+        self._process, self._known_to = 0, os.getpid()
         self._building: dict[int, threading.Lock] = {}
         """By process, since a lock that another thread held at a fork is never released in the child."""
 
@@ -150,6 +151,9 @@ class Whole:
         with self._building.setdefault(os.getpid(), threading.Lock()):
             if self.engine is None or self._process != os.getpid():
                 cache = self.design.cache
+                if self._known_to != os.getpid():
+                    after_fork()
+                    self._known_to = os.getpid()
                 if self.engine is not None:
                     cache = reopened(cache)
                 with torch.inference_mode(False):  # memory outlives the caller's mode, and a thread fills it
