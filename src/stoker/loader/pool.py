@@ -9,7 +9,6 @@ Idle threads end by themselves, so nothing needs to be closed.
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import threading
 import time
@@ -17,8 +16,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
-
-import torch
 
 from stoker.errors import StalledError
 
@@ -150,21 +147,6 @@ class Pool:
                 ticket = self._line.popleft()
             ticket.run()
             del ticket  # its outcome may be a large batch, which must not live until the next piece of work
-
-
-def after_fork() -> None:
-    """Have torch compute on one thread in a process that was forked: those it had did not come along, and an
-    operation that shares its work with them waits for ever.
-    """
-    threads = torch.get_num_threads()
-    if threads > 1:
-        torch.set_num_threads(1)
-        logging.getLogger("stoker").warning(
-            "process %d was forked, and the threads of torch were not: it computes on one here, where there "
-            "were %d. Start processes by 'spawn' to have as many",
-            os.getpid(),
-            threads,
-        )
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -17,7 +18,6 @@ from stoker.loader.decide import Wishes, completed, decide, terms_of
 from stoker.loader.engine import Design, Engine, Strip
 from stoker.loader.mend import Mender
 from stoker.loader.places import kept_weights
-from stoker.loader.pool import after_fork
 from stoker.loader.state import Terms
 from stoker.plan import Plan
 from stoker.store import Cache
@@ -152,7 +152,7 @@ class Whole:
             if self.engine is None or self._process != os.getpid():
                 cache = self.design.cache
                 if self._known_to != os.getpid():
-                    after_fork()
+                    _after_fork()
                     self._known_to = os.getpid()
                 if self.engine is not None:
                     cache = reopened(cache)
@@ -194,3 +194,18 @@ class Whole:
         if self._stop is not None:
             self._stop()
         self.engine = self._stop = None
+
+
+def _after_fork() -> None:
+    """Have torch compute on one thread in a process that was forked: those it had did not come along, and an
+    operation that shares its work with them waits for ever.
+    """
+    threads = torch.get_num_threads()
+    if threads > 1:
+        torch.set_num_threads(1)
+        logging.getLogger("stoker").warning(
+            "process %d was forked, and the threads of torch were not: it computes on one here, where there "
+            "were %d. Start processes by 'spawn' to have as many",
+            os.getpid(),
+            threads,
+        )
