@@ -20,6 +20,7 @@ def run(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_dataset_in_ten_lines_is_encoded_once_and_trained_on(tmp_path: Path) -> None:
     out = run("torch_dataset.py", str(tmp_path))
 
@@ -33,6 +34,7 @@ def test_one_line_serves_a_dataset(tmp_path: Path) -> None:
     assert "1,000 examples" in run("one_line.py", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_two_tasks_come_in_one_stream_as_often_as_their_weights_say(tmp_path: Path) -> None:
     out = run("mixture.py", str(tmp_path))
 
@@ -63,6 +65,7 @@ def test_a_run_in_a_trainer_is_resumed(tmp_path: Path, name: str, package: str, 
     assert says in run(name, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_boxes_of_real_images_are_learned_and_the_second_start_decodes_nothing(
     tmp_path: Path, shared_data: Path
 ) -> None:

@@ -17,6 +17,7 @@ def printed(notebook: Any) -> str:
     return "\n".join(one.get("text") or one.get("data", {}).get("text/plain", "") for one in outputs)
 
 
+@pytest.mark.slow
 def test_a_folder_of_jpegs_is_trained_on_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbformat = pytest.importorskip("nbformat", reason="pip install 'stoker[dev]'")
     nbclient = pytest.importorskip("nbclient", reason="pip install 'stoker[dev]'")

@@ -114,7 +114,7 @@ def same_wherever_shards_are(cache: Cache, ragged: Cache, data: st.DataObject) -
     assert all(equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=90, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_batches_are_the_same_wherever_shards_are_and_move(
     cache: Cache, ragged: Cache, data: st.DataObject

@@ -65,7 +65,7 @@ def same_bytes_everywhere(caches: dict[str, Cache], data: st.DataObject) -> None
         assert all(part.position == whole.position for part in parts)
 
 
-@settings(max_examples=220, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_same_bytes_everywhere(caches: dict[str, Cache], data: st.DataObject) -> None:
     same_bytes_everywhere(caches, data)

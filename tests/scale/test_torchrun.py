@@ -46,6 +46,7 @@ def weights(project: Path) -> dict[str, torch.Tensor]:
     return load_file(newest / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_process_with_twice_the_batch(project: Path) -> None:
     with torchrun(2, "-m", "stoker", "train", "c.yaml", "--json", cwd=project) as launcher:
         out, err = launcher.communicate(timeout=LONG_S)
@@ -86,6 +87,7 @@ def test_a_run_of_two_ranks_goes_on_alone_over_the_same_global_batches(project: 
     assert [row["epoch"] for row in metrics(project) if row["kind"] == "epoch"] == list(range(1, 13))
 
 
+@pytest.mark.slow
 @pytest.mark.chaos
 def test_a_killed_rank_ends_the_other_with_a_message_that_names_it(project: Path) -> None:
     with torchrun(2, "-m", "stoker", "train", "c.yaml", ENDLESS, "--json", cwd=project) as launcher:

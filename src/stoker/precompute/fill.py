@@ -268,7 +268,8 @@ def _reject_nan(sample: Sample, schema: Schema) -> None:
     for name, array in sample.items():
         if schema[name].dtype in FLOATS and not all_finite(array, schema[name].dtype):
             raise RecordError(
-                f"field {name!r} holds NaN or infinity. Mend the sample, or allow it with nan='allow'"
+                f"field {name!r} holds NaN or infinity. Mend the sample, or allow it with nan='allow' "
+                "(cached: precompute={'nan': 'allow'})"
             )
 
 

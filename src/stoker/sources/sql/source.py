@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, SourceError, SplitError
 from stoker.schema import Json, Sample, Schema, digest_json
 from stoker.sources.files import canonical_split
+from stoker.sources.given import check_splits, check_texts, given_names
 from stoker.sources.protocol import Part, SourceIdentity
 from stoker.sources.splits import DEFAULT_SPLITS, split_counts, split_numbers
 from stoker.sources.sql.address import parse_address
@@ -75,9 +76,11 @@ class SQLSource:
         timeouts: Timeouts | None = None,
         spill_dir: str | Path | None = None,
     ) -> None:
-        keys = (key,) if isinstance(key, str) else tuple(key)
-        if not keys:
-            raise ConfigError("key is empty. Name the column that tells rows apart")
+        keys = given_names("key", key, "the name of the column that tells rows apart")
+        check_texts(table=table, query=query, where=where, version_query=version_query)
+        check_splits(split, splits, seed)
+        if timeouts is not None and not isinstance(cast("object", timeouts), Timeouts):
+            raise ConfigError(f"timeouts is {timeouts!r}. Expected Timeouts(connect_s=10.0, ...), or None")
         relation, name = relation_of(table, query)
         rules = parse_columns(columns)
         request = Request(
@@ -271,9 +274,9 @@ class SQLSource:
             except MalformedError as error:
                 for place in range(len(rows) if len(rows) > 1 else 0):
                     self._made(rows[place : place + 1])  # raises at the row that is meant
-                request = self._bulk.request
+                where, key = self._bulk.request.where_it_is, self._bulk.key(int(rows[0]))
                 raise SourceError(
-                    f"{request.name}, key {self._bulk.key(int(rows[0]))}, column {error.column} {error}. "
+                    f"{where}, key {key}, column {error.column} {error}. "
                     "Mend the row, or leave it out with where="
                 ) from error
         return samples
