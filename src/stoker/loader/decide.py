@@ -91,12 +91,14 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
     check_lengths(make_join(wishes.ragged, outputs), cache, places)
     examples = _number(cache, places, windows)
     example_bytes = sum(output.example_bytes for output in outputs)
+    kind = parse_order(wishes.order, world=world, example_bytes=example_bytes)
     order = Order(
-        kind=parse_order(wishes.order, world=world, example_bytes=example_bytes),
+        kind=kind,
         count=examples.count,
         seed=wishes.seed,
         global_batch=wishes.batch_size * world,
         draws=None if wishes.weights is None else weighted(wishes.weights, places, examples),
+        lengths=_lengths(cache, places, outputs) if kind.kind == "bucket" else None,
     )
     places = replace(places, own=own_records(order, examples, rank, world))
     static, drop_last = wishes.static, wishes.drop_last
@@ -186,6 +188,15 @@ def _number(cache: Cache, places: Places, windows: Windows | None) -> Examples:
                     "window of one matches the other. Store them in caches of their own"
                 )
     return number_examples(lengths, len(places.numbers), windows)
+
+
+def _lengths(cache: Cache, places: Places, outputs: tuple[Output, ...]) -> NDArray[np.int64] | None:
+    """Bytes of each record in fields of varying length; None where there is no such field."""
+    fields = {output.field: cache.recipe.columns[output.field] for output in outputs if output.ragged}
+    if not fields:
+        return None
+    sizes = [places.of_all(cache.lengths(name)) * field.row_bytes for name, field in fields.items()]
+    return np.stack(sizes).sum(axis=0, dtype=np.int64)
 
 
 def _share(order: Order, rank: int, world: int, drop_last: bool | None) -> Share:

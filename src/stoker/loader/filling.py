@@ -380,7 +380,7 @@ def _check(cache: Cache, wishes: Wishes) -> None:
         f"world={wishes.world}": wishes.world > 1,
         "weights=": wishes.weights is not None,
         "static=True": wishes.static,
-        f"order={wishes.order!r}": wishes.order.startswith("static"),
+        f"order={wishes.order!r}": wishes.order.startswith(("static", "bucket")),
         "windows= over trajectories of varying length": wishes.windows is not None
         and any(field.time and field.ragged for field in cache.schema.values()),
     }

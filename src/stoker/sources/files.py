@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from stoker.errors import SourceError, SplitError
 
@@ -50,8 +50,8 @@ def find_files(
     if isinstance(path, str | os.PathLike):
         root, files = _expand(Path(path), suffixes, what)
     else:
-        items = [*path] if isinstance(cast("object", path), Iterable) else [path]
-        if not all(isinstance(cast("object", item), str | os.PathLike) for item in items):
+        items: list[Any] = [*path] if isinstance(cast("object", path), Iterable) else [path]
+        if not all(isinstance(item, str | os.PathLike) for item in items):
             raise SourceError(
                 f"the path is {path!r}. Expected {what} files, a folder or a pattern, or a list"
             )
