@@ -13,6 +13,7 @@ StokerError
 │   └── CorruptError       bytes do not match their checksum
 ├── IncompleteError        a cache lacks records that were asked for
 │   └── MissingRecordError one record by number                                      (also KeyError)
+├── UncountedError         a length is asked for that nobody can know yet            (also TypeError)
 ├── ReadOnlyError          a cache folder cannot be written                          (also OSError)
 ├── StaleStateError        a saved loader or training state belongs to something else
 ├── StalledError           a deadline passed
@@ -145,6 +146,10 @@ class IncompleteError(StokerError):
 
 class MissingRecordError(IncompleteError, KeyError):
     """One record, by number, is not in the cache; the message says why."""
+
+
+class UncountedError(StokerError, TypeError):
+    """A length is asked for that nobody can know yet; as with an iterator, whatever can do without does."""
 
 
 class ReadOnlyError(StokerError, OSError):

@@ -10,7 +10,7 @@ import pytest
 from starlette.routing import Mount
 
 from stoker.service.app import create_app
-from stoker.service.guard import PUBLIC, Limits
+from stoker.service.guard import PUBLIC, RequestLimits
 from stoker.service.services import Services, open_services
 from tests.service.running import Answer, ask
 
@@ -32,7 +32,7 @@ def app(here: Services) -> Any:
 
 @pytest.fixture(scope="module")
 def token(here: Services) -> dict[str, str]:
-    return {"authorization": "Bearer " + (here.state_dir / "token").read_text().strip()}
+    return {"authorization": "Bearer " + here.folder.token.read_text().strip()}
 
 
 def paths_of(routes: Any, prefix: str = "") -> Iterator[tuple[str, bool]]:
@@ -129,7 +129,7 @@ def test_wrong_tokens_are_slowed_down_and_right_ones_are_not(here: Services, tok
 
     wrong = [ask(app, "GET", JOBS, {"authorization": f"Bearer {n}"}).status for n in range(100)]
 
-    assert wrong == [401] * Limits().refused + [429] * (100 - Limits().refused)
+    assert wrong == [401] * RequestLimits().refused + [429] * (100 - RequestLimits().refused)
     assert ask(app, "GET", JOBS, token).status == 200
 
 

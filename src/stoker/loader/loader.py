@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, UncountedError
 from stoker.loader import state as states
 from stoker.loader.ahead import Strips, Turn
 from stoker.loader.arguments import (
@@ -89,7 +89,8 @@ class Loader:
             order: `full` (default), `sequential` (evaluation), `block`, `block(block,window)`, `static`, or
                 `bucket`, `bucket(batches)`: records of similar length in a batch.
             indices: Sample numbers to serve, repeats allowed; None: all that are stored.
-            weights: Draw with replacement, in proportion to one weight per record; or `Weights`.
+            weights: Draw with replacement, in proportion to one weight per record (or per sample, where some
+                are quarantined or not encoded yet); or `Weights`.
             dtype: Hand floats out as this dtype instead of the stored one.
             normalise: By field how values are normalised on the way, in float32 and on every tier alike.
             ragged: Whole records of varying length as `list`, `pad`, `pack`, or `Pad(to=..., value=...)`.
@@ -187,8 +188,18 @@ class Loader:
         return self._serving.faulted
 
     def __len__(self) -> int:
-        """Batches of this rank in a whole epoch."""
-        return self._serving.design.share.steps()
+        """Batches of this rank in a whole epoch.
+
+        Raises:
+            UncountedError: Windows are cut from trajectories of varying length, not all of which are encoded.
+        """
+        steps = self._serving.steps
+        if steps is None:
+            raise UncountedError(
+                f"{self.dataset.path} is being filled, and how many windows its trajectories have is known "
+                "once all are. Iterate without asking for the length, or leave wait=False out"
+            )
+        return steps
 
     def __getitem__(self, _: object) -> NoReturn:
         """Refused: batches come in the order of an epoch."""
@@ -196,10 +207,14 @@ class Loader:
 
     def __repr__(self) -> str:
         design, size = self._serving.design, sum(row.bytes for row in self.plan.rows)
-        batches = "1 batch" if len(self) == 1 else f"{format_count(len(self))} batches"
+        steps, examples = self._serving.steps, f"{format_count(design.examples.count)} examples"
+        if steps is None:
+            examples, batches = "windows still to be counted", "batches"
+        else:
+            batches = "1 batch" if steps == 1 else f"{format_count(steps)} batches"
         return (
-            f"Loader({design.cache.name!r}, {design.cache.fingerprint}, "
-            f"{format_count(design.examples.count)} examples in {batches} of {self.batch_size}, "
+            f"Loader({design.cache.name!r}, {design.cache.fingerprint}, {examples} in {batches} of "
+            f"{self.batch_size}, "
             f"{self._serving.terms.order} order, {self.plan.tier} tier, {format_bytes(size)})"
         )
 
@@ -220,10 +235,7 @@ class Loader:
         Raises:
             StaleStateError: The state belongs to another cache, order, seed or batch size.
         """
-        if not states.is_beside(state):
-            self._complete(wait=True)
-        elif self._serving.terms.beside is None:
-            self._serving = FillingPass(self._serving.design.cache, self._wishes, self._mender)
+        self._follow(state)
         self._place.restore(states.restore(state, self._serving.terms, allow_rebatch=allow_rebatch))
 
     def __iter__(self) -> Iterator[Any]:
@@ -281,6 +293,13 @@ class Loader:
             columns=self._columns,
         )
 
+    def _follow(self, state: dict[str, Any]) -> None:
+        """Serve beside a filling, or from a complete cache, as the loader did whose state this is."""
+        if not states.is_beside(state):
+            self._complete(wait=True)
+        elif self._serving.terms.beside is None:
+            self._serving = FillingPass(self._serving.design.cache, self._wishes, self._mender)
+
     def _whole(self, cache: Cache) -> Whole:
         return Whole(cache, self._wishes, self._mender)
 
@@ -290,11 +309,41 @@ class Loader:
             self._serving = self._whole(cache)
 
 
+# pyright: reportPrivateUsage=false
+# For whoever puts several loaders together.
+
+
 def design_of(loader: Loader) -> Design:
-    """All that was decided about a loader, for whoever puts several together."""
-    serving = loader._serving  # pyright: ignore[reportPrivateUsage] - of this module
-    if serving.terms.beside is not None:
+    """All that was decided about a loader.
+
+    Raises:
+        ConfigError: It is none that a mixture can be made of.
+    """
+    if loader._serving.steps is None:
         raise ConfigError(
-            f"a mixture needs complete caches, and {loader!r} is being filled. Precompute first"
+            f"a mixture lays out its turns by the batches of each cache, and those of {loader!r} are known "
+            "once it is filled. Leave wait=False out of its precompute"
         )
-    return serving.design
+    return loader._serving.design
+
+
+def is_beside(loader: Loader) -> bool:
+    """Whether it serves beside the filling of its cache."""
+    return loader._serving.terms.beside is not None
+
+
+def complete(loader: Loader) -> None:
+    """Have it serve a complete cache from its next pass on, and wait for that."""
+    loader._complete(wait=True)
+
+
+def follow(loader: Loader, state: dict[str, Any]) -> None:
+    """Have it serve beside a filling, or not, as the loader did whose state this is."""
+    if states.is_beside(state) != is_beside(loader):
+        loader._follow(state)
+
+
+def pass_from(loader: Loader, epoch: int, batch: int) -> Iterator[Any]:
+    """A pass that begins with the batch of that number of an epoch, from where the loader serves now."""
+    loader._place.restore((epoch, loader._serving.begin(epoch, batch)))
+    return loader._pass()

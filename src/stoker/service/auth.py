@@ -22,7 +22,6 @@ from pydantic import SecretStr
 from stoker.atomic import explained
 from stoker.errors import ConfigError
 
-TOKEN_FILE = "token"  # noqa: S105 (the name of a file)
 SHORTEST = 32
 """Characters that a token has at least; ours have 43, which are 256 bits."""
 CODE_S = 600.0
@@ -41,14 +40,13 @@ class Session:
     """What its unsafe requests must carry as `X-CSRF-Token`; no other site can know it."""
 
 
-def load_token(state_dir: Path) -> SecretStr:
-    """The token of a state folder, made at the first call: 256 bits in a file that only its user may read.
+def load_token(path: Path) -> SecretStr:
+    """The token in a file, made at the first call: 256 bits that only its user may read.
 
     Raises:
         ConfigError: The file is no such file.
         ReadOnlyError, ResourceError: It cannot be made.
     """
-    path = state_dir / TOKEN_FILE
     if not path.exists():
         _make_token(path)
     try:

@@ -39,6 +39,24 @@ async def read_body(receive: Receive, *, most: int, within_s: float) -> bytes | 
                 return b"".join(pieces)
 
 
+async def discard(receive: Receive, *, most: int, within_s: float) -> bool:
+    """Read a body and keep nothing of it; False when that was not all of it.
+
+    A connection that is closed with a body unread takes our answer with it.
+    """
+    size = 0
+    try:
+        async with asyncio.timeout(within_s):
+            while size <= most:
+                message = await receive()
+                size += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return True
+    except TimeoutError:
+        pass
+    return False
+
+
 def replay(body: bytes, receive: Receive) -> Receive:
     """A `receive` that gives the body once, and then what comes after it."""
     waiting = [body]
@@ -54,9 +72,9 @@ def replay(body: bytes, receive: Receive) -> Receive:
 def fault_in_json(body: bytes, *, depth: int, members: int, text_chars: int) -> str:
     """What is wrong with a body as JSON, in words; empty for a sound one.
 
-    Refused are nesting deeper than `depth` (which would end the parser), more values than `members` (each costs
-    a check), strings longer than `text_chars`, names given twice, NaN and infinities, and characters that no
-    database takes.
+    Refused are nesting deeper than `depth` (which would end the parser), more values than `members` (each
+    costs a check), strings longer than `text_chars`, names given twice, NaN and infinities, and characters
+    that no database takes.
     """
     level = 0
     for match in _BRACKETS.finditer(body):
@@ -78,8 +96,8 @@ def _fault_in_values(value: object, members: int, text_chars: int) -> str:
         if seen + len(todo) > members:
             return f"it has more than {members:,} values"
         if isinstance(one, dict):
-            members = cast("dict[str, object]", one)
-            todo += [*members.keys(), *members.values()]
+            pairs = cast("dict[str, object]", one)
+            todo += [*pairs.keys(), *pairs.values()]
         elif isinstance(one, list):
             todo += cast("list[object]", one)
         elif isinstance(one, str):

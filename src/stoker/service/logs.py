@@ -8,7 +8,6 @@ import os
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
-LOG_FILE = "log.txt"
 TAIL_BYTES = 1 << 20
 """Most that is read of a log for one answer."""
 PIECE_BYTES = 64 << 10
@@ -19,11 +18,11 @@ BEATS = 30
 """Looks without news after which a reader gets a sign of life."""
 
 
-def tail(job_dir: Path, lines: int) -> tuple[list[str], int, bool]:
+def tail(log: Path, lines: int) -> tuple[list[str], int, bool]:
     """The last lines of a log, the bytes up to there, and whether there are earlier ones."""
-    size = _size(job_dir)
+    size = _size(log)
     start = max(0, size - TAIL_BYTES)
-    data = _read(job_dir, start, size - start)
+    data = _read(log, start, size - start)
     found = data.decode("utf-8", "replace").splitlines()
     if start and found:
         found = found[1:]  # begun before what was read
@@ -32,7 +31,7 @@ def tail(job_dir: Path, lines: int) -> tuple[list[str], int, bool]:
 
 
 async def follow(
-    job_dir: Path, after: int, ended: Callable[[], bool], closing: Callable[[], bool]
+    log: Path, after: int, ended: Callable[[], bool], closing: Callable[[], bool]
 ) -> AsyncGenerator[str]:
     """What is appended to a log after byte `after`, as Server-Sent Events, until `ended` or `closing`.
 
@@ -41,7 +40,7 @@ async def follow(
     quiet = 0
     while not closing():
         over = await asyncio.to_thread(ended)
-        data = await asyncio.to_thread(_read, job_dir, after, PIECE_BYTES)
+        data = await asyncio.to_thread(_read, log, after, PIECE_BYTES)
         whole = data if len(data) == PIECE_BYTES or over else data[: data.rfind(b"\n") + 1]
         if b"\n" in whole[:-1] or whole:
             whole = whole[: whole.rfind(b"\n") + 1] or whole
@@ -59,16 +58,16 @@ async def follow(
             await asyncio.sleep(POLL_S)
 
 
-def _size(job_dir: Path) -> int:
+def _size(log: Path) -> int:
     try:
-        return (job_dir / LOG_FILE).lstat().st_size
+        return log.lstat().st_size
     except OSError:
         return 0  # not begun
 
 
-def _read(job_dir: Path, start: int, count: int) -> bytes:
+def _read(log: Path, start: int, count: int) -> bytes:
     try:
-        fd = os.open(job_dir / LOG_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(log, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return b""
     try:

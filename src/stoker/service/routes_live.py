@@ -46,7 +46,7 @@ def stream_logs(job_id: Id, here: Here, after: Seen = None, last_id: LastId = No
     job = here.jobs.get(job_id)
     begin = _place(last_id, after) or 0
     texts = logs.follow(
-        here.job_dir(job.id), begin, lambda: _has_ended(here, job.id), lambda: here.feed.closing
+        here.folder.job(job.id).log, begin, lambda: _has_ended(here, job.id), lambda: here.feed.closing
     )
     return EventStream(here.feed, texts)
 

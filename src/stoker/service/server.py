@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import stat
 from collections.abc import Callable
@@ -19,8 +18,6 @@ from stoker.errors import ConfigError
 from stoker.service.app import create_app
 from stoker.service.services import Services
 
-ADDRESS_FILE = "address"
-"""Holds the service's URL, so that the command line finds it."""
 CONNECTIONS = 200
 """Connections at once; more are answered with 503."""
 LOOK_S = 10.0
@@ -98,9 +95,9 @@ def address_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def write_address(state_dir: Path, address: str) -> None:
+def write_address(path: Path, address: str) -> None:
     """Leave the service's URL in its folder."""
-    with replacing(state_dir / ADDRESS_FILE) as temporary:
+    with replacing(path) as temporary:
         temporary.write_text(address + "\n")
         temporary.chmod(stat.S_IRUSR | stat.S_IWUSR)
 
@@ -115,7 +112,7 @@ def make_server(services: Services, ready: Callable[[], None]) -> Server:
         lifespan="on",
         log_config=None,
         access_log=False,  # addresses hold login codes
-        log_level="warning",
+        log_level="error",
         proxy_headers=False,  # nobody may say who they are by a header
         server_header=False,
         limit_concurrency=CONNECTIONS,
@@ -136,11 +133,3 @@ def run_server(server: Server, listening: socket.socket) -> None:
         pass  # what the server makes of the signal once it has ended
     finally:
         listening.close()
-
-
-def no_core_dumps() -> None:
-    """Keep memory that holds the token out of core files."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.umask(0o077)

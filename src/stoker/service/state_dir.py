@@ -8,12 +8,11 @@ from pathlib import Path
 
 from stoker.atomic import explained
 from stoker.errors import ConfigError
+from stoker.service.folders import StateFolder
 
-FOLDERS = ("jobs", "caches", "data")
 
-
-def prepare_state_dir(path: Path) -> Path:
-    """Make the folder and those inside it, or check that it may be used; its absolute path.
+def prepare_state_dir(path: Path) -> StateFolder:
+    """Make the folder and those inside it, or check that it may be used.
 
     Raises:
         ConfigError: It belongs to somebody else, others may read it, or anybody may replace it.
@@ -37,7 +36,7 @@ def prepare_state_dir(path: Path) -> Path:
         raise ConfigError(
             f"anybody may replace {path}: {path.parent} is writable by all. Choose another --state-dir"
         )
-    for name in FOLDERS:
-        with explained(path / name):
-            (path / name).mkdir(mode=0o700, exist_ok=True)
-    return path
+    folder = StateFolder(path)
+    with explained(path):
+        folder.make()
+    return folder

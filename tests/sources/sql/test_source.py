@@ -45,6 +45,7 @@ def test_values_are_what_the_rules_say(database: Path) -> None:
     row, sample = made()[3], source(database, columns=plain).read(3)
     heard = row[9]
 
+    assert all(isinstance(value, np.ndarray) for value in sample.values())
     assert sample["power"] == np.float32(row[1])
     assert sample["count"] == row[2]
     assert sample["known"].dtype == np.bool_

@@ -18,6 +18,7 @@ A key names the field; its column has the same name unless `column` says otherwi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -29,7 +30,8 @@ from stoker.errors import ConfigError
 from stoker.schema import DTYPE_BYTES, FLOATS, Field, Json, Sample, Schema
 from stoker.sources.given import listed
 from stoker.sources.sql.nested import EAST, NORTH, Centroid, Entries, Feature, Numbers, Place
-from stoker.sources.sql.values import UNITS, MalformedError, Number, Raw, Row, Rule, Times, Words
+from stoker.sources.sql.pick import Pick
+from stoker.sources.sql.values import UNITS, MalformedError, Number, Raw, Rows, Rule, Times, Words
 
 Columns: TypeAlias = "Mapping[str, Any] | Sequence[str]"
 """Fields and their rules, or columns whose dtypes follow from what they hold."""
@@ -67,7 +69,7 @@ class Undecided:
         """Not known yet."""
         raise AssertionError(self.field)
 
-    def make(self, row: Row) -> Sample:
+    def make(self, rows: Rows) -> Sample:
         """Not known yet."""
         raise MalformedError(self.column, "has no rule yet")
 
@@ -254,6 +256,13 @@ def _shape(rule: dict[str, Any], where: str) -> tuple[int, ...]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def picks_of(rules: Sequence[Rule]) -> dict[str, Pick]:
+    """Of which columns a database may pick what is used: those that a single rule reads, a list's."""
+    readers = Counter(column for rule in rules for column in rule.columns)
+    picks = [rule.pick for rule in rules if isinstance(rule, Entries) and readers[rule.column] == 1]
+    return {pick.column: pick for pick in picks if pick.can_be_asked}
 
 
 def fields_of(rules: Sequence[Rule]) -> Schema:
