@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from stoker.errors import SourceError
 from stoker.pipeline.stage_copy import locked, look_at
 from stoker.store.gc import DAY_S, GcItem, GcReport
 
-_NAME_CHARS = 32
+_OBJECT = re.compile(r"[0-9a-f]{32}")
 _USED = "used in the last day"
 
 
@@ -45,18 +46,19 @@ def prune_staged(folder: str | Path, *, dry_run: bool = False, force: bool = Fal
     if not objects.is_dir():
         raise SourceError(f"{folder} holds no staged copies. Expected the folder that data.stage_dir names")
     report.bytes_before = sum(path.stat().st_size for path in objects.iterdir())
-    stale = {path.name: why for path in objects.glob("?" * _NAME_CHARS) if (why := _stale(path))}
+    stale = {path.name: why for path in objects.glob("?" * 32) if (why := _stale(path))}
     going = dict.fromkeys(sorted(_unfinished(objects)), "a copy that was never finished") | stale
+    views = {view: _inodes(view.rglob("*")) for view in sorted((folder / "views").glob("*"))}
     # Asked before anything goes: removing one name of a copy counts as a use of the others.
-    used = {name for name in going if not force and any(map(_used, _files_of(objects, name)))}
-    inodes = {(objects / name).stat().st_ino: name for name in stale}
+    used = set[int]() if force else _inodes(path for path in folder.rglob("*") if _used(path))
+    inodes = {(objects / name).stat().st_ino: why for name, why in stale.items()}
     with explained(folder):
-        for view in sorted((folder / "views").glob("*")):
-            names = sorted(inodes[n] for n in map(_inode, _files_in(view)) if n in inodes)
-            if names:
-                _prune_view(view, stale[names[0]], report, used=not used.isdisjoint(names))
+        for view, own in views.items():
+            if whys := [why for inode, why in inodes.items() if inode in own]:
+                _prune_view(view, whys[0], report, used=not used.isdisjoint(own))
         for name, why in going.items():
-            _prune_copy(objects, name, why, report, used=name in used)
+            own = _inodes(_files_of(objects, name))
+            _prune_copy(objects, name, why, report, used=not used.isdisjoint(own))
     return report
 
 
@@ -75,7 +77,8 @@ def _stale(copy: Path) -> str | None:
 
 def _unfinished(objects: Path) -> set[str]:
     """Names of copies that lack their note, or the copy itself, whatever there is of them."""
-    names = {path.name[:_NAME_CHARS] for path in objects.iterdir() if not path.name.endswith(".lock")}
+    found = (_OBJECT.match(path.name) for path in objects.iterdir() if path.suffix != ".lock")
+    names = {one[0] for one in found if one is not None}
     return {
         name for name in names if not (objects / f"{name}.json").exists() or not (objects / name).exists()
     }
@@ -110,10 +113,6 @@ def _files_of(objects: Path, name: str) -> list[Path]:
     return [path for path in found if path.exists()]
 
 
-def _files_in(view: Path) -> list[Path]:
-    return [path for path in view.rglob("*") if path.is_file()]
-
-
 @contextmanager
 def _held(lock: Path) -> Generator[bool]:
     """Whether nobody else has the lock of a copy; it is held meanwhile."""
@@ -134,5 +133,6 @@ def _used(path: Path) -> bool:
     return time.time() - max(found.st_atime, found.st_ctime) < DAY_S
 
 
-def _inode(path: Path) -> int:
-    return path.stat().st_ino
+def _inodes(paths: Iterable[Path]) -> set[int]:
+    """What lies under these paths, whatever its names; folders are left out."""
+    return {path.stat().st_ino for path in paths if path.is_file()}
