@@ -90,7 +90,7 @@ def _alone(original: Original, objects: Path, deadline_s: float) -> Generator[No
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         since, size = time.monotonic(), -1
-        while not _locked(fd):
+        while not locked(fd):
             grown = part.stat().st_size if part.exists() else -1
             if grown != size:
                 since, size = time.monotonic(), grown
@@ -105,7 +105,8 @@ def _alone(original: Original, objects: Path, deadline_s: float) -> Generator[No
         os.close(fd)
 
 
-def _locked(fd: int) -> bool:
+def locked(fd: int) -> bool:
+    """Whether the lock of an open file was free; it is held from then on."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
