@@ -98,7 +98,8 @@ def profile_config(
         complete = located.cache is not None and not located.missing
         cache = located.cache if complete else tried.cache
         assert cache is not None  # a cache without its source is complete, else `locate` had refused it
-        loader = _loader(own, cache, complete=complete)
+        fed = joined(own, cache, task, split) if complete else cache
+        loader = _loader(own, fed, complete=complete)
         with deadline(timeout_s, f"{own.where} did not get through {3 * steps} steps"):
             loop = _loop(own, loader, located, steps=steps, cache=cache, folder=Path(folder) / "run")
         loop = replace(loop, samples_s=tried.trial.reads_s, names=tried.trial.names)
@@ -172,7 +173,7 @@ class _Passes:
 def _loader(config: Config, cache: Cache, *, complete: bool) -> Loader:
     """As training would have it; over a few records with nothing that wants all of them."""
     if complete:
-        return make_loader(config, joined(config, cache))
+        return make_loader(config, cache)
     training = config.training
     batch = min(_batch_size(config, cache), len(cache) * (windows_in(config, cache.schema) or 1))
     return Loader(
