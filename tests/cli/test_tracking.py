@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import struct
+from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -223,18 +225,32 @@ def names_of_tensorboard(folder: Path) -> dict[str, float]:
 
 
 def names_of_wandb(folder: Path) -> dict[str, float]:
-    """As its own reader finds them in the file of the offline run."""
-    stores = pytest.importorskip("wandb.sdk.internal.datastore", exc_type=ImportError)
-    records = pytest.importorskip("wandb.proto.wandb_internal_pb2", exc_type=ImportError)
+    """Of the history rows in the file of the offline run."""
+    protocol = pytest.importorskip("wandb.proto.wandb_internal_pb2", exc_type=ImportError)
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    store, found = stores.DataStore(), dict[str, float]()
-    store.open_for_scan(str(file))
-    while (data := store.scan_data()) is not None:
-        record = records.Record()
+    found: dict[str, float] = {}
+    for data in records_of_a_log(file.read_bytes()):
+        record = protocol.Record()
         record.ParseFromString(data)
         for item in record.history.item:
             found["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
     return found
+
+
+def records_of_a_log(data: bytes) -> Iterator[bytes]:
+    """LevelDB's log format: blocks of 32 KiB, records in pieces of a kind (1 whole, 2 first, 3, 4 last)."""
+    at, whole = 7, b""  # after the file's own header
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):
+            yield whole
+            whole = b""
 
 
 def names_of_mlflow(folder: Path) -> dict[str, float]:

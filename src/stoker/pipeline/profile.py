@@ -250,7 +250,7 @@ def _unkept(loop: Loop, demand: Demand, stages: tuple[Stage, ...], resources: Re
         wall_s=loop.compute_s / (1 - stall) if stall < 1 else load_s,
         stall=stall,
         fits=True,
-        why="no cache: each sample is read and encoded once an epoch",
+        why="each sample is read and encoded once an epoch",
     )
 
 
