@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from stoker.service.dataset_table import DATASETS
 from stoker.service.guard import RequestLimits
 from stoker.service.server import address_of, make_server, open_socket
 from stoker.service.services import Services, open_services
@@ -100,6 +101,8 @@ class Running:
     token: str
     client: httpx.Client
     """Has the token."""
+    stop: Callable[[], None]
+    """Let the server end as a signal would."""
 
     @property
     def port(self) -> int:
@@ -107,6 +110,22 @@ class Running:
 
     def api(self, path: str) -> str:
         return f"{self.address}/api/v1/training{path}"
+
+
+def note_radio(services: Services, id: str) -> None:
+    """A data set in the registry; nobody looks whether its rows are there."""
+    spec = {
+        "url": f"sqlite:///{services.folder.data / 'radio.db'}",
+        "table": "measurement_features",
+        "set": id,
+    }
+    row = {"id": id, "name": "radio", "kind": "radio", "origin": "registered", "spec": spec}
+    with services.database.writing() as connection:
+        connection.execute(
+            services.database.insert(DATASETS).values(
+                facts={"samples": 4030}, health="good", report=[], created=services.database.wall, **row
+            )
+        )
 
 
 @contextmanager
@@ -119,6 +138,7 @@ def serving(folder: Path, *, limits: RequestLimits | None = None) -> Generator[R
     ready = threading.Event()
     server = make_server(services, ready.set)
     listening = open_socket("127.0.0.1", 0)
+    address = address_of(listening)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
     thread.start()
     assert ready.wait(30)
@@ -126,7 +146,7 @@ def serving(folder: Path, *, limits: RequestLimits | None = None) -> Generator[R
         with httpx.Client(
             headers={"Authorization": f"Bearer {token}"}, timeout=30, trust_env=False
         ) as client:
-            yield Running(services, address_of(listening), token, client)
+            yield Running(services, address, token, client, lambda: setattr(server, "should_exit", True))
     finally:
         server.should_exit = True
         thread.join(30)

@@ -98,8 +98,8 @@ def profile_config(
         complete = located.cache is not None and not located.missing
         cache = located.cache if complete else tried.cache
         assert cache is not None  # a cache without its source is complete, else `locate` had refused it
-        fed = joined(own, cache, task, split) if complete else cache
-        loader = _loader(own, fed, complete=complete)
+        beside = joined(own, cache, task, split) if complete else cache
+        loader = _loader(own, beside, complete=complete)
         with deadline(timeout_s, f"{own.where} did not get through {3 * steps} steps"):
             loop = _loop(own, loader, located, steps=steps, cache=cache, folder=Path(folder) / "run")
         loop = replace(loop, samples_s=tried.trial.reads_s, names=tried.trial.names)

@@ -12,8 +12,10 @@ from fastapi.security import HTTPBearer
 import stoker
 from stoker.service import (
     answers,
+    dashboard,
     pages,
     routes_caches,
+    routes_datasets,
     routes_jobs,
     routes_live,
     routes_machine,
@@ -35,7 +37,7 @@ HEADERS = (
     ("Content-Security-Policy", pages.policy()),
     ("X-Content-Type-Options", "nosniff"),
     ("X-Frame-Options", "DENY"),
-    ("Referrer-Policy", "no-referrer"),
+    ("Referrer-Policy", "same-origin"),  # with no-referrer a browser hides the Origin of our own forms
     ("Cross-Origin-Opener-Policy", "same-origin"),
     ("Cross-Origin-Resource-Policy", "same-origin"),
     ("Cache-Control", "no-store"),
@@ -66,12 +68,13 @@ def create_app(services: Services) -> FastAPI:
     )
     app.state.services = services
     token = [Security(HTTPBearer(auto_error=False, description="The token of the state folder."))]
-    for module in (routes_jobs, routes_live, routes_caches, routes_machine):
+    for module in (routes_jobs, routes_live, routes_datasets, routes_caches, routes_machine):
         app.include_router(module.router, prefix=API, dependencies=token)
         app.include_router(module.router, prefix=EARLIER_API, include_in_schema=False)
     app.include_router(routes_machine.health)
     app.include_router(routes_live.sockets)
     app.include_router(pages.router)
+    app.include_router(dashboard.router)
     app.mount("/static", pages.static_files(), name="static")
     answers.install(app)
     rules = Rules(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import pynvml
@@ -32,24 +33,32 @@ def look_at_machine(here: Services) -> dict[str, Any]:
         "disk_bytes": found.disk_bytes,
         "disk_inodes": found.disk_inodes,
         "gpus": list(_gpus()),
+        "workers": [] if here.supervisor is None else [asdict(one) for one in here.supervisor.workers()],
     }
 
 
-def _gpus() -> Iterator[dict[str, Any]]:
-    """Every GPU that the driver knows; nothing without a driver."""
+def count_gpus() -> int:
+    """GPUs that the driver knows; 0 without a driver."""
+    return len(_gpu_names())
+
+
+def _gpu_names() -> list[str]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return
+        return []
     try:
-        found = range(pynvml.nvmlDeviceGetCount())
-        names = [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in found]
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        return [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
     except pynvml.NVMLError:
-        names = []
+        return []
     finally:
         pynvml.nvmlShutdown()
-    for name in names:
-        gpu = open_gpu(name if isinstance(name, str) else bytes(name).decode())
+
+
+def _gpus() -> Iterator[dict[str, Any]]:
+    for name in _gpu_names():
+        gpu = open_gpu(name)
         if isinstance(gpu, GpuAbsent):
             continue
         try:

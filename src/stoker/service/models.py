@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from stoker.service.states import State
@@ -24,6 +25,9 @@ CONFIG_EXAMPLE: dict[str, Any] = {
     "preload_to_gpu": True,
     "accelerator": "auto",
 }
+Wait = Annotated[
+    float, Query(ge=0, le=25, description="Seconds to wait for the end; then 202, and ask again.")
+]
 Epochs = Annotated[int, Field(ge=1, le=5000, description="Epochs to train on top of those done.")]
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from stoker.errors import NotFound
 from stoker.service.answers import faults
-from stoker.service.models import OperationOut
+from stoker.service.models import OperationOut, Wait
 from stoker.service.operations import Operation
 from stoker.service.services import Here, Services
 
@@ -21,9 +21,6 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
 FINGERPRINT = r"[0-9a-f]{16}"
 Name = Annotated[str, InPath(pattern=f"^{NAME}$", examples=["radio_train"])]
 Print = Annotated[str, InPath(pattern=f"^{FINGERPRINT}$", examples=["3fa9c1d2e4b7a810"])]
-Wait = Annotated[
-    float, Query(ge=0, le=25, description="Seconds to wait for the end; then 202, and ask again.")
-]
 
 
 class CacheRow(BaseModel):
@@ -106,7 +103,7 @@ def inspect_cache(name: Name, fingerprint: Print, here: Here) -> CacheDetail:
     """One cache: fields, sizes, statistics, quarantined samples. No record is read."""
     from stoker.pipeline.inspect import inspect_cache as inspect
 
-    return CacheDetail.model_validate(inspect(_folder(here, name, fingerprint)).to_json())
+    return CacheDetail.model_validate(inspect(cache_folder(here, name, fingerprint)).to_json())
 
 
 @router.post(
@@ -122,7 +119,7 @@ def verify_cache(
     wait_s: Wait = 20.0,
 ) -> OperationOut:
     """Read a cache back and compare checksums."""
-    folder = _folder(here, name, fingerprint)
+    folder = cache_folder(here, name, fingerprint)
 
     def verify() -> dict[str, Any]:
         from stoker.store import open_cache
@@ -142,8 +139,8 @@ def why(
     """What differs between two recipes of one name."""
     from stoker.pipeline.why import explain
 
-    beside = None if other is None else _folder(here, name, other)
-    return WhyOut.model_validate(explain(_folder(here, name, fingerprint), beside).to_json())
+    beside = None if other is None else cache_folder(here, name, other)
+    return WhyOut.model_validate(explain(cache_folder(here, name, fingerprint), beside).to_json())
 
 
 @router.post(
@@ -174,7 +171,7 @@ def _answer(response: Response, operation: Operation) -> OperationOut:
     return OperationOut.of(operation)
 
 
-def _folder(here: Services, name: str, fingerprint: str) -> Path:
+def cache_folder(here: Services, name: str, fingerprint: str) -> Path:
     """The folder of a cache, which is no link: the names are matched again, whoever calls.
 
     Raises:

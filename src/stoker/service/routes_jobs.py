@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi import Path as InPath
 
-from stoker.errors import Conflict
+from stoker.errors import ConfigError, Conflict, NotFound
+from stoker.schema import Json
 from stoker.service import logs
 from stoker.service.answers import faults
-from stoker.service.models import JobDetail, JobList, JobLog, JobMetrics, JobOut, JobRequest, MoreEpochs
-from stoker.service.services import Here
+from stoker.service.datasets import describe
+from stoker.service.models import (
+    JobDetail,
+    JobList,
+    JobLog,
+    JobMetrics,
+    JobOut,
+    JobRequest,
+    MoreEpochs,
+    OperationOut,
+    Wait,
+)
+from stoker.service.runs.settings import check, settings_of
+from stoker.service.services import Here, Services
 from stoker.service.states import WAITING, State
+from stoker.service.training_config import TrainingConfig
 
 router = APIRouter(tags=["jobs"])
 MOST_WAITING = 10_000
@@ -38,14 +52,14 @@ Key = Annotated[
 )
 def create_job(body: JobRequest, here: Here, response: Response, key: Key = None) -> JobOut:
     """Make a training job; it is queued at once."""
-    config = body.config
+    config, datasets = body.config, _fitting(here, body.config)
     if sum(here.jobs.count(state) for state in WAITING) >= MOST_WAITING:
         raise Conflict(f"{MOST_WAITING:,} jobs are waiting, as many as may. Ask again when some were taken")
     job, made = here.jobs.create(
         config.model_dump(mode="json"),
         name=body.job_name,
         epochs=config.epochs,
-        dataset_ids=config.dataset_ids,
+        dataset_ids=[str(dataset["id"]) for dataset in datasets],
         key=key,
     )
     response.status_code = 201 if made else 200
@@ -129,3 +143,45 @@ def get_logs(
     job = here.jobs.get(job_id)
     lines, offset, truncated = logs.tail(here.folder.job(job.id).log, tail)
     return JobLog(job_id=job.id, lines=lines, offset=offset, truncated=truncated)
+
+
+@router.post(
+    "/plan",
+    responses={202: {"model": OperationOut, "description": "Not done yet."}, **faults(404, 409)},
+)
+def plan_job(body: JobRequest, here: Here, response: Response, wait_s: Wait = 20.0) -> OperationOut:
+    """Where the records of a job would be served from, and why; nothing is encoded.
+
+    The result has `tiers`, `bytes`, `reason`, `predicted_stall` and more, as `stoker plan --json` prints
+    them.
+    """
+    datasets = _fitting(here, body.config)
+
+    def work() -> dict[str, Any]:
+        from stoker.pipeline.plan import plan_config
+
+        folder, config = here.folder, body.config
+        run_dir = str(folder.path / "plan")  # holds nothing: no run has been there
+        settings = settings_of(
+            config, datasets, caches=str(folder.caches), run_dir=run_dir, epochs=config.epochs
+        )
+        return plan_config(settings).to_json()
+
+    what = f"plan {', '.join(str(one['name']) for one in datasets)} in batches of {body.config.batch_size}"
+    operation = here.operations.start(what, work, wait_s=wait_s)
+    response.status_code = 202 if operation.state == "running" else 200
+    return OperationOut.of(operation)
+
+
+def _fitting(here: Services, config: TrainingConfig) -> list[dict[str, Json]]:
+    """The data sets of a configuration that fits them.
+
+    Raises:
+        ConfigError: One is not registered, or they do not fit.
+    """
+    try:
+        found = describe(here.database, config.dataset_ids)
+    except NotFound as error:
+        raise ConfigError(f"config.dataset_ids: {error}") from None
+    check(config, found)
+    return found

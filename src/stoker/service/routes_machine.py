@@ -44,6 +44,7 @@ class Machine(BaseModel):
     cpus: float
     disk_bytes: int | None
     gpus: list[dict[str, Any]]
+    workers: list[dict[str, Any]]
 
 
 class LoginCode(BaseModel):
@@ -65,7 +66,7 @@ def get_prometheus(here: Here) -> PlainTextResponse:
     return PlainTextResponse(as_prometheus(here), media_type="text/plain; version=0.0.4")
 
 
-@router.get("/ready", responses={503: {"model": Ready, "description": "Degraded."}})
+@router.get("/ready", responses={**faults(), 503: {"model": Ready, "description": "Degraded."}})
 def get_ready(here: Here, response: Response) -> Ready:
     """Whether jobs can be made and done."""
     try:
@@ -77,7 +78,7 @@ def get_ready(here: Here, response: Response) -> Ready:
 
 @router.get("/machine", responses=faults(504))
 def get_machine(here: Here) -> Machine:
-    """Memory by the tightest limit, CPUs, disk and GPUs."""
+    """Memory by the tightest limit, CPUs, disk, GPUs, and the service's workers."""
     return Machine.model_validate(look_at_machine(here))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import stat
 from collections.abc import Callable
@@ -113,7 +112,7 @@ def make_server(services: Services, ready: Callable[[], None]) -> Server:
         lifespan="on",
         log_config=None,
         access_log=False,  # addresses hold login codes
-        log_level="warning",
+        log_level="error",
         proxy_headers=False,  # nobody may say who they are by a header
         server_header=False,
         limit_concurrency=CONNECTIONS,
@@ -134,11 +133,3 @@ def run_server(server: Server, listening: socket.socket) -> None:
         pass  # what the server makes of the signal once it has ended
     finally:
         listening.close()
-
-
-def no_core_dumps() -> None:
-    """Keep memory that holds the token out of core files."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.umask(0o077)

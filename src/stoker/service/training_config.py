@@ -22,7 +22,7 @@ WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
         "n_fft": "nothing here makes spectrograms; features come ready-made with the rows",
         "hop_length": "nothing here makes spectrograms; features come ready-made with the rows",
         "devices": "a job has one GPU; several jobs run side by side",
-        "only_approved": "rows carry no mark of approval; leave out those not wanted at registration",
+        "only_approved": "rows carry no mark of approval; register the sets that are wanted",
     }
 )
 """Fields of the earlier service that nothing here could honour, and why."""
@@ -103,7 +103,7 @@ class TrainingConfig(BaseModel):
     devices: int = 1
     """Refused unless 1."""
     min_snr_db: Annotated[float, Field(allow_inf_nan=False, strict=True)] | None = None
-    """Radio rows: only those with at least this mean signal to noise; null: all. Drops are reported."""
+    """Radio rows: only those with at least this mean signal to noise; null: all. What is dropped is told."""
     max_gdop: Positive | None = None
     """Radio rows: only those with at most this dilution of precision; null: all."""
     only_approved: bool = True

@@ -108,9 +108,11 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         raise CorruptError(f"{folder} is not a whole checkpoint: {type(error).__name__}: {error}") from error
 
 
-def newest_checkpoint(root: Path, on_damaged: Callable[[str], None]) -> Checkpoint | None:
-    """The valid checkpoint with most steps; damaged ones are told of and passed over."""
-    for folder in _folders(root):
+def newest_checkpoint(
+    root: Path, on_damaged: Callable[[str], None], kind: Kind | None = None
+) -> Checkpoint | None:
+    """The valid checkpoint with most steps, of a kind or of any; damaged ones are told of and passed over."""
+    for folder in _folders(root, kind):
         try:
             return load_checkpoint(folder)
         except CorruptError as error:
