@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 
 import stoker
+from stoker.pipeline.fitting import FitSettings, fit, one_thread
 from stoker.pipeline.radio import RadioSpec
-from stoker.pipeline.radio_regressor import PositionRegressor, fit, position_errors
+from stoker.pipeline.radio_regressor import Triangulation, TriangulationModel, position_errors
 from stoker.pipeline.radio_store import TABLE, radio_columns, write_radio
 
 
@@ -27,19 +28,15 @@ def main(folder: Path) -> None:
     cache = stoker.precompute(rows, None, folder / "cache", name="radio_train", readers=1)
     held_out = stoker.precompute(rows.for_split("val"), None, folder / "cache", name="radio_val", readers=1)
 
-    train = stoker.Loader(cache, batch_size=128, tier="device")
-    val = stoker.Loader(held_out, batch_size=128, order="sequential")
-    metres = torch.tensor(rows.statistics["target"]["deviation"])
+    train = stoker.Loader(cache, batch_size=64, tier="device")
+    val = stoker.Loader(held_out, batch_size=64, order="sequential")
     torch.manual_seed(0)
-    model = PositionRegressor()
-    before = position_errors(model, val, metres).mean_m
-
-    def batches(epoch: int) -> stoker.Loader:
-        train.set_epoch(epoch)
-        return train
-
-    fit(model, batches, epochs=24, steps=24 * len(train), lr=6e-3)
-    after = position_errors(model, val, metres).mean_m
+    model = TriangulationModel()
+    model.set_statistics(rows.statistics)
+    before = position_errors(model, val).mean_m
+    with one_thread():
+        fit(Triangulation(model), train, val, FitSettings(epochs=24, lr=6e-3))
+    after = position_errors(model, val).mean_m
     print(f"{len(cache)} + {len(held_out)} rows: {after:,.0f} m off, {before:,.0f} m before training")
 
 

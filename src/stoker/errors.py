@@ -5,13 +5,15 @@ StokerError
 ├── SourceError            raw data is missing, unreadable or not as declared        (also ValueError)
 │   ├── SplitError         the split asked for does not exist
 │   ├── DecodeError        a file was read, but no sample can be made of its content
-│   └── TransferError      a file could not be fetched
+│   ├── TransferError      a file could not be fetched
+│   └── PathRefusedError   a request names a path outside the folders it may read
 ├── EncoderError           an encoder does not fit the data, or failed
 ├── RecordError            one sample or record is not what its schema says          (also ValueError)
 ├── FormatError            a file is not a store, or not one this version reads      (also ValueError)
 │   └── CorruptError       bytes do not match their checksum
 ├── IncompleteError        a cache lacks records that were asked for
 │   └── MissingRecordError one record by number                                      (also KeyError)
+├── UncountedError         a length is asked for that nobody can know yet            (also TypeError)
 ├── ReadOnlyError          a cache folder cannot be written                          (also OSError)
 ├── StaleStateError        a saved loader or training state belongs to something else
 ├── StalledError           a deadline passed
@@ -20,6 +22,10 @@ StokerError
 ├── ResourceError          memory, disk space or a device does not suffice
 ├── ServiceError           a service across the network refused, or made no sense
 ├── DivergedError          training met a NaN or an infinity
+├── NotFound               the service knows no job, dataset or cache of that name   (also LookupError)
+├── Conflict               what was asked of a job does not fit the state it is in
+├── LeaseLost              another worker has the job now; what this one says of it no longer counts
+├── Degraded               the service's database does not answer, or cannot be written
 └── Interrupted            SIGINT or SIGTERM arrived; what was encoded is sealed
 
 Catch `StokerError` at the edge of a program. Errors of other libraries pass through unchanged,
@@ -80,6 +86,10 @@ class TransferError(SourceError):
         self.wait_s = wait_s
 
 
+class PathRefusedError(SourceError):
+    """A request names a path that lies outside the folders it may read, or leads through a link."""
+
+
 class ServiceError(StokerError):
     """A service across the network refused a request, or answered with what nobody can read.
 
@@ -138,6 +148,10 @@ class MissingRecordError(IncompleteError, KeyError):
     """One record, by number, is not in the cache; the message says why."""
 
 
+class UncountedError(StokerError, TypeError):
+    """A length is asked for that nobody can know yet; as with an iterator, whatever can do without does."""
+
+
 class ReadOnlyError(StokerError, OSError):
     """A cache folder, or another that a setting names, cannot be written."""
 
@@ -170,6 +184,46 @@ class DeviceError(StokerError):
 
 class DivergedError(StokerError):
     """Training met a NaN or an infinity."""
+
+
+class NotFound(StokerError, LookupError):  # noqa: N818 -- an answer to a question, named as HTTP names it
+    """The service knows no job, dataset or cache of that name."""
+
+    exit_code = 3
+
+
+class Conflict(StokerError):  # noqa: N818 -- as above
+    """What was asked of a job does not fit the state it is in; asking again gives the same answer.
+
+    Args:
+        message: The state, and what would be possible.
+        state: The state the job is in; empty where no state is the reason.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str = "", *, state: str = "") -> None:
+        super().__init__(message)
+        self.state = state
+
+
+class LeaseLost(StokerError):  # noqa: N818 -- as above
+    """Another worker has the job now: whoever gets this changes nothing and ends its process of that job."""
+
+
+class Degraded(StokerError):  # noqa: N818 -- a condition of the service, which passes
+    """The service's database does not answer in time, or cannot be written; asking again later may help.
+
+    Args:
+        message: What did not work, and what to look at.
+        full: Whether room on a disk is what is missing: then reading may still work.
+    """
+
+    exit_code = 6
+
+    def __init__(self, message: str = "", *, full: bool = False) -> None:
+        super().__init__(message)
+        self.full = full
 
 
 class Interrupted(StokerError):  # noqa: N818 -- it reports a wish of the user, not a fault

@@ -31,6 +31,7 @@ def source(url: str, spec: RadioSpec = SMALL, **settings: Any) -> SQLSource:
 def run(folder: Path, spec: RadioSpec, epochs: int) -> RadioResult:
     settings = {
         "training.epochs": epochs,
+        "training.batch_size": 64,
         "training.latent_cache_dir": folder / "cache",
         "training.run_dir": folder / "run",
         "precompute.readers": 1,

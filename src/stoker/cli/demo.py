@@ -97,7 +97,7 @@ def show_radio(result: RadioResult, console: Console) -> None:
     near, far = result.trained, result.untrained
     console.print()
     console.print(
-        f"position error {format_count(near.mean_m)} m (median {format_count(near.median_m)} m), untrained "
+        f"position error {format_count(near.mean_m)} m (median {format_count(near.p50_m)} m), untrained "
         f"{format_count(far.mean_m)} m · loss from the cache {result.losses[0]:.6f}, from the database "
         f"{result.losses[1]:.6f}",
         soft_wrap=True,

@@ -257,7 +257,7 @@ def build_latent_pair_loader(cfg: Any, split: str | None = None, **loader: Any) 
     loaders: dict[str, Loader] = {}
     for task in tasks_of(config):
         own = config.for_task(task)
-        cache = fill_caches(own, [split], training=True)[0].cache
+        cache = fill_caches(own, [split], training="windows")[0].cache
         settings: dict[str, Any] = {
             "tier": own.training.tier,
             "seed": own.training.seed,

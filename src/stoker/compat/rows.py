@@ -6,7 +6,6 @@ that values are standardised by from the train split. What the filters drop is r
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -68,8 +67,8 @@ class GPUCachedDataset:
             _address(db_session),
             table=table,
             key=key,
-            columns=_radio_columns(max_receivers) if columns is None else columns,
-            where=_condition(dataset_ids, min_snr_db, max_gdop),
+            columns=_rules().radio_columns(max_receivers) if columns is None else columns,
+            where=_rules().radio_where(dataset_ids, min_snr_db=min_snr_db, max_gdop=max_gdop),
             split=split,
             splits=SPLITS if splits is None else splits,
             seed=seed,
@@ -117,23 +116,5 @@ def _address(db_session: Any) -> str | Path:
     return scheme.partition("+")[0] + separator + rest  # without the name of a driver
 
 
-def _condition(dataset_ids: Sequence[str], min_snr_db: float | None, max_gdop: float | None) -> str:
-    """What rows are asked for, in SQL; ids and numbers are checked, so nothing else gets in."""
-    try:
-        ids = [str(uuid.UUID(str(one))) for one in dataset_ids]
-    except ValueError as error:
-        raise ConfigError(f"dataset_ids are {[*dataset_ids]}. Expected UUIDs: {error}") from error
-    if not ids or isinstance(dataset_ids, str):
-        raise ConfigError(f"dataset_ids is {dataset_ids!r}. Expected a list of at least one UUID")
-    quoted = ", ".join(f"'{one}'" for one in ids)
-    parts = [f"dataset_id IN ({quoted})"]
-    if min_snr_db is not None:
-        parts.append(f"mean_snr_db >= {float(min_snr_db)!r}")
-    if max_gdop is not None:
-        parts.append(f"gdop <= {float(max_gdop)!r}")
-    return " AND ".join(parts)
-
-
-def _radio_columns(receivers: int) -> Mapping[str, Any]:
-    rules: Any = import_module("stoker.pipeline.radio_store")
-    return rules.radio_columns(receivers)
+def _rules() -> Any:
+    return import_module("stoker.pipeline.radio_store")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,18 +17,18 @@ from stoker.errors import ConfigError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
 from stoker.pipeline.build import build_sources, device_of, tasks_of
+from stoker.pipeline.fitting import FitSettings, fit, one_thread
 from stoker.pipeline.locate import Located
 from stoker.pipeline.machine import describe_machine
 from stoker.pipeline.plan import PlanResult, plan_located
 from stoker.pipeline.precompute import CacheResult, precompute_config
 from stoker.pipeline.radio import RadioSpec
 from stoker.pipeline.radio_regressor import (
-    Batch,
     Errors,
-    PositionRegressor,
-    fit,
+    Triangulation,
+    TriangulationModel,
     position_errors,
-    position_loss,
+    position_losses,
     save_regressor,
 )
 from stoker.pipeline.radio_store import sql_settings, write_radio
@@ -71,6 +71,7 @@ class RadioResult:
     epochs: int
     train_s: float
     stall: float
+    """Of the last epoch."""
     loss: float
     """Mean of the last epoch."""
     trained: Errors
@@ -110,7 +111,7 @@ class RadioResult:
             "stall": self.stall,
             "loss": self.loss,
             "position_error_m": self.trained.mean_m,
-            "median_position_error_m": self.trained.median_m,
+            "median_position_error_m": self.trained.p50_m,
             "untrained_position_error_m": self.untrained.mean_m,
             "loss_from_cache": self.losses[0],
             "loss_from_database": self.losses[1],
@@ -147,23 +148,28 @@ def run_radio(
     train, val = _loader(config, cache, meter=meter), _loader(config, caches[1].cache, order="sequential")
     device = device_of(config)
     torch.manual_seed(config.training.seed)
-    model = PositionRegressor().to(device)
-    metres = torch.tensor(source.statistics["target"]["deviation"], device=device)
+    model = TriangulationModel()
+    model.set_statistics(source.statistics)
+    model.to(device)
     losses = compare_losses(model, train, source)
-    untrained = position_errors(model, val, metres)
+    untrained = position_errors(model, val)
     began, epochs = time.monotonic(), config.training.epochs
     meter.reset()
 
-    def batches(epoch: int) -> Iterable[Batch]:
-        train.set_epoch(epoch)
-        if epoch % max(1, epochs // 6) == 0 and epoch:
-            say(f"epoch {epoch} · {format_count(position_errors(model, val, metres).mean_m)} m off")
-        return train
+    def tell(kind: str, facts: Mapping[str, Json]) -> None:
+        if (
+            kind == "epoch"
+            and facts["epoch"] != epochs
+            and cast("int", facts["epoch"]) % max(1, epochs // 6) == 0
+        ):
+            say(f"epoch {facts['epoch']} · {format_count(cast('float', facts['mean_m']))} m off")
 
-    loss = fit(model, batches, epochs=epochs, steps=epochs * len(train), lr=config.training.lr)[-1]
+    settings = FitSettings(epochs=epochs, lr=config.training.lr, weight_decay=config.training.weight_decay)
+    with one_thread():
+        report = fit(Triangulation(model), train, val, settings, meter=meter, on_event=tell)
     train_s = time.monotonic() - began
     run_dir = Path(config.training.run_dir or "runs/demo-radio")
-    save_regressor(run_dir / "regressor.safetensors", model, source.statistics)
+    save_regressor(run_dir / "regressor.safetensors", model, {"statistics": dict(source.statistics)})
     return RadioResult(
         machine=describe_machine(),
         database=source.where_it_is,
@@ -176,9 +182,9 @@ def run_radio(
         steps=epochs * len(train),
         epochs=epochs,
         train_s=train_s,
-        stall=meter.epoch().stall,
-        loss=loss,
-        trained=position_errors(model, val, metres),
+        stall=cast("float", report.row["stall"]),
+        loss=cast("float", report.row["train_loss"]),
+        trained=position_errors(model, val),
         untrained=untrained,
         losses=losses,
         run_dir=str(run_dir),
@@ -220,10 +226,12 @@ def compare_losses(model: torch.nn.Module, loader: Loader, source: Source) -> tu
     """Loss over the first batches as the loader gives them, and as the database does for the same rows."""
     cached, read = [], []
     for batch in islice(loader, COMPARED):
-        cached.append(position_loss(model, batch))
+        cached.append(position_losses(model, batch).mean())
         rows = read_batch(source, batch["index"])
         read.append(
-            position_loss(model, {name: value.to(batch["index"].device) for name, value in rows.items()})
+            position_losses(
+                model, {name: value.to(batch["index"].device) for name, value in rows.items()}
+            ).mean()
         )
     loader.load_state_dict(loader.state_dict((0, 0)))
     return float(torch.stack(cached).mean()), float(torch.stack(read).mean())

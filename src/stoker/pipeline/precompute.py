@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypeAlias
 
 from stoker.config import Config
 from stoker.config.remedies import in_settings
@@ -37,6 +36,7 @@ from stoker.pipeline.folders import is_open, require_writable
 from stoker.pipeline.gone import find_without_source
 from stoker.pipeline.inspect import list_quarantined, shard_bytes, worst_error
 from stoker.pipeline.locate import job_recipe, windows_in
+from stoker.pipeline.manifest import write_manifest
 from stoker.pipeline.staging import stage_task
 from stoker.precompute import (
     Deadlines,
@@ -46,13 +46,16 @@ from stoker.precompute import (
     begin_precompute,
     run_precompute,
 )
+from stoker.precompute.progress import ProgressSink
 from stoker.scale.ranks import ALONE, Ranks
-from stoker.schema import Json, Schema, canonical_json, schema_to_json
+from stoker.schema import Json, Schema, schema_to_json
 from stoker.sources.files import canonical_split
 from stoker.store import Cache, open_cache
-from stoker.store.local import LocalStorage
 
 _log = logging.getLogger("stoker")
+
+Training: TypeAlias = Literal["windows", "records"]
+"""What training reads of caches: windows of trajectories, or whole records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,20 +227,22 @@ def fill_caches(
     config: Config,
     splits: Sequence[str],
     *,
-    training: bool = False,
+    training: Training | None = None,
     encoders: dict[str, Encoder] | None = None,
     ranks: Ranks = ALONE,
+    progress: ProgressSink | None = None,
 ) -> list[CacheResult]:
     """One complete cache per task and split; where the raw data is gone, the cache that matches the rest.
 
     Args:
         config: The settings.
         splits: Names of splits.
-        training: Training is to read them. Then samples that failed for a passing reason (a hang, an
-            input/output error) are not tried again, since what it reads must not change from run to run by
-            luck, and records too short for a window are refused before they are encoded.
+        training: What training is to read of them, if it is. Then samples that failed for a passing reason
+            (a hang, an input/output error) are not tried again, since what it reads must not change from run
+            to run by luck, and records too short for a window are refused before they are encoded.
         encoders: Those so far by identity, so that tasks share what is equal; None: none yet.
         ranks: The processes that fill them together, and are all to make this call.
+        progress: Where progress goes; None: to standard error.
     Raises:
         ConfigError: No cache can lie in the cache folder, or no window can be cut.
         SourceError: The data is gone and no cache matches, or it cannot be read.
@@ -270,19 +275,28 @@ def fill_caches(
                 for split, cache in found.items()
             ]
         else:
-            results += _fill_jobs(own, jobs, training=training, ranks=ranks)
+            results += _fill_jobs(own, jobs, training=training, ranks=ranks, progress=progress)
     return counted_together(results, ranks)
 
 
-def _fill_jobs(config: Config, jobs: Sequence[Job], *, training: bool, ranks: Ranks) -> list[CacheResult]:
+def _fill_jobs(
+    config: Config,
+    jobs: Sequence[Job],
+    *,
+    training: Training | None,
+    ranks: Ranks,
+    progress: ProgressSink | None,
+) -> list[CacheResult]:
     """The caches of one task; what can be refused is refused before the first of them is filled."""
     schemas = [record_schema(job) for job in jobs]
-    for schema in schemas if training else ():
+    for schema in schemas if training == "windows" else ():
         windows_in(config, schema)
     results: list[CacheResult] = []
-    beside = training and not config.precompute.wait
+    beside = training is not None and not config.precompute.wait
     for job, schema in zip(jobs, schemas, strict=True):
         settings = settings_of(config, job, ranks)
+        if progress is not None:
+            settings = replace(settings, progress=progress)
         ready = _ready(config, job, settings) if training else None
         if beside and ready is None:
             check_beside(config, schema, ranks)
@@ -364,29 +378,3 @@ def _fill(
         seconds=time.monotonic() - began,
         encode_seconds=report.encode_seconds,
     )
-
-
-def write_manifest(path: Path, config: Config, caches: Sequence[CacheResult]) -> None:
-    """Write the report of the earlier precompute script, with every cache's own figures beside it.
-
-    Raises:
-        ReadOnlyError: The file cannot be written.
-    """
-    summary: Mapping[str, Any] = {
-        cache.name: {
-            "num_samples": len(cache.cache),
-            "total_mb": cache.bytes / 1e6,
-            "elapsed_min": cache.seconds / 60,
-            "skipped": None if cache.encoded else "nothing to encode",
-        }
-        for cache in caches
-    }
-    text = canonical_json(
-        {
-            "generated_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "cache_dir": config.training.latent_cache_dir,
-            "summary": summary,
-            "caches": [cache.to_json() for cache in caches],
-        }
-    )
-    LocalStorage(path.parent).put(path.name, text.encode())

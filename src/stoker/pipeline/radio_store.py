@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -77,6 +78,29 @@ def radio_columns(receivers: int = 7) -> dict[str, Json]:
     }  # fmt: skip
 
 
+def radio_where(
+    dataset_ids: Sequence[str], *, min_snr_db: float | None = None, max_gdop: float | None = None
+) -> str:
+    """What rows are asked for, in SQL; ids and numbers are checked, so nothing else gets in.
+
+    Raises:
+        ConfigError: An id is no UUID, or there is none.
+    """
+    try:
+        ids = [str(uuid.UUID(str(one))) for one in dataset_ids]
+    except ValueError as error:
+        raise ConfigError(f"dataset_ids are {[*dataset_ids]}. Expected UUIDs: {error}") from error
+    if not ids or isinstance(dataset_ids, str):
+        raise ConfigError(f"dataset_ids is {dataset_ids!r}. Expected a list of at least one UUID")
+    quoted = ", ".join(f"'{one}'" for one in ids)
+    parts = [f"dataset_id IN ({quoted})"]
+    if min_snr_db is not None:
+        parts.append(f"mean_snr_db >= {float(min_snr_db)!r}")
+    if max_gdop is not None:
+        parts.append(f"gdop <= {float(max_gdop)!r}")
+    return " AND ".join(parts)
+
+
 def write_radio(url: str | Path, spec: RadioSpec) -> bool:
     """Make the rows of `spec` unless they are there; rows of other sets are left alone.
 
@@ -142,6 +166,24 @@ def _write_postgres(address: Address, spec: RadioSpec) -> bool:
         text = address.hide(" ".join(str(error).split()))
         raise SourceError(f"{address.shown}: {text}. Expected a database that can be written") from None
     return True
+
+
+def remove_radio(path: str, dataset_id: str) -> None:
+    """Remove a set from a SQLite database, if it is there.
+
+    Raises:
+        SourceError: The database cannot be written.
+    """
+    target = Path(parse_address(path).target)
+    if not target.is_file():
+        return
+    try:
+        with closing(sqlite3.connect(target, timeout=30.0)) as connection, connection:
+            connection.execute(f"DELETE FROM {TABLE} WHERE dataset_id = ?", (dataset_id,))  # noqa: S608
+            connection.execute(f"DELETE FROM {SETS} WHERE id = ?", (dataset_id,))  # noqa: S608
+    except sqlite3.OperationalError as error:
+        if "no such table" not in str(error):
+            raise SourceError(f"{target}: {error}. Expected a SQLite database that can be written") from error
 
 
 def _statements(kind: int) -> Iterator[str]:

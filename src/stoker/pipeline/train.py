@@ -28,6 +28,7 @@ from stoker.pipeline.serve import Served, serve
 from stoker.pipeline.together import on_own_device
 from stoker.pipeline.tracking import GPU, Phase, RunTracking, Startup, tracking
 from stoker.precompute import EncodeFiller
+from stoker.precompute.progress import ProgressSink
 from stoker.precompute.spot_check import SpotCheck, SpotChecks, SpotReport
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
@@ -197,25 +198,21 @@ def train_config(
     return train_prepared(config, prepare(config, ranks), started=started, on_event=on_event, ranks=ranks)
 
 
-def prepare(config: Config, ranks: Ranks = ALONE) -> Prepared:
+def prepare(config: Config, ranks: Ranks = ALONE, *, progress: ProgressSink | None = None) -> Prepared:
     """The caches that training reads: the first of `data.split`, and `val`.
 
     The run's folder is held meanwhile, so that a second run in it is refused before it encodes anything.
+    `progress` is told how encoding goes; None: standard error is.
     """
     began = time.monotonic()
     check_trackers(config.training.trackers)
     splits = training_splits(config)
     tasks = tasks_of(config)
     if len(tasks) > 1:
-        if not config.precompute.wait:
-            raise ConfigError(
-                "precompute.wait=false begins training on one task while it is encoded, and data.task names "
-                f"{len(tasks)}. Leave it out, so that all of them are encoded first"
-            )
         check_together({task: locate(config, task, splits[0]).recipe.schema for task in tasks})
     run_dir = require_writable(run_dir_of(config), "training.run_dir")
     with own_folder(run_dir) if ranks.leads else nullcontext():
-        caches = fill_caches(config, splits, training=True, ranks=ranks)
+        caches = fill_caches(config, splits, training="windows", ranks=ranks, progress=progress)
     return Prepared(caches=tuple(caches), begun_s=began, seconds=time.monotonic() - began)
 
 

@@ -6,7 +6,7 @@ operator.py    z1 = z0 + f(z0, cond), a small transformer
 evaluate.py    validation error next to persistence, and roll-out; judge.py: of one task, or of each
 guard.py       stops at the first NaN and names the sample
 stop.py        SIGTERM and SIGINT as a flag
-checkpoint.py  atomic, verified, safetensors and JSON
+checkpoint.py  atomic, verified, safetensors and JSON; optimizer_state.py, what of an optimizer goes in
 metrics.py     one JSON line per report
 curves.py      the picture; report.py, the page around it
 run.py         what a run is made of: begin, save, take up again

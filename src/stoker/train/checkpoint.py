@@ -108,14 +108,38 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         raise CorruptError(f"{folder} is not a whole checkpoint: {type(error).__name__}: {error}") from error
 
 
-def newest_checkpoint(root: Path, on_damaged: Callable[[str], None]) -> Checkpoint | None:
-    """The valid checkpoint with most steps; damaged ones are told of and passed over."""
-    for folder in _folders(root):
+def newest_checkpoint(
+    root: Path, on_damaged: Callable[[str], None], kind: Kind | None = None
+) -> Checkpoint | None:
+    """The valid checkpoint with most steps, of a kind or of any; damaged ones are told of and passed over."""
+    for folder in _folders(root, kind):
         try:
             return load_checkpoint(folder)
         except CorruptError as error:
             on_damaged(str(error))
     return None
+
+
+def checkpoint_to_resume(
+    root: Path, on_damaged: Callable[[str], None], *, expected: bool = False
+) -> Checkpoint | None:
+    """The checkpoint that a run goes on from; None where it has not made one yet.
+
+    Args:
+        root, on_damaged: As for `newest_checkpoint`.
+        expected: There was one, as somebody else knows.
+    Raises:
+        CorruptError: There are, or were, checkpoints, and none is whole: to begin anew would throw away what
+            was learnt without a word.
+    """
+    found = newest_checkpoint(root, on_damaged)
+    there = len(_folders(root))
+    if found is None and (there or expected):
+        raise CorruptError(
+            f"{root}: none of {there} checkpoints is whole, and the run had made some",
+            advice="Bring one back from a copy, or begin anew as another run",
+        )
+    return found
 
 
 _FILES = ("model", "optimizer")

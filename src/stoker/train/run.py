@@ -26,6 +26,7 @@ from stoker.train.judge import Validation
 from stoker.train.metrics import MetricsLog
 from stoker.train.numerics import numerics_of
 from stoker.train.operator import LatentOperator, OperatorShape
+from stoker.train.optimizer_state import dump_optimizer, restore_optimizer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,14 +117,7 @@ class Run:
         self.progress.loss_sum = float(self.ranks.mean(self.loss_sum, "a checkpoint"))
         if not self.ranks.leads:
             return self.folder / "checkpoints"
-        optimizer = {
-            f"adamw.{number}.{name}": value
-            for number, state in self.optimizer.state_dict()["state"].items()
-            for name, value in state.items()
-        }
-        optimizer["rng.cpu"] = torch.get_rng_state()
-        if self.device.type == "cuda":
-            optimizer["rng.cuda"] = torch.cuda.get_rng_state(self.device)
+        optimizer = dump_optimizer(self.optimizer, self.device)
         state: dict[str, Any] = {
             "progress": asdict(self.progress),
             "loader": dict(place),
@@ -259,17 +253,7 @@ def take_up(
         )
     run = _make(folder, config, shape, dict(saved["widths"]), ranks)
     run.model.load_state_dict(dict(checkpoint.model))
-    states: dict[int, dict[str, Tensor]] = {}
-    for name, value in checkpoint.optimizer.items():
-        kind, _, rest = name.partition(".")
-        if kind == "adamw":
-            number, _, key = rest.partition(".")
-            states.setdefault(int(number), {})[key] = value
-    groups = run.optimizer.state_dict()["param_groups"]
-    run.optimizer.load_state_dict({"state": states, "param_groups": groups})
-    torch.set_rng_state(checkpoint.optimizer["rng.cpu"])
-    if run.device.type == "cuda" and "rng.cuda" in checkpoint.optimizer:
-        torch.cuda.set_rng_state(checkpoint.optimizer["rng.cuda"], run.device)
+    restore_optimizer(run.optimizer, run.device, checkpoint.optimizer)
     run.progress = Progress(**saved["progress"])
     run.loss_sum.fill_(run.progress.loss_sum)
     loader.load_state_dict(saved["loader"])

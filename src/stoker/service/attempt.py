@@ -1,0 +1,287 @@
+"""One attempt at a job: start its process, tell the database what it says, act on what is asked, end it.
+
+The process keeps running while the database does not answer: what it says waits in its file, and nobody else
+can take the job meanwhile. It is ended when the job was taken away (nothing is written then), when someone
+asked for it, when it passes a limit, or when the database has been silent for longer than anybody would wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from stoker.errors import Degraded, LeaseLost, ResourceError, StalledError
+from stoker.service.executor import STOPPED, Executor, Hold, Limits, Run
+from stoker.service.leases import Claim, Leases, Outcome
+from stoker.service.lines import Line, end_line, read_lines
+from stoker.service.states import State
+from stoker.units import format_seconds
+
+if TYPE_CHECKING:
+    from stoker.service.folders import JobFolder
+
+_log = logging.getLogger(__name__)
+END_S = 10.0
+"""How long a killed process is waited for; what hangs in the system longer keeps its job's lock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How often a worker does what."""
+
+    poll_s: float = 0.25
+    """Between two looks at a process and its file."""
+    look_s: float = 1.0
+    """Between two looks at what is asked of the job, and at the queue when there is none."""
+    silence_s: float = 600.0
+    """How long the database may stay silent before the job is stopped with a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What an attempt is made with."""
+
+    claim: Claim
+    folder: JobFolder
+    command: Sequence[str]
+    limits: Limits
+    pace: Pace
+
+
+class Reason(Enum):
+    """Why a process is asked to end before its time."""
+
+    ASKED = auto()
+    """Someone paused or cancelled the job."""
+    STOPPING = auto()
+    """The worker is to end."""
+    SILENCE = auto()
+    """The database does not answer."""
+    LIMIT = auto()
+    """It used more than it may: the only one of these that is the job's fault."""
+
+
+class Attempt:
+    """One attempt; `run` does all of it.
+
+    Args:
+        work: What is to be done.
+        leases: The database's side.
+        executor: The machine's side.
+        stopping: Whether the worker is to end; asked often.
+    """
+
+    def __init__(self, work: Work, leases: Leases, executor: Executor, stopping: Callable[[], bool]) -> None:
+        self._work = work
+        self._claim = work.claim
+        self._leases = leases
+        self._executor = executor
+        self._stopping = stopping
+        self._position = work.claim.position
+        self._untold: list[Line] = []
+        self._said: Line | None = None
+        self._wanted = State.RUNNING
+        self._heard = self._held = time.monotonic()
+        self._reason: Reason | None = None
+        self._why = ""
+        self._asked = 0.0
+
+    def run(self) -> None:
+        """Work until the job's process has ended and the database knows, or the job was taken away.
+
+        Raises:
+            Degraded: The worker is to end, and the database does not answer; the lease will run out.
+        """
+        try:
+            hold = self._executor.hold(self._work.folder)
+            try:
+                self._attempt(hold)
+            finally:
+                hold.release()
+        except (StalledError, ResourceError) as error:  # no process ran
+            self._give_back(str(error), lost=False, wait_s=self._leases.terms.lease_s)
+        except LeaseLost as error:
+            _log.warning("%s", error)
+
+    def _attempt(self, hold: Hold) -> None:
+        end_line(self._work.folder.events)
+        self._drain()
+        if self._said is not None:  # an earlier attempt came to its end unseen
+            code = int(self._said.kind != "completed")
+        else:
+            process = hold.start(self._work.command, self._work.limits)
+            try:
+                code = self._watch(process)
+            except BaseException:
+                _end_now(process)
+                raise
+            self._drain()
+        self._until_told(lambda: self._conclude(code))
+
+    def _watch(self, process: Run) -> int:
+        """The exit status of the process, which is asked to end as soon as there is a reason."""
+        while (code := process.poll()) is None:
+            if not self._untold:
+                self._read()
+            try:
+                self._tell()
+            except Degraded as error:
+                _log.warning("%s", error)
+            self._react(process)
+            time.sleep(self._work.pace.poll_s)
+        return code
+
+    def _react(self, process: Run) -> None:
+        if self._reason is not None:
+            if time.monotonic() - self._asked > self._work.limits.grace_s:
+                process.kill()
+            return
+        silent_s = time.monotonic() - self._heard
+        if self._wanted is not State.RUNNING:
+            self._reason, self._why = Reason.ASKED, "it was asked for"
+        elif self._stopping():
+            self._reason, self._why = Reason.STOPPING, "the service was stopped"
+        elif silent_s > self._work.pace.silence_s:
+            self._reason = Reason.SILENCE
+            self._why = f"the database did not answer for {format_seconds(silent_s)}"
+        elif passed := process.exceeded():
+            self._reason, self._why = Reason.LIMIT, passed
+        else:
+            return
+        self._asked = time.monotonic()
+        process.terminate()
+
+    def _read(self) -> bool:
+        """Take the next lines of the process; whether there were any."""
+        lines, position = read_lines(self._work.folder.events, self._position)
+        if more := position > self._position:
+            self._untold, self._position = lines, position
+            self._said = next((line for line in lines if line.kind in ("completed", "failed")), None)
+        return more
+
+    def _drain(self) -> None:
+        """Read to the last word of the process, telling all but the lines around that word.
+
+        Those are told with the end of the attempt, so that a worker that is killed between the two leaves
+        them for the next one to find.
+        """
+        while self._said is None:
+            if self._untold:
+                self._until_told(self._report)
+            if not self._read():
+                return
+
+    def _tell(self) -> None:
+        """Report lines, or hold on to the job, or only look: what is due, and nothing more often."""
+        now, lease_s = time.monotonic(), self._leases.terms.lease_s
+        if self._untold and self._said is None:
+            self._report()
+        elif now - self._held > lease_s / 4:
+            self._wanted = self._leases.heartbeat(self._claim)
+            self._held = now
+        elif now - self._heard > self._work.pace.look_s:
+            self._wanted = self._leases.look(self._claim)
+        else:
+            return
+        self._heard = time.monotonic()
+
+    def _report(self) -> None:
+        self._wanted = self._leases.report(self._claim, self._untold, self._position)
+        self._untold, self._held = [], time.monotonic()
+
+    def _until_told(self, tell: Callable[[], None]) -> None:
+        """Try until the database answers; a worker that is to end tries for a lease and then leaves it."""
+        deadline = float("inf")
+        while True:
+            try:
+                tell()
+            except Degraded as error:
+                _log.warning("%s", error)
+                if self._stopping():
+                    deadline = min(deadline, time.monotonic() + self._leases.terms.lease_s)
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(self._work.pace.look_s)
+            else:
+                return
+
+    def _conclude(self, code: int) -> None:
+        while True:  # at most twice again: from running to pausing to cancelling
+            self._wanted = self._leases.heartbeat(self._claim)
+            if (outcome := self._outcome(code)) is None:
+                self._report()
+                lost = self._reason is None
+                self._give_back(_ended_by(code) if lost else self._why, lost=lost, wait_s=0.0)
+                return
+            try:
+                self._leases.finish(self._claim, outcome, lines=self._untold, position=self._position)
+            except LeaseLost:  # or asked for something else meanwhile, which the heartbeat tells
+                continue
+            return
+
+    def _outcome(self, code: int) -> Outcome | None:
+        """What the job comes to; None: it is to go on in another attempt."""
+        said = {} if self._said is None else self._said.data
+        message = str(said.get("message", ""))
+        stopped = code == STOPPED or code < 0
+        if code == 0:
+            return Outcome(state=State.COMPLETED, message=message, exit_code=code, data=said)
+        if self._wanted is State.CANCELLING:
+            return Outcome(state=State.CANCELLED, message="cancelled", exit_code=code)
+        if self._wanted is State.PAUSING and stopped:
+            how = (
+                "with a checkpoint" if code == STOPPED else "at its last checkpoint: it did not stop in time"
+            )
+            return Outcome(state=State.PAUSED, message=f"paused {how}", exit_code=code)
+        if stopped and self._reason is not Reason.LIMIT:
+            return None
+        error = self._why if self._reason is Reason.LIMIT else str(said.get("error") or message)
+        return Outcome(
+            state=State.FAILED,
+            message=message or "failed",
+            error=error or self._last_words(code),
+            exit_code=code,
+            data=said,
+        )
+
+    def _last_words(self, code: int) -> str:
+        """The end of the log of a process that failed without a word."""
+        try:
+            with self._work.folder.log.open("rb") as file:
+                file.seek(-min(4000, self._work.folder.log.stat().st_size), 2)
+                text = file.read().decode(errors="replace")
+        except OSError:
+            text = ""
+        last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "(nothing)")
+        return f"its process ended with status {code} and did not say why; its log ends with: {last[:500]}"
+
+    def _give_back(self, why: str, *, lost: bool, wait_s: float) -> None:
+        try:
+            self._until_told(
+                lambda: self._leases.give_back(self._claim, why, lost=lost, wait_s=wait_s) and None
+            )
+        except LeaseLost as error:
+            _log.warning("%s", error)
+
+
+def _end_now(process: Run) -> None:
+    """Kill it and see that it is gone."""
+    process.kill()
+    deadline = time.monotonic() + END_S
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _ended_by(code: int) -> str:
+    if code == STOPPED:
+        return "its process stopped by itself, with a checkpoint"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"its process was ended by {name}"

@@ -1,0 +1,280 @@
+"""The data sets that jobs may name: registered where they are, or made by the service.
+
+The registry keeps where a data set is and what was found there, never the data. Looking at it is done by
+another process with a deadline (`look.py`): neither a damaged file nor dead storage harms the service.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from stoker.errors import ConfigError, Conflict, NotFound
+from stoker.pipeline.radio import RadioSpec
+from stoker.pipeline.radio_store import TABLE
+from stoker.schema import Json
+from stoker.service.database import Database
+from stoker.service.dataset_requests import (
+    GenerateRadio,
+    Generation,
+    RadioRows,
+    Registration,
+)
+from stoker.service.dataset_table import DATASETS
+from stoker.service.look import look
+from stoker.service.schema import JOBS
+from stoker.service.states import ENDED
+from stoker.sources.sql.address import has_password, parse_address
+
+Look = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """One data set as it stood at one moment. Times are unix seconds by the database's clock."""
+
+    id: str
+    name: str
+    kind: str
+    """`radio`, `hdf5` or `images`."""
+    origin: str
+    """`registered` or `generated`."""
+    spec: dict[str, Json]
+    """Where it is and how it is opened; of a generated one also what it is made of."""
+    facts: dict[str, Json]
+    """What was found there: `samples` and more, by kind."""
+    health: str
+    """Of the last check: `unknown`, `making`, `good`, `doubtful`, `bad`."""
+    report: list[dict[str, Json]]
+    """Rows of that check: `check`, `status` (pass, warn, fail) and `detail`."""
+    created: float
+    checked: float | None
+
+
+_FIELDS = tuple(DATASETS.c[field.name] for field in fields(Dataset))
+
+
+class Datasets:
+    """The data sets of a service.
+
+    Args:
+        database: Where they are listed.
+        data: Folder of those that the service makes.
+        check_path: Gives the real path of one that a request names, or refuses it (`paths.Roots.check`).
+        look: See `look.look`.
+    """
+
+    def __init__(
+        self, database: Database, data: Path, check_path: Callable[[str], Path], *, look: Look = look
+    ) -> None:
+        self._database = database
+        self._data = data.absolute()
+        self._check_path = check_path
+        self._look = look
+
+    def register(self, request: Registration) -> Dataset:
+        """Take up a data set that is there; again with the same request: the same answer.
+
+        Raises:
+            ConfigError: The URL holds a password or is none.
+            PathRefusedError: The path is outside the roots.
+            SourceError: There is no such data, or not of this kind.
+            Conflict: The name, or the set of rows, is registered as something else.
+        """
+        spec: dict[str, Any]
+        if isinstance(request, RadioRows):
+            id = str(request.set)
+            spec = {"url": self._checked_url(request.url), "table": request.table, "set": id}
+        else:
+            id, spec = str(uuid.uuid4()), {"path": str(self._check_path(request.path))}
+        facts: dict[str, Json] = self._look("facts", request.kind, spec)
+        if facts.pop("named_splits", False):
+            spec["named_splits"] = True
+        return self._insert(id, request.name, request.kind, "registered", spec, facts, "unknown")
+
+    def generate(self, request: Generation) -> Dataset:
+        """Note a data set that is to be made; the job that makes it names it in its `dataset_ids`.
+
+        Raises:
+            Conflict: The name, or the very same set, is there as something else.
+        """
+        made_of: dict[str, Json] = request.model_dump(mode="json", exclude={"name", "kind"})
+        spec: dict[str, Any]
+        if isinstance(request, GenerateRadio):
+            id = str(RadioSpec(**request.model_dump(exclude={"name", "kind"})).dataset_id)
+            url = f"sqlite:///{self._data / 'radio.db'}"
+            spec, count = {"url": url, "table": TABLE, "set": id}, request.rows
+        else:
+            settings = sorted(made_of.items())
+            id = str(uuid.uuid5(uuid.NAMESPACE_URL, f"stoker-burgers-1 {settings}"))
+            spec, count = {"path": str(self._data / f"{id}.hdf5")}, request.trajectories
+        facts: dict[str, Json] = {"samples": count}
+        return self._insert(
+            id, request.name, request.kind, "generated", {**spec, "make": made_of}, facts, "making"
+        )
+
+    def get(self, id: str) -> Dataset:
+        """One data set, by its id or its name.
+
+        Raises:
+            NotFound: There is none.
+        """
+        return self.resolve([id])[0]
+
+    def list(self, *, kind: str | None = None, limit: int = 50, offset: int = 0) -> list[Dataset]:
+        """Data sets of a kind or of any, the newest first."""
+        query = sa.select(*_FIELDS).order_by(DATASETS.c.created.desc(), DATASETS.c.id)
+        if kind is not None:
+            query = query.where(DATASETS.c.kind == kind)
+        with self._database.reading() as connection:
+            rows = connection.execute(query.limit(limit).offset(offset)).mappings()
+            return [Dataset(**row) for row in rows]
+
+    def count(self, kind: str | None = None) -> int:
+        """How many there are of a kind, or of any."""
+        query = sa.select(sa.func.count()).select_from(DATASETS)
+        if kind is not None:
+            query = query.where(DATASETS.c.kind == kind)
+        with self._database.reading() as connection:
+            return connection.execute(query).scalar_one()
+
+    def resolve(self, ids: Sequence[str]) -> list[Dataset]:
+        """The data sets that a job names by id or by name, in that order.
+
+        Raises:
+            NotFound: Some are not registered; all of them are named.
+        """
+        with self._database.reading() as connection:
+            return _found(connection, ids)
+
+    def inspect(self, id: str) -> Dataset:
+        """One data set with figures as they are now; one that was being made is `unknown` once it is there.
+
+        Raises:
+            NotFound: There is none.
+            SourceError: The data cannot be read any more.
+        """
+        dataset = self.get(id)
+        facts: dict[str, Json] = self._look("facts", dataset.kind, dataset.spec)
+        facts.pop("named_splits", None)
+        health = "unknown" if dataset.health == "making" else dataset.health
+        return self._update(dataset.id, {"facts": facts, "health": health})
+
+    def validate(self, id: str) -> Dataset:
+        """One data set with a new report of its health.
+
+        Raises:
+            NotFound: There is none.
+            SourceError, StalledError: The data cannot be read at all.
+        """
+        dataset = self.get(id)
+        report: list[dict[str, Json]] = self._look("check", dataset.kind, dataset.spec)
+        states = {str(row["status"]) for row in report}
+        health = "bad" if "fail" in states else "doubtful" if "warn" in states else "good"
+        return self._update(dataset.id, {"report": report, "health": health, "checked": self._database.wall})
+
+    def samples(self, id: str, *, limit: int = 20, offset: int = 0) -> list[dict[str, Json]]:
+        """Some samples, as people look at them.
+
+        Raises:
+            NotFound: There is none.
+            SourceError, StalledError: The data cannot be read.
+        """
+        dataset = self.get(id)
+        return self._look("samples", dataset.kind, dataset.spec, limit=limit, offset=offset)
+
+    def delete(self, id: str) -> None:
+        """Forget a data set. What the service made is removed with it, what was registered stays where it is.
+
+        Raises:
+            NotFound: There is none.
+            Conflict: A job that has not ended names it.
+        """
+        with self._database.writing() as connection:
+            (dataset,) = _found(connection, [id])
+            query = sa.select(JOBS.c.id, JOBS.c.dataset_ids).where(JOBS.c.state.not_in(tuple(ENDED)))
+            users = [row.id for row in connection.execute(query) if dataset.id in row.dataset_ids]
+            if users:
+                raise Conflict(
+                    f"data set {dataset.name!r} is needed by job {users[0]}"
+                    f"{f' and {len(users) - 1} more' if len(users) > 1 else ''}. Cancel it first, or wait"
+                )
+            connection.execute(DATASETS.delete().where(DATASETS.c.id == dataset.id))
+        if dataset.origin == "generated":
+            self._look("remove", dataset.kind, dataset.spec)
+
+    def _checked_url(self, url: str) -> str:
+        if has_password(url):
+            raise ConfigError(
+                "the database's URL holds a password, which is not kept here. Put it in ~/.pgpass of the "
+                "service's user"
+            )
+        address = parse_address(url)
+        return url if address.kind == "postgresql" else f"sqlite:///{self._check_path(address.target)}"
+
+    def _insert(  # noqa: PLR0913, PLR0917 - the columns
+        self,
+        id: str,
+        name: str,
+        kind: str,
+        origin: str,
+        spec: dict[str, Json],
+        facts: dict[str, Json],
+        health: str,
+    ) -> Dataset:
+        same = {"name": name, "kind": kind, "origin": origin, "spec": spec}
+        made = (
+            self._database.insert(DATASETS)
+            .values(id=id, facts=facts, health=health, report=[], created=self._database.wall, **same)
+            .on_conflict_do_nothing()
+            .returning(*_FIELDS)
+        )
+        with self._database.writing() as connection:
+            row = connection.execute(made).mappings().one_or_none()
+            if row is None:
+                there = sa.or_(DATASETS.c.id == id, DATASETS.c.name == name)
+                row = connection.execute(sa.select(*_FIELDS).where(there)).mappings().first()
+        if row is None:
+            raise Conflict(f"data set {name!r} was deleted while it was made. Ask again")
+        found = Dataset(**row)
+        if any(getattr(found, field) != value for field, value in same.items()):
+            what = "is there under another name" if found.id == id else "is the name of another data set"
+            raise Conflict(f"{name!r} {what}: {found.name!r} ({found.id}). Use that one, or another name")
+        return found
+
+    def _update(self, id: str, values: Mapping[str, Any]) -> Dataset:
+        change = DATASETS.update().where(DATASETS.c.id == id).values(**values).returning(*_FIELDS)
+        with self._database.writing() as connection:
+            row = connection.execute(change).mappings().one_or_none()
+        if row is None:
+            raise NotFound(f"data set {id} was deleted meanwhile")
+        return Dataset(**row)
+
+
+def describe(database: Database, ids: Sequence[str]) -> list[dict[str, Json]]:
+    """Data sets as a job's process is told of them, in the order of `ids`.
+
+    Raises:
+        NotFound: Some are not registered any more; all of them are named.
+    """
+    with database.reading() as connection:
+        return [
+            {"id": one.id, "name": one.name, "kind": one.kind, "spec": one.spec}
+            for one in _found(connection, ids)
+        ]
+
+
+def _found(connection: sa.Connection, ids: Sequence[str]) -> list[Dataset]:
+    wanted = sa.or_(DATASETS.c.id.in_(ids), DATASETS.c.name.in_(ids))
+    rows = [Dataset(**row) for row in connection.execute(sa.select(*_FIELDS).where(wanted)).mappings()]
+    by_key = {one.name: one for one in rows} | {one.id: one for one in rows}
+    if missing := [id for id in ids if id not in by_key]:
+        raise NotFound(
+            f"no data set is registered as {', '.join(missing)}. GET /api/v1/training/datasets lists them"
+        )
+    return [by_key[id] for id in ids]

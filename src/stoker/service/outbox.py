@@ -1,0 +1,131 @@
+"""What happened to jobs, in the order in which it was committed.
+
+An event is written in the transaction of what it tells, so there is none without its fact and no fact without
+its event. Its number comes from a counter whose row the writer holds until it commits: numbers have no gaps
+and become visible in their order, so whoever has read up to n and asks for what comes after n misses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import sqlalchemy as sa
+
+from stoker.service.schema import COUNTERS, EVENTS
+
+if TYPE_CHECKING:
+    from stoker.schema import Json
+    from stoker.service.database import Database
+
+KINDS = frozenset(
+    {
+        "queued",
+        "claimed",
+        "started",
+        "progress",
+        "batch",
+        "metrics",
+        "pausing",
+        "paused",
+        "resumed",
+        "cancelling",
+        "cancelled",
+        "completed",
+        "failed",
+        "deleted",
+    }
+)
+"""`queued` at creation and when a lost job goes back, `claimed` by a worker, `started` told by the job itself
+once it trains, `resumed` by `resume` and `extend`; the others are what they say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One thing that happened."""
+
+    number: int
+    """Its place in the order; the first is 1."""
+    job: str
+    kind: str
+    """One of `KINDS`."""
+    at: float
+    """Unix seconds by the database's clock."""
+    data: dict[str, Json]
+
+
+class Outbox:
+    """The events of a database, to be read from any point that has not been pruned."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def read(self, after: int, *, job: str | None = None, limit: int = 500) -> list[Event]:
+        """The next events after number `after`, of one job or of all, at most `limit`."""
+        query = sa.select(EVENTS).where(EVENTS.c.number > after).order_by(EVENTS.c.number).limit(limit)
+        if job is not None:
+            query = query.where(EVENTS.c.job == job)
+        with self._database.reading() as connection:
+            return [Event(**row) for row in connection.execute(query).mappings()]
+
+    def newest(self) -> int:
+        """The number given last; 0 before the first."""
+        with self._database.reading() as connection:
+            return connection.execute(_COUNTED).scalar_one()
+
+    def oldest(self) -> int:
+        """The lowest number still there: who has read less far missed something. Without any, the next."""
+        with self._database.reading() as connection:
+            lowest = connection.execute(sa.select(sa.func.min(EVENTS.c.number))).scalar()
+            return lowest or connection.execute(_COUNTED).scalar_one() + 1
+
+    def prune(self, *, max_age_s: float, max_count: int) -> int:
+        """Remove events older than `max_age_s` and all but the newest `max_count`; how many were removed.
+
+        The newest stays whatever its age, so that the order never has to be guessed from an empty table.
+        """
+        newest = _COUNTED.scalar_subquery()
+        too_old = EVENTS.c.at < self._database.wall - max_age_s
+        too_many = EVENTS.c.number <= newest - max_count
+        with self._database.writing() as connection:
+            gone = connection.execute(
+                EVENTS.delete().where(sa.or_(too_old, too_many), EVENTS.c.number < newest)
+            )
+            return gone.rowcount
+
+
+_COUNTED = sa.select(COUNTERS.c.value).where(COUNTERS.c.name == "event")
+
+
+def append(
+    connection: sa.Connection,
+    wall: sa.ColumnElement[float],
+    job: str,
+    happened: Sequence[tuple[str, dict[str, Json]]],
+) -> None:
+    """Write events of one job in the caller's transaction, each `(kind, data)`.
+
+    Call it last: from here to the commit no other writer of events gets on.
+
+    Args:
+        connection: In a transaction that writes.
+        wall: `Database.wall`.
+        job: Whose events.
+        happened: In their order.
+    """
+    if not happened:
+        return
+    last = connection.execute(
+        COUNTERS.update()
+        .where(COUNTERS.c.name == "event")
+        .values(value=COUNTERS.c.value + len(happened))
+        .returning(COUNTERS.c.value)
+    ).scalar_one()
+    at = connection.execute(sa.select(wall)).scalar_one()
+    first = last - len(happened) + 1
+    rows = [
+        {"number": number, "job": job, "kind": kind, "at": at, "data": data}
+        for number, (kind, data) in enumerate(happened, first)
+    ]
+    connection.execute(EVENTS.insert(), rows)
