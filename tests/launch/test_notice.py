@@ -96,12 +96,12 @@ def test_an_upload_that_fails_meanwhile_is_told_once_and_tried_again(box: Box) -
 def test_nothing_is_removed_elsewhere_before_it_has_come_here(box: Box) -> None:
     """`sync` makes the far folder what the near one is, which is empty on a new machine."""
     script = model(box).render()
+    (box.workdir / "code/runs/a").mkdir(parents=True)
 
     box.run(script, fail="stoker?fetch:exit${IFS}3")
     assert not [call for call in box.calls() if call[:2] == ["rclone", "sync"]]
     box.run(script, fail="copy?-uv:exit${IFS}3")
     assert not [call for call in box.calls() if call[:2] == ["rclone", "sync"]]
-    (box.workdir / "code/runs/a").mkdir(parents=True)
     box.run(script, fail=f"{TRAIN}:exit${{IFS}}3")
     words = [call[1] for call in box.calls() if call[0] == "rclone"]
     assert words.index("sync") > words.index("copy"), words
