@@ -26,7 +26,7 @@ def busy(box: Box, name: str, body: str) -> str:
 
 
 def test_a_stall_ends_the_run_and_stops_the_machine(box: Box) -> None:
-    script = model(box, stall_minutes=0.02).render()
+    script = model(box, stall_minutes=0.06).render()
 
     code, output = box.run(script, fail=f"{TRAIN}:exec${{IFS}}sleep${{IFS}}300")
 
