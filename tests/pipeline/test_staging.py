@@ -12,6 +12,10 @@ import pytest
 
 from stoker.config import load_config
 from stoker.errors import ConfigError, ResourceError, SourceError, StalledError
+from stoker.fetch import folder as fetch_folder
+from stoker.fetch import partial
+from stoker.fetch.folder import FileStream
+from stoker.fetch.partial import paths_of
 from stoker.pipeline import stage_copy, stage_prune, staging
 from stoker.pipeline.build import build_source
 from stoker.pipeline.precompute import precompute_config
@@ -25,8 +29,8 @@ LOCAL = Mount(point="/", kind="ext4", source="/dev/sda")
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_copy, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(stage_copy, "PIECE_BYTES", 300)
+    monkeypatch.setattr(partial, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(fetch_folder, "PIECE_BYTES", 1000)
     monkeypatch.setattr(staging, "RESERVE_BYTES", 0)
 
 
@@ -105,16 +109,16 @@ def test_a_stopped_copy_goes_on_and_damage_in_it_is_found(tmp_path: Path, monkey
     objects.mkdir()
     reads = iter(range(5))
 
-    def stop(*args: object) -> bytes:
+    def stop(stream: FileStream) -> bytes:
         next(reads)
-        return real(*args)
+        return real(stream)
 
-    real = stage_copy._read
-    monkeypatch.setattr(stage_copy, "_read", stop)
+    real = FileStream.read
+    monkeypatch.setattr(FileStream, "read", stop)
     with pytest.raises(StopIteration):
         stage_file(original, objects, deadline_s=20)
-    monkeypatch.setattr(stage_copy, "_read", real)
-    part = objects / f"{original.object}.part"
+    monkeypatch.setattr(FileStream, "read", real)
+    part, _ = paths_of(objects / original.object)
     assert part.stat().st_size == 5000
     with part.open("r+b") as file:  # a block that did not reach the disk
         file.seek(3100)
@@ -125,16 +129,39 @@ def test_a_stopped_copy_goes_on_and_damage_in_it_is_found(tmp_path: Path, monkey
     assert sorted(file.suffix for file in objects.iterdir()) == ["", ".json", ".lock"]
 
 
+def test_a_copy_that_does_not_read_back_gets_no_name(tmp_path: Path, monkeypatch) -> None:
+    path, objects = tmp_path / "a.bin", tmp_path / "objects"
+    path.write_bytes(os.urandom(3500))
+    objects.mkdir()
+    original, real = look_at(path), partial.Partial.keep
+
+    def keep(one: partial.Partial) -> None:
+        real(one)
+        part, _ = paths_of(objects / original.object)
+        if part.exists():
+            with part.open("r+b") as file:  # a disk that does not keep what it was given
+                file.seek(2500)
+                file.write(b"torn")
+
+    monkeypatch.setattr(partial.Partial, "keep", keep)
+    with pytest.raises(SourceError, match="does not read back"):
+        stage_file(original, objects, deadline_s=20)
+    assert not is_staged(original, objects)
+    monkeypatch.setattr(partial.Partial, "keep", real)
+    assert stage_file(original, objects, deadline_s=20) == 1500
+    assert (objects / original.object).read_bytes() == path.read_bytes()
+
+
 def test_a_file_that_changes_meanwhile_is_no_copy(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(bytes(3000))
-    original, real = look_at(path), stage_copy._read
+    original, real = look_at(path), FileStream.read
 
-    def read(*args: object) -> bytes:
+    def read(stream: FileStream) -> bytes:
         os.utime(path, ns=(1, 1))
-        return real(*args)
+        return real(stream)
 
-    monkeypatch.setattr(stage_copy, "_read", read)
+    monkeypatch.setattr(FileStream, "read", read)
     (tmp_path / "o").mkdir()
     with pytest.raises(SourceError, match="changed while it was staged"):
         stage_file(original, tmp_path / "o", deadline_s=20)
@@ -147,7 +174,7 @@ def test_a_read_that_stalls_ends_in_time(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(bytes(3000))
     never = threading.Event()
-    monkeypatch.setattr(stage_copy.os, "pread", lambda *_: never.wait(30))
+    monkeypatch.setattr(os, "pread", lambda *_: never.wait(30))
     (tmp_path / "o").mkdir()
     with pytest.raises(StalledError, match=r"staging .*a\.bin.*was not there after 0\.3 s"):
         stage_file(look_at(path), tmp_path / "o", deadline_s=0.3)
