@@ -11,7 +11,7 @@ import pytest
 from stoker.errors import Degraded
 from stoker.service.leases import Leases
 from stoker.service.lines import Line
-from tests.service.running import CONFIG, Running, serving
+from tests.service.running import CONFIG, Running, note_radio, serving
 
 GUIDE = {
     "job_name": "rx-night-run",
@@ -29,6 +29,7 @@ GUIDE = {
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with serving(tmp_path_factory.mktemp("jobs") / "state") as found:
+        note_radio(found.services, CONFIG["dataset_ids"][0])
         yield found
 
 
@@ -134,9 +135,8 @@ def test_metrics_come_an_epoch_a_row_from_where_one_is(running: Running) -> None
     while (claim := leases.claim("worker")) is not None and claim.job.id != job.id:
         pass
     assert claim is not None
-    leases.report(
-        claim, [Line(kind="metrics", data={"epoch": n, "val_loss": n / 2}) for n in range(1, 16)], 1
-    )
+    lines = [Line(kind="metrics", data={"epoch": n, "val_loss": n / 2}) for n in range(1, 16)]
+    leases.report(claim, lines, 1)
 
     def metrics(**query: int) -> list[tuple[int, float]]:
         found = running.client.get(running.api(f"/jobs/{job.id}/metrics"), params=query).json()["metrics"]

@@ -402,7 +402,7 @@ class _Fit:
         self.progress = progress = FitProgress(**found.state["progress"])
         if progress.epochs < self.settings.epochs:
             progress.epochs, progress.extended = self.settings.epochs, progress.epoch
-        self.sums.copy_(torch.tensor(progress.sums))
+        self.sums.copy_(torch.tensor(progress.sums, dtype=torch.float64))
         self.train.load_state_dict(found.state["loader"])
 
 

@@ -30,7 +30,7 @@ def main(words: Sequence[str]) -> int:
     """Do the job of a folder; the exit status."""
     # Until something takes the signal that has more to save, there is nothing to save: files appear whole.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: os._exit(STOPPED))
+        signal.signal(number, _leave)
     if len(words) != 1:
         raise SystemExit("usage: python -m stoker.service.child FOLDER")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -52,6 +52,10 @@ def main(words: Sequence[str]) -> int:
         return _fail(journal, error, _FAILED)
     journal.tell("completed", {"progress": 1.0, **done})
     return 0
+
+
+def _leave(_number: int, _frame: object) -> None:
+    os._exit(STOPPED)
 
 
 def _do(folder: Path, job: JobFile, journal: Journal) -> Mapping[str, Any]:
