@@ -129,7 +129,9 @@ def test_a_server_that_restarts_is_used_again(server: Server, request: pytest.Fi
         server.start()
 
     assert jobs.get(before.id) == before
-    assert jobs.create({}, name="after", epochs=1)[1]
+    server.stop()
+    server.start()
+    assert jobs.create({}, name="nobody noticed", epochs=1)[1]
 
 
 def test_a_connection_cut_mid_transaction_changes_nothing(request: pytest.FixtureRequest) -> None:

@@ -116,7 +116,7 @@ def test_a_paused_job_goes_on_where_it_stopped(bench: Bench) -> None:
     assert (paused.state, paused.message) == (State.PAUSED, "paused with a checkpoint")
     assert bench.jobs.get(job.id).state == State.COMPLETED
     assert [row["epoch"] for row in bench.jobs.metrics(job.id)] == [1, 2, 3, 4]
-    assert bench.kinds(job.id).count("metrics") == 4  # no epoch twice
+    assert bench.witness(job.id) == ["start", "start", "end"]
 
 
 def test_a_job_that_does_not_stop_when_asked_is_ended(embedded: Database, state: StateFolder) -> None:
@@ -167,6 +167,24 @@ def test_a_job_that_is_killed_each_time_fails_in_the_end(bench: Bench) -> None:
     assert failed.error == (
         "3 attempts in a row ended without a finished epoch; the last: its process was ended by SIGKILL"
     )
+
+
+def test_a_job_that_crashes_after_its_last_word_is_done(bench: Bench) -> None:
+    job = bench.make(epochs=1, die_at_end=True)
+    bench.attempt()
+
+    done = bench.jobs.get(job.id)
+    assert (done.state, done.exit_code) == (State.COMPLETED, -9)
+
+
+def test_a_job_that_ends_without_a_word_is_not_done(bench: Bench) -> None:
+    """As by `os._exit(0)` somewhere in a library."""
+    job = bench.make(epochs=1, quiet=True)
+    bench.attempt()
+
+    waiting = bench.jobs.get(job.id)
+    assert waiting.state == State.QUEUED
+    assert waiting.message == "its process ended with status 0 and without a result"
 
 
 def test_a_job_over_a_limit_fails_with_the_figure(embedded: Database, state: StateFolder) -> None:
