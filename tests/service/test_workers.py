@@ -297,6 +297,27 @@ def test_a_state_folder_has_one_service_and_a_database_one_folder(
     Supervisor(embedded, state, staff(workers=0), os.environ).stop()
 
 
+def test_workers_get_a_lease_to_speak_up_after_the_database_was_away(
+    embedded: Database, state: StateFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise every job would be taken away from a worker that could not renew its lease meanwhile."""
+    job = Jobs(embedded).create({}, name="n", epochs=1)[0]
+    supervisor = Supervisor(embedded, state, staff(workers=0, terms=Terms(lease_s=60.0)), os.environ)
+    Leases(embedded, Terms(lease_s=-1.0)).claim("alive")
+    newest = Outbox.newest
+    monkeypatch.setattr(Outbox, "newest", lambda self: (_ for _ in ()).throw(Degraded("not now")))
+    supervisor.step()
+    assert supervisor.degraded == "not now"
+    monkeypatch.setattr(Outbox, "newest", newest)
+
+    monkeypatch.setattr(time, "monotonic", lambda real=time.monotonic: real() + 2.0)
+    supervisor.step()
+
+    assert supervisor.degraded is None
+    assert Jobs(embedded).get(job.id).state == State.RUNNING
+    supervisor.stop()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_service_whose_thread_dies_says_so(
     embedded: Database, state: StateFolder, monkeypatch: pytest.MonkeyPatch

@@ -190,10 +190,19 @@ class Leases:
 
     def abandon(self, worker: str) -> int:
         """End the leases of a worker that is known to be dead, so that `sweep` need not wait; how many."""
+        return self._abandon(JOBS.c.worker == worker)
+
+    def abandon_slot(self, worker: str) -> int:
+        """The same for all that had a worker's slot before it: named alike up to the last dash."""
+        slot = worker.rpartition("-")[0] + "-"
+        alike = JOBS.c.worker.startswith(slot, autoescape=True)
+        return self._abandon(sa.and_(alike, JOBS.c.worker != worker))
+
+    def _abandon(self, workers: sa.ColumnElement[bool]) -> int:
         with self._database.writing() as connection:
             ended = connection.execute(
                 JOBS.update()
-                .where(JOBS.c.worker == worker, JOBS.c.state.in_(tuple(HELD)))
+                .where(workers, JOBS.c.state.in_(tuple(HELD)))
                 .values(lease_until=self._database.lease_clock - 1.0)
             )
             return ended.rowcount
