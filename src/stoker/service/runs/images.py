@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import torch
-
 from stoker.errors import SourceError
 from stoker.pipeline.image_classifier import Classification, ImageClassifier
 from stoker.pipeline.precompute import CacheResult
@@ -34,7 +32,7 @@ def train_images(run: JobRun) -> dict[str, Any]:
 
     report = fit_records(run, make)
     (model,) = made
-    model.cpu().load_state_dict({name: torch.as_tensor(one) for name, one in best_weights(run).items()})
+    model.cpu().load_state_dict(dict(best_weights(run)))
     facts = {**known, "architecture": "classifier", "config": run.config.model_dump(mode="json")}
     save_regressor(run.folder / MODEL, model, facts)
     row = cast("Mapping[str, Any]", report.row)

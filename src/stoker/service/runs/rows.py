@@ -16,21 +16,24 @@ from stoker.sources.sql.source import SQLSource
 
 def train_rows(run: JobRun) -> dict[str, Any]:
     """Train; what the job came to, by name."""
-    model = TriangulationModel(dropout=run.config.dropout_rate)
+    made: list[TriangulationModel] = []
     known: dict[str, Any] = {}
 
     def make(caches: Sequence[CacheResult]) -> tuple[Triangulation, Mapping[str, Any]]:
         source = source_of(caches[0])
         if not isinstance(source, SQLSource):
             raise SourceError(f"{caches[0].name} is not made of the rows of a database")
+        model = TriangulationModel(dropout=run.config.dropout_rate)
         model.set_statistics(source.statistics)
+        made.append(model)
         known["statistics"] = dict(source.statistics)
         known["caches"] = {one.split: one.cache.fingerprint for one in caches}
         return Triangulation(model), {"dropped": _dropped(run, caches), "database": source.where_it_is}
 
     with one_thread():
         report = fit_records(run, make)
-    model.load_state_dict(dict(best_weights(run)))
+    (model,) = made
+    model.cpu().load_state_dict(dict(best_weights(run)))
     facts = {**known, "architecture": "triangulation", "config": run.config.model_dump(mode="json")}
     save_regressor(run.folder / MODEL, model, facts)
     row = cast("Mapping[str, Any]", report.row)

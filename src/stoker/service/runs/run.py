@@ -112,7 +112,8 @@ def fit_records(
 
     Args:
         run: The attempt.
-        make: From the caches what is learnt, its module on the CPU, and facts of the data to tell.
+        make: From the caches what is learnt, its module on the CPU, and facts of the data to tell; torch's
+            random state is that of the job's seed when it is called.
     """
     device, meter = run.device, StallMeter()
     with own_folder(run.folder):

@@ -1,0 +1,205 @@
+"""Real processes of jobs: what they say, how they stop, and that no kill changes what they learn."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from stoker.service import child
+from tests.service.job_folders import (
+    burgers_dataset,
+    finish,
+    images_dataset,
+    kill,
+    lines,
+    make_job,
+    radio_dataset,
+    same,
+    start,
+    wait_for,
+    weights,
+)
+
+RADIO = {"batch_size": 32, "epochs": 30, "early_stop_patience": 0, "learning_rate": 0.005}
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a job in this process, which goes on as it was."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    monkeypatch.setattr(logging, "captureWarnings", lambda capture: None)
+    yield lambda folder: child.main([str(folder)])
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_job_says_what_it_does_and_leaves_its_weights(tmp_path: Path, in_process: Any) -> None:
+    folder = make_job(tmp_path, radio_dataset(tmp_path), batch_size=256, epochs=2, max_gdop=20.0)
+
+    assert in_process(folder) == 0
+
+    said = lines(folder)
+    (started,) = lines(folder, "started")
+    data = started["data"]
+    assert data["train_samples"] + data["val_samples"] + data["dropped"] == 300
+    assert data["dropped"] > 0
+    assert data["tier"] == "host"
+    assert "with device cpu the device tier is the host tier" in data["reason"]
+    epochs = [line["data"] for line in said if line["kind"] == "metrics"]
+    assert [row["epoch"] for row in epochs] == [1, 2]
+    assert {
+        "train_loss", "val_loss", "learning_rate", "grad_norm", "stall", "tier", "samples_per_s", "seconds",
+        "rmse_m", "best_val_loss", "progress",
+    } <= epochs[1].keys()  # fmt: skip
+    assert epochs[1]["p50_m"] < epochs[1]["p68_m"] < epochs[1]["p95_m"]
+    assert (folder / "checkpoints" / epochs[1]["checkpoint"]).is_dir()
+    assert said[-1]["kind"] == "completed"
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        facts = {name: json.loads(text) for name, text in file.metadata().items()}
+    assert facts["statistics"]["target"]["deviation"][0] > 1_000
+    assert facts["caches"] == {
+        one["name"].removeprefix("radio_"): one["fingerprint"] for one in data["caches"]
+    }
+
+
+def test_what_cannot_be_done_fails_with_its_reason(tmp_path: Path, in_process: Any) -> None:
+    dataset = radio_dataset(tmp_path)
+    cases = {
+        "max_gdop": ({"max_gdop": 0.001}, "drops all 300 rows"),
+        "config": ({"n_fft": 5}, "n_fft=5 can have no effect"),
+        "gpu": ({"accelerator": "gpu"}, "sees no CUDA device"),
+    }
+    for name, (given, why) in cases.items():
+        folder = make_job(tmp_path, dataset, name=name, **given)
+
+        code = in_process(folder)
+
+        (failed,) = lines(folder, "failed")
+        assert why in failed["data"]["error"], name
+        assert code not in (0, 75)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [burgers_dataset, images_dataset])
+def test_simulations_and_images_are_trained_on(tmp_path: Path, make: Any) -> None:
+    folder = make_job(tmp_path, make(tmp_path), batch_size=8, epochs=4, validation_split=0.25)
+
+    assert finish(folder) == 0, (folder / "log.txt").read_text()
+
+    rows = [line["data"] for line in lines(folder, "metrics")]
+    assert [row["epoch"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["train_loss"] < rows[0]["train_loss"]
+    assert lines(folder)[-1]["kind"] == "completed"
+    done = lines(folder, "completed")[0]["data"]
+    assert done["best_val_loss"] == min(row["val_loss"] for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.parametrize("make", [radio_dataset, burgers_dataset, images_dataset])
+def test_killed_at_any_moment_it_ends_with_the_weights_of_an_unbroken_run(tmp_path: Path, make: Any) -> None:
+    """Kills come while rows are read, encoded, trained on, saved: wherever the moment falls."""
+    dataset = make(tmp_path)
+    more = RADIO if make is radio_dataset else {"batch_size": 8, "epochs": 30, "early_stop_patience": 0}
+    whole = make_job(tmp_path, dataset, name="whole", **more)
+    began = time.monotonic()
+    assert finish(whole) == 0
+    took_s, draw = time.monotonic() - began, random.Random(5)
+    broken, attempt, kills = make_job(tmp_path, dataset, name="broken", **more), 0, 0
+
+    while True:
+        process = start(broken)
+        attempt += 1
+        if attempt <= 8:
+            wait_for(broken, "progress" if attempt == 1 else "started", 1)
+            time.sleep(draw.uniform(0, 0.5 * took_s))
+        else:
+            process.wait(120)
+        if process.poll() is not None:
+            assert process.returncode == 0, (broken / "log.txt").read_text()
+            break
+        kill(process)
+        kills += 1
+        make_job(tmp_path, dataset, name="broken", again=True, **more)
+
+    assert kills
+    assert same(weights(broken), weights(whole))
+    told = {line["data"]["epoch"]: line["data"]["train_loss"] for line in lines(broken, "metrics")}
+    wanted = {line["data"]["epoch"]: line["data"]["train_loss"] for line in lines(whole, "metrics")}
+    assert told == wanted, "every epoch was told, with the same figures"
+
+
+@pytest.mark.slow
+def test_asked_to_stop_it_saves_and_goes_on_there(tmp_path: Path) -> None:
+    dataset = radio_dataset(tmp_path)
+    whole = make_job(tmp_path, dataset, name="whole", **RADIO)
+    assert finish(whole) == 0
+    folder = make_job(tmp_path, dataset, **RADIO)
+
+    stops = 0
+    for wait in ("metrics", "metrics", "metrics"):
+        process, before = start(folder), len(lines(folder, wait))
+        wait_for(folder, wait, min(before + 3, 30))
+        process.send_signal(signal.SIGTERM)
+        stops += process.wait(60) == 75
+        make_job(tmp_path, dataset, again=True, **RADIO)
+    assert finish(folder) == 0
+
+    assert stops
+    assert same(weights(folder), weights(whole))
+    assert [line["data"]["epoch"] for line in lines(folder, "metrics")] == [*range(1, 31)], "none twice"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [radio_dataset, burgers_dataset])
+def test_a_damaged_checkpoint_is_named_and_none_left_fails(tmp_path: Path, make: Any) -> None:
+    dataset, more = make(tmp_path), {"epochs": 3, "batch_size": 32}
+    folder = make_job(tmp_path, dataset, **more)
+    assert finish(folder) == 0
+    newest = max(
+        (folder / "checkpoints").iterdir(), key=lambda path: (path.name.partition("-")[2], path.name)
+    )
+    hurt(newest)
+
+    make_job(tmp_path, dataset, again=True, **{**more, "epochs": 4})
+    assert finish(folder) == 0
+    said = [line["data"].get("message", "") for line in lines(folder, "progress")]
+    assert any("passed over" in text and newest.name in text for text in said)
+    assert lines(folder, "metrics")[-1]["data"]["epoch"] == 4
+
+    for path in (folder / "checkpoints").iterdir():
+        hurt(path)
+    make_job(tmp_path, dataset, again=True, **{**more, "epochs": 5})
+    assert finish(folder) == 4
+    assert "is whole" in lines(folder)[-1]["data"]["error"]
+    assert lines(folder, "metrics")[-1]["data"]["epoch"] == 4, "it did not begin anew"
+
+
+def hurt(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.slow
+def test_two_jobs_at_once_share_one_cache_and_one_precompute(tmp_path: Path) -> None:
+    dataset = radio_dataset(tmp_path)
+    folders = [make_job(tmp_path, dataset, name=name, **RADIO) for name in ("one", "two")]
+
+    processes = [start(folder) for folder in folders]
+
+    assert [process.wait(120) for process in processes] == [0, 0]
+    started = [lines(folder, "started")[0]["data"] for folder in folders]
+    assert started[0]["caches"] == started[1]["caches"]
+    assert sum(one["encoded"] for one in started) == 300, "each row was encoded once"
+    assert len(list((tmp_path / "caches").glob("*/*/index.json"))) == 2
+    assert same(weights(folders[0]), weights(folders[1]))
