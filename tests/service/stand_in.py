@@ -4,6 +4,7 @@
     fail_at    epoch in which it fails with a message; `silent` without one
     die_at     epoch in which it is killed by a signal, every time
     die_at_end it is killed by a signal once it has said that it is done
+    hang_at_end  it goes on for ever after that
     quiet      it ends with status 0 and says no word of it
     deaf       it does not stop when asked
     memory_mb  what it holds
@@ -65,6 +66,8 @@ def main(folder: Path) -> int:
         return 0
     say(folder, "completed", message="done", result=secrets.token_hex(8))
     note(folder, f"end {os.getpid()}")
+    if config.get("hang_at_end"):
+        time.sleep(600)
     if config.get("die_at_end"):
         os.kill(os.getpid(), signal.SIGKILL)
     return 0

@@ -61,10 +61,13 @@ class Bench:
     def make(self, epochs: int = 3, **config) -> Job:
         return self.jobs.create(config, name="n", epochs=epochs, dataset_ids=["d"])[0]
 
-    def attempt(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+    def attempt(self, meanwhile: Callable[[], object] | None = None) -> None:
         """One attempt at the oldest job, and something that happens once it says something."""
         claim = self.leases.claim("here")
         assert claim is not None
+        if meanwhile is None:
+            self.worker.work(claim)
+            return
         helper = threading.Thread(target=self._then, args=(claim.job.id, meanwhile))
         helper.start()
         try:
@@ -185,6 +188,27 @@ def test_a_job_that_ends_without_a_word_is_not_done(bench: Bench) -> None:
     waiting = bench.jobs.get(job.id)
     assert waiting.state == State.QUEUED
     assert waiting.message == "its process ended with status 0 and without a result"
+
+
+def test_a_job_that_hangs_after_its_last_word_is_done(embedded: Database, state: StateFolder) -> None:
+    bench = Bench(embedded, state, Limits(grace_s=0.2))
+    job = bench.make(epochs=1, hang_at_end=True)
+    bench.attempt()
+
+    done = bench.jobs.get(job.id)
+    assert (done.state, done.message, done.exit_code) == (State.COMPLETED, "done", -9)
+
+
+def test_a_job_that_says_nothing_for_long_is_tried_again(embedded: Database, state: StateFolder) -> None:
+    bench = Bench(embedded, state, Limits(quiet_s=0.5, grace_s=0.2))
+    job = bench.make(epoch_s=600.0, deaf=True)
+    bench.attempt()
+
+    waiting = bench.jobs.get(job.id)
+    assert waiting.state == State.QUEUED
+    assert waiting.message.startswith("it has said nothing for ")
+    with embedded.reading() as connection:
+        assert connection.exec_driver_sql("SELECT losses FROM jobs").scalar_one() == 1
 
 
 def test_a_job_over_a_limit_fails_with_the_figure(embedded: Database, state: StateFolder) -> None:

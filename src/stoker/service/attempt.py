@@ -63,7 +63,11 @@ class Reason(Enum):
     SILENCE = auto()
     """The database does not answer."""
     LIMIT = auto()
-    """It used more than it may: the only one of these that is the job's fault."""
+    """It used more than it may: the job fails."""
+    QUIET = auto()
+    """It says nothing, as one that hangs: another attempt is made."""
+    SAID = auto()
+    """It has said its last word and is only to end."""
 
 
 class Attempt:
@@ -86,7 +90,7 @@ class Attempt:
         self._untold: list[Line] = []
         self._said: Line | None = None
         self._wanted = State.RUNNING
-        self._heard = self._held = time.monotonic()
+        self._heard = self._held = self._spoke = time.monotonic()
         self._reason: Reason | None = None
         self._why = ""
         self._asked = 0.0
@@ -140,7 +144,11 @@ class Attempt:
             if time.monotonic() - self._asked > self._work.limits.grace_s:
                 process.kill()
             return
-        silent_s = time.monotonic() - self._heard
+        now, limits = time.monotonic(), self._work.limits
+        silent_s, quiet_s = now - self._heard, now - self._spoke
+        if self._said is not None:
+            self._reason, self._asked = Reason.SAID, now
+            return
         if self._wanted is not State.RUNNING:
             self._reason, self._why = Reason.ASKED, "it was asked for"
         elif self._stopping():
@@ -150,16 +158,18 @@ class Attempt:
             self._why = f"the database did not answer for {format_seconds(silent_s)}"
         elif passed := process.exceeded():
             self._reason, self._why = Reason.LIMIT, passed
+        elif limits.quiet_s is not None and quiet_s > limits.quiet_s:
+            self._reason, self._why = Reason.QUIET, f"it has said nothing for {format_seconds(quiet_s)}"
         else:
             return
-        self._asked = time.monotonic()
+        self._asked = now
         process.terminate()
 
     def _read(self) -> bool:
         """Take the next lines of the process; whether there were any."""
         lines, position = read_lines(self._work.folder.events, self._position)
         if more := position > self._position:
-            self._untold, self._position = lines, position
+            self._untold, self._position, self._spoke = lines, position, time.monotonic()
             self._said = next((line for line in lines if line.kind in ("completed", "failed")), None)
         return more
 
@@ -214,8 +224,8 @@ class Attempt:
             self._wanted = self._leases.heartbeat(self._claim)
             if (outcome := self._outcome(code)) is None:
                 self._report()
-                lost = self._reason is None
-                self._give_back(_ended_by(code) if lost else self._why, lost=lost, wait_s=0.0)
+                lost = self._reason in (None, Reason.QUIET)
+                self._give_back(self._why or _ended_by(code), lost=lost, wait_s=0.0)
                 return
             try:
                 self._leases.finish(self._claim, outcome, lines=self._untold, position=self._position)
