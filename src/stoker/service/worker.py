@@ -23,7 +23,6 @@ from stoker.errors import Degraded, LeaseLost, ResourceError, StokerError
 from stoker.precompute.guarded import tie_to_parent
 from stoker.service.attempt import Attempt, Pace, Work
 from stoker.service.database import Database
-from stoker.service.datasets import describe
 from stoker.service.executor import Limits
 from stoker.service.folders import StateFolder
 from stoker.service.job_file import JobFile
@@ -218,6 +217,15 @@ def main() -> int:
     worker.run()
     database.close()
     return 0
+
+
+def describe(database: Database, ids: list[str]) -> list[dict[str, Json]]:
+    """See `stoker.service.datasets`, which a worker without such jobs need not load."""
+    if not ids:
+        return []
+    from stoker.service import datasets
+
+    return datasets.describe(database, ids)
 
 
 if __name__ == "__main__":
