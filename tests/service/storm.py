@@ -1,4 +1,4 @@
-"""Jobs under random `kill -9`: of the service, of its workers, and of the jobs' processes.
+"""Jobs under random `kill -9` of the service, its workers and the jobs' processes, and workers that freeze.
 
     PYTHONPATH=src:. python tests/service/storm.py --jobs 1000 --kills 500 [--postgresql]
 
@@ -35,6 +35,8 @@ from stoker.service.schema import JOBS
 from stoker.service.states import ENDED, HELD, State
 from tests.sources.sql.server import Server
 
+TARGETS = ("service", "worker", "job", "freeze")
+FROZEN_S = 3.0
 SERVE = Path(__file__).with_name("serve.py")
 
 
@@ -99,14 +101,17 @@ class Service:
             return random.choice(found) if found else None
         return None
 
-    def kill(self, what: str) -> bool:
-        """Kill one of those; whether there was one."""
-        if (pid := self.find(what)) is None:
+    def strike(self, what: str) -> bool:
+        """Kill one of those, or freeze a worker for twice its lease; whether there was one."""
+        if (pid := self.find("worker" if what == "freeze" else what)) is None:
             return False
         try:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGSTOP if what == "freeze" else signal.SIGKILL)
         except ProcessLookupError:
             return False
+        if what == "freeze":
+            thaw = threading.Timer(FROZEN_S, _thaw, [pid])
+            thaw.start()
         if what == "service":
             self.process.wait(10)
             self.process = self._start()
@@ -120,6 +125,11 @@ class Service:
             self.process.kill()
             self.process.wait(10)
             self._log.close()
+
+
+def _thaw(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
 
 
 def _words(process: psutil.Process) -> list[str]:
@@ -162,15 +172,15 @@ def blow(storm: Storm, url: str, folder: Path) -> Report:
         kills: Counter[str] = Counter()
         while kills["service"] + kills["worker"] < storm.kills:
             time.sleep(random.expovariate(1 / storm.every_s))
-            what = random.choices(("service", "worker", "job"), (1, 4, 2))[0]
-            while not service.kill(what) and time.monotonic() < started + storm.limit_s:
+            what = random.choices(TARGETS, (2, 8, 4, 1))[0]
+            while not service.strike(what) and time.monotonic() < started + storm.limit_s:
                 time.sleep(0.02)  # there is none at the moment: the one before was killed just now
             kills[what] += 1
         helpers[0].join(storm.limit_s)
         deadline = started + storm.limit_s
         while _unended(database, ids.values()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        report.kills = {what: kills[what] for what in ("service", "worker", "job")}
+        report.kills = {what: kills[what] for what in TARGETS}
         report.seconds = time.monotonic() - started
     finally:
         over.set()
