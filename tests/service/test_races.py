@@ -213,7 +213,7 @@ def test_what_is_asked_at_once_comes_out_as_one_order(database: Database) -> Non
 
 
 QUICK = settings(
-    max_examples=6, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=4, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestRaces = Races.TestCase
 TestRaces.settings = QUICK

@@ -369,6 +369,7 @@ def test_folders_of_deleted_jobs_are_removed_later(bench: Bench) -> None:
     assert young.path.exists()
 
 
+@pytest.mark.slow  # the quick storm starts a service too
 def test_a_service_runs_jobs_and_replaces_dead_workers(embedded: Database, state: StateFolder) -> None:
     jobs = Jobs(embedded)
     supervisor = Supervisor(embedded, state, staff(workers=1), os.environ)
