@@ -85,7 +85,7 @@ def test_no_generated_request_ends_in_a_fault(tmp_path: Path) -> None:
             [
                 sys.executable, "-c", PROGRAM, "run", running.api("/openapi.json"),
                 "--header", f"Authorization: Bearer {running.token}",
-                "--checks", "not_a_server_error,response_schema_conformance,content_type_conformance",
+                "--checks", "not_a_server_error,response_schema_conformance,content_type_conformance,status_code_conformance",
                 "--exclude-path-regex", "/events|/logs/stream",  # they have no end
                 "--phases", "examples,coverage,fuzzing", "--max-examples", "20", "--seed", "1", "--no-color",
             ],
