@@ -1,13 +1,14 @@
 """Question: is the stall that a plan predicts the one that a run then has?
 
-4,000 latent trajectories of 103 KiB: windows (t, t+1) from host memory and from disk in the page cache, whole records from disk
-past it (windows would find their neighbours in it), two batch sizes each, and steps that sleep (as one on a GPU leaves
-the CPU alone) or multiply matrices on one core: 12 combinations. The
-plan knows the step by a hundred of it alone, and the tiers by a fraction of a second of serving, some of it beside an
+4,000 latent trajectories of 103 KiB: windows (t, t+1) from host memory and from disk in the page cache; whole records from disk
+past it (windows would find their neighbours in it), of 32,000 of them, so that no run comes to the end of a pass: in a cache
+larger than memory every read is cold, in a small one the system has read the neighbours of most records by then. Two batch
+sizes each, and steps that sleep (as one on a GPU leaves the CPU alone) or multiply matrices on one core: 12 combinations. The
+plan knows the step by a hundred of it alone, and the tiers by a second or two of serving, most of it beside an
 imitation of that step, as `stoker plan` does after a run. `measured` is all that the run lacks to the step alone, `stall` what the meter saw as waiting: threads that read also
 delay the step itself, by the interpreter's lock. Medians of rounds of step, plan and run one after another. Last, W2 with a step of 2 ms where a core is free and where none is.
 
-    python benchmarks/plan_stall.py [--save] [--seconds 1]
+    python benchmarks/plan_stall.py [--save] [--seconds 1] [--only "disk, cold"]
 """
 
 from __future__ import annotations
@@ -36,8 +37,12 @@ from stoker.plan.limits import drop_from_page_cache
 
 WINDOWS = stoker.Windows()
 TRAJECTORIES, STEPS = 4_000, 101
-ROUNDS, RUNS = 3, 7
-"""Of step, plan and run; and of W2 with a step of 2 ms, which a moment's disturbance changes most."""
+COLD_TIMES = 8
+"""So many times as many trajectories are read past the page cache."""
+RUNS = 7
+"""Of W2 with a step of 2 ms, which a moment's disturbance changes most."""
+COLD_ROUNDS = 9
+"""One run of a second in three has a wait of 60 to 120 ms for the drive, 6 to 12 points."""
 ALONE = 100
 """Steps that are timed with nothing beside them."""
 
@@ -47,12 +52,13 @@ class Place:
     """Where batches come from."""
 
     tier: str
+    cache: stoker.Cache
     windows: stoker.Windows | None = WINDOWS
     batches: tuple[int, int] = (64, 512)
+    rounds: int = 5
+    """Of step, plan and run."""
     before: Callable[[], None] = lambda: None
     """Called before each epoch."""
-    plan_s: float = 0.3
-    """How long the plan has batches served: past the page cache less than an epoch, which is warm afterwards."""
 
 
 def sleeping(step_s: float) -> Callable[[], None]:
@@ -80,15 +86,15 @@ def alone(step: Callable[[], None]) -> float:
     return (time.perf_counter() - begin) / ALONE
 
 
-def predicted(place: Place, cache: stoker.Cache, batch: int, step_s: float, step_cpus: float) -> float:
+def predicted(place: Place, batch: int, step_s: float, step_cpus: float) -> float:
     """What a plan says that was made with the tiers as they are now."""
     place.before()
     step = Step(seconds=step_s, cpus=step_cpus)
-    served = served_loads(cache, place.windows, batch, tiers=[place.tier], seconds=place.plan_s, step=step)
-    outputs = make_outputs(cache.schema, place.windows, None)
+    served = served_loads(place.cache, place.windows, batch, tiers=[place.tier], step=step)
+    outputs = make_outputs(place.cache.schema, place.windows, None)
     demand = Demand(
-        records=len(cache),
-        record_bytes=cache.schema["latent"].size_bytes(),
+        records=len(place.cache),
+        record_bytes=place.cache.schema["latent"].size_bytes(),
         batch_examples=batch,
         example_bytes=sum(output.example_bytes for output in outputs),
         step_cpus=step_cpus,
@@ -101,12 +107,10 @@ def predicted(place: Place, cache: stoker.Cache, batch: int, step_s: float, step
     return stall
 
 
-def measured(
-    place: Place, cache: stoker.Cache, batch: int, step: Callable[[], None], seconds: float
-) -> dict[str, float]:
+def measured(place: Place, batch: int, step: Callable[[], None], seconds: float) -> dict[str, float]:
     """A run of that many seconds, after one third of it to begin with."""
     meter = StallMeter()
-    loader = stoker.Loader(cache, batch, windows=place.windows, tier=place.tier, meter=meter)
+    loader = stoker.Loader(place.cache, batch, windows=place.windows, tier=place.tier, meter=meter)
     begin, counted = time.perf_counter(), False
     while time.perf_counter() - begin < seconds * 4 / 3:
         place.before()
@@ -123,12 +127,12 @@ def measured(
 
 
 def once(
-    place: Place, cache: stoker.Cache, batch: int, step: Callable[[], None], step_cpus: float, seconds: float
+    place: Place, batch: int, step: Callable[[], None], step_cpus: float, seconds: float
 ) -> dict[str, float]:
     """Step, plan and run, one after another."""
     step_s = alone(step)
-    expected = predicted(place, cache, batch, step_s, step_cpus)
-    found = measured(place, cache, batch, step, seconds)
+    expected = predicted(place, batch, step_s, step_cpus)
+    found = measured(place, batch, step, seconds)
     return {
         "predicted": expected,
         "measured": max(0.0, 1 - step_s / found["batch_s"]),
@@ -142,26 +146,33 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--only", choices=["disk, cold", "disk, warm", "host", "W2"])
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         latent = torch.randn(TRAJECTORIES, STEPS, 16, 32, generator=torch.Generator().manual_seed(0)).half()
-        cache = cache_of(Records({"latent": latent}, time=("latent",)), Path(folder), shards=4)
-        del latent
-        files = [cache.path / shard.file for shard in cache.index.shards]
+        cache = cache_of(Records({"latent": latent}, time=("latent",)), Path(folder) / "warm", shards=4)
+        many = Records({"latent": latent.repeat(COLD_TIMES, 1, 1, 1)}, time=("latent",))
+        large = cache_of(many, Path(folder) / "cold", shards=4 * COLD_TIMES)
+        del latent, many
+        files = [large.path / shard.file for shard in large.index.shards]
         places = {
-            "disk, cold": Place("disk", None, (8, 32), lambda: drop_from_page_cache(files)),
-            "disk, warm": Place("disk"),
-            "host": Place("host"),
+            "disk, cold": Place(
+                "disk", large, None, (8, 32), COLD_ROUNDS, lambda: drop_from_page_cache(files)
+            ),
+            "disk, warm": Place("disk", cache),
+            "host": Place("host", cache),
         }
         steps = {"sleep 2 ms": (sleeping(2e-3), 0.0), "multiply 8 ms": (multiplying(8e-3), 1.0)}
         for name, place in places.items():
+            if arguments.only not in (None, name):
+                continue
             for batch in place.batches:
                 for doing, (step, step_cpus) in steps.items():
                     rounds = [
-                        once(place, cache, batch, step, step_cpus, arguments.seconds) for _ in range(ROUNDS)
+                        once(place, batch, step, step_cpus, arguments.seconds) for _ in range(place.rounds)
                     ]
                     found = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
                     rows.append(
@@ -171,11 +182,16 @@ def main() -> None:
                             "step": doing,
                             **{key: round(value, 4) for key, value in found.items()},
                             "points": round(100 * (found["predicted"] - found["measured"]), 1),
+                            "rounds": [
+                                [round(each[k], 3) for k in ("predicted", "measured")] for each in rounds
+                            ],
                         }
                     )
                     print(rows[-1], file=sys.stderr)
-        rows += two_milliseconds(cache, arguments.seconds)
-    publish("plan_stall", rows, save=arguments.save)
+        if arguments.only in (None, "W2"):
+            rows += two_milliseconds(cache, arguments.seconds)
+    part = "" if arguments.only is None else "_" + arguments.only.replace(", ", "-")
+    publish(f"plan_stall{part}", rows, save=arguments.save)
 
 
 def two_milliseconds(cache: stoker.Cache, seconds: float) -> list[dict[str, Any]]:
@@ -186,7 +202,7 @@ def two_milliseconds(cache: stoker.Cache, seconds: float) -> list[dict[str, Any]
         os.sched_setaffinity(0, own)
         try:
             for doing, step in (("sleep 2 ms", sleeping(2e-3)), ("multiply 2 ms", multiplying(2e-3))):
-                found = [measured(Place("host"), cache, 256, step, seconds)["stall"] for _ in range(RUNS)]
+                found = [measured(Place("host", cache), 256, step, seconds)["stall"] for _ in range(RUNS)]
                 of = {"stall": statistics.median(found), "lowest": min(found), "highest": max(found)}
                 rows.append({"W2": doing, "on": name, **{key: round(value, 4) for key, value in of.items()}})
         finally:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+
+from tests.sources.sql.server import NoServerError, Server
 
 SHARED_DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 
@@ -40,3 +43,14 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip(f"real data is not at {SHARED_DATA}")
     return SHARED_DATA
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """A PostgreSQL server, or a skip that says why there is none."""
+    try:
+        started = Server()
+    except NoServerError as error:
+        pytest.skip(str(error))
+    yield started
+    started.close()

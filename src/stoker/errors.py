@@ -5,13 +5,15 @@ StokerError
 ├── SourceError            raw data is missing, unreadable or not as declared        (also ValueError)
 │   ├── SplitError         the split asked for does not exist
 │   ├── DecodeError        a file was read, but no sample can be made of its content
-│   └── TransferError      a file could not be fetched
+│   ├── TransferError      a file could not be fetched
+│   └── PathRefusedError   a request names a path outside the folders it may read
 ├── EncoderError           an encoder does not fit the data, or failed
 ├── RecordError            one sample or record is not what its schema says          (also ValueError)
 ├── FormatError            a file is not a store, or not one this version reads      (also ValueError)
 │   └── CorruptError       bytes do not match their checksum
 ├── IncompleteError        a cache lacks records that were asked for
 │   └── MissingRecordError one record by number                                      (also KeyError)
+├── UncountedError         a length is asked for that nobody can know yet            (also TypeError)
 ├── ReadOnlyError          a cache folder cannot be written                          (also OSError)
 ├── StaleStateError        a saved loader or training state belongs to something else
 ├── StalledError           a deadline passed
@@ -84,6 +86,10 @@ class TransferError(SourceError):
         self.wait_s = wait_s
 
 
+class PathRefusedError(SourceError):
+    """A request names a path that lies outside the folders it may read, or leads through a link."""
+
+
 class ServiceError(StokerError):
     """A service across the network refused a request, or answered with what nobody can read.
 
@@ -140,6 +146,10 @@ class IncompleteError(StokerError):
 
 class MissingRecordError(IncompleteError, KeyError):
     """One record, by number, is not in the cache; the message says why."""
+
+
+class UncountedError(StokerError, TypeError):
+    """A length is asked for that nobody can know yet; as with an iterator, whatever can do without does."""
 
 
 class ReadOnlyError(StokerError, OSError):

@@ -36,6 +36,8 @@ def test_these_are_the_commands() -> None:
         "bench",
         "profile",
         "launch",
+        "serve",
+        "job",
         "validate",
         "why",
     ]

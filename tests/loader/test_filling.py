@@ -98,14 +98,18 @@ def same(batch: Any, fields: dict[str, Any]) -> bool:
     return all(torch.equal(batch[name], rows[index]) for name, rows in fields.items())
 
 
-@pytest.fixture
-def fields(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Records in groups of 1, so that each is a block."""
+def groups_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that each record is a block."""
     from stoker.encoders.protocol import Group
     from stoker.store import recipe
 
     monkeypatch.setattr(recipe, "_default_group", lambda _schema: Group(samples=1))
     monkeypatch.setattr("os.fsync", lambda _fd: None)
+
+
+@pytest.fixture
+def fields(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    groups_of_one(monkeypatch)
     return trajectories(COUNT)
 
 
@@ -276,7 +280,7 @@ def test_an_epoch_given_up_begins_anew(tmp_path: Path, fields: dict[str, Any]) -
 
 @pytest.mark.parametrize(
     "wish",
-    [{"world": 2}, {"weights": [1.0] * COUNT}, {"order": "static(2)"}, {"static": True, "tier": "device"}],
+    [{"world": 2}, {"order": "static(2)"}, {"static": True, "tier": "device"}],
     ids=lambda wish: next(iter(wish)),
 )
 def test_what_needs_a_complete_cache_says_so(

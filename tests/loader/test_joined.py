@@ -17,6 +17,7 @@ import stoker
 from stoker.errors import ConfigError, SourceError
 from stoker.store import Cache
 from stoker.store.join import join_table
+from tests.loader.caches import trajectories, write_cache
 
 COLUMNS: dict[str, Any] = {"label": {"text": ["cat", "dog"]}, "weight": "float32"}
 
@@ -188,10 +189,130 @@ def test_what_does_not_fit_is_refused(
         join_table(cache, labels, **given)
 
 
-def test_mixtures_and_fixed_addresses_do_not_take_them(cache: Cache, tmp_path: Path) -> None:
+def test_batches_at_fixed_addresses_carry_the_columns_there(cache: Cache, tmp_path: Path) -> None:
     joined = join_table(cache, table(tmp_path / "labels.csv", ROWS), key="id", columns=COLUMNS, on="id")
+    loader = stoker.Loader(joined, 4, tier="device", static=True, seed=2)
+    addresses, seen = set(), []
 
-    with pytest.raises(ConfigError, match="static=True serves what is stored alone"):
-        stoker.Loader(joined, 4, tier="device", static=True)
-    with pytest.raises(ConfigError, match="does not take joined columns"):
-        stoker.Mixture([stoker.Loader(joined, 4), stoker.Loader(cache, 4)])
+    for _ in range(2):
+        for batch in loader:
+            addresses.add((batch["label"].data_ptr(), batch["weight"].data_ptr()))
+            seen += batch["index"].tolist()
+            assert batch["weight"].tolist() == (batch["index"] / 4).tolist()
+            assert batch["label"].tolist() == (batch["index"] % 2).tolist()
+
+    assert len(addresses) == 1
+    assert len(seen) == 24
+
+
+@pytest.mark.parametrize("order", ["static", "block", "sequential"])
+def test_every_order_carries_the_columns_over_ranks(cache: Cache, tmp_path: Path, order: str) -> None:
+    joined = join_table(cache, table(tmp_path / "labels.csv", ROWS), key="id", columns=COLUMNS, on="id")
+    seen = []
+
+    for rank in range(2):
+        for batch in stoker.Loader(joined, 3, order=order, rank=rank, world=2):
+            assert batch["weight"].tolist() == (batch["index"] / 4).tolist()
+            seen += batch["index"].tolist()
+
+    assert sorted(seen) == list(range(12))
+
+
+class Others(Items):
+    """Five more of the same kind."""
+
+    def __len__(self) -> int:
+        return 5
+
+
+@pytest.fixture(scope="module")
+def five(tmp_path_factory: pytest.TempPathFactory) -> Cache:
+    source = stoker.TorchSource(Others(), identity="five")
+    return stoker.precompute(source, None, tmp_path_factory.mktemp("joined"), name="five", readers=0)
+
+
+@pytest.mark.parametrize("mix", ["example", "batch"])
+def test_a_mixture_carries_the_columns_of_each_cache(
+    cache: Cache, five: Cache, tmp_path: Path, mix: Any
+) -> None:
+    """Each by its own table, and without the records that have no row in it."""
+    ours = table(tmp_path / "ours.csv", ROWS[2:])
+    theirs = table(tmp_path / "theirs.csv", [(100 + n, "dog", 50 + n) for n in range(5)])
+    rules: dict[str, Any] = {"key": "id", "columns": COLUMNS, "on": "id", "missing": "drop"}
+    members = [join_table(cache, ours, **rules), join_table(five, theirs, **rules)]
+    mixture = stoker.Mixture(members, 4, mix=mix, seed=1)
+    seen = []
+
+    for batch in mixture:
+        for task, number, weight, label in zip(
+            batch["tasks"], batch["index"], batch["weight"], batch["label"], strict=True
+        ):
+            seen.append((int(task), int(number)))
+            assert weight == (50 + number if task else number / 4)
+            assert label == (1 if task else number % 2)
+        assert batch["mask"]["weight"].all()
+
+    assert sorted(seen) == [(0, n) for n in range(2, 12)] + [(1, n) for n in range(5)]
+
+
+def test_a_column_of_one_cache_alone_is_masked_in_the_others(
+    cache: Cache, five: Cache, tmp_path: Path
+) -> None:
+    joined = join_table(cache, table(tmp_path / "labels.csv", ROWS), key="id", columns=COLUMNS, on="id")
+    mixture = stoker.Mixture([joined, five], 4)
+
+    for batch in mixture:
+        ours = batch["task"] == "items"
+        assert batch["mask"]["label"].tolist() == [ours] * len(batch["index"])
+        numbers = batch["index"].tolist()
+        assert batch["weight"].tolist() == [n / 4 if ours else 0 for n in numbers]
+    with pytest.raises(
+        ConfigError, match=r"'label': \(\(\), 'int64'\).*One batch can hold records of both only"
+    ):
+        stoker.Mixture([joined, five], 4, mix="example")
+
+
+def test_windows_of_a_mixture_carry_the_columns_as_conditions(tmp_path: Path) -> None:
+    caches = [
+        write_cache(tmp_path / name, trajectories(count, 5), timed=("latent", "time"), name=name)
+        for name, count in (("a", 4), ("b", 3))
+    ]
+    for name, count in (("a", 4), ("b", 3)):
+        (tmp_path / f"{name}.csv").write_text(
+            "n,rate\n" + "".join(f"{n},{n + ord(name)}\n" for n in range(count))
+        )
+    joined = [
+        join_table(one, tmp_path / f"{one.name}.csv", key="n", columns={"rate": "float32"}) for one in caches
+    ]
+    whole = stoker.Mixture(joined, 3, windows=stoker.Windows(field="latent"))
+    state, batches = None, []
+
+    for place, batch in enumerate(whole):
+        batches.append(batch)
+        state = whole.state_dict() if place == 1 else state
+        assert batch.cond["rate"].shape == (len(batch.index), 1)
+        numbers = batch.index[:, 0].tolist()
+        named = [ord("ab"[task]) + n for task, n in zip(batch.tasks.tolist(), numbers, strict=True)]
+        assert batch.cond["rate"][:, 0].tolist() == named
+        assert batch.mask["rate"].all()
+    assert state is not None
+    whole.load_state_dict(state)
+    again = [batch.cond["rate"].tolist() for batch in whole]
+    assert again == [batch.cond["rate"].tolist() for batch in batches[2:]]
+
+
+def test_several_columns_may_name_a_record_together(cache: Cache, tmp_path: Path) -> None:
+    rows = [(f"site{n // 6}", n % 6, n / 4) for n in range(12)]
+    (tmp_path / "labels.csv").write_text("site,n,weight\n" + "".join(f"{a},{b},{c}\n" for a, b, c in rows))
+    with closing(sqlite3.connect(tmp_path / "labels.db")) as connection, connection:
+        connection.execute("CREATE TABLE labels (site TEXT, n INTEGER, weight REAL)")
+        connection.executemany("INSERT INTO labels VALUES (?, ?, ?)", rows)
+    keys = stoker.SQLSource(
+        str(tmp_path / "labels.db"), table="labels", key=["site", "n"], columns=["weight"]
+    ).keys()
+
+    for place, name in ((tmp_path / "labels.csv", None), (tmp_path / "labels.db", "labels")):
+        joined = join_table(cache, place, name=name, key=["site", "n"], columns=["weight"], on=keys)
+        assert [float(joined[n]["weight"]) for n in range(12)] == [n / 4 for n in range(12)]
+    with pytest.raises(SourceError, match=r"12 of 12 records have no row by n, site"):
+        join_table(cache, tmp_path / "labels.csv", key=["n", "site"], columns=["weight"], on=keys)

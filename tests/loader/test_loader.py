@@ -3,7 +3,9 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from stoker.errors import (
     MissingRecordError,
     ResourceError,
 )
-from stoker.loader import Loader, RecordBatch, Windows, arguments, pieces
+from stoker.loader import Loader, RecordBatch, Windows, arguments, pieces, whole
+from stoker.loader.engine import Design, Engine
 from stoker.monitor.meter import StallMeter
 from stoker.store import Cache, open_cache
 from tests.loader.caches import write_cache
@@ -258,6 +261,30 @@ if not child:
 assert os.waitpid(child, 0)[1] == 0
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+
+
+def test_two_threads_that_ask_for_the_first_batch_share_one_engine(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines would hold the records twice, and one of them would never be stopped."""
+    made: list[object] = []
+    both = threading.Event()
+
+    class Slow(Engine):
+        def __init__(self, design: Design) -> None:
+            made.append(self)
+            if len(made) > 1:
+                both.set()
+            both.wait(0.3)  # time for the other thread to begin an engine of its own
+            super().__init__(design)
+
+    monkeypatch.setattr(whole, "Engine", Slow)
+    loader = Loader(cache, batch_size=5)
+    with ThreadPoolExecutor(2) as pool:
+        first = list(pool.map(lambda _: next(iter(loader))["index"].tolist(), range(2)))
+
+    assert len(made) == 1
+    assert first[0] == first[1]
 
 
 def test_what_does_not_fit_is_refused_with_figures(cache: Cache) -> None:

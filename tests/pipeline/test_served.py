@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from stoker.errors import CorruptError
 from stoker.loader import Loader, Windows
-from stoker.pipeline.served import Step, _thirds, served_loads
+from stoker.pipeline.served import Step, _apart, served_loads
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
 
@@ -43,10 +44,15 @@ def test_a_known_step_is_imitated(cache: Cache, cpus: float) -> None:
 
 def test_no_record_is_read_twice_where_there_are_enough() -> None:
     """What was read once comes from memory the second time, whatever the disk does."""
-    parts = _thirds(range(1000), 8)
+    parts = _apart(range(1024), 8)
 
-    assert [*parts[0], *parts[1], *parts[2]] == list(range(999))
-    assert [len(part) for part in _thirds(range(100), 8)] == [100] * 3
+    assert sorted([*parts[0], *parts[1], *parts[2]]) == list(range(1024))
+    assert [len(part) for part in parts] == [256, 256, 512]
+    for part in parts:  # of neighbours, and over all of the cache
+        assert sum(b - a == 1 for a, b in pairwise(part)) > 0.9 * len(part)
+        assert part[0] < 128
+        assert part[-1] >= 1024 - 128
+    assert [len(part) for part in _apart(range(100), 8)] == [100] * 3
 
 
 def test_a_tier_that_cannot_serve_is_left_to_arithmetic(

@@ -99,4 +99,20 @@ def test_columns_are_joined_to_both_caches_of_a_run(configure: Callable[..., Con
         assert batch.cond["rate"].shape == (len(batch.index), 1)
         assert batch.cond["rate"][:, 0].tolist() == (batch.index[:, 0] / 10).tolist()
     with pytest.raises(ConfigError, match=r"data.join.columns names none"):
-        joined(configure("data.join.table=rates.csv"), served.loaders[0].dataset)
+        joined(configure("data.join.table=rates.csv"), served.loaders[0].dataset, "burgers1d", "train")
+
+
+def test_columns_are_joined_by_the_keys_of_the_source(settings: Path, tmp_path: Path) -> None:
+    """Rows keep their keys whatever split they are in; numbers count within a split."""
+    (tmp_path / "rates.csv").write_text("id,rate\n" + "".join(f"{n},{n}\n" for n in range(40)))
+    join = f"  join: {{table: {tmp_path}/rates.csv, key: id, on: keys, columns: [rate]}}\n"
+    settings.write_text(settings.read_text().replace("training:", f"{join}training:"))
+    config = load_config(settings, ["data.sql.columns={power: float32}"])
+    jobs = build_jobs(config, "lab", ["train", "val"])
+    caches = precompute_config(config, splits=["train", "val"]).caches
+
+    for job, one in zip(jobs, caches, strict=True):
+        cache = joined(config, one.cache, "lab", job.split)
+        keys = [*map(float, job.source.keys())]
+        assert [float(cache[n]["rate"]) for n in range(len(cache))] == keys
+        assert [float(cache[n]["power"]) * 2 for n in range(len(cache))] == keys

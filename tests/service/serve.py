@@ -47,7 +47,6 @@ def main() -> None:
         else:
             break
     supervisor.start()
-    print("ready", flush=True)
     stop.wait()
     supervisor.stop(limit_s=20.0)
 

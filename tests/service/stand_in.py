@@ -47,7 +47,7 @@ def main(folder: Path) -> int:
         if epoch == config.get("fail_at"):
             if not config.get("silent"):
                 say(folder, "failed", error="the loss is not finite", message="failed")
-            print("last words")
+            sys.stdout.write("last words\n")
             return 3
         if epoch == config.get("die_at"):
             os.kill(os.getpid(), signal.SIGKILL)

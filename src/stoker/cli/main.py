@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli import bench, demo, fetching, keeping, launching, profile
+from stoker.cli import bench, demo, fetching, keeping, launching, profile, serving
 from stoker.cli.edge import Edge, edge, run, stop_on_sigterm
 from stoker.cli.flags import (
     CachePath,
@@ -284,6 +284,7 @@ keeping.register(app)
 bench.register(app)
 profile.register(app)
 launching.register(app)
+serving.register(app)
 
 
 @app.command()

@@ -17,7 +17,7 @@ from yaml import MarkedYAMLError, YAMLError
 from stoker.config.earlier import EARLIER, Layer, translate
 from stoker.config.kinds import misplaced, with_defaults
 from stoker.config.models import Config
-from stoker.config.names import all_sections, all_settings, nearest, shown
+from stoker.config.names import all_sections, all_settings, as_name, nearest, shown
 from stoker.config.tasks import blocks_of, check_weights, task_settings, unused_blocks
 from stoker.config.transforms import explain_step
 from stoker.errors import ConfigError
@@ -189,7 +189,7 @@ def _flatten(
     """Nested settings by dotted name; names that are none go to `unknown` as messages."""
     flat: dict[str, object] = {}
     for key, value in settings.items():
-        name = f"{prefix}{key}"
+        name = f"{prefix}{as_name(key)}"
         if name in all_settings() or name in EARLIER:
             _put(flat, name, value, where)
         elif name not in all_sections():

@@ -47,6 +47,11 @@ def all_sections() -> Mapping[str, Section]:
     return {node.name: node for node in every_node() if isinstance(node, Section)}
 
 
+def as_name(key: object) -> str:
+    """A key of a YAML file as the name that it is; `on` is a truth value to YAML 1.1."""
+    return "on" if key is True else str(key)
+
+
 @cache
 def every_node() -> tuple[Setting | Section, ...]:
     """Sections and settings in the order of the models, each section before its settings."""

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any, cast
 
 from stoker.config.models import Config
-from stoker.config.names import all_settings, nearest
+from stoker.config.names import all_settings, as_name, nearest
 from stoker.errors import ConfigError
 
 SECTIONS = ("data", "latent", "encoder", "precompute")
@@ -105,7 +105,7 @@ def _flat(block: object, where: str, task: str, prefix: str = "") -> dict[str, o
         raise ConfigError(f"{where}: tasks.{task} is {block!r}. Expected settings, as {_EXAMPLE}")
     flat: dict[str, object] = {}
     for key, value in cast("Mapping[str, Any]", block).items():
-        name = f"{prefix}{key}"
+        name = f"{prefix}{as_name(key)}"
         if name in all_settings() or not isinstance(value, Mapping):
             flat[name] = value
         else:

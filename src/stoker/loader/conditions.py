@@ -17,7 +17,8 @@ from torch import Tensor
 
 from stoker.errors import ConfigError
 from stoker.loader.engine import Design
-from stoker.loader.outputs import Output
+from stoker.loader.outputs import RECORD, Output
+from stoker.store.join import served_schema
 
 OURS = ("task", "tasks", "mask")
 """What a mixture adds to a batch of whole records."""
@@ -118,7 +119,7 @@ def find_conditions(designs: Mapping[str, Design]) -> Conditions:
     """
     found = [_outputs_of(design) for design in designs.values()]
     for name, design in designs.items():
-        taken = [own for own in OURS if not design.windowed and own in design.cache.schema]
+        taken = [own for own in OURS if not design.windowed and own in served_schema(design.cache)]
         if taken:
             raise ConfigError(
                 f"records of {name!r} have a field {taken[0]!r}, a name that batches of a mixture give to "
@@ -136,13 +137,30 @@ def _kept_by(design: Design) -> list[str]:
 
 
 def _outputs_of(design: Design) -> dict[str, Output]:
-    outputs = design.outputs
+    outputs, columns = design.outputs, _column_outputs(design)
     if design.windowed:
         kept = _kept_by(design)
         first = 3 if len(outputs) > 2 and outputs[2].name == "future" else 2
-        return {o.name: o for o in outputs[first:] if o.name not in kept}
-    schema = design.cache.schema
-    return {o.name: o for o in outputs if not (schema[o.field].time or o.ragged or len(o.shape) > 1)}
+        return {o.name: o for o in (*outputs[first:], *columns) if o.name not in kept}
+    schema = served_schema(design.cache)
+    own = (*outputs, *columns)
+    return {o.name: o for o in own if not (schema[o.field].time or o.ragged or len(o.shape) > 1)}
+
+
+def _column_outputs(design: Design) -> list[Output]:
+    """The columns of a table as batches have them: beside windows as `(B, C)`."""
+    joined = design.cache.joined
+    found = {} if joined is None else joined.values
+    return [
+        Output(
+            name=name,
+            field=name,
+            index=RECORD,
+            shape=(int(np.prod(values.shape[1:])),) if design.windowed else tuple(values.shape[1:]),
+            dtype=values.dtype,
+        )
+        for name, values in found.items()
+    ]
 
 
 def _condition(name: str, found: Sequence[Mapping[str, Output]]) -> Condition:

@@ -7,7 +7,7 @@ some records, and the same examples.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,9 +24,9 @@ from stoker.loader.draws import Weights
 from stoker.loader.engine import Design
 from stoker.loader.fused import Normalise
 from stoker.loader.lowering import lowered
-from stoker.loader.order import Order, parse_order
+from stoker.loader.order import Draws, Order, parse_order
 from stoker.loader.outputs import Output, make_outputs
-from stoker.loader.places import Places, find_places, weighted
+from stoker.loader.places import Places, find_places, lengths_of, weighted
 from stoker.loader.ragged import Ragged, check_lengths, make_join
 from stoker.loader.ranks import Share, own_records
 from stoker.loader.residency import claim_plan, parts_of
@@ -74,6 +74,19 @@ class Wishes:
     meter: StallMeter | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What there is to serve, of a cache that is complete or will be."""
+
+    places: Places
+    examples: Examples
+    outputs: tuple[Output, ...]
+    order: Order
+    demand: Demand
+    shards: tuple[int, ...]
+    """Those that it lies in, as far as they are there."""
+
+
 def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Ledger = LEDGER) -> Design:
     """What is served from where; opens shards where fields are ragged, and reads no record.
 
@@ -85,47 +98,82 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
         CorruptError: A shard's header is damaged.
         ResourceError: The tier asked for cannot hold the records.
     """
-    windows, rank, world = wishes.windows, wishes.rank, wishes.world
-    outputs = make_outputs(cache.schema, windows, wishes.dtype, wishes.normalise, device=wishes.device.type)
+    outputs = outputs_of(cache, wishes)
     places = find_places(cache, wishes.indices)
     check_lengths(make_join(wishes.ragged, outputs), cache, places)
-    examples = _number(cache, places, windows)
-    example_bytes = sum(output.example_bytes for output in outputs)
-    order = Order(
-        kind=parse_order(wishes.order, world=world, example_bytes=example_bytes),
-        count=examples.count,
-        seed=wishes.seed,
-        global_batch=wishes.batch_size * world,
-        draws=None if wishes.weights is None else weighted(wishes.weights, places, examples),
-    )
-    places = replace(places, own=own_records(order, examples, rank, world))
-    static, drop_last = wishes.static, wishes.drop_last
-    share = _share(order, rank, world, static or None if drop_last is None else drop_last)
-    check_share(share)
-    demand = _demand(cache, places, outputs, wishes.batch_size, str(wishes.device))
-    claim, keys = ledger.claim(), parts_of(cache, places.shards(), demand.record_bytes)
-    found = probe(device=str(wishes.device), path=cache.path)
-    resources = claim.usable(found, keys)
-    if plan is None:
-        plan = _planned(cache, demand, resources, wishes.tier, wishes.reserve_bytes)
-    plan = plan.holding(demand.records)
-    claim_plan(claim, cache, places, plan, demand)
-    check_static(static, wishes.tier, share, ragged=any(output.ragged for output in outputs))
-    early = () if cache.joined else wishes.transforms  # joined columns come later, and may have to move along
-    return Design(
-        cache=cache,
+    examples = _number(cache, places, wishes.windows)
+    draws = None if wishes.weights is None else weighted(wishes.weights, places, examples)
+    order = order_of(wishes, outputs, examples.count, draws)
+    places = replace(places, own=own_records(order, examples, wishes.rank, wishes.world))
+    found = Found(
         places=places,
         examples=examples,
         outputs=outputs,
-        windowed=windows is not None,
         order=order,
+        demand=_demand(cache, places, outputs, wishes.batch_size, str(wishes.device)),
+        shards=tuple(places.shards()),
+    )
+    made = design(cache, wishes, found, plan or partial(_planned, cache, wishes), ledger=ledger)
+    claim_plan(made.claim, cache, made.places, made.plan, made.ask.demand)
+    return made
+
+
+def outputs_of(cache: Cache, wishes: Wishes) -> tuple[Output, ...]:
+    """What batches are made of."""
+    return make_outputs(
+        cache.schema, wishes.windows, wishes.dtype, wishes.normalise, device=wishes.device.type
+    )
+
+
+def order_of(wishes: Wishes, outputs: tuple[Output, ...], count: int, draws: Draws | None) -> Order:
+    """The order of `count` examples that was asked for."""
+    example_bytes = sum(output.example_bytes for output in outputs)
+    return Order(
+        kind=parse_order(wishes.order, world=wishes.world, example_bytes=example_bytes),
+        count=count,
+        seed=wishes.seed,
+        global_batch=wishes.batch_size * wishes.world,
+        draws=draws,
+    )
+
+
+def design(
+    cache: Cache,
+    wishes: Wishes,
+    found: Found,
+    plan: Plan | Callable[[Demand, Resources], Plan],
+    *,
+    ledger: Ledger = LEDGER,
+) -> Design:
+    """The design of a loader that serves what was `found`; `plan`: one, or what makes one.
+
+    Raises:
+        ConfigError: As `decide`.
+        ResourceError: As `decide`.
+    """
+    static, drop_last = wishes.static, wishes.drop_last
+    drop_last = static or None if drop_last is None else drop_last
+    share = _share(found.order, wishes.rank, wishes.world, drop_last)
+    check_share(share)
+    check_static(static, wishes.tier, share, ragged=any(output.ragged for output in found.outputs))
+    demand, claim = found.demand, ledger.claim()
+    probed = probe(device=str(wishes.device), path=cache.path)
+    resources = claim.usable(probed, parts_of(cache, found.shards, demand.record_bytes))
+    early = () if cache.joined else wishes.transforms  # joined columns come later, and may have to move along
+    return Design(
+        cache=cache,
+        places=found.places,
+        examples=found.examples,
+        outputs=found.outputs,
+        windowed=wishes.windows is not None,
+        order=found.order,
         share=share,
-        plan=plan,
+        plan=(plan if isinstance(plan, Plan) else plan(demand, resources)).holding(demand.records),
         ask=Ask(
             demand=demand,
             tier=wishes.tier,
             reserve_bytes=wishes.reserve_bytes,
-            look=partial(memory_now, found),
+            look=partial(memory_now, probed),
         ),
         claim=claim,
         device=wishes.device,
@@ -133,8 +181,46 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
         threads=max(1, min(MAX_GATHER_THREADS, int(resources.cpus))),
         reading=Reading(deadline_s=wishes.timeout_s or READ_DEADLINE_S, verify=wishes.verify),
         meter=wishes.meter,
-        lowered=lowered(early, outputs, wishes.seed, windowed=windows is not None),
+        lowered=lowered(early, found.outputs, wishes.seed, windowed=wishes.windows is not None),
     )
+
+
+def check_beside(cache: Cache, wishes: Wishes) -> None:
+    """Refuse what has no meaning before a cache is complete.
+
+    Raises:
+        ConfigError: As said; tells why.
+    """
+    drawn = isinstance(wishes.weights, Weights) and not wishes.weights.replacement
+    varying = (
+        wishes.windows is not None and cache.schema[time_field(cache.schema, wishes.windows.field)].ragged
+    )
+    wants = {
+        f"world={wishes.world}": (
+            wishes.world > 1,
+            "ranks would have to agree on what is quarantined before each batch, and loaders do not talk",
+        ),
+        "static=True": (wishes.static, "batches at fixed addresses are gathered on a device that holds all"),
+        f"order={wishes.order!r}": (wishes.order.startswith("static"), "its parts are of all examples"),
+        "Weights(replacement=False)": (drawn, "what is left to draw depends on all examples"),
+        "weights= over windows of trajectories of varying length": (
+            varying and wishes.weights is not None,
+            "how many windows a weight is for is known once all are stored",
+        ),
+    }
+    for what, (wanted, why) in wants.items():
+        if wanted and cache.complete:
+            raise ConfigError(
+                "the state was saved in an epoch that was served while its cache was being filled, and "
+                f"{what} cannot go on with one: {why}. Load it with the settings of then, or begin the next "
+                "epoch"
+            )
+        if wanted:
+            raise ConfigError(
+                f"{what} needs a complete cache: {why}; and {cache.path} is still being filled, "
+                f"{format_count(len(cache))} of {format_count(cache.recipe.count)} records are stored. "
+                "Leave wait=False out, so that it is filled first"
+            )
 
 
 def completed(cache: Cache) -> Cache:
@@ -173,19 +259,31 @@ def opened_anew(cache: Cache) -> Cache:
 def _number(cache: Cache, places: Places, windows: Windows | None) -> Examples:
     lengths = None
     if windows is not None:
-        main = time_field(cache.schema, windows.field)
-        lengths = places.of_all(cache.lengths(main))
-        for name, field in cache.schema.items():
-            if not (field.time and field.ragged):
-                continue
-            differ = places.of_all(cache.lengths(name)) != lengths
-            if differ.any():
-                number = int(places.numbers[int(np.argmax(differ))])
-                raise ConfigError(
-                    f"sample {number} has time axes of different lengths in {main!r} and {name!r}, so no "
-                    "window of one matches the other. Store them in caches of their own"
-                )
+        lengths = trajectory_lengths(cache, places, windows)
     return number_examples(lengths, len(places.numbers), windows)
+
+
+def trajectory_lengths(cache: Cache, places: Places, windows: Windows) -> NDArray[np.int64]:
+    """Steps of each record in the field that windows are cut from.
+
+    Raises:
+        ConfigError: Another field with time has another length.
+    """
+    main = time_field(cache.schema, windows.field)
+    if not cache.schema[main].ragged:
+        return places.of_all(cache.lengths(main))
+    lengths = lengths_of(cache, places, main)
+    for name, field in cache.schema.items():
+        if name == main or not (field.time and field.ragged):
+            continue
+        differ = lengths_of(cache, places, name) != lengths
+        if differ.any():
+            number = int(places.numbers[int(np.argmax(differ))])
+            raise ConfigError(
+                f"sample {number} has time axes of different lengths in {main!r} and {name!r}, so no "
+                "window of one matches the other. Store them in caches of their own"
+            )
+    return lengths
 
 
 def _share(order: Order, rank: int, world: int, drop_last: bool | None) -> Share:
@@ -240,10 +338,8 @@ def _demand(
     )
 
 
-def _planned(
-    cache: Cache, demand: Demand, resources: Resources, tier: str, reserve_bytes: int | None
-) -> Plan:
-    plan = plan_tiers(demand, resources, tier=tier, reserve_bytes=reserve_bytes)
+def _planned(cache: Cache, wishes: Wishes, demand: Demand, resources: Resources) -> Plan:
+    plan = plan_tiers(demand, resources, tier=wishes.tier, reserve_bytes=wishes.reserve_bytes)
     if not cache.quarantined:
         return plan
     logging.getLogger("stoker").info(

@@ -23,24 +23,27 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, CorruptError, IncompleteError, MissingRecordError, StalledError
 from stoker.loader.ahead import Ahead
-from stoker.loader.arguments import check_share
 from stoker.loader.chunks import Chunk, Locator, Span
-from stoker.loader.decide import Wishes, completed
-from stoker.loader.disk import READ_DEADLINE_S, DiskBatches, Reading
+from stoker.loader.decide import (
+    Found,
+    Wishes,
+    check_beside,
+    completed,
+    design,
+    order_of,
+    outputs_of,
+    terms_of,
+    trajectory_lengths,
+)
+from stoker.loader.disk import DiskBatches
 from stoker.loader.engine import Design, Strip
 from stoker.loader.fill_order import KIND, FillOrder, Window
 from stoker.loader.gather import record_batches, window_batches
 from stoker.loader.mend import Mender
-from stoker.loader.order import Order, parse_order
-from stoker.loader.outputs import make_outputs
 from stoker.loader.packed import stored_outputs, unpacker
-from stoker.loader.places import Places, find_places
+from stoker.loader.places import find_places
 from stoker.loader.ragged import make_join
-from stoker.loader.ranks import Share
-from stoker.loader.state import Terms, digest_of
-from stoker.loader.transform import names_of
-from stoker.loader.watch import Ask
-from stoker.plan import LEDGER, Demand, Plan, Resources, probe
+from stoker.plan import Demand, Plan, Resources, plan_tiers
 from stoker.units import format_count
 
 if TYPE_CHECKING:
@@ -72,21 +75,22 @@ class FillingPass:
     """Makes the batches of a pass that began before its cache was complete, also after that."""
 
     def __init__(self, cache: Cache, wishes: Wishes, mender: Mender) -> None:
-        _check(cache, wishes)
+        check_beside(cache, wishes)
         self._cache, self._wishes, self._mender, self._process = cache, wishes, mender, os.getpid()
-        self._outputs = make_outputs(
-            cache.schema, wishes.windows, wishes.dtype, wishes.normalise, device=wishes.device.type
-        )
+        self._outputs = outputs_of(cache, wishes)
         make_join(wishes.ragged, self._outputs)  # refuses now what the first batch would
         self._unpack = unpacker(self._outputs, wishes.batch_size, static=False)
         self._order = FillOrder(
             cache.recipe,
             wishes.windows,
             wishes.indices,
+            wishes.weights,
             seed=wishes.seed,
             shuffled=wishes.order != "sequential",
         )
         self._numbers, self._examples = self._order.numbers, self._order.examples
+        self._counted: dict[int, int] = {}
+        """Examples of the windows that were come to, by where these begin; where lengths vary."""
         self._design = self._decide()
         self.device = torch.device("cpu")
         """Where batches are made."""
@@ -94,7 +98,7 @@ class FillingPass:
         """None are counted: batches are read from disk."""
         self.ahead = Ahead(cores=1)
         self._take(cache, np.full(cache.recipe.count, cache.filling is None))
-        self.terms = self._make_terms()
+        self.terms = replace(terms_of(self._design, wishes), beside=KIND)
         """What a position of this pass depends on."""
 
     @property
@@ -103,25 +107,18 @@ class FillingPass:
         return self._design
 
     @property
+    def steps(self) -> int | None:
+        """As `Serving.steps`."""
+        if not self._order.varying:
+            return self._design.share.steps()
+        if len(self._counted) < len(self._order.windows):
+            return None
+        return replace(self._design.share, positions=sum(self._counted.values())).steps()
+
+    @property
     def plan(self) -> Plan:
         """What comes from where."""
         return self._design.plan
-
-    def _make_terms(self) -> Terms:
-        order, windows = self._design.order, self._wishes.windows
-        return Terms(
-            seed=order.seed,
-            order=str(order.kind),
-            global_batch=order.global_batch,
-            examples=self._examples.count,
-            fingerprint=self._cache.fingerprint,
-            generation=self._cache.index.generation,
-            records=digest_of(self._numbers),
-            windows=None if windows is None else windows.text(),
-            world=1,
-            beside=KIND,
-            transforms=names_of(self._wishes.transforms),
-        )
 
     def complete(self, *, wait: bool = False) -> Cache | None:
         """The cache, once it is complete; None while it is not, unless that is to be waited for.
@@ -139,6 +136,20 @@ class FillingPass:
                 return None
             filling.wait(LOOK_S)
         return completed(self._cache)
+
+    def begin(self, epoch: int, batch: int) -> int:
+        """As `Serving.begin`: behind the batches before, and all that was passed over for them.
+
+        Raises:
+            StokerError: As `strips`.
+        """
+        left, at = batch * self._wishes.batch_size, 0
+        for window in self._order.windows if left else ():
+            places = self._stored(window, epoch)[1]
+            if left < len(places):
+                return int(places[left])
+            left, at = left - len(places), window.stop
+        return at
 
     def strips(self, epoch: int, position: int) -> Iterator[Strip]:
         """The batches of the rest of the pass, one a strip; damaged records are mended on the way.
@@ -183,6 +194,17 @@ class FillingPass:
             yield from self._served(reader, epoch, examples[:whole], places[:whole], last=False)
             examples, places = examples[whole:], places[whole:]
         yield from self._served(reader, epoch, examples, places, last=True)
+        self._check_counted()
+
+    def _check_counted(self) -> None:
+        """Say so where an epoch had no batch because no trajectory is long enough for one."""
+        counted, windows = self._counted.values(), self._wishes.windows
+        if windows is not None and len(counted) == len(self._order.windows) and not any(counted):
+            raise ConfigError(
+                f"no trajectory of {self._cache.path} is long enough for a window of stride {windows.stride} "
+                f"and horizon {windows.horizon}, which spans {windows.span + 1} steps. Choose a smaller "
+                "stride= or horizon="
+            )
 
     def _served(
         self,
@@ -261,9 +283,21 @@ class FillingPass:
         self._await(self._numbers[window.slots])
         if self._wishes.meter is not None:
             self._wishes.meter.spent("read", time.perf_counter() - begin)
-        examples, positions = self._order.shuffled(window, epoch)
-        here = self._here[self._numbers[examples // self._order.per_record]]
-        return examples[here], positions[here]
+        counts = self._counts(self._numbers[window.slots])
+        if self._order.varying:
+            self._counted[window.begin] = int(counts.sum())
+        return self._order.served(window, epoch, counts)
+
+    def _counts(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Examples of these samples, which are settled."""
+        here, windows = self._here[numbers], self._wishes.windows
+        counts = here.astype(np.int64)
+        if windows is None or not self._order.varying:
+            return counts * self._order.per_record
+        if here.any():
+            lengths = trajectory_lengths(self._cache, find_places(self._cache, numbers[here]), windows)
+            counts[here] = windows.counts(lengths)
+        return counts
 
     def _await(self, numbers: NDArray[np.int64]) -> None:
         """Wait until these samples are settled, and have the handle that knows them.
@@ -304,53 +338,23 @@ class FillingPass:
         self._cache, self._settled = cache, settled
         self._here = np.zeros(cache.recipe.count, np.bool_)
         self._here[cache.numbers] = True
-        gone = int((settled & ~self._here)[self._numbers].sum())
-        share = replace(self._design.share, positions=self._examples.count - gone * self._order.per_record)
+        lost = self._order.lost((settled & ~self._here)[self._numbers])
+        share = replace(self._design.share, positions=self._design.order.positions - lost)
         self._design = replace(self._design, cache=cache, share=share)
 
     def _decide(self) -> Design:
-        wishes, count = self._wishes, self._examples.count
-        example_bytes = sum(output.example_bytes for output in self._outputs)
-        share = Share(
-            positions=count,
-            batch_size=wishes.batch_size,
-            rank=0,
-            world=1,
-            drop_last=bool(wishes.drop_last),
-            contiguous=False,
-        )
-        check_share(share)
-        none = np.full(len(self._numbers), -1, np.int32)
-        resources = probe(device=str(wishes.device), path=self._cache.path)
-        ask = Ask(
-            demand=self._demand(example_bytes),
-            tier="encode",
-            reserve_bytes=wishes.reserve_bytes,
-            look=lambda: resources,
-        )
-        return Design(
-            cache=self._cache,
-            places=Places(numbers=self._numbers, shard=none, row=none, chosen=None),
-            examples=self._examples,
+        order, wishes = self._order, replace(self._wishes, tier="encode")
+        found = Found(
+            places=order.places,
+            examples=order.examples,
             outputs=self._outputs,
-            windowed=wishes.windows is not None,
-            order=Order(
-                kind=parse_order(wishes.order, world=1, example_bytes=example_bytes),
-                count=count,
-                seed=wishes.seed,
-                global_batch=wishes.batch_size,
-            ),
-            share=share,
-            plan=self._plan(ask, resources),
-            ask=ask,
-            claim=LEDGER.claim(),
-            device=wishes.device,
-            static=False,
-            threads=1,
-            reading=Reading(deadline_s=wishes.timeout_s or READ_DEADLINE_S, verify=wishes.verify),
+            order=order_of(wishes, self._outputs, order.examples.count, order.draws),
+            demand=self._demand(),
+            shards=(),
         )
+        return design(self._cache, wishes, found, self._planned)
 
-    def _demand(self, example_bytes: int) -> Demand:
+    def _demand(self) -> Demand:
         cache, wishes = self._cache, self._wishes
         here = int(np.isin(self._numbers, cache.numbers).sum())
         sizes = (f.row_bytes if f.ragged else f.size_bytes() for f in cache.recipe.columns.values())
@@ -358,41 +362,17 @@ class FillingPass:
             records=len(self._numbers),
             record_bytes=float(sum(sizes)),
             batch_examples=wishes.batch_size,
-            example_bytes=example_bytes,
+            example_bytes=sum(output.example_bytes for output in self._outputs),
             device=str(wishes.device),
             missing_records=len(self._numbers) - here,
         )
 
-    def _plan(self, ask: Ask, resources: Resources) -> Plan:
-        demand = ask.demand
+    def _planned(self, demand: Demand, resources: Resources) -> Plan:
         reason = (
             f"{format_count(demand.missing_records)} of {format_count(demand.records)} records are encoded "
             "while this epoch is served: in block order, as they come, from disk. The next epoch has them "
             f"all, in {self._wishes.order} order, from the fastest tier"
         )
         log.info("%s: %s", self._cache.path, reason)
-        return replace(ask.plan(resources), tier="encode", reason=reason)
-
-
-def _check(cache: Cache, wishes: Wishes) -> None:
-    """Refuse what has no meaning before a cache is complete."""
-    wants = {
-        f"world={wishes.world}": wishes.world > 1,
-        "weights=": wishes.weights is not None,
-        "static=True": wishes.static,
-        f"order={wishes.order!r}": wishes.order.startswith("static"),
-        "windows= over trajectories of varying length": wishes.windows is not None
-        and any(field.time and field.ragged for field in cache.schema.values()),
-    }
-    for what, wanted in wants.items():
-        if wanted and cache.complete:
-            raise ConfigError(
-                f"the state was saved in an epoch that was served while its cache was being filled, and "
-                f"{what} cannot go on with one. Load it with the settings of then, or begin the next epoch"
-            )
-        if wanted:
-            raise ConfigError(
-                f"{what} needs a complete cache, and {cache.path} is still being filled: "
-                f"{format_count(len(cache))} of {format_count(cache.recipe.count)} records are stored. "
-                "Leave wait=False out, so that it is filled first"
-            )
+        plan = plan_tiers(demand, resources, tier="encode", reserve_bytes=self._wishes.reserve_bytes)
+        return replace(plan, tier="encode", reason=reason)

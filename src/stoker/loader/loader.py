@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, UncountedError
 from stoker.loader import state as states
 from stoker.loader.ahead import Strips, Turn
 from stoker.loader.arguments import (
@@ -31,7 +31,7 @@ from stoker.loader.place import EpochSetter, Place
 from stoker.loader.places import joined_indices
 from stoker.loader.ragged import Ragged, make_join
 from stoker.loader.ranks import check_ranks
-from stoker.loader.transform import Finish, Transform
+from stoker.loader.transform import Columns, Finish, Transform
 from stoker.loader.whole import Serving, Whole
 from stoker.loader.windows import Windows
 from stoker.plan import Plan
@@ -88,7 +88,8 @@ class Loader:
             seed, rank, world: The order's seed; this process's part of every global batch.
             order: `full` (default), `sequential` (evaluation), `block`, `block(block,window)`, `static`.
             indices: Sample numbers to serve, repeats allowed; None: all that are stored.
-            weights: Draw with replacement, in proportion to one weight per record; or `Weights`.
+            weights: Draw with replacement, in proportion to one weight per record (or per sample, where some
+                are quarantined or not encoded yet); or `Weights`.
             dtype: Hand floats out as this dtype instead of the stored one.
             normalise: By field how values are normalised on the way, in float32 and on every tier alike.
             ragged: Whole records of varying length as `list`, `pad`, `pack`, or `Pad(to=..., value=...)`.
@@ -115,7 +116,7 @@ class Loader:
         check_verify(verify)
         device = parse_device(device)
         order, timeout_s, pin = take_dataloader_arguments(dataloader, order, Wishes.__slots__)
-        indices = joined_indices(cache, indices, static=static)
+        indices = joined_indices(cache, indices)
         self._wishes = Wishes(
             batch_size=batch_size,
             windows=windows,
@@ -138,7 +139,7 @@ class Loader:
             transforms=tuple(transforms),
             meter=meter,
         )
-        self._joined = cache.joined
+        self._columns = None if cache.joined is None else Columns(cache.joined, static=static)
         self._pin = pin and torch.cuda.is_available()
         self._mender = Mender()
         self._serving: Serving = begin_filling_pass(cache, self._wishes, self._mender) or self._whole(cache)
@@ -186,8 +187,18 @@ class Loader:
         return self._serving.faulted
 
     def __len__(self) -> int:
-        """Batches of this rank in a whole epoch."""
-        return self._serving.design.share.steps()
+        """Batches of this rank in a whole epoch.
+
+        Raises:
+            UncountedError: Windows are cut from trajectories of varying length, not all of which are encoded.
+        """
+        steps = self._serving.steps
+        if steps is None:
+            raise UncountedError(
+                f"{self.dataset.path} is being filled, and how many windows its trajectories have is known "
+                "once all are. Iterate without asking for the length, or leave wait=False out"
+            )
+        return steps
 
     def __getitem__(self, _: object) -> NoReturn:
         """Refused: batches come in the order of an epoch."""
@@ -195,10 +206,14 @@ class Loader:
 
     def __repr__(self) -> str:
         design, size = self._serving.design, sum(row.bytes for row in self.plan.rows)
-        batches = "1 batch" if len(self) == 1 else f"{format_count(len(self))} batches"
+        steps, examples = self._serving.steps, f"{format_count(design.examples.count)} examples"
+        if steps is None:
+            examples, batches = "windows still to be counted", "batches"
+        else:
+            batches = "1 batch" if steps == 1 else f"{format_count(steps)} batches"
         return (
-            f"Loader({design.cache.name!r}, {design.cache.fingerprint}, "
-            f"{format_count(design.examples.count)} examples in {batches} of {self.batch_size}, "
+            f"Loader({design.cache.name!r}, {design.cache.fingerprint}, {examples} in {batches} of "
+            f"{self.batch_size}, "
             f"{self._serving.terms.order} order, {self.plan.tier} tier, {format_bytes(size)})"
         )
 
@@ -219,10 +234,7 @@ class Loader:
         Raises:
             StaleStateError: The state belongs to another cache, order, seed or batch size.
         """
-        if not states.is_beside(state):
-            self._complete(wait=True)
-        elif self._serving.terms.beside is None:
-            self._serving = FillingPass(self._serving.design.cache, self._wishes, self._mender)
+        self._follow(state)
         self._place.restore(states.restore(state, self._serving.terms, allow_rebatch=allow_rebatch))
 
     def __iter__(self) -> Iterator[Any]:
@@ -277,8 +289,15 @@ class Loader:
             transforms=self._wishes.transforms,
             seed=self._wishes.seed,
             meter=self._wishes.meter,
-            joined=self._joined,
+            columns=self._columns,
         )
+
+    def _follow(self, state: dict[str, Any]) -> None:
+        """Serve beside a filling, or from a complete cache, as the loader did whose state this is."""
+        if not states.is_beside(state):
+            self._complete(wait=True)
+        elif self._serving.terms.beside is None:
+            self._serving = FillingPass(self._serving.design.cache, self._wishes, self._mender)
 
     def _whole(self, cache: Cache) -> Whole:
         return Whole(cache, self._wishes, self._mender)
@@ -289,13 +308,41 @@ class Loader:
             self._serving = self._whole(cache)
 
 
+# pyright: reportPrivateUsage=false
+# For whoever puts several loaders together.
+
+
 def design_of(loader: Loader) -> Design:
-    """All that was decided about a loader, for whoever puts several together."""
-    serving = loader._serving  # pyright: ignore[reportPrivateUsage] - of this module
-    if serving.terms.beside is not None:
+    """All that was decided about a loader.
+
+    Raises:
+        ConfigError: It is none that a mixture can be made of.
+    """
+    if loader._serving.steps is None:
         raise ConfigError(
-            f"a mixture needs complete caches, and {loader!r} is being filled. Precompute first"
+            f"a mixture lays out its turns by the batches of each cache, and those of {loader!r} are known "
+            "once it is filled. Leave wait=False out of its precompute"
         )
-    if loader._joined is not None:  # pyright: ignore[reportPrivateUsage]
-        raise ConfigError(f"a mixture does not take joined columns, and {loader!r} has some. Leave join out")
-    return serving.design
+    return loader._serving.design
+
+
+def is_beside(loader: Loader) -> bool:
+    """Whether it serves beside the filling of its cache."""
+    return loader._serving.terms.beside is not None
+
+
+def complete(loader: Loader) -> None:
+    """Have it serve a complete cache from its next pass on, and wait for that."""
+    loader._complete(wait=True)
+
+
+def follow(loader: Loader, state: dict[str, Any]) -> None:
+    """Have it serve beside a filling, or not, as the loader did whose state this is."""
+    if states.is_beside(state) != is_beside(loader):
+        loader._follow(state)
+
+
+def pass_from(loader: Loader, epoch: int, batch: int) -> Iterator[Any]:
+    """A pass that begins with the batch of that number of an epoch, from where the loader serves now."""
+    loader._place.restore((epoch, loader._serving.begin(epoch, batch)))
+    return loader._pass()

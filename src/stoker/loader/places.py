@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,19 +72,11 @@ def find_places(cache: Cache, indices: Sequence[int] | NDArray[Any] | None) -> P
 
 
 def joined_indices(
-    cache: Cache, indices: Sequence[int] | NDArray[Any] | None, *, static: bool
+    cache: Cache, indices: Sequence[int] | NDArray[Any] | None
 ) -> Sequence[int] | NDArray[Any] | None:
-    """The sample numbers to serve of a cache with joined columns: those with a row, where others drop out.
-
-    Raises:
-        ConfigError: Columns are joined to batches that are to lie at fixed addresses.
-    """
+    """The sample numbers to serve of a cache with joined columns: those with a row, where others drop out."""
     joined = cache.joined
-    if joined is None:
-        return indices
-    if static:
-        raise ConfigError("static=True serves what is stored alone, and the cache has joined columns")
-    if joined.numbers is None:
+    if joined is None or joined.numbers is None:
         return indices
     if indices is None:
         return joined.numbers
@@ -109,11 +101,40 @@ def _choose(cache: Cache, numbers: NDArray[np.int64], wanted: NDArray[Any]) -> N
     return place[found]
 
 
+def lengths_of(cache: Cache, places: Places, field: str) -> NDArray[np.int64]:
+    """Steps of each of these records in a ragged field; reads nothing of shards that hold none of them."""
+    lengths = np.zeros(len(places.numbers), np.int64)
+    for shard in places.shards():
+        own = places.shard == shard
+        lengths[own] = np.diff(cache.shard(shard).offsets(field))[places.row[own]]
+    return lengths
+
+
+def kept_weights(
+    weights: Sequence[float] | NDArray[Any] | Weights | None,
+    cache: Cache,
+    indices: Sequence[int] | NDArray[Any] | None,
+) -> Sequence[float] | NDArray[Any] | Weights | None:
+    """Weights of what is stored, where they were given for quarantined samples too.
+
+    So the same weights do beside the filling of a cache, when nobody knows what will be quarantined, and
+    afterwards.
+    """
+    if weights is None or not cache.quarantined:
+        return weights
+    asked = weights if isinstance(weights, Weights) else Weights(values=weights)
+    wanted = np.arange(cache.recipe.count) if indices is None else np.asarray(indices)
+    values = np.asarray(asked.values)
+    if values.shape != wanted.shape:
+        return weights
+    return replace(asked, values=values[~np.isin(wanted, list(cache.quarantined))])
+
+
 def weighted(weights: Sequence[float] | NDArray[Any] | Weights, places: Places, examples: Examples) -> Draws:
     """Make the table that examples are drawn from, in proportion to their record's weight.
 
     Args:
-        weights: One number per entry of `indices`, or per stored record in number order.
+        weights: One number per entry of `indices`, or per record in number order.
 
     Raises:
         ConfigError: Another number of weights, a negative one or a NaN, none above 0, or fewer examples
@@ -124,7 +145,7 @@ def weighted(weights: Sequence[float] | NDArray[Any] | Weights, places: Places, 
     if values.shape != places.numbers.shape:
         raise ConfigError(
             f"weights have shape {values.shape}, but {len(places.numbers)} records are served. Give one "
-            "weight per stored record in number order, or per entry of indices="
+            "weight per record in number order, or per entry of indices="
         )
     if not np.isfinite(values).all() or (values < 0).any() or not values.any():
         raise ConfigError("weights must be finite, at least 0, and not all 0")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stoker.errors import ConfigError
 from stoker.loader.batch import RecordBatch, WindowBatch
+from stoker.loader.buffers import lasting
 from stoker.loader.keyed import child_keys, example_keys
 from stoker.loader.ragged import Join
 
@@ -57,6 +58,34 @@ def _name_of(value: object) -> str:
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
+class Columns:
+    """Adds the columns of a table to batches; `static` ones are written to the same memory each time."""
+
+    def __init__(self, joined: Joined, *, static: bool) -> None:
+        self._joined = joined
+        self._static = static
+        self._memory: dict[str, Tensor] | None = None
+
+    def added(self, batch: Any) -> Any:
+        """The batch with the columns of its examples; beside windows they are conditions, `(B, C)`."""
+        windowed = isinstance(batch, WindowBatch)
+        found = self._of(batch.index[:, 0].contiguous() if windowed else batch["index"])
+        if windowed:
+            return batch._replace(cond={**batch.cond, **{n: v.reshape(len(v), -1) for n, v in found.items()}})
+        batch.update(found)
+        return batch
+
+    def _of(self, numbers: Tensor) -> dict[str, Tensor]:
+        if not self._static:
+            return self._joined.of(numbers)
+        if self._memory is None:
+            self._memory = {
+                name: lasting((len(numbers), *values.shape[1:]), values.dtype, numbers.device)
+                for name, values in self._joined.values.items()
+            }
+        return self._joined.of(numbers, self._memory)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
     """What happens to a batch after it was gathered; nothing, unless asked for."""
@@ -69,14 +98,14 @@ class Finish:
     """Copy batches into page-locked memory."""
     transforms: Sequence[Transform]
     seed: int
-    joined: Joined | None = None
+    columns: Columns | None = None
     """Columns of a table that batches are given before they are transformed."""
     meter: StallMeter | None = None
     """Told how much of a wait was for this."""
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return any((self.join, self.device is not None, self.pin, self.transforms, self.joined))
+        return any((self.join, self.device is not None, self.pin, self.transforms, self.columns))
 
     def apply(self, strip: Strip, batches: Iterable[Any], epoch: int) -> Iterator[Any]:
         """Finish the `batches` of a strip."""
@@ -90,8 +119,8 @@ class Finish:
             if self.device is not None:
                 batch = _each(batch, partial(Tensor.to, device=self.device, non_blocking=True))
             copied = perf_counter()
-            if self.joined is not None:
-                batch = _with_columns(batch, self.joined)
+            if self.columns is not None:
+                batch = self.columns.added(batch)
             if len(self.transforms) > strip.transformed:
                 own = torch.as_tensor(examples[number * size : (number + 1) * size], device=_device_of(batch))
                 keys = example_keys(self.seed, epoch, own)
@@ -118,15 +147,6 @@ def _placed(made: Any, position: tuple[int, int]) -> Any:
     batch = RecordBatch(cast("dict[str, Any]", made))
     batch.position = position
     return batch
-
-
-def _with_columns(batch: Any, joined: Joined) -> Any:
-    """The batch with the columns of its examples; beside windows they are conditions, `(B, C)`."""
-    if not isinstance(batch, WindowBatch):
-        batch.update(joined.of(batch["index"]))
-        return batch
-    found = joined.of(batch.index[:, 0].contiguous())
-    return batch._replace(cond={**batch.cond, **{n: v.reshape(len(v), -1) for n, v in found.items()}})
 
 
 def _each(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from stoker.loader.ahead import Ahead
 from stoker.loader.decide import Wishes, completed, decide, terms_of
 from stoker.loader.engine import Design, Engine, Strip
 from stoker.loader.mend import Mender
+from stoker.loader.places import kept_weights
 from stoker.loader.state import Terms
 from stoker.plan import Plan
 from stoker.store import Cache
@@ -32,6 +34,11 @@ class Serving(Protocol):
     @property
     def terms(self) -> Terms:
         """What a position depends on."""
+        ...
+
+    @property
+    def steps(self) -> int | None:
+        """Batches of this rank in an epoch; None: nobody can know yet."""
         ...
 
     @property
@@ -58,6 +65,10 @@ class Serving(Protocol):
         """The batches of the rest of an epoch; what is damaged is mended on the way."""
         ...
 
+    def begin(self, epoch: int, batch: int) -> int:
+        """Position at which the batch of that number of an epoch begins."""
+        ...
+
     def complete(self, *, wait: bool = False) -> Cache | None:
         """A complete cache to serve from now on, if there is one by now, or when there is; else None."""
         ...
@@ -72,14 +83,23 @@ class Whole:
         Raises:
             StokerError: As `decide` and `completed`.
         """
-        self._wishes, self._mender = wishes, mender
-        self.design = self._decided(completed(cache), wishes)
-        self.terms = terms_of(self.design, wishes)
+        cache = completed(cache)
+        self._mender = mender
+        self._wishes = replace(wishes, weights=kept_weights(wishes.weights, cache, wishes.indices))
+        self.design = self._decided(cache, self._wishes)
+        self.terms = terms_of(self.design, self._wishes)
         self.engine: Engine | None = None
         """What makes batches in this process, since the first was asked for."""
         self.ahead = self._new_ahead()
         self._stop: weakref.finalize[[], Whole] | None = None
         self._process = 0
+        self._building: dict[int, threading.Lock] = {}
+        """By process, since a lock that another thread held at a fork is never released in the child."""
+
+    @property
+    def steps(self) -> int:
+        """As `Serving.steps`."""
+        return self.design.share.steps()
 
     @property
     def plan(self) -> Plan:
@@ -95,6 +115,11 @@ class Whole:
     def device(self) -> torch.device:
         """Where batches are made: where they are wanted."""
         return self.design.device
+
+    def begin(self, epoch: int, batch: int) -> int:
+        """As `Serving.begin`."""
+        share = self.design.share
+        return min(batch * share.step, share.positions)
 
     def complete(self, *, wait: bool = False) -> None:
         """Nothing: this one is."""
@@ -119,17 +144,20 @@ class Whole:
                 return
 
     def running(self) -> Engine:
-        """The engine of this process. Threads and locks do not survive a fork, so a child makes its own."""
-        if self.engine is None or self._process != os.getpid():
-            cache = self.design.cache
-            if self.engine is not None:
-                cache = reopened(cache)
-            with torch.inference_mode(False):  # its memory outlives the caller's mode, and a thread fills it
-                self.engine = Engine(replace(self.design, cache=cache))
-            self._process, self.ahead = os.getpid(), self._new_ahead()
-            self._stop = weakref.finalize(self, self.engine.residency.stop)
-            self._stop.atexit = False
-        return self.engine
+        """The engine of this process, the same for all its threads. Threads and locks do not survive a fork,
+        so a child makes its own.
+        """
+        with self._building.setdefault(os.getpid(), threading.Lock()):
+            if self.engine is None or self._process != os.getpid():
+                cache = self.design.cache
+                if self.engine is not None:
+                    cache = reopened(cache)
+                with torch.inference_mode(False):  # memory outlives the caller's mode, and a thread fills it
+                    self.engine = Engine(replace(self.design, cache=cache))
+                self._process, self.ahead = os.getpid(), self._new_ahead()
+                self._stop = weakref.finalize(self, self.engine.residency.stop)
+                self._stop.atexit = False
+            return self.engine
 
     def _new_ahead(self) -> Ahead:
         # A thread of its own would be in another stream of a GPU, and write over a batch at a fixed address.

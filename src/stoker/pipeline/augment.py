@@ -105,18 +105,24 @@ def check_beside(config: Config, schema: Schema, ranks: Ranks) -> None:
     """
     training = config.training
     wants = {
-        f"training with {ranks.world} ranks": ranks.world > 1,
-        "training.weights_file": training.weights_file is not None,
-        f"training.order={training.order}": training.order.startswith("static"),
-        "cutting windows from trajectories of varying length": any(
-            field.time and field.ragged for field in schema.values()
+        f"training with {ranks.world} ranks": (
+            ranks.world > 1,
+            "ranks would have to agree on what is quarantined before each batch",
+        ),
+        f"training.order={training.order}": (
+            training.order.startswith("static"),
+            "its parts are of all examples",
+        ),
+        "cutting windows from trajectories of varying length": (
+            any(field.time and field.ragged for field in schema.values()),
+            "the learning rate follows the number of steps, which is known once all are encoded",
         ),
     }
-    for what, wanted in wants.items():
+    for what, (wanted, why) in wants.items():
         if wanted:
             raise ConfigError(
-                f"{what} needs a complete cache, and precompute.wait=false begins before there is one. Leave "
-                "--no-wait (precompute.wait=false) out, so that it is filled first"
+                f"{what} needs a complete cache: {why}; and precompute.wait=false begins before there is "
+                "one. Leave --no-wait (precompute.wait=false) out, so that it is filled first"
             )
 
 

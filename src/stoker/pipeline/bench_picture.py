@@ -93,7 +93,10 @@ def _tick(value: float, _place: int) -> str:
 def _rate(bytes_s: float) -> str:
     """Bytes a second, in the decimal units of data sheets.
 
-    >>> _rate(7.25e9), _rate(85e6)
-    ('7.25 GB/s', '85 MB/s')
+    >>> _rate(1e12), _rate(7.25e9), _rate(85e6)
+    ('1 TB/s', '7.25 GB/s', '85 MB/s')
     """
-    return f"{bytes_s / 1e9:.3g} GB/s" if bytes_s >= 1e9 else f"{bytes_s / 1e6:.3g} MB/s"
+    unit, name = next(
+        ((unit, name) for unit, name in ((1e12, "TB/s"), (1e9, "GB/s")) if bytes_s >= unit), (1e6, "MB/s")
+    )
+    return f"{bytes_s / unit:.3g} {name}"

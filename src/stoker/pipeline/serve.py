@@ -11,12 +11,13 @@ from stoker.errors import ConfigError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
 from stoker.pipeline.augment import chosen_of, transforms_of
-from stoker.pipeline.build import device_of, tasks_of
+from stoker.pipeline.build import build_source, device_of, tasks_of
 from stoker.pipeline.diary import run_dir_of
 from stoker.pipeline.locate import batch_size_of, trajectory_steps, windows_of
 from stoker.pipeline.mixed import OneTask, TaskPairs, apart, mix
 from stoker.pipeline.together import Shared, own_trajectories, share_steps
 from stoker.scale.ranks import ALONE, Ranks
+from stoker.sources.files import canonical_split
 from stoker.store import Cache
 from stoker.store.join import join_table
 
@@ -52,7 +53,11 @@ def serve(
     Raises:
         ConfigError: The settings of the mixture do not fit the tasks, or the ranks the batch.
     """
-    caches = [joined(config.for_task(task), c) for task, c in zip(each_twice(config), caches, strict=True)]
+    splits = (canonical_split(config.data.wanted_splits[0]), "val") * len(tasks_of(config))
+    caches = [
+        joined(config.for_task(task), cache, task, split)
+        for task, split, cache in zip(each_twice(config), splits, caches, strict=True)
+    ]
     owns = {task: _in_run_of(config, config.for_task(task)) for task in tasks_of(config)}
     parts = [share_steps(o, digest, c, ranks) for o, c in zip(owns.values(), caches[::2], strict=True)]
     train_loaders = {
@@ -88,7 +93,7 @@ def each_twice(config: Config) -> list[str]:
     return [task for task in tasks_of(config) for _ in range(2)]
 
 
-def joined(config: Config, cache: Cache) -> Cache:
+def joined(config: Config, cache: Cache, task: str, split: str) -> Cache:
     """The cache with the columns of `data.join` beside its records.
 
     Raises:
@@ -100,8 +105,9 @@ def joined(config: Config, cache: Cache) -> Cache:
         return cache
     if join.columns is None:
         raise ConfigError(f"data.join.table is {join.table}, and data.join.columns names none of its columns")
-    rules = {name: getattr(join, name) for name in ("key", "columns", "name", "on", "missing", "repeated")}
-    return join_table(cache, join.table, **rules)
+    rules = {name: getattr(join, name) for name in ("key", "columns", "name", "missing", "repeated")}
+    on = build_source(config, task, split).keys() if join.on == "keys" else join.on
+    return join_table(cache, join.table, on=on, **rules)
 
 
 def _in_run_of(config: Config, own: Config) -> Config:

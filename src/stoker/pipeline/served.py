@@ -6,12 +6,14 @@ So where a cache is there, a plan is made with the time that its own batches tak
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from stoker.errors import StokerError
@@ -23,13 +25,23 @@ from stoker.store import Cache
 from stoker.units import MIB
 
 SECONDS = 0.3
-"""For each tier; half of it again beforehand."""
+"""For each trial of a tier; half of it again beforehand."""
+AT_STEP_TIMES = 3
+"""The trial beside steps takes so many times as long: it is what a stall is read off."""
+UNUSUAL_TIMES, UNUSUAL_S = 8, 20e-3
+"""What takes so many times as long as half of the batches do, and so many seconds, counts as that long. Of
+a drive that others use too a batch in a thousand has to wait for 60 to 200 ms, and a trial meets one or not.
+
+Source: `benchmarks/plan_stall.py`, cold disk.
+"""
 LEAST_PAUSES = 4
 """Batches, at least, that are timed with pauses between them."""
 SERVED_BYTES = 64 * MIB
 """Bytes of records that are served for it; filling memory with more would take time."""
 
 
+NEIGHBOURS = 32
+"""Records next to one another that are of the same trial."""
 LEAST_TIMED = 8
 """Batches, at least, that are timed; more only while there are records that were not read before."""
 
@@ -78,7 +90,7 @@ def served_loads(
     part = numbers[:: max(1, round(size / SERVED_BYTES))]
     for tier in tiers:
         with suppress(StokerError, OSError):
-            own = [part] * 3 if tier == "host" else _thirds(numbers, batch_size)
+            own = [part] * 3 if tier == "host" else _apart(numbers, batch_size)
             loaders = [
                 partial(Loader, cache, batch_size, windows=windows, tier=tier, indices=some) for some in own
             ]
@@ -88,42 +100,46 @@ def served_loads(
     return found
 
 
-def _thirds(numbers: Sequence[int], batch_size: int) -> list[Sequence[int]]:
-    """Parts of the records, one for each trial; all of them for each where that would be too few."""
-    count = len(numbers) // 3
-    if count < 2 * LEAST_TIMED * batch_size:
+def _apart(numbers: Sequence[int], batch_size: int) -> list[Sequence[int]]:
+    """Records for each trial, half of them for the one beside steps; all for each where they are too few.
+
+    They take turns by runs of neighbours: over all of the cache, since parts of it may be slower than others
+    (of a virtual drive the host has some in memory), and not record by record, since around what one trial
+    has read the system reads on, and batches of records from there take half as long again.
+
+    Source: `benchmarks/plan_stall.py`, cold disk.
+    """
+    if len(numbers) < 8 * LEAST_TIMED * batch_size:
         return [numbers] * 3
-    return [numbers[at * count : (at + 1) * count] for at in range(3)]
+    whose = np.arange(len(numbers)) // NEIGHBOURS % 4
+    of = np.asarray(numbers)
+    return [of[whose == 1].tolist(), of[whose == 3].tolist(), of[whose % 2 == 0].tolist()]
 
 
 def _load(
     loaders: Sequence[Callable[..., Loader]], tier: str, seconds: float, step: Step | None
 ) -> Load | None:
     """First without a step, then, from disk, with pauses so long that every read is over when they end, then
-    beside steps.
+    beside steps. None: another tier served, or passes are of one batch.
     """
     meter = StallMeter()
-    _serve(loaders[0](meter=meter), meter, _nothing, seconds)
-    report = meter.epoch()
-    timed = report.batches - 1
-    if set(report.tiers) != {tier} or timed < 1:
+    alone_s = _serve(loaders[0](meter=meter), meter, _nothing, seconds, seconds / 2)
+    if set(meter.epoch().tiers) != {tier} or alone_s is None:
         return None
-    alone_s = (report.wait_s + report.step_s) / timed
     direct_s = min(alone_s, HANDOVER_S)
     if tier == "disk":
         # Idle threads are dearer to wake than ones at work, so this is not what the first part shows.
         pauses = max(seconds, LEAST_PAUSES * 3 * alone_s)
-        _serve(loaders[1](meter=meter), meter, partial(time.sleep, 2 * alone_s), pauses)
+        _serve(loaders[1](meter=meter), meter, partial(time.sleep, 2 * alone_s), pauses, pauses / 2)
         report = meter.epoch()
         direct_s = min(alone_s, report.wait_s / max(1, report.batches - 1))
     at_step = None
     if step is not None:
         work = step.imitation()
         step_s = _mean_s(work, seconds / 2)
-        _serve(loaders[2](meter=meter), meter, work, max(seconds, LEAST_TIMED * (step_s + alone_s)))
-        report = meter.epoch()
-        batch_s = (report.wait_s + report.step_s) / max(1, report.batches - 1)
-        at_step = (step_s, max(0.0, batch_s - step_s))
+        longer = max(AT_STEP_TIMES * seconds, LEAST_TIMED * (step_s + alone_s))
+        batch_s = _serve(loaders[2](meter=meter), meter, work, longer, seconds / 2)
+        at_step = None if batch_s is None else (step_s, max(0.0, batch_s - step_s))
     beside_s = alone_s - direct_s if tier == "disk" else alone_s if alone_s > direct_s else 0.0
     return Load(alone_s=alone_s, direct_s=direct_s, beside_s=beside_s, at_step=at_step)
 
@@ -142,20 +158,39 @@ def _mean_s(work: Callable[[], None], seconds: float) -> float:
     return (time.perf_counter() - begin) / count
 
 
-def _serve(loader: Loader, meter: StallMeter, work: Callable[[], None], seconds: float) -> None:
-    """Serve for half of `seconds`, until memory is filled and enough is read ahead; then count for them.
+def _serve(
+    loader: Loader, meter: StallMeter, work: Callable[[], None], seconds: float, before_s: float
+) -> float | None:
+    """Serve for `before_s`, until memory is filled and enough is read ahead; then time a batch and its `work`
+    for `seconds`.
 
     From disk no longer than one pass, if that is long enough: the next one would find its records in memory.
     """
-    begin, counted, spent_s, timed = time.perf_counter(), False, 0.0, 0
-    early = len(loader) // 3 if loader.plan.tier == "disk" else len(loader) + 1
-    while spent_s < 1.5 * seconds and not (early < len(loader) and timed >= LEAST_TIMED):
+    begin, counted, spent_s = time.perf_counter(), False, 0.0
+    times_s: list[float] = []
+    early = len(loader) // 6 if loader.plan.tier == "disk" else len(loader) + 1
+    most_s = before_s + seconds
+    while spent_s < most_s and not (early < len(loader) and len(times_s) >= LEAST_TIMED):
+        last_s = 0.0
         for number, _ in enumerate(loader):
             work()
             spent_s = time.perf_counter() - begin
-            timed += counted
-            if not counted and (spent_s >= seconds / 2 or number >= early):
+            if counted and number:
+                times_s.append(spent_s - last_s)
+            last_s = spent_s
+            if not counted and (spent_s >= before_s or number >= early):
                 meter.reset()
                 counted = True
-            if spent_s >= 1.5 * seconds and (timed >= LEAST_TIMED or spent_s >= 6 * seconds):
+            if spent_s >= most_s and (len(times_s) >= LEAST_TIMED or spent_s >= 4 * most_s):
                 break
+    return _typical_s(times_s) if times_s else None
+
+
+def _typical_s(times_s: Sequence[float]) -> float:
+    """The mean, in which what is unusually long counts for less.
+
+    >>> round(_typical_s([0.002, 0.004] * 100 + [0.200]), 4)  # a mean would say 0.004
+    0.0031
+    """
+    most_s = max(UNUSUAL_TIMES * statistics.median(times_s), UNUSUAL_S)
+    return statistics.fmean(min(time_s, most_s) for time_s in times_s)

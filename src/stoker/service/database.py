@@ -128,6 +128,8 @@ class Database:
             cause = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
             if full := any(text in cause for text in _FULL):
                 advice = "Make room on its disk; what is there can still be read"
+            elif self.is_sqlite:
+                advice = "Look at its disk, and at who else has the file open; it is asked again by itself"
             else:
                 advice = "Look whether it runs and can be reached; it is asked again by itself"
             raise Degraded(f"{self}: the database does not do it: {cause}. {advice}", full=full) from error

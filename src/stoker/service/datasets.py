@@ -275,6 +275,6 @@ def _found(connection: sa.Connection, ids: Sequence[str]) -> list[Dataset]:
     by_key = {one.name: one for one in rows} | {one.id: one for one in rows}
     if missing := [id for id in ids if id not in by_key]:
         raise NotFound(
-            f"no data set is registered as {', '.join(missing)}. `stoker dataset list` shows those there are"
+            f"no data set is registered as {', '.join(missing)}. GET /api/v1/training/datasets lists them"
         )
     return [by_key[id] for id in ids]

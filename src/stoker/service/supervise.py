@@ -40,7 +40,8 @@ CHORES_EVERY_S = 600.0
 ORPHAN_S = 3600.0
 """Age of a job's folder that no job belongs to before it is removed."""
 _STEADY_S = 10.0
-"""A worker that lived this long is started again at once when it dies."""
+"""A worker that gives up sooner is started again after a wait, each time a longer one."""
+_SHORTEST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 30.0
 
 
@@ -122,10 +123,11 @@ class Supervisor:
         """
         deadline = time.monotonic() + limit_s
         self._stopping.set()
-        if self._thread.is_alive():
+        if started := self._thread.ident is not None:
             self._thread.join(limit_s)
         in_order = [member.ended(deadline) for member in self._crew]
-        self._thread.join(10.0)
+        if started:
+            self._thread.join(10.0)
         os.close(self._lock)
         return all(in_order)
 
@@ -134,8 +136,13 @@ class Supervisor:
         return [member.state() for member in self._crew]
 
     def _run(self) -> None:
-        while not self._stopping.wait(0.0 if self._sweep_from == 0.0 else 0.25):
-            self.step()
+        try:
+            while not self._stopping.is_set():
+                self.step()
+                self._stopping.wait(0.25)
+        finally:
+            if not self._stopping.is_set():
+                self.degraded = "the supervisor of the workers has ended: see the service's log"
         for member in self._crew:
             member.terminate()
         while any(member.alive() for member in self._crew):
@@ -209,7 +216,7 @@ class _Member:
         self._name = ""
         self._deaths = 0
         self._born = self._start_from = 0.0
-        self._wait_s = 0.5
+        self._wait_s = _SHORTEST_WAIT_S
 
     def look(self, now: float) -> str | None:
         """Start it when it does not run; the name of one that was found dead."""
@@ -218,9 +225,9 @@ class _Member:
             _log.error("worker %s ended with status %d; it is started again", self._name, code)
             dead, self._process = self._name, None
             self._deaths += 1
-            steady = now - self._born > _STEADY_S
-            self._wait_s = 0.5 if steady else min(2 * self._wait_s, _LONGEST_WAIT_S)
-            self._start_from = now if steady else now + self._wait_s
+            by_itself = code >= 0 and now - self._born < _STEADY_S  # what it cannot bear may last
+            self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S) if by_itself else _SHORTEST_WAIT_S
+            self._start_from = now + self._wait_s if by_itself else now
         if self._process is None and now >= self._start_from:
             self._name = f"{os.uname().nodename}-{self._slot}-{secrets.token_hex(4)}"
             try:

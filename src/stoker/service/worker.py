@@ -23,6 +23,7 @@ from stoker.errors import Degraded, ResourceError, StokerError
 from stoker.precompute.guarded import tie_to_parent
 from stoker.service.attempt import Attempt, Pace, Work
 from stoker.service.database import Database
+from stoker.service.datasets import describe
 from stoker.service.executor import Limits
 from stoker.service.folders import StateFolder
 from stoker.service.job_file import JobFile
@@ -209,18 +210,13 @@ def main() -> int:
     except StokerError as error:
         _log.error("%s", error)
         return 1
-    worker = Worker(settings, database, LocalExecutor(os.environ), describe_nothing)
+    worker = Worker(settings, database, LocalExecutor(os.environ), describe)
     workers.append(worker)
     if stopped:
         worker.stop()
     worker.run()
     database.close()
     return 0
-
-
-def describe_nothing(_database: Database, _ids: list[str]) -> list[dict[str, Json]]:
-    """For jobs without data sets."""
-    return []
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ class Join:
 
     table: str | Path
     """A `.csv`, `.tsv` or `.parquet` file, a SQLite file, or a database's URL."""
-    key: str
-    """Column of the table that names the record."""
+    key: str | Sequence[str]
+    """Column of the table that names the record, or columns that do together."""
     columns: Columns
     """Fields and their rules, as of `SQLSource`, or names of columns that hold numbers."""
     name: str | None = None
@@ -53,6 +53,11 @@ class Join:
     """Records without a row: refused; served as zeros with `<field>_known` False; or left out."""
     repeated: Rule = "refuse"
     """Keys with several rows: refused; or as records without a row are, masked or left out."""
+
+    @property
+    def by(self) -> str:
+        """The key's columns, for messages."""
+        return self.key if isinstance(self.key, str) else ", ".join(self.key)
 
     def __post_init__(self) -> None:
         """Refuse rules that are none."""
@@ -100,11 +105,38 @@ class Joined:
         """The values of one sample."""
         return {name: tensor[number].clone() for name, tensor in self.values.items()}
 
-    def of(self, numbers: Tensor) -> dict[str, Tensor]:
-        """The values of some samples, `(B, *shape)`, on the device of `numbers`."""
+    def of(self, numbers: Tensor, into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The values of some samples, `(B, *shape)`, on the device of `numbers`; `into`: written there."""
         if numbers.device not in self._on:
             self._on[numbers.device] = {name: t.to(numbers.device) for name, t in self.values.items()}
-        return {name: t.index_select(0, numbers) for name, t in self._on[numbers.device].items()}
+        return {
+            name: torch.index_select(t, 0, numbers, out=None if into is None else into[name])
+            for name, t in self._on[numbers.device].items()
+        }
+
+
+def served_schema(cache: Cache) -> Schema:
+    """Fields of the records, and of the columns joined to them."""
+    return dict(cache.schema) if cache.joined is None else {**cache.schema, **cache.joined.schema}
+
+
+def joint_columns(members: Sequence[Cache]) -> Joined | None:
+    """The columns of several caches with the same fields, by the numbers that their samples have together."""
+    found = [member.joined for member in members if member.joined is not None]
+    if not found:
+        return None
+    first = np.cumsum([0, *(member.recipe.count for member in members)])
+    numbers = [
+        begin + (member.numbers if joined.numbers is None else joined.numbers)
+        for begin, member, joined in zip(first, members, found, strict=False)
+    ]
+    reports = [{one.name: getattr(joined.report, one.name) for one in fields(JoinReport)} for joined in found]
+    return Joined(
+        schema=found[0].schema,
+        values={name: torch.cat([joined.values[name] for joined in found]) for name in found[0].schema},
+        numbers=None if all(joined.numbers is None for joined in found) else np.concatenate(numbers),
+        report=JoinReport(**{name: sum(one[name] for one in reports) for name in reports[0]}),
+    )
 
 
 def join_table(cache: Cache, table: str | Path, **rules: Any) -> Cache:
@@ -203,10 +235,11 @@ def _refuse(state: NDArray[np.int8], own: Sequence[str], join: Join, where: str,
             name = "repeated" if kind == _REPEATED else "missing"
             raise SourceError(
                 f"{where}: {format_count(len(keys))} of {format_count(len(own))} records {fact} by "
-                f"{join.key}: {named(keys)}{why}. Mend the table, or allow for it: {name}='mask' or 'drop'"
+                f"{join.by}: {named(keys)}{why}. Mend the table, or allow for it: {name}='mask' or 'drop'"
             )
     if not (state == _FOUND).any():
-        raise SourceError(f"{where}: no record has a row. {join.key} must hold what on={join.on!r} names")
+        on = join.on if isinstance(join.on, str) else f"{named(join.on)} (the keys given)"
+        raise SourceError(f"{where}: no record has a row. {join.by} must hold what on={on} names")
 
 
 def _schema(cache: Cache, labels: Labels, *, masked: bool) -> Schema:
@@ -237,7 +270,7 @@ def _keys(cache: Cache, on: str | Sequence[str]) -> Mapping[int, str] | Sequence
         whole = [name for name, f in cache.schema.items() if not f.shape and not f.floating]
         raise ConfigError(
             f"on={on!r} is no field of {cache.name} that holds a whole number. Expected number"
-            f"{''.join(f', {name}' for name in whole)}"
+            f"{''.join(f', {name}' for name in whole)}, or a list of keys, one a sample: on=source.keys()"
         )
     segments, found = cache.segments, dict[int, str]()
     for shard, row, first, count in zip(

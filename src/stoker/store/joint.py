@@ -20,6 +20,7 @@ from stoker.errors import ConfigError, CorruptError, IncompleteError
 from stoker.store.cache import Cache
 from stoker.store.failures import Failure
 from stoker.store.index import Index, ShardEntry
+from stoker.store.join import joint_columns, served_schema
 from stoker.store.recipe import Recipe
 from stoker.store.shard_read import Shard
 from stoker.store.use import Use
@@ -39,6 +40,7 @@ class Joint(Cache):
         self._first_shard = np.cumsum([0, *(len(member.index.shards) for member in members)])
         path = Path(os.path.commonpath([member.path for member in members]))
         super().__init__(path, recipe, _joint_index(members, recipe), use=Use(members[0].path))
+        self.joined = joint_columns(members)
         if any(member.filler is not None for member in members):
             self.filler = _JointFiller(self.members)
 
@@ -74,10 +76,12 @@ def reopened(cache: Cache) -> Cache:
 
 
 def same_fields(caches: Sequence[Cache]) -> bool:
-    """Whether records of these caches have the same fields, stored in the same way."""
-    first = caches[0].recipe
+    """Whether records of these caches have the same fields, stored in the same way, and columns joined."""
+    first = caches[0]
     return all(
-        cache.recipe.schema == first.schema and cache.recipe.entries["dtype"] == first.entries["dtype"]
+        cache.schema == first.schema
+        and cache.recipe.entries["dtype"] == first.recipe.entries["dtype"]
+        and served_schema(cache) == served_schema(first)
         for cache in caches
     )
 
@@ -115,7 +119,10 @@ class _JointFiller:
 def _check_alike(members: Sequence[Cache]) -> None:
     for member in members:
         if not same_fields([members[0], member]):
-            a, b = ({name: (f.shape, f.dtype) for name, f in c.schema.items()} for c in (members[0], member))
+            a, b = (
+                {name: (f.shape, f.dtype) for name, f in served_schema(c).items()}
+                for c in (members[0], member)
+            )
             raise ConfigError(
                 f"{members[0].path} has records of {a}, {member.path} of {b}. One batch can hold records of "
                 "both only where all fields are the same; mix='batch' serves batches of one cache each"

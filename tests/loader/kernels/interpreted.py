@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from stoker.loader.fused import Fused, Normalise, fused_of
 from stoker.loader.kernels.triton_gather import TritonGather
-from stoker.loader.kernels.twin import Packing, TwinGather
+from stoker.loader.kernels.twin import TwinGather
 from stoker.loader.outputs import Output, view_for
 from stoker.schema import Field
 
@@ -41,14 +40,10 @@ def same(got: Tensor, expected: Tensor) -> bool:
     return got.dtype == expected.dtype and torch.equal(got, expected)
 
 
-def compare(
-    view: Tensor, what: Fused, index: Tensor, *, views: Any = (None, None), packing: Packing | None = None
-) -> None:
-    twin = TwinGather(view, what, len(index), packing=packing)(index, views)
+def compare(view: Tensor, what: Fused, index: Tensor, *, views: Any = (None, None)) -> None:
+    twin = TwinGather(view, what, len(index))(index, views)
     there, views = strided_on(view), tuple(v if v is None else v.to(DEVICE) for v in views)
-    if packing is not None:
-        packing = replace(packing, scales=strided_on(packing.scales))
-    kernel = TritonGather(there, what, len(index), static=False, packing=packing)
+    kernel = TritonGather(there, what, len(index), static=False)
     index = index.to(DEVICE)
     assert same(kernel(index, views), twin), (view.shape, view.dtype, what)
     assert same(kernel(index[:1], tuple(v if v is None else v[:1] for v in views)), twin[:1])
@@ -106,24 +101,6 @@ def crops_and_mirrors() -> None:
             compare(rows, what, index)
 
 
-def packed() -> None:
-    for dtype, width in itertools.product((torch.int8, torch.float8_e4m3fn), (6, 128, 300)):
-        values = rows_of(torch.float32, 7, 4, width).mul(10).to(dtype)
-        scales = torch.rand((7, 4, -(-width // 128)), generator=GENERATOR)
-        packing, index = Packing(dtype=dtype, scales=scales), torch.tensor([6, 0, 3])
-        compare(values.view(torch.int8), Fused(dtype=torch.float32), index, packing=packing)
-        what = Fused(
-            dtype=torch.float16, scale=(0.5, 2.0, 0.25, 1.5), shift=(1.0, 0.0, 3.0, 2.0), inner=width
-        )
-        compare(values.view(torch.int8), what, index, packing=packing)
-        steps = values.view(28, width)  # windows of two steps, one apart
-        view = steps.as_strided((25, 2, width), (width, 2 * width, 1))
-        own = scales.view(28, -1)
-        strided = own.as_strided((25, 2, own.shape[1]), (own.shape[1], 2 * own.shape[1], 1))
-        packing = Packing(dtype=dtype, scales=strided)
-        compare(view.view(torch.int8), Fused(dtype=torch.float32), index, packing=packing)
-
-
 def static() -> None:
     rows = rows_of(torch.uint8, 6, 3, 5, 5)
     what = fused_of(Field(shape=(3, 5, 5), dtype="uint8"), Normalise(mean=MEAN, std=STD, divisor=255), None)
@@ -135,7 +112,7 @@ def static() -> None:
     assert gather(torch.tensor([], dtype=torch.int64, device=DEVICE)).shape == (0, 3, 5, 5)
 
 
-CHECKS = (normalised_and_cast, windows, crops_and_mirrors, packed, static)
+CHECKS = (normalised_and_cast, windows, crops_and_mirrors, static)
 
 
 if __name__ == "__main__":

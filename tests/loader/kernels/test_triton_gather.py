@@ -29,7 +29,7 @@ def test_the_kernel_gives_the_values_of_its_twin() -> None:
     )
 
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["normalised_and_cast", "windows", "crops_and_mirrors", "packed", "static"]
+    assert done.stdout.split() == ["normalised_and_cast", "windows", "crops_and_mirrors", "static"]
 
 
 def test_a_kernel_that_fails_is_replaced_by_its_twin_and_said_once(

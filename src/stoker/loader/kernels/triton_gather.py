@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.loader.fused import Fused
-from stoker.loader.kernels.twin import Packing, Room, Twin, Views
+from stoker.loader.kernels.twin import Room, Twin, Views
 
 LONGEST_BLOCK = 2048
 """Values that one program has in flight."""
@@ -36,13 +36,10 @@ def _gather(  # noqa: PLR0913, PLR0917 - a kernel has no dataclasses
     out,
     scale,
     shift,
-    blocks,
     begins,
     flips,
     row_stride,
     step_stride,
-    blocks_row_stride,
-    blocks_step_stride,
     values: tl.constexpr,
     step: tl.constexpr,
     channels: tl.constexpr,
@@ -53,8 +50,6 @@ def _gather(  # noqa: PLR0913, PLR0917 - a kernel has no dataclasses
     kept_w: tl.constexpr,
     moved: tl.constexpr,
     mirrored: tl.constexpr,
-    last: tl.constexpr,
-    per_block: tl.constexpr,
     block: tl.constexpr,
     tiles: tl.constexpr,
 ):
@@ -81,9 +76,6 @@ def _gather(  # noqa: PLR0913, PLR0917 - a kernel has no dataclasses
         at = stored // step
         rest = stored - at * step
         x = tl.load(source + place * row_stride + at * step_stride + rest, mask=inside).to(tl.float32)
-        if per_block:
-            own = rest // last * ((last + per_block - 1) // per_block) + rest % last // per_block
-            x = x * tl.load(blocks + place * blocks_row_stride + at * blocks_step_stride + own, mask=inside)
         if channels == 1:
             x = x * tl.load(scale) + tl.load(shift)
         elif channels > 1:
@@ -131,10 +123,8 @@ def shape_for(values: int, inner: int, channels: int) -> Shape:
 class TritonGather:
     """Gathers rows of one view and converts them in one launch."""
 
-    def __init__(
-        self, view: Tensor, fused: Fused, batch: int, *, static: bool, packing: Packing | None = None
-    ) -> None:
-        """Arguments as for `TwinGather`; `packing` says how values are stored."""
+    def __init__(self, view: Tensor, fused: Fused, batch: int, *, static: bool) -> None:
+        """Arguments as for `TwinGather`."""
         stored = tuple(view.shape[1:])
         self._view = view.view(torch.uint8) if view.dtype == torch.bool else view
         self._room = Room(
@@ -146,10 +136,6 @@ class TritonGather:
         self._shape = shape_for(values, fused.inner, len(fused.scale))
         numbers = torch.tensor([fused.scale or (1.0,), fused.shift or (0.0,)], device=view.device)
         self._scale, self._shift = numbers.unbind(0)
-        self._blocks, self._blocks_strides = self._scale, (0, 0)
-        if packing is not None:
-            self._view, self._blocks = view.view(packing.dtype), packing.scales
-            self._blocks_strides = (packing.scales.stride(0), 0 if whole else packing.scales.stride(1))
         image = stored[-2:] if fused.crop is not None or fused.flip else (1, 1)
         self._constants = {
             "values": values,
@@ -160,8 +146,6 @@ class TritonGather:
             "width": image[1],
             "kept_h": (fused.crop or image)[0],
             "kept_w": (fused.crop or image)[1],
-            "last": stored[-1] if stored else 1,
-            "per_block": 0 if packing is None else packing.per_block,
             "block": self._shape.block,
             "tiles": self._shape.tiles,
             "num_warps": self._shape.warps,
@@ -187,11 +171,9 @@ class TritonGather:
                 out,
                 self._scale,
                 self._shift,
-                self._blocks,
                 index if begins is None else begins.contiguous(),
                 index if flips is None else flips.view(torch.uint8),
                 *self._strides,
-                *self._blocks_strides,
                 moved=begins is not None,
                 mirrored=flips is not None,
                 **self._constants,

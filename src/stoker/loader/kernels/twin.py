@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -41,22 +40,6 @@ SHORT_RUN = 64
 
 Views: TypeAlias = "tuple[Tensor | None, Tensor | None]"
 """Where crops begin, `(n, 2)` int64 rows and columns, and which examples are mirrored, `(n,)` bool."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
-    """How values of a view are packed: one byte each, times a float32 scale that a block of them shares."""
-
-    dtype: torch.dtype
-    """What the bytes are: int8 or float8."""
-    scales: Tensor
-    """A view like that of the bytes, with one scale for each block of their last axis."""
-    per_block: int = 128
-
-    def unpacked(self, stored: Tensor, index: Tensor) -> Tensor:
-        """The float32 values of `stored`, which were gathered by `index`."""
-        each = torch.index_select(self.scales, 0, index).repeat_interleave(self.per_block, -1)
-        return stored.view(self.dtype).to(torch.float32).mul_(each[..., : stored.shape[-1]])
 
 
 class Twin:
@@ -141,7 +124,6 @@ class TwinGather:
         *,
         pool: Pool | None = None,
         static: bool = False,
-        packing: Packing | None = None,
     ) -> None:
         """`batch` is the size of a full batch.
 
@@ -150,11 +132,9 @@ class TwinGather:
             fused: What is done to them.
             pool: Converts large batches beside the caller's thread; None: without.
             static: Every full batch is written over the last.
-            packing: How the rows' values are packed; None: they are not.
         """
         self._view = view
         self._fused = fused
-        self._packing = packing
         self._moved = fused.crop is not None or fused.flip
         self._twin = Twin(fused, tuple(view.shape[1:]), view.device)
         self._room = Room((batch, *self._twin.shape), fused.dtype, view.device, static=static)
@@ -162,15 +142,13 @@ class TwinGather:
         narrow = bool(self._twin.work_shape(1)[0])
         most = NARROW_PIECE_BYTES if narrow else PIECE_BYTES
         self._rows = max(1, most // max(1, 4 * math.prod(view.shape[1:])))
-        self._in_place = self._rows == 1 and packing is None and not self._moved and not narrow
+        self._in_place = self._rows == 1 and not self._moved and not narrow
         self._scratch: deque[tuple[Tensor, Tensor]] = deque()
 
     def __call__(self, index: Tensor, views: Views = (None, None)) -> Tensor:
         """Rows `index` of the view, converted: `(len(index), *shape)`; `views` crop and mirror them."""
         if self._view.device.type != "cpu":
             rows = torch.index_select(self._view, 0, index)
-            if self._packing is not None:
-                rows = self._packing.unpacked(rows, index)
             return self._room.fixed(self._twin(rows, views))
         out = self._room.take(len(index))
         if self._in_place:
@@ -198,8 +176,6 @@ class TwinGather:
         for begin in pieces:
             end = min(begin + self._rows, len(index))
             raw = torch.index_select(self._view, 0, index[begin:end], out=rows[: end - begin])
-            if self._packing is not None:
-                raw = self._packing.unpacked(raw, index[begin:end])
             if self._moved:
                 own = [None if view is None else view[begin:end] for view in views]
                 raw = cut(raw, self._fused.crop, *own)

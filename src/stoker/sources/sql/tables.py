@@ -17,7 +17,7 @@ from stoker.sources.sql.parse import Columns, Undecided, fields_of, parse_column
 from stoker.sources.sql.request import Request, relation_of
 from stoker.sources.sql.rows import FLOAT, INT, NULL, TEXT, Value, pack_rows, shown_key, unpack_row
 from stoker.sources.sql.table import read_table
-from stoker.sources.sql.values import MalformedError, Number, Row, Rule
+from stoker.sources.sql.values import MalformedError, Number, Rows, Rule
 
 _NAMED = 3
 
@@ -36,12 +36,14 @@ class Labels:
     """By key why its row is none."""
 
 
-def read_labels(table: str | Path, *, key: str, columns: Columns, name: str | None = None) -> Labels:
+def read_labels(
+    table: str | Path, *, key: str | Sequence[str], columns: Columns, name: str | None = None
+) -> Labels:
     """All rows of a table.
 
     Args:
         table: A `.csv`, `.tsv` or `.parquet` file, a SQLite file, or a database's URL.
-        key: Column that names the rows.
+        key: Column that names the rows, or columns that do together.
         columns: Fields and their rules, as of `SQLSource`.
         name: The table's name, in a database.
 
@@ -50,8 +52,9 @@ def read_labels(table: str | Path, *, key: str, columns: Columns, name: str | No
         SourceError: The table cannot be read, or lacks a column.
     """
     rules = parse_columns(columns)
-    wanted = (key, *dict.fromkeys(c for rule in rules for c in rule.columns if c != key))
-    keyed = list(_rows(table, wanted, name))
+    keys = (key,) if isinstance(key, str) else tuple(key)
+    wanted = (*keys, *dict.fromkeys(c for rule in rules for c in rule.columns if c not in keys))
+    keyed = list(_rows(table, wanted, len(keys), name))
     if not keyed:
         raise SourceError(f"{_shown(table)} has no rows. Check that it is the right table")
     decided = tuple(
@@ -73,40 +76,44 @@ def read_labels(table: str | Path, *, key: str, columns: Columns, name: str | No
 
 
 def _made(rules: Sequence[Rule], values: Mapping[str, Value]) -> Sample:
-    row = Row(values=values)
+    rows = Rows.one(values)
     sample: Sample = {}
     for rule in rules:
-        sample.update(rule.make(row))
-    return sample
+        sample.update(rule.make(rows))
+    return {name: array[0, ...] for name, array in sample.items()}
 
 
 def _rows(
-    table: str | Path, wanted: tuple[str, ...], name: str | None
+    table: str | Path, wanted: tuple[str, ...], keys: int, name: str | None
 ) -> Iterator[tuple[str, dict[str, Value]]]:
-    """Each row's key as text, and its values by column."""
+    """Each row's key, the first `keys` columns, as text, and its values by column."""
     kind = Path(str(table)).suffix.lower() if "://" not in str(table) else ""
     if kind in (".csv", ".tsv"):
-        yield from _csv_rows(Path(table), wanted, "\t" if kind == ".tsv" else ",")
+        yield from _csv_rows(Path(table), wanted, keys, "\t" if kind == ".tsv" else ",")
         return
     file = kind == ".parquet"
-    rows = _parquet_rows(Path(table), wanted) if file else _database_rows(table, wanted, name)
+    rows = _parquet_rows(Path(table), wanted) if file else _database_rows(table, wanted, keys, name)
     for values in rows:
-        found = dict(zip(wanted, values, strict=True))
-        if found[wanted[0]].tag == NULL:
-            raise SourceError(f"{_shown(table)}: key {wanted[0]} is NULL in a row. Give each row a key")
-        yield shown_key([found[wanted[0]]]), found
+        for column, value in zip(wanted[:keys], values, strict=False):
+            if value.tag == NULL:
+                raise SourceError(f"{_shown(table)}: key {column} is NULL in a row. Give each row a key")
+        yield shown_key(values[:keys]), dict(zip(wanted, values, strict=True))
 
 
-def _csv_rows(path: Path, wanted: tuple[str, ...], mark: str) -> Iterator[tuple[str, dict[str, Value]]]:
-    """Cells as numbers where they are some; an empty one is NULL. Keys stay the text that they are."""
+def _csv_rows(
+    path: Path, wanted: tuple[str, ...], keys: int, mark: str
+) -> Iterator[tuple[str, dict[str, Value]]]:
+    """Cells as numbers where they are some; an empty one is NULL. A key of one column stays text."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, delimiter=mark)
             _check(path, wanted, reader.fieldnames or ())
             for line in reader:
-                if not line[wanted[0]]:
-                    raise SourceError(f"{path}, line {reader.line_num}: key {wanted[0]} is empty")
-                yield line[wanted[0]].strip(), {column: _cell(line[column]) for column in wanted}
+                if empty := [column for column in wanted[:keys] if not line[column]]:
+                    raise SourceError(f"{path}, line {reader.line_num}: key {empty[0]} is empty")
+                cells = {column: _cell(line[column]) for column in wanted}
+                own = [cells[column] for column in wanted[:keys]]
+                yield line[wanted[0]].strip() if keys == 1 else shown_key(own), cells
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise SourceError(
             f"{path} cannot be read: {error}. Expected a CSV file in UTF-8 with a header"
@@ -146,10 +153,12 @@ def _parquet_rows(path: Path, wanted: tuple[str, ...]) -> Iterator[list[Value]]:
         raise SourceError(f"{path} cannot be read: {error}. Expected a Parquet file") from error
 
 
-def _database_rows(table: str | Path, wanted: tuple[str, ...], name: str | None) -> Iterator[list[Value]]:
+def _database_rows(
+    table: str | Path, wanted: tuple[str, ...], keys: int, name: str | None
+) -> Iterator[list[Value]]:
     relation, shown = relation_of(name, None)
     request = Request(
-        address=parse_address(table), relation=relation, name=shown, key=wanted[:1], columns=wanted[1:],
+        address=parse_address(table), relation=relation, name=shown, key=wanted[:keys], columns=wanted[keys:],
         unique=False,
     )  # fmt: skip
     rows = read_table(request).rows

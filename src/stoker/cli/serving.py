@@ -1,0 +1,334 @@
+"""The commands of the training service: start it, and speak to one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from stoker.cli.edge import Edge, edge
+from stoker.cli.flags import Debug, Json
+from stoker.cli.render import bold, table
+from stoker.errors import ConfigError, Degraded, StalledError, StokerError
+from stoker.units import format_percent
+
+if TYPE_CHECKING:
+    from stoker.service.client import Act, ServiceClient
+    from stoker.service.serve import Started
+
+STATE_DIR = Path(".stoker/service")
+NEEDED = ("fastapi", "uvicorn", "websockets", "jinja2", "sqlalchemy")
+"""What the extra `service` brings."""
+DATABASE, SERVER, TOKEN = "STOKER_DATABASE", "STOKER_SERVER", "STOKER_TOKEN"
+"""Variables of the environment: a command line can be read by everybody on a machine."""
+VERBS = ("submit", "list", "show", "logs", "cancel", "pause", "resume", "continue", "delete", "login")
+TRIES = 4
+"""How often a job is submitted when the service does not answer; its key keeps it one job."""
+Dir = Annotated[
+    Path, typer.Option(readable=False, help="The service's state folder: token, database, caches.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.command()(serve)
+    app.command()(job)
+
+
+def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8765,
+    state_dir: Dir = STATE_DIR,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; others may then try to log in.")
+    ] = "127.0.0.1",
+    database: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help=f"postgresql://... ; default: ${DATABASE}, else SQLite in the state folder."
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Jobs at a time; default: one for each GPU, or one.")
+    ] = None,
+    root: Annotated[
+        list[Path] | None,
+        typer.Option(readable=False, help="A folder whose data jobs may read; may be repeated."),
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A further name by which browsers call it.")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Start the training service.
+
+    Jobs over HTTP, live events and pages, behind a token. Ctrl-C or SIGTERM stops running jobs at a
+    checkpoint; the next start goes on with them.
+
+    \b
+    Example:
+      stoker serve --root data/pdebench
+      stoker serve --port 9000 --state-dir /srv/stoker --workers 2
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ConfigError(
+                f"stoker serve needs {', '.join(missing)}. Install it: pip install 'stoker[service]'"
+            )
+        from stoker.service.serve import ServeSettings
+        from stoker.service.serve import serve as run
+
+        settings = ServeSettings(
+            state_dir=state_dir,
+            host=host,
+            port=port,
+            database=database or os.environ.get(DATABASE),
+            workers=workers,
+            roots=tuple(root or ()),
+            hosts=tuple(allow_host or ()),
+        )
+        hidden = {DATABASE, TOKEN}
+        environment = {name: value for name, value in os.environ.items() if name not in hidden}
+        run(settings, environment, lambda started: out.show(started, render_started))
+        out.note("the service has ended; jobs that ran go on at its next start")
+
+
+def render_started(started: Started, console: Console) -> None:
+    """Where the service is and how to get in."""
+    workers = f"{started.workers} worker{'' if started.workers == 1 else 's'}"
+    lines = [
+        f"{started.address} · {workers} · {started.database}",
+        f"log in, once, within ten minutes: {started.login}",
+        f"token: {started.token_file}",
+    ]
+    if not started.local:
+        lines.append(
+            "it listens to other machines, and what they send is not encrypted: put a TLS proxy before it"
+        )
+    for line in lines:
+        console.print(escape(line), soft_wrap=True)
+
+
+def job(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    verb: Annotated[str, typer.Argument(metavar="|".join(VERBS), help="What to do.")],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[ID | FILE] [KEY=VALUE]",
+            help="The job; for submit a JSON or YAML file with its settings, and what wins over it.",
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="submit: what to call it.")] = None,
+    key: Annotated[str | None, typer.Option(help="submit: the same key again is the same job.")] = None,
+    status: Annotated[str | None, typer.Option(help="list: only jobs that are this.")] = None,
+    lines: Annotated[int, typer.Option(min=1, max=5000, help="logs: from the end; list: jobs.")] = 50,
+    epochs: Annotated[int | None, typer.Option(min=1, help="continue: how many more.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="submit, logs: show the log as it grows, until the job ends.")
+    ] = False,
+    server: Annotated[
+        str | None, typer.Option(metavar="URL", help=f"The service; default: ${SERVER}, else its folder's.")
+    ] = None,
+    state_dir: Dir = STATE_DIR,
+    token_file: Annotated[
+        Path | None, typer.Option(readable=False, help=f"Default: ${TOKEN}, else that of the folder.")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Speak to a running service about jobs.
+
+    \b
+    Example:
+      stoker job submit job.yaml batch_size=256 epochs=50 --follow
+      stoker job submit dataset_ids=[radio] --name night-run
+      stoker job list --status running
+      stoker job pause 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        if verb not in VERBS:
+            raise ConfigError(f"{verb!r} is nothing to do with a job. Expected {', '.join(VERBS)}")
+        client = _client(server, state_dir, token_file)
+        if verb == "submit":
+            made = _submit(client, words or [], name, key)
+            out.show(_Shown(made, _render_jobs), _render)
+            _follow(out, client, made["id"], wanted=follow)
+        elif verb == "list":
+            out.show(_Shown(client.jobs(status=status, limit=min(lines, 500)), _render_jobs), _render)
+        elif verb == "login":
+            address = client.address + client.login_path()
+            out.show(
+                _Shown({"login": address}, lambda _found, console: console.print(address, soft_wrap=True)),
+                _render,
+            )
+        else:
+            _about_one(out, client, (verb, _one(verb, words)), (lines, epochs), follow=follow)
+
+
+def _about_one(
+    out: Edge, client: ServiceClient, what: tuple[str, str], numbers: tuple[int, int | None], *, follow: bool
+) -> None:
+    verb, id = what
+    lines, epochs = numbers
+    if verb == "show":
+        out.show(_Shown(client.job(id), _render_job), _render)
+    elif verb == "logs":
+        out.show(_Shown(client.log(id, tail=lines), _render_log), _render)
+        _follow(out, client, id, wanted=follow)
+    elif verb == "delete":
+        client.delete(id)
+        out.show(_Shown({"deleted": id}, lambda _found, console: console.print(f"{id} is gone")), _render)
+    elif verb == "continue":
+        if epochs is None:
+            raise ConfigError("how many more epochs? Give --epochs N")
+        out.show(_Shown(client.more(id, epochs), _render_jobs), _render)
+    else:
+        out.show(_Shown(client.act(id, cast("Act", verb)), _render_jobs), _render)
+
+
+def _client(server: str | None, state_dir: Path, token_file: Path | None) -> ServiceClient:
+    from stoker.service.client import ServiceClient, read_address, read_token
+
+    address = server or os.environ.get(SERVER) or read_address(state_dir)
+    named = os.environ.get(TOKEN) if token_file is None else None
+    return ServiceClient(address, named or read_token(token_file or state_dir / "token"))
+
+
+def _one(verb: str, words: list[str] | None) -> str:
+    if words is None or len(words) != 1:
+        raise ConfigError(
+            f"stoker job {verb} takes one job, found {len(words or [])}. `stoker job list` shows them"
+        )
+    return words[0]
+
+
+def _submit(client: ServiceClient, words: list[str], name: str | None, key: str | None) -> dict[str, Any]:
+    """Make the job; a service that does not answer is asked again, with the same key."""
+    body = _body(words)
+    if name is not None:
+        body["job_name"] = name
+    key = key or secrets.token_hex(16)
+    for left in reversed(range(TRIES)):
+        try:
+            return client.submit(body, key=key)
+        except (Degraded, StalledError):
+            if not left:
+                raise
+            time.sleep(0.5 * 2 ** (TRIES - left))
+    raise AssertionError
+
+
+def _body(words: list[str]) -> dict[str, Any]:
+    """The request of a file, `-` for standard input, and of settings; a file may hold the settings alone."""
+    import yaml
+
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1:
+        raise ConfigError(
+            f"expected one file of settings, found {', '.join(files)}. Settings are written key=value"
+        )
+    try:
+        found = yaml.safe_load(sys.stdin if files == ["-"] else Path(files[0]).read_text()) if files else {}
+        given = {k: yaml.safe_load(v) for k, _, v in (word.partition("=") for word in words if "=" in word)}
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{files[0] if files else 'a setting'} cannot be read: {error}. Expected JSON or YAML"
+        ) from None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"{files[0]} holds no settings by name. Expected an object with dataset_ids, epochs, ..."
+        )
+    body = cast("dict[str, Any]", found)
+    if "config" not in body:
+        body = {"config": body}
+    return {**body, "config": {**body["config"], **given}}
+
+
+def _follow(out: Edge, client: ServiceClient, id: str, *, wanted: bool) -> None:
+    """Show the log as it grows; the exit code is that of the job."""
+    if not wanted:
+        return
+    place = 0
+    while True:
+        try:
+            for told in client.follow(f"/jobs/{id}/logs/stream", place):
+                place = told.number
+                for line in told.data.get("lines", ()):
+                    out.note(line)
+                if told.kind == "end":
+                    _judge(client.job(id)["job"])
+                    return
+        except StalledError as error:
+            out.note(f"{error}; following again")
+        time.sleep(1.0)
+
+
+def _judge(found: Mapping[str, Any]) -> None:
+    if found["status"] == "failed":
+        raise StokerError(f"job {found['id']} failed: {found['error_message']}")
+
+
+class _Shown:
+    """An answer of the service as a result of a command."""
+
+    def __init__(self, found: dict[str, Any], show: Callable[[Mapping[str, Any], Console], None]) -> None:
+        self.found = found
+        self.show = show
+
+    def to_json(self) -> dict[str, Any]:
+        return self.found
+
+
+def _render(shown: _Shown, console: Console) -> None:
+    shown.show(shown.found, console)
+
+
+def _render_jobs(found: Mapping[str, Any], console: Console) -> None:
+    """A row a job."""
+    jobs = found.get("jobs", [found])
+    if not jobs:
+        console.print("no jobs. `stoker job submit` makes one")
+        return
+    rows = [bold("id", "name", "status", "epoch", "val loss", "stall", "")]
+    rows += [tuple(map(escape, _row(one))) for one in jobs]
+    table(console, rows, fixed=6, right=range(3, 6), gap=2)
+
+
+def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
+    loss, stall = one["val_loss"], one["stall"]
+    return (
+        one["id"],
+        one["job_name"],
+        one["status"],
+        f"{one['current_epoch']}/{one['total_epochs']}",
+        "-" if loss is None else f"{loss:.4g}",
+        "-" if stall is None else format_percent(stall),
+        one["error_message"] or one["progress_message"],
+    )
+
+
+def _render_job(found: Mapping[str, Any], console: Console) -> None:
+    """The job, its last epochs."""
+    _render_jobs(found["job"], console)
+    shown = ("epoch", "train_loss", "val_loss", "learning_rate", "stall")
+    rows = [
+        tuple("-" if row.get(k) is None else f"{row[k]:.4g}" for k in shown)
+        for row in found["recent_metrics"]
+    ]
+    if rows:
+        table(console, [bold(*shown), *rows], fixed=5, right=range(5), gap=2)
+
+
+def _render_log(found: Mapping[str, Any], console: Console) -> None:
+    for line in found["lines"]:
+        console.print(escape(line), soft_wrap=True)

@@ -1,0 +1,94 @@
+"""What goes wrong, as answers: `{"error": "one line", "fields": [...]}` and a status that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from stoker.errors import (
+    ConfigError,
+    Conflict,
+    Degraded,
+    NotFound,
+    PathRefusedError,
+    ReadOnlyError,
+    ResourceError,
+    SourceError,
+    StalledError,
+    StokerError,
+)
+
+STATUS: tuple[tuple[type[StokerError], int], ...] = (
+    (PathRefusedError, 403),
+    (NotFound, 404),
+    (Conflict, 409),
+    (Degraded, 503),
+    (StalledError, 504),
+    (ResourceError, 507),
+    (ReadOnlyError, 507),
+    (ConfigError, 422),
+    (SourceError, 422),
+)
+"""Status by class, the first that fits; 422 for every other error raised on purpose."""
+
+
+class FieldFault(BaseModel):
+    """What is wrong with one field of a request."""
+
+    path: str = Field(examples=["config.batch_size"])
+    problem: str = Field(examples=["Input should be less than or equal to 1024"])
+
+
+class Fault(BaseModel):
+    """Why a request was not done."""
+
+    error: str = Field(examples=["there is no job 'x'. `stoker job list` shows those there are"])
+    fields: list[FieldFault] = []
+
+
+def faults(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """For the OpenAPI: these statuses and those that every route may answer."""
+    return {status: {"model": Fault} for status in sorted({400, 401, 403, 422, 503, *statuses})}
+
+
+def install(app: FastAPI) -> None:
+    """Let `app` answer in this form whatever happens."""
+    app.add_exception_handler(StokerError, _of_ours)
+    app.add_exception_handler(RequestValidationError, _of_fields)
+    app.add_exception_handler(HTTPException, _of_routing)
+
+
+def field_faults(errors: Sequence[Any]) -> list[FieldFault]:
+    """What pydantic found, without the values that were sent: they may be secret, or huge."""
+    return [
+        FieldFault(path=".".join(str(part) for part in error["loc"] if part != "body"), problem=error["msg"])
+        for error in errors
+    ]
+
+
+def _of_ours(_request: Request, error: Exception) -> Response:
+    status = next((status for kind, status in STATUS if isinstance(error, kind)), 422)
+    wait = {"Retry-After": "2"} if status in (503, 504) else None
+    return JSONResponse({"error": str(error), "fields": []}, status, headers=wait)
+
+
+def _of_fields(_request: Request, error: Exception) -> Response:
+    found = field_faults(error.errors()) if isinstance(error, RequestValidationError) else []
+    said = "; ".join(f"{fault.path}: {fault.problem}" for fault in found[:3])
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    body = Fault(error=f"the request is refused: {said}{more}", fields=found[:100])
+    return JSONResponse(body.model_dump(), 422)
+
+
+def _of_routing(_request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    headers = error.headers if isinstance(error, HTTPException) else None
+    said = {404: "there is nothing at this address", 405: "this address does not take that method"}
+    detail = said.get(status) or str(getattr(error, "detail", error))
+    return JSONResponse({"error": detail, "fields": []}, status, headers=headers)

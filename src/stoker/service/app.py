@@ -1,0 +1,87 @@
+"""The web application: routes, pages and files behind one guard."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+
+from fastapi import FastAPI, Security
+from fastapi.security import HTTPBearer
+
+import stoker
+from stoker.service import (
+    answers,
+    pages,
+    routes_caches,
+    routes_datasets,
+    routes_jobs,
+    routes_live,
+    routes_machine,
+)
+from stoker.service.guard import Guard, Rules
+from stoker.service.services import Services
+
+API = "/api/v1/training"
+EARLIER_API = "/api/training"
+"""Where the guide of an earlier system has it; the same routes."""
+DESCRIPTION = """Jobs that train on cached data: make, follow, pause, resume and cancel them.
+
+Every request needs `Authorization: Bearer TOKEN`; the token is in the file `token` of the state folder. A
+request that fails is answered with `{"error": ..., "fields": [{"path", "problem"}]}`. Events come as
+Server-Sent Events (`/events`, `/jobs/{job_id}/events`) or by WebSocket (`/ws`, `/ws/training/{job_id}`), each
+with a number: connect with the last one seen (`Last-Event-ID`, or `?after=`), and none is missed.
+"""
+HEADERS = (
+    ("Content-Security-Policy", pages.policy()),
+    ("X-Content-Type-Options", "nosniff"),
+    ("X-Frame-Options", "DENY"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cross-Origin-Opener-Policy", "same-origin"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("Cache-Control", "no-store"),
+)
+"""What every answer carries."""
+
+
+def create_app(services: Services) -> FastAPI:
+    """The application of one service, guarded."""
+
+    @asynccontextmanager
+    async def running(_app: FastAPI) -> AsyncGenerator[None]:
+        reading = asyncio.create_task(services.feed.run())
+        yield
+        services.feed.close()
+        reading.cancel()
+        with suppress(asyncio.CancelledError):
+            await reading
+
+    app = FastAPI(
+        title="Stoker training service",
+        version=stoker.__version__,
+        description=DESCRIPTION,
+        openapi_url=f"{API}/openapi.json",
+        docs_url=None,  # its scripts come from elsewhere
+        redoc_url=None,
+        lifespan=running,
+    )
+    app.state.services = services
+    token = [Security(HTTPBearer(auto_error=False, description="The token of the state folder."))]
+    for module in (routes_jobs, routes_live, routes_datasets, routes_caches, routes_machine):
+        app.include_router(module.router, prefix=API, dependencies=token)
+        app.include_router(module.router, prefix=EARLIER_API, include_in_schema=False)
+    app.include_router(routes_machine.health)
+    app.include_router(routes_live.sockets)
+    app.include_router(pages.router)
+    app.mount("/static", pages.static_files(), name="static")
+    answers.install(app)
+    rules = Rules(
+        auth=services.auth,
+        hosts=services.hosts,
+        limits=services.limits,
+        headers=HEADERS,
+        stranger=pages.log_in_first,
+        traffic=services.traffic,
+    )
+    app.add_middleware(Guard, rules)
+    return app

@@ -1,0 +1,145 @@
+"""Who may ask: whoever has the token of the state folder, or a session that was opened with it.
+
+Programs send the token. A browser is given a one-time code, which it trades for a cookie; the cookie carries
+its own end and is sealed with a key made from the token, so that it outlives a restart and dies with the
+token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from stoker.atomic import explained
+from stoker.errors import ConfigError
+
+SHORTEST = 32
+"""Characters that a token has at least; ours have 43, which are 256 bits."""
+CODE_S = 600.0
+"""How long a login code may be used."""
+SESSION_S = 7 * 86400.0
+CODES = 64
+"""Login codes that are kept; the oldest goes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A browser that has logged in."""
+
+    id: str
+    csrf: str
+    """What its unsafe requests must carry as `X-CSRF-Token`; no other site can know it."""
+
+
+def load_token(path: Path) -> SecretStr:
+    """The token in a file, made at the first call: 256 bits that only its user may read.
+
+    Raises:
+        ConfigError: The file is no such file.
+        ReadOnlyError, ResourceError: It cannot be made.
+    """
+    if not path.exists():
+        _make_token(path)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}. Remove it, and a new one is made"
+        ) from None
+    with os.fdopen(fd, "rb") as file:
+        mode = os.fstat(fd).st_mode
+        text = file.read(1024).decode("ascii", "replace").strip() if stat.S_ISREG(mode) else ""
+    if not stat.S_ISREG(mode) or mode & 0o077:
+        raise ConfigError(
+            f"{path} may be read by others (mode {stat.S_IMODE(mode):o}). Expected 600; remove it"
+        )
+    if len(text) < SHORTEST or not text.isprintable():
+        raise ConfigError(f"{path} holds {len(text)} characters, expected {SHORTEST} or more. Remove it")
+    return SecretStr(text)
+
+
+def _make_token(path: Path) -> None:
+    temporary = path.with_name(f".token.{secrets.token_hex(4)}.part")
+    with explained(path):
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(fd, "w") as file:
+                file.write(secrets.token_urlsafe(32) + "\n")
+                file.flush()
+                os.fsync(fd)
+            os.link(temporary, path)
+        except FileExistsError:
+            pass  # another service was faster, and its token is as good
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+class Auth:
+    """Checks tokens, trades codes for sessions. Safe to call from several threads."""
+
+    def __init__(self, token: SecretStr, *, clock: Callable[[], float] = time.time) -> None:
+        self._token = token.get_secret_value()
+        self._key = hmac.digest(self._token.encode(), b"stoker session", "sha256")
+        self._clock = clock
+        self._codes: dict[str, float] = {}
+        self._ended: dict[str, float] = {}
+        self.cookie = f"stoker_{hmac.digest(self._key, b'name', 'sha256').hex()[:8]}"
+        """Name of the cookie: cookies know no ports, so two services on one machine need two names."""
+
+    def is_token(self, value: str) -> bool:
+        """Whether it is the token, in constant time."""
+        return same(value, self._token)
+
+    def new_code(self) -> str:
+        """A code that opens one session within `CODE_S`."""
+        now = self._clock()
+        kept = [(code, until) for code, until in self._codes.items() if until > now]
+        code = secrets.token_urlsafe(24)
+        self._codes = dict([*kept[-(CODES - 1) :], (_digest(code), now + CODE_S)])
+        return code
+
+    def log_in(self, secret: str) -> str | None:
+        """The cookie for a code, which is used up, or for the token; None for anything else."""
+        until = self._codes.pop(_digest(secret), 0.0)
+        if until <= self._clock() and not self.is_token(secret):
+            return None
+        payload = f"{secrets.token_hex(16)}.{int(self._clock() + SESSION_S)}"
+        return f"{payload}.{self._seal('session', payload)}"
+
+    def session(self, cookie: str) -> Session | None:
+        """The session of a cookie that we gave out, that has not passed, and that was not ended."""
+        payload, _, seal = cookie.rpartition(".")
+        if not same(seal, self._seal("session", payload)):
+            return None
+        name, _, until = payload.partition(".")
+        if float(until) <= self._clock() or name in self._ended:
+            return None
+        return Session(id=name, csrf=self._seal("csrf", name))
+
+    def end(self, session: Session) -> None:
+        """Make a session's cookie worthless, for as long as this process lives."""
+        now = self._clock()
+        self._ended = {name: until for name, until in self._ended.items() if until > now}
+        self._ended[session.id] = now + SESSION_S
+
+    def _seal(self, purpose: str, payload: str) -> str:
+        return hmac.digest(self._key, f"{purpose}:{payload}".encode("utf-8", "replace"), "sha256").hex()
+
+
+def same(given: str, expected: str) -> bool:
+    """Whether two secrets are equal, in constant time."""
+    return hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode())
+
+
+def _digest(code: str) -> str:
+    """Codes are looked up by digest, so that the time of a look-up says nothing about them."""
+    return hashlib.sha256(code.encode("utf-8", "replace")).hexdigest()

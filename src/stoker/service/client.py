@@ -1,0 +1,220 @@
+"""A thin client of the service, for the command line and for scripts; needs nothing but Python."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from typing import Any, Literal, cast
+from urllib.parse import quote, urlencode, urlsplit
+
+from stoker.errors import ConfigError, Conflict, Degraded, NotFound, ServiceError, StalledError, StokerError
+
+API = "/api/v1/training"
+ANSWER_BYTES = 64 << 20
+TIMEOUT_S = 35.0
+"""A little more than the service takes at most to begin an answer."""
+SILENCE_S = 60.0
+"""Silence of a stream after which it is dead: the service says something every 15 s."""
+Act = Literal["cancel", "pause", "resume"]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One event of a stream."""
+
+    number: int
+    kind: str
+    data: dict[str, Any]
+
+
+class ServiceClient:
+    """Calls one service."""
+
+    def __init__(self, address: str, token: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        """Raises: ConfigError: the address is none, or the token has characters that no header takes."""
+        parts = urlsplit(address)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
+            raise ConfigError(f"{address} is no address of a service. Expected http://HOST:PORT")
+        if not token or not token.isascii() or not token.isprintable():
+            raise ConfigError("the token is empty or has odd characters. Take it from the file DIR/token")
+        self.address = f"{parts.scheme}://{parts.netloc}"
+        self._token = token
+        self._timeout_s = timeout_s
+        # No proxy: the token would be sent to it. No redirect: to whoever it names.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
+
+    def submit(self, body: Mapping[str, Any], *, key: str | None = None) -> dict[str, Any]:
+        """Make a job; with a key it may be sent again without making two."""
+        return self._ask("POST", "/jobs", body=body, headers={"Idempotency-Key": key} if key else {})
+
+    def jobs(self, *, status: str | None = None, limit: int = 50, offset: int = 0) -> dict[str, Any]:
+        """A page of jobs, the newest first: `jobs`, `total`."""
+        query = {"limit": limit, "offset": offset, **({"status": status} if status else {})}
+        return self._ask("GET", f"/jobs?{urlencode(query)}")
+
+    def job(self, id: str) -> dict[str, Any]:
+        """One job: `job`, `recent_metrics`, `events_after`."""
+        return self._ask("GET", f"/jobs/{quote(id, safe='')}")
+
+    def act(self, id: str, what: Act) -> dict[str, Any]:
+        """Ask something of a job; how it stands then."""
+        return self._ask("POST", f"/jobs/{quote(id, safe='')}/{what}")
+
+    def more(self, id: str, epochs: int) -> dict[str, Any]:
+        """Let a completed job train for more epochs."""
+        return self._ask("POST", f"/jobs/{quote(id, safe='')}/continue", body={"additional_epochs": epochs})
+
+    def delete(self, id: str) -> None:
+        """Forget a job that has ended."""
+        self._ask("DELETE", f"/jobs/{quote(id, safe='')}")
+
+    def metrics(self, id: str, *, limit: int = 100, after: int = 0) -> list[dict[str, Any]]:
+        """What was measured, an epoch a row."""
+        found = self._ask("GET", f"/jobs/{quote(id, safe='')}/metrics?limit={limit}&after={after}")
+        return found["metrics"]
+
+    def log(self, id: str, *, tail: int = 200) -> dict[str, Any]:
+        """The end of a job's log: `lines`, `offset`."""
+        return self._ask("GET", f"/jobs/{quote(id, safe='')}/logs?tail={tail}")
+
+    def login_path(self) -> str:
+        """The path of a page that opens a session in one browser, once."""
+        return self._ask("POST", "/login-codes")["path"]
+
+    def follow(self, path: str, after: int) -> Iterator[Told]:
+        """The events of a stream (`/events`, `/jobs/ID/events`, `/jobs/ID/logs/stream`) until it ends.
+
+        Raises:
+            StalledError: The service fell silent; follow again from the number seen last.
+        """
+        headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
+        with self._open("GET", path, headers=headers, timeout_s=SILENCE_S) as answer:
+            fields: dict[str, str] = {}
+            try:
+                for raw in answer:
+                    line = raw.decode().rstrip("\r\n")
+                    if line:
+                        name, _, value = line.partition(":")
+                        fields[name] = value.removeprefix(" ")
+                    elif "data" in fields:
+                        data = json.loads(fields["data"])
+                        yield Told(int(fields.get("id", 0)), fields.get("event", ""), data)
+                        fields = {}
+            except (OSError, HTTPException) as error:
+                raise StalledError(f"{self.address}{API}{path} broke off: {error}. Follow it again") from None
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        with self._open(method, path, body=body, headers=headers, timeout_s=self._timeout_s) as answer:
+            try:
+                text = answer.read(ANSWER_BYTES)
+            except (OSError, HTTPException) as error:
+                raise StalledError(
+                    f"{method} {self.address}{API}{path} broke off: {error}. Ask again"
+                ) from None
+        return _object(text, f"{method} {path}") if text else {}
+
+    @contextmanager
+    def _open(
+        self,
+        method: str,
+        path: str,
+        *,
+        timeout_s: float,
+        body: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Generator[HTTPResponse]:
+        sent = {"Authorization": f"Bearer {self._token}", "Accept": "application/json", **(headers or {})}
+        data = None if body is None else json.dumps(body).encode()
+        if data is not None:
+            sent["Content-Type"] = "application/json"
+        request = urllib.request.Request(  # noqa: S310 (the scheme is checked above)
+            self.address + API + path, data, sent, method=method
+        )
+        try:
+            answer = self._opener.open(request, timeout=timeout_s)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise _refused(error.code, error.read(1 << 16), f"{method} {path}") from None
+        except (OSError, HTTPException) as error:
+            reason = getattr(error, "reason", None) or error
+            if isinstance(reason, TimeoutError):
+                raise StalledError(
+                    f"{self.address} did not answer within {timeout_s:g} s. Try again"
+                ) from None
+            raise ServiceError(
+                f"{self.address} does not answer: {reason}. Start it with `stoker serve`, or give --server"
+            ) from None
+        with answer:
+            yield answer
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """The token goes to the address that was given, nowhere else."""
+
+    def redirect_request(self, *_: object) -> None:  # type: ignore[override]
+        """Refuse."""
+
+
+def read_address(state_dir: Path) -> str:
+    """Where the service of a state folder is.
+
+    Raises:
+        ConfigError: No service was started there.
+    """
+    return _first_line(
+        state_dir / "address", "Start it with `stoker serve`, or give --server and --token-file"
+    )
+
+
+def read_token(path: Path) -> str:
+    """The token in a file.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    return _first_line(path, "It is in the state folder of the service; give --state-dir or --token-file")
+
+
+def _first_line(path: Path, advice: str) -> str:
+    try:
+        return path.read_text().strip().splitlines()[0]
+    except (OSError, ValueError, IndexError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}. {advice}") from None
+
+
+def _refused(status: int, text: bytes, what: str) -> StokerError:
+    try:
+        said = str(_object(text, what).get("error") or "no reason given")
+    except ServiceError:
+        said = text[:200].decode("utf-8", "replace")
+    known: dict[int, StokerError] = {
+        404: NotFound(said),
+        409: Conflict(said),
+        422: ConfigError(said),
+        503: Degraded(said),
+        504: StalledError(said),
+    }
+    return known.get(status) or ServiceError(f"{what}: {status}: {said}", status=status)
+
+
+def _object(text: bytes, what: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ServiceError(f"{what}: the answer is no JSON object ({text[:80]!r}). Is it a Stoker service?")
+    return cast("dict[str, Any]", found)

@@ -1,0 +1,184 @@
+"""Caches over HTTP: what there is, whether it is sound, why it differs, and what may go."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Response
+from fastapi import Path as InPath
+from pydantic import BaseModel, ConfigDict, Field
+
+from stoker.errors import NotFound
+from stoker.service.answers import faults
+from stoker.service.models import OperationOut, Wait
+from stoker.service.operations import Operation
+from stoker.service.services import Here, Services
+
+router = APIRouter(tags=["caches"])
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
+FINGERPRINT = r"[0-9a-f]{16}"
+Name = Annotated[str, InPath(pattern=f"^{NAME}$", examples=["radio_train"])]
+Print = Annotated[str, InPath(pattern=f"^{FINGERPRINT}$", examples=["3fa9c1d2e4b7a810"])]
+
+
+class CacheRow(BaseModel):
+    """One cache, as a list shows it."""
+
+    name: str
+    fingerprint: str
+    bytes: int
+    complete: bool
+    unused_s: float = Field(description="Seconds since its last use.")
+    claims: list[str] = Field(description="What somebody is doing with it now.")
+    broken: str = Field(description="Why it cannot be read; empty where it can.")
+
+
+class CacheList(BaseModel):
+    """All caches of the service."""
+
+    caches: list[CacheRow]
+    bytes: int
+
+
+class CacheDetail(BaseModel):
+    """What one cache holds, from its index."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str
+    fingerprint: str
+    records: int
+    count: int
+    bytes: int
+    complete: bool
+
+
+class WhyOut(BaseModel):
+    """How two recipes differ."""
+
+    same: bool
+    a: str
+    b: str
+    differences: list[dict[str, Any]]
+
+
+class GcRequest(BaseModel):
+    """Which caches may go; what is in use stays. Nothing goes unless `dry_run` is false."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={"examples": [{"keep": 1, "older_than_s": 2592000, "dry_run": True}]},
+    )
+    keep: int | None = Field(
+        default=None, ge=0, le=10**6, description="Recipes of each name that stay, newest."
+    )
+    max_bytes: int | None = Field(default=None, ge=0, le=2**62)
+    older_than_s: float | None = Field(default=None, ge=0, le=1e10, allow_inf_nan=False)
+    dry_run: bool = True
+
+
+@router.get("/caches", responses=faults())
+def list_caches(here: Here) -> CacheList:
+    """All caches that jobs have made."""
+    from stoker.store.gc_scan import scan
+
+    rows = [
+        CacheRow(
+            name=found.name,
+            fingerprint=found.path.name,
+            bytes=found.bytes,
+            complete=found.complete,
+            unused_s=max(0.0, found.unused_s),
+            claims=found.live_claims(),
+            broken=found.broken,
+        )
+        for found in scan(here.folder.caches)
+    ]
+    return CacheList(caches=rows, bytes=sum(row.bytes for row in rows))
+
+
+@router.get("/caches/{name}/{fingerprint}", responses=faults(404))
+def inspect_cache(name: Name, fingerprint: Print, here: Here) -> CacheDetail:
+    """One cache: fields, sizes, statistics, quarantined samples. No record is read."""
+    from stoker.pipeline.inspect import inspect_cache as inspect
+
+    return CacheDetail.model_validate(inspect(_folder(here, name, fingerprint)).to_json())
+
+
+@router.post(
+    "/caches/{name}/{fingerprint}/verify",
+    responses={202: {"model": OperationOut, "description": "Not done yet."}, **faults(404, 409)},
+)
+def verify_cache(
+    name: Name,
+    fingerprint: Print,
+    here: Here,
+    response: Response,
+    subset: Annotated[float, Query(gt=0, le=1, description="Part of the records to read.")] = 1.0,
+    wait_s: Wait = 20.0,
+) -> OperationOut:
+    """Read a cache back and compare checksums."""
+    folder = _folder(here, name, fingerprint)
+
+    def verify() -> dict[str, Any]:
+        from stoker.store import open_cache
+
+        return open_cache(folder, require_complete=False).verify(subset).to_json()
+
+    return _answer(response, here.operations.start(f"verify {name}/{fingerprint}", verify, wait_s=wait_s))
+
+
+@router.get("/caches/{name}/{fingerprint}/why", responses=faults(404))
+def why(
+    name: Name,
+    fingerprint: Print,
+    here: Here,
+    other: Annotated[str | None, Query(pattern=f"^{FINGERPRINT}$", description="None: the nearest.")] = None,
+) -> WhyOut:
+    """What differs between two recipes of one name."""
+    from stoker.pipeline.why import explain
+
+    beside = None if other is None else _folder(here, name, other)
+    return WhyOut.model_validate(explain(_folder(here, name, fingerprint), beside).to_json())
+
+
+@router.post(
+    "/caches/gc",
+    responses={202: {"model": OperationOut, "description": "Not done yet."}, **faults(409)},
+)
+def collect(body: GcRequest, here: Here, response: Response, wait_s: Wait = 20.0) -> OperationOut:
+    """Remove, or list, what no cache needs any more and what the request lets go."""
+
+    def work() -> dict[str, Any]:
+        from stoker.store.gc import GcPolicy
+        from stoker.store.gc import collect as run
+
+        policy = GcPolicy(keep=body.keep, max_bytes=body.max_bytes, older_than_s=body.older_than_s)
+        return run(here.folder.caches, policy, dry_run=body.dry_run).to_json()
+
+    return _answer(response, here.operations.start("gc", work, wait_s=wait_s))
+
+
+@router.get("/operations/{operation_id}", responses=faults(404))
+def get_operation(operation_id: Annotated[str, InPath(max_length=40)], here: Here) -> OperationOut:
+    """How work stands that took longer than its answer."""
+    return OperationOut.of(here.operations.get(operation_id))
+
+
+def _answer(response: Response, operation: Operation) -> OperationOut:
+    response.status_code = 202 if operation.state == "running" else 200
+    return OperationOut.of(operation)
+
+
+def _folder(here: Services, name: str, fingerprint: str) -> Path:
+    """The folder of a cache, which is no link: the names are matched again, whoever calls.
+
+    Raises:
+        NotFound: There is no such cache.
+    """
+    path = here.folder.caches / name / fingerprint
+    fits = re.fullmatch(NAME, name) and re.fullmatch(FINGERPRINT, fingerprint)
+    if not fits or not path.is_dir() or path.is_symlink() or path.parent.is_symlink():
+        raise NotFound(f"there is no cache {name}/{fingerprint}. GET /api/v1/training/caches lists them")
+    return path

@@ -1,0 +1,187 @@
+"""Jobs over HTTP: make, look, stop, go on, and what they measured and wrote."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import Path as InPath
+
+from stoker.errors import ConfigError, Conflict, NotFound
+from stoker.schema import Json
+from stoker.service import logs
+from stoker.service.answers import faults
+from stoker.service.datasets import describe
+from stoker.service.models import (
+    JobDetail,
+    JobList,
+    JobLog,
+    JobMetrics,
+    JobOut,
+    JobRequest,
+    MoreEpochs,
+    OperationOut,
+    Wait,
+)
+from stoker.service.runs.settings import check, settings_of
+from stoker.service.services import Here, Services
+from stoker.service.states import WAITING, State
+from stoker.service.training_config import TrainingConfig
+
+router = APIRouter(tags=["jobs"])
+MOST_WAITING = 10_000
+"""Jobs that may wait for a worker; more are refused until some were taken."""
+RECENT = 10
+"""Epochs shown with a job."""
+Id = Annotated[str, InPath(min_length=1, max_length=36, description="The job's id.")]
+Key = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        min_length=1,
+        max_length=200,
+        description="One key, one job: sent again, the answer is the job that was made first (200, not 201).",
+    ),
+]
+
+
+@router.post(
+    "/jobs",
+    status_code=201,
+    responses={200: {"model": JobOut, "description": "The job of that key."}, **faults(409, 429)},
+)
+def create_job(body: JobRequest, here: Here, response: Response, key: Key = None) -> JobOut:
+    """Make a training job; it is queued at once."""
+    config, datasets = body.config, _fitting(here, body.config)
+    if sum(here.jobs.count(state) for state in WAITING) >= MOST_WAITING:
+        raise Conflict(f"{MOST_WAITING:,} jobs are waiting, as many as may. Ask again when some were taken")
+    job, made = here.jobs.create(
+        config.model_dump(mode="json"),
+        name=body.job_name,
+        epochs=config.epochs,
+        dataset_ids=[str(dataset["id"]) for dataset in datasets],
+        key=key,
+    )
+    response.status_code = 201 if made else 200
+    response.headers["Location"] = f"/api/v1/training/jobs/{job.id}"
+    return JobOut.of(job)
+
+
+@router.get("/jobs", responses=faults())
+def list_jobs(
+    here: Here,
+    status: Annotated[State | None, Query(description="Only jobs of this status.")] = None,
+    limit: Annotated[int, Query(ge=1, le=500)] = 50,
+    offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
+) -> JobList:
+    """Jobs, the newest first."""
+    found = here.jobs.list(status, limit=limit, offset=offset)
+    total = here.jobs.count(status)
+    return JobList(jobs=[JobOut.of(job) for job in found], total=total, limit=limit, offset=offset)
+
+
+@router.get("/jobs/{job_id}", responses=faults(404))
+def get_job(job_id: Id, here: Here, request: Request) -> JobDetail:
+    """One job, its last epochs, and where to follow it."""
+    newest = here.outbox.newest()  # first: what the job says may be later, never earlier
+    job = here.jobs.get(job_id)
+    scheme = "wss" if request.url.scheme == "https" else "ws"
+    return JobDetail(
+        job=JobOut.of(job),
+        recent_metrics=here.jobs.metrics(job_id, limit=RECENT, after=max(0, job.epoch - RECENT)),
+        websocket_url=f"{scheme}://{request.headers['host']}/ws/training/{job.id}",
+        events_after=newest,
+    )
+
+
+@router.post("/jobs/{job_id}/cancel", responses=faults(404, 409))
+def cancel_job(job_id: Id, here: Here) -> JobOut:
+    """End a job; its checkpoints stay. A running one is `cancelling` until its process has ended."""
+    return JobOut.of(here.jobs.cancel(job_id))
+
+
+@router.post("/jobs/{job_id}/pause", responses=faults(404, 409))
+def pause_job(job_id: Id, here: Here) -> JobOut:
+    """Stop a job at a checkpoint. A running one is `pausing` until that is written."""
+    return JobOut.of(here.jobs.pause(job_id))
+
+
+@router.post("/jobs/{job_id}/resume", responses=faults(404, 409))
+def resume_job(job_id: Id, here: Here) -> JobOut:
+    """Go on with a paused, cancelled or failed job from its newest valid checkpoint."""
+    return JobOut.of(here.jobs.resume(job_id))
+
+
+@router.post("/jobs/{job_id}/continue", status_code=202, responses=faults(404, 409))
+def continue_job(job_id: Id, body: MoreEpochs, here: Here) -> JobOut:
+    """Train a completed job for more epochs, from its last checkpoint."""
+    return JobOut.of(here.jobs.extend(job_id, body.additional_epochs))
+
+
+@router.delete("/jobs/{job_id}", status_code=204, responses=faults(404, 409))
+def delete_job(job_id: Id, here: Here) -> None:
+    """Forget a job that has ended or is paused, with its metrics, log and checkpoints. Caches stay."""
+    here.jobs.delete(job_id)
+
+
+@router.get("/jobs/{job_id}/metrics", responses=faults(404))
+def get_metrics(
+    job_id: Id,
+    here: Here,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: Annotated[int, Query(ge=0, le=10**9, description="From the epoch after this one on.")] = 0,
+) -> JobMetrics:
+    """What was measured, an epoch a row, in order."""
+    return JobMetrics(job_id=job_id, metrics=here.jobs.metrics(job_id, limit=limit, after=after))
+
+
+@router.get("/jobs/{job_id}/logs", responses=faults(404))
+def get_logs(
+    job_id: Id, here: Here, tail: Annotated[int, Query(ge=1, le=5000, description="Lines.")] = 200
+) -> JobLog:
+    """The end of what the job's process wrote."""
+    job = here.jobs.get(job_id)
+    lines, offset, truncated = logs.tail(here.folder.job(job.id).log, tail)
+    return JobLog(job_id=job.id, lines=lines, offset=offset, truncated=truncated)
+
+
+@router.post(
+    "/plan",
+    responses={202: {"model": OperationOut, "description": "Not done yet."}, **faults(404, 409)},
+)
+def plan_job(body: JobRequest, here: Here, response: Response, wait_s: Wait = 20.0) -> OperationOut:
+    """Where the records of a job would be served from, and why; nothing is encoded.
+
+    The result has `tiers`, `bytes`, `reason`, `predicted_stall` and more, as `stoker plan --json` prints
+    them.
+    """
+    datasets = _fitting(here, body.config)
+
+    def work() -> dict[str, Any]:
+        from stoker.pipeline.plan import plan_config
+
+        folder, config = here.folder, body.config
+        run_dir = str(folder.path / "plan")  # holds nothing: no run has been there
+        settings = settings_of(
+            config, datasets, caches=str(folder.caches), run_dir=run_dir, epochs=config.epochs
+        )
+        return plan_config(settings).to_json()
+
+    what = f"plan {', '.join(str(one['name']) for one in datasets)} in batches of {body.config.batch_size}"
+    operation = here.operations.start(what, work, wait_s=wait_s)
+    response.status_code = 202 if operation.state == "running" else 200
+    return OperationOut.of(operation)
+
+
+def _fitting(here: Services, config: TrainingConfig) -> list[dict[str, Json]]:
+    """The data sets of a configuration that fits them.
+
+    Raises:
+        ConfigError: One is not registered, or they do not fit.
+    """
+    try:
+        found = describe(here.database, config.dataset_ids)
+    except NotFound as error:
+        raise ConfigError(f"config.dataset_ids: {error}") from None
+    check(config, found)
+    return found

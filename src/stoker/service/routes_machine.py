@@ -1,0 +1,88 @@
+"""Whether the service is well, what the machine has left, and where records of a job would be served from."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from fastapi import APIRouter, Response
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import PlainTextResponse
+
+import stoker
+from stoker.errors import Degraded
+from stoker.service.answers import faults
+from stoker.service.auth import CODE_S
+from stoker.service.machine import as_prometheus, look_at_machine
+from stoker.service.services import Here
+
+health = APIRouter(tags=["machine"])
+router = APIRouter(tags=["machine"])
+
+
+class Health(BaseModel):
+    """The web server answers. Whether jobs can be done says `ready`."""
+
+    status: Literal["ok"] = "ok"
+
+
+class Ready(BaseModel):
+    """Whether the database answers, and jobs by status."""
+
+    status: Literal["ready", "degraded"]
+    version: str
+    jobs: int | None = Field(description="Jobs that it knows; null while it is degraded.")
+    error: str | None = None
+
+
+class Machine(BaseModel):
+    """What jobs may still take."""
+
+    model_config = ConfigDict(extra="allow")
+    host_bytes: int
+    host_total_bytes: int
+    host_limit: str = Field(description="Which limit of memory is the tightest.")
+    cpus: float
+    disk_bytes: int | None
+    gpus: list[dict[str, Any]]
+    workers: list[dict[str, Any]]
+
+
+class LoginCode(BaseModel):
+    """A way into the pages for one browser, once."""
+
+    path: str = Field(examples=["/login?code=tHqz3k"])
+    seconds: float = Field(description="How long it may be used.")
+
+
+@health.get("/health")
+async def get_health() -> Health:
+    """Whether the web server answers; the only address that needs no token."""
+    return Health()
+
+
+@health.get("/metrics", response_class=PlainTextResponse, responses=faults())
+def get_prometheus(here: Here) -> PlainTextResponse:
+    """Figures for Prometheus, which sends the token as `authorization: {credentials_file: DIR/token}`."""
+    return PlainTextResponse(as_prometheus(here), media_type="text/plain; version=0.0.4")
+
+
+@router.get("/ready", responses={503: {"model": Ready, "description": "Degraded."}})
+def get_ready(here: Here, response: Response) -> Ready:
+    """Whether jobs can be made and done."""
+    try:
+        return Ready(status="ready", version=stoker.__version__, jobs=here.jobs.count())
+    except Degraded as error:
+        response.status_code = 503
+        return Ready(status="degraded", version=stoker.__version__, jobs=None, error=str(error))
+
+
+@router.get("/machine", responses=faults(504))
+def get_machine(here: Here) -> Machine:
+    """Memory by the tightest limit, CPUs, disk, GPUs, and the service's workers."""
+    return Machine.model_validate(look_at_machine(here))
+
+
+@router.post("/login-codes", status_code=201, responses=faults())
+def make_login_code(here: Here) -> LoginCode:
+    """A one-time code for the pages in a browser."""
+    return LoginCode(path=f"/login?code={here.auth.new_code()}", seconds=CODE_S)

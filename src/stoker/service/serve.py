@@ -1,0 +1,116 @@
+"""A whole service: web server, workers, and their end in order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from stoker.schema import Json
+from stoker.service.machine import count_gpus
+from stoker.service.server import address_of, make_server, open_socket, run_server, write_address
+from stoker.service.services import open_services
+from stoker.service.supervise import Staff, Supervisor
+
+log = logging.getLogger("stoker")
+STOP_S = 60.0
+"""How long workers get to stop their jobs at a checkpoint when the service ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """How a service is started."""
+
+    state_dir: Path
+    host: str = "127.0.0.1"
+    port: int = 8765
+    """0: any free one."""
+    database: str | None = None
+    """Its address; None: SQLite in the state folder."""
+    workers: int | None = None
+    """Jobs at a time; None: one for each GPU, or one."""
+    roots: tuple[Path, ...] = ()
+    """Folders whose data jobs may read."""
+    hosts: tuple[str, ...] = ()
+    """Further names by which it may be called."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A service that answers."""
+
+    address: str
+    login: str
+    """Opens a session in one browser, once."""
+    state_dir: str
+    token_file: str
+    database: str
+    """Without its password."""
+    workers: int
+    local: bool
+    """It listens on this machine alone."""
+
+    def to_json(self) -> dict[str, Json]:
+        """The keys that scripts rely on."""
+        return {
+            "address": self.address,
+            "login": self.login,
+            "state_dir": self.state_dir,
+            "token_file": self.token_file,
+            "database": self.database,
+            "workers": self.workers,
+        }
+
+
+def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callable[[Started], None]) -> None:
+    """Serve until SIGINT or SIGTERM; jobs that run are stopped at a checkpoint and go on at the next start.
+
+    Args:
+        settings: How.
+        environment: What workers and jobs see of it.
+        tell: Called once it answers.
+    Raises:
+        StokerError: It cannot be started.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold the token
+    os.umask(0o077)
+    staff = _staff(settings.workers, environment)
+    services = open_services(
+        settings.state_dir, database=settings.database, roots=settings.roots, hosts=settings.hosts
+    )
+    listening = open_socket(settings.host, settings.port)
+    supervisor = Supervisor(services.database, services.folder, staff, environment)
+    services = replace(services, supervisor=supervisor)
+    address = address_of(listening)
+    started = Started(
+        address=address,
+        login=f"{address}/login?code={services.auth.new_code()}",
+        state_dir=str(services.folder.path),
+        token_file=str(services.folder.token),
+        database=str(services.database),
+        workers=staff.workers,
+        local=listening.getsockname()[0] in services.hosts,
+    )
+
+    def ready() -> None:
+        write_address(services.folder.path / "address", address)
+        tell(started)
+
+    supervisor.start()
+    try:
+        run_server(make_server(services, ready), listening)
+    finally:
+        if not supervisor.stop(limit_s=STOP_S):
+            log.warning("a worker did not end within %g s and was killed; its job resumes", STOP_S)
+        services.database.close()
+
+
+def _staff(workers: int | None, environment: Mapping[str, str]) -> Staff:
+    """One worker for each GPU that we may use, unless told otherwise."""
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    devices = [str(i) for i in range(count_gpus())] if named is None else [d for d in named.split(",") if d]
+    wanted = workers if workers is not None else max(1, len(devices))
+    return Staff(workers=wanted, devices=tuple(devices) or (None,))

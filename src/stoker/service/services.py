@@ -1,0 +1,120 @@
+"""Everything that routes and pages work with, made once at the start."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Depends
+from starlette.requests import HTTPConnection
+
+from stoker.errors import ResourceError
+from stoker.service.auth import Auth, load_token
+from stoker.service.database import Database
+from stoker.service.datasets import Datasets
+from stoker.service.folders import StateFolder
+from stoker.service.guard import LOOPBACK, RequestLimits
+from stoker.service.jobs import Jobs
+from stoker.service.look import look
+from stoker.service.operations import Operations
+from stoker.service.outbox import Outbox
+from stoker.service.paths import Roots
+from stoker.service.state_dir import prepare_state_dir
+from stoker.service.stream import Feed
+from stoker.service.supervise import Supervisor
+from stoker.service.traffic import Traffic
+
+LOOKS = 2
+"""Data sets looked at at once: each takes a process with some hundred megabytes."""
+LOOK_S, WAIT_S = 20.0, 5.0
+"""How long such a look may take, and how long one more waits for its turn: less than an answer, together."""
+
+
+class Looks:
+    """Looks at data sets (`look.py`), a few at a time."""
+
+    def __init__(self) -> None:
+        self._free = threading.BoundedSemaphore(LOOKS)
+
+    def look(self, what: str, kind: str, spec: Mapping[str, Any], **given: Any) -> Any:
+        """As `look.look`.
+
+        Raises:
+            ResourceError: Too many are being looked at.
+        """
+        if not self._free.acquire(timeout=WAIT_S):
+            raise ResourceError(
+                f"{LOOKS} data sets are being looked at, as many as may. Ask again in a while"
+            )
+        try:
+            return look(what, kind, spec, deadline_s=LOOK_S, **given)
+        finally:
+            self._free.release()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """One service. Its parts may be used from any thread, but `feed`, which belongs to the event loop."""
+
+    folder: StateFolder
+    database: Database
+    jobs: Jobs
+    outbox: Outbox
+    datasets: Datasets
+    auth: Auth
+    roots: Roots
+    """Folders below which requests may name data."""
+    hosts: frozenset[str]
+    """Names by which the service may be called."""
+    feed: Feed
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    supervisor: Supervisor | None = None
+    """Of the workers; None where only requests are answered."""
+    operations: Operations = field(default_factory=Operations)
+    """What takes longer than an answer may."""
+    traffic: Traffic = field(default_factory=Traffic)
+
+
+def open_services(
+    state_dir: Path,
+    *,
+    database: str | None = None,
+    roots: Sequence[Path] = (),
+    hosts: Collection[str] = (),
+) -> Services:
+    """Open a state folder, made at the first call.
+
+    Args:
+        database: `sqlite:///PATH` or `postgresql://...`; None: `stoker.db` in the folder.
+        roots: Folders whose data jobs may read, beside `data` in the state folder.
+        hosts: Names by which the service may be called, beside those of the loopback.
+    Raises:
+        StokerError: Folder, token, roots or database cannot be used.
+    """
+    folder = prepare_state_dir(state_dir)
+    token = load_token(folder.token)
+    opened = Database(database or f"sqlite:///{folder.database}")
+    outbox = Outbox(opened)
+    known = Roots([folder.data, *roots])
+    return Services(
+        folder=folder,
+        database=opened,
+        jobs=Jobs(opened),
+        outbox=outbox,
+        auth=Auth(token),
+        roots=known,
+        datasets=Datasets(opened, folder.data, known.check, look=Looks().look),
+        hosts=LOOPBACK | {host.lower() for host in hosts},
+        feed=Feed(outbox),
+    )
+
+
+def services_of(connection: HTTPConnection) -> Services:
+    """The services of the app that a request came to."""
+    return connection.app.state.services
+
+
+Here = Annotated[Services, Depends(services_of)]

@@ -1,0 +1,238 @@
+"""Events as they happen, for any number of readers, without a queue for any of them.
+
+A reader has a place in the order of events and asks for what comes after it: from the newest ones, which are
+read once for all, or from the outbox when it has fallen behind or comes back. So a slow reader costs no
+memory, and one that was cut off goes on with the number it saw last. What was pruned meanwhile is named
+(`gap`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator
+from contextlib import aclosing, contextmanager
+from itertools import islice
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from stoker.errors import Degraded
+from stoker.service.bodies import Message, Receive
+from stoker.service.outbox import Event, Outbox
+
+log = logging.getLogger("stoker")
+CLIENTS = 32
+"""Streams and WebSockets at once."""
+POLL_S = 0.25
+BEAT_S = 15.0
+"""Silence after which a reader is told that all is well."""
+FULL = f"{CLIENTS} streams are open, as many as may. Close one, or ask for the state instead"
+SEND_S = 20.0
+"""How long a reader may leave what was sent to it unread; it is cut off then, and may come back."""
+KEPT = 1000
+"""Newest events held for those who keep up."""
+PAGE = 200
+"""Events handed to one reader in a go."""
+DEGRADED_S = 1.0
+"""Pause after the database did not answer."""
+
+
+class Feed:
+    """Reads the outbox while anybody listens."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._kept: deque[Event] = deque(maxlen=KEPT)
+        self._from = 0
+        """Every event after this number, up to the newest, is kept."""
+        self._newest = -1
+        """-1: not known, since nobody listened."""
+        self._turn = 0
+        """Counts the times that everybody had left."""
+        self._news = asyncio.Event()
+        self._wanted = asyncio.Event()
+        self.clients = 0
+        self.closing = False
+
+    async def run(self) -> None:
+        """Look for new events until cancelled."""
+        while True:
+            await self._wanted.wait()
+            try:
+                await self._look()
+                await asyncio.sleep(POLL_S)
+            except Degraded as error:
+                log.warning("no events for now: %s", error)
+                await asyncio.sleep(DEGRADED_S)
+
+    def close(self) -> None:
+        """Let every reader go."""
+        self.closing = True
+        self._tell()
+
+    @property
+    def full(self) -> bool:
+        """Whether another reader would be one too many."""
+        return self.clients >= CLIENTS
+
+    @contextmanager
+    def listening(self) -> Generator[None]:
+        """Count a reader in for the length of the block."""
+        self.clients += 1
+        self._wanted.set()
+        try:
+            yield
+        finally:
+            self.clients -= 1
+            if not self.clients:
+                self._wanted.clear()
+                self._kept.clear()
+                self._newest = -1
+                self._turn += 1
+
+    async def follow(self, after: int | None, job: str | None = None) -> AsyncGenerator[Event | None]:
+        """Events after number `after`, without end; None is a sign of life. To be called while `listening`.
+
+        Args:
+            after: The number seen last; None: from now on.
+            job: Of this one alone.
+        """
+        while self._newest < 0 and not self.closing:
+            await self._wait(-1)
+        place = self._newest if after is None else after
+        if place > self._newest:
+            yield _gap(1, self._newest, job, f"number {place} is not known here: another database")
+            place = self._newest
+        while not self.closing:
+            fresh, seen = await self._after(place, job)
+            for event in fresh:
+                yield event
+            place = seen
+            if not fresh and not await self._wait(place):
+                yield None
+
+    async def _after(self, place: int, job: str | None) -> tuple[list[Event], int]:
+        """The next events, and the number up to which they are all there are."""
+        newest = self._newest
+        if place >= self._from:
+            fitting = (e for e in self._kept if e.number > place and job in (None, e.job))
+            fresh = list(islice(fitting, PAGE))
+        else:
+            try:
+                fresh = await asyncio.to_thread(self._outbox.read, place, job=job, limit=PAGE)
+                oldest = await asyncio.to_thread(self._outbox.oldest)  # afterwards: what it read may be going
+            except Degraded:
+                await asyncio.sleep(DEGRADED_S)
+                return [], place
+            if place < oldest - 1:
+                return [_gap(place + 1, oldest - 1, job, "events that old are gone")], oldest - 1
+        seen = fresh[-1].number if fresh else place
+        return fresh, seen if len(fresh) == PAGE else max(seen, newest)
+
+    async def _wait(self, place: int) -> bool:
+        """Until there is something after `place`; False when nothing came for `BEAT_S`."""
+        if self._newest > place or self.closing:
+            return True
+        try:
+            async with asyncio.timeout(BEAT_S):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _look(self) -> None:
+        """Keep what is new. Whoever listened last may have left meanwhile: then nothing is kept."""
+        turn = self._turn
+        if self._newest < 0:
+            newest = await asyncio.to_thread(self._outbox.newest)
+            if turn != self._turn:
+                return
+            self._newest = self._from = newest
+            self._tell()
+        while fresh := await asyncio.to_thread(self._outbox.read, self._newest, limit=PAGE):
+            if turn != self._turn:
+                return
+            for event in fresh:
+                if len(self._kept) == KEPT:
+                    self._from = self._kept[0].number
+                self._kept.append(event)
+            self._newest = fresh[-1].number
+            self._tell()
+
+    def _tell(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+
+def _gap(first: int, last: int, job: str | None, why: str) -> Event:
+    """What a reader is told of events that it cannot get any more; its number is that of the last of them."""
+    return Event(number=last, job=job or "", kind="gap", at=0.0, data={"from": first, "to": last, "why": why})
+
+
+def as_text(event: Event | None) -> str:
+    """An event in the form of Server-Sent Events; its number is the `Last-Event-ID`."""
+    if event is None:
+        return ": all is well\n\n"
+    data = json.dumps({"job_id": event.job, "at": event.at, **event.data}, allow_nan=False)
+    return f"id: {event.number}\nevent: {event.kind}\ndata: {data}\n\n"
+
+
+class EventStream(Response):
+    """Server-Sent Events until the reader leaves, is too slow, or there are no more; refused when all places
+    are taken."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, feed: Feed, texts: AsyncGenerator[str]) -> None:
+        super().__init__(headers={"Cache-Control": "no-store"})
+        del self.headers["content-length"]
+        self._feed = feed
+        self._texts = texts
+
+    async def __call__(
+        self, scope: Any, receive: Receive, send: Callable[[Message], Awaitable[None]]
+    ) -> None:
+        """Answer."""
+        if self._feed.full:
+            await JSONResponse({"error": FULL, "fields": []}, 503, {"Retry-After": "5"})(scope, receive, send)
+            return
+
+        async def write(text: str) -> None:
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+
+        with self._feed.listening():
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async with aclosing(self._texts) as texts:
+                if await first_of(pump(texts, write), _left(receive)):
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def pump(texts: AsyncIterator[str], write: Callable[[str], Awaitable[None]]) -> bool:
+    """Write each text within `SEND_S`; False when the reader did not take one."""
+    async for text in texts:
+        try:
+            async with asyncio.timeout(SEND_S):
+                await write(text)
+        except TimeoutError:
+            return False
+    return True
+
+
+async def first_of(work: Coroutine[Any, Any, bool], end: Coroutine[Any, Any, None]) -> bool:
+    """What `work` gives; False when `end` comes first. Both are over afterwards."""
+    working, ending = asyncio.create_task(work), asyncio.create_task(end)
+    try:
+        await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
+        return working.done() and working.result()
+    finally:
+        working.cancel()
+        ending.cancel()
+        await asyncio.gather(working, ending, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

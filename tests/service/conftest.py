@@ -1,0 +1,57 @@
+"""The service's database, on both of the systems it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stoker.service.database import Database
+from stoker.service.schema import COUNTERS, EVENTS, JOBS, METRICS
+from tests.sources.sql.server import Server
+
+
+@pytest.fixture(scope="session")
+def shared_postgresql(server: Server) -> Iterator[Database]:
+    """One database on PostgreSQL; each test finds it empty."""
+    opened = Database(made_on(server), statement_s=5.0)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest) -> Database:
+    """An empty database with the service's tables, on both systems."""
+    if request.param == "sqlite":
+        return request.getfixturevalue("embedded")
+    shared: Database = request.getfixturevalue("shared_postgresql")
+    with shared.writing() as connection:
+        for table in (JOBS, METRICS, EVENTS):
+            connection.execute(table.delete())
+        connection.execute(COUNTERS.update().values(value=0))
+    return shared
+
+
+@pytest.fixture
+def embedded(tmp_path: Path) -> Iterator[Database]:
+    """An empty database on SQLite."""
+    opened = Database(f"sqlite:///{tmp_path}/stoker.db", statement_s=5.0)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The address of a database of the test's own."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/stoker.db"
+    return made_on(request.getfixturevalue("server"))
+
+
+def made_on(server: Server) -> str:
+    """The address of a new database."""
+    with server.connect() as connection:
+        taken = connection.execute("SELECT count(*) FROM pg_database").fetchone()[0]
+        connection.execute(f"CREATE DATABASE service_{taken}")
+    return server.url(f"service_{taken}")

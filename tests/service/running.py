@@ -1,0 +1,151 @@
+"""A service to ask: in this process without a socket, or behind a real one in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from stoker.service.dataset_table import DATASETS
+from stoker.service.guard import RequestLimits
+from stoker.service.server import address_of, make_server, open_socket
+from stoker.service.services import Services, open_services
+
+HOST = b"127.0.0.1:8765"
+_LOOP = asyncio.Runner()
+CONFIG = {"dataset_ids": ["00000000-0000-4000-8000-000000000000"], "epochs": 3}
+
+
+@dataclass
+class Answer:
+    """What came back, over HTTP or as the answer to a WebSocket's handshake."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+def ask(
+    app: Any,
+    method: str,
+    path: str,
+    headers: Mapping[str, str] | Sequence[tuple[str, str]] = (),
+    body: bytes | list[bytes] = b"",
+    *,
+    socket: bool = False,
+) -> Answer:
+    """One request to an ASGI application; a `socket` that is accepted has status 101 and is closed."""
+    pairs = list(headers.items()) if isinstance(headers, Mapping) else list(headers)
+    if "host" not in {name.lower() for name, _ in pairs}:
+        pairs.append(("host", HOST.decode()))
+    raw, _, query = path.partition("?")
+    pieces = [body] if isinstance(body, bytes) else list(body)
+    answer = Answer()
+    scope = {
+        "type": "websocket" if socket else "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "scheme": "ws" if socket else "http",
+        "path": raw,
+        "raw_path": raw.encode(),
+        "query_string": query.encode(),
+        "root_path": "",
+        "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in pairs],
+        "server": ("127.0.0.1", 8765),
+        "client": ("127.0.0.1", 50000),
+        "extensions": {"websocket.http.response": {}} if socket else {},
+        "subprotocols": [],
+        **({} if socket else {"method": method}),
+    }
+
+    async def receive() -> dict[str, Any]:
+        if socket:
+            return {"type": "websocket.disconnect" if answer.status else "websocket.connect", "code": 1000}
+        if pieces:
+            return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "websocket.accept":
+            answer.status = 101
+        elif message["type"].endswith("response.start"):
+            answer.status = message["status"]
+            answer.headers = {k.decode().lower(): v.decode() for k, v in message["headers"]}
+        elif message["type"].endswith("response.body"):
+            answer.body += message.get("body", b"")
+
+    async def run() -> None:
+        async with asyncio.timeout(30):
+            await app(scope, receive, send)
+
+    _LOOP.run(run())
+    return answer
+
+
+@dataclass
+class Running:
+    """A service behind a real socket."""
+
+    services: Services
+    address: str
+    token: str
+    client: httpx.Client
+    """Has the token."""
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    def api(self, path: str) -> str:
+        return f"{self.address}/api/v1/training{path}"
+
+
+def note_radio(services: Services, id: str) -> None:
+    """A data set in the registry; nobody looks whether its rows are there."""
+    spec = {
+        "url": f"sqlite:///{services.folder.data / 'radio.db'}",
+        "table": "measurement_features",
+        "set": id,
+    }
+    row = {"id": id, "name": "radio", "kind": "radio", "origin": "registered", "spec": spec}
+    with services.database.writing() as connection:
+        connection.execute(
+            services.database.insert(DATASETS).values(
+                facts={"samples": 4030}, health="good", report=[], created=services.database.wall, **row
+            )
+        )
+
+
+@contextmanager
+def serving(folder: Path, *, limits: RequestLimits | None = None) -> Generator[Running]:
+    """Run the web server of a new state folder in a thread."""
+    services = open_services(folder)
+    if limits is not None:
+        services = replace(services, limits=limits)
+    token = (folder / "token").read_text().strip()
+    ready = threading.Event()
+    server = make_server(services, ready.set)
+    listening = open_socket("127.0.0.1", 0)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    try:
+        with httpx.Client(
+            headers={"Authorization": f"Bearer {token}"}, timeout=30, trust_env=False
+        ) as client:
+            yield Running(services, address_of(listening), token, client)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        services.database.close()
+        assert not thread.is_alive()

@@ -1,0 +1,162 @@
+"""Tokens, login codes and sessions."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from stoker.errors import ConfigError
+from stoker.service.auth import CODE_S, SESSION_S, Auth, load_token
+from stoker.service.services import open_services
+from stoker.service.state_dir import prepare_state_dir
+from tests.service.running import Running, serving
+
+
+def test_the_token_is_made_once_and_is_for_nobody_else(tmp_path: Path) -> None:
+    first = load_token(tmp_path / "token")
+
+    assert load_token(tmp_path / "token") == first
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+    assert len(first.get_secret_value()) >= 43
+    assert first.get_secret_value() not in repr(first) + str(first)
+
+
+def test_a_token_that_others_may_read_or_have_put_there_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    load_token(path)
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="may be read by others"):
+        load_token(path)
+
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_token(tmp_path / "link")
+
+    short = tmp_path / "short"
+    short.write_text("hunter2")
+    short.chmod(0o600)
+    with pytest.raises(ConfigError, match="holds 7 characters"):
+        load_token(short)
+
+
+def test_a_state_folder_that_others_can_see_or_replace_is_refused(tmp_path: Path) -> None:
+    assert prepare_state_dir(tmp_path / "new").path.stat().st_mode & 0o777 == 0o700
+
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o755)
+    with pytest.raises(ConfigError, match="others may look inside"):
+        prepare_state_dir(tmp_path / "open")
+
+    (tmp_path / "wild").mkdir()
+    (tmp_path / "wild").chmod(0o777)
+    with pytest.raises(ConfigError, match="anybody may replace"):
+        prepare_state_dir(tmp_path / "wild" / "state")
+
+
+def test_a_code_opens_one_session_for_a_while(tmp_path: Path) -> None:
+    now = [1000.0]
+    auth = Auth(load_token(tmp_path / "token"), clock=lambda: now[0])
+    code, late = auth.new_code(), auth.new_code()
+
+    cookie = auth.log_in(code)
+    assert cookie is not None
+    assert auth.log_in(code) is None, "used up"
+    assert auth.log_in("") is None
+    session = auth.session(cookie)
+    assert session is not None
+    now[0] += CODE_S + 1
+    assert auth.log_in(late) is None, "too late"
+
+    for forged in ("", ".", "..", cookie[:-1], cookie[:-1] + "0", cookie.replace(".1", ".9", 1), session.id,
+                   f"{session.id}.9999999999.{cookie.rpartition('.')[2]}", "a.b.c", "é.1.2"):  # fmt: skip
+        assert auth.session(forged) is None or forged == cookie
+
+    again = Auth(load_token(tmp_path / "token"), clock=lambda: now[0])
+    assert again.session(cookie) == session, "a restart ends no session"
+    os.unlink(tmp_path / "token")
+    assert Auth(load_token(tmp_path / "token"), clock=lambda: now[0]).session(cookie) is None, (
+        "a new token does"
+    )
+    auth.end(session)
+    assert auth.session(cookie) is None
+    now[0] += SESSION_S
+    assert again.session(cookie) is None
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Running:
+    with serving(tmp_path_factory.mktemp("auth") / "state") as found:
+        yield found
+
+
+def test_a_browser_logs_in_with_a_code_and_asks_with_its_csrf_token(running: Running) -> None:
+    code = running.client.post(running.api("/login-codes")).json()["path"]
+    with httpx.Client(base_url=running.address, trust_env=False) as browser:
+        page = browser.get("/anything", headers={"accept": "text/html"})
+        assert page.status_code == 401
+        assert 'name="next" value="/anything"' in page.text
+
+        answer = browser.get(f"{code}&next=/anything")
+        assert (answer.status_code, answer.headers["location"]) == (303, "/anything"), (
+            "no code in the address"
+        )
+        cookie = answer.headers["set-cookie"].lower()
+        assert [part for part in ("httponly", "samesite=strict", "path=/") if part not in cookie] == []
+        assert browser.get(code).status_code == 401, "a second time"
+
+        assert browser.get("/api/v1/training/jobs").status_code == 200
+        assert browser.post("/logout").status_code == 403
+        session = running.services.auth.session(next(iter(browser.cookies.values())))
+        assert session is not None
+        kept = dict(browser.cookies)
+        assert browser.post("/logout", headers={"X-CSRF-Token": session.csrf}).status_code == 303
+        browser.cookies.update(kept)
+        assert browser.get("/api/v1/training/jobs").status_code == 401
+
+
+def test_a_browser_logs_in_with_the_token_in_the_form(running: Running) -> None:
+    with httpx.Client(base_url=running.address, trust_env=False) as browser:
+        assert browser.post("/login", data={"secret": "wrong"}).status_code == 401
+        assert browser.post("/login", data={"secret": running.token}).status_code == 303
+        assert browser.get("/api/v1/training/jobs").status_code == 200
+
+
+ELSEWHERE = [
+    "//evil.example",
+    "/\\evil.example",
+    "https://evil.example",
+    "\\\\evil.example",
+    "evil",
+    "/\n/evil",
+    "",
+    "/ x",
+    "///evil.example",
+    "javascript:alert(1)",
+]
+
+
+@pytest.mark.parametrize("wanted", ELSEWHERE)
+def test_logging_in_never_leads_to_another_site(running: Running, wanted: str) -> None:
+    with httpx.Client(base_url=running.address, trust_env=False) as browser:
+        answer = browser.post("/login", data={"secret": running.token, "next": wanted})
+
+    assert answer.headers["location"] == "/"
+    assert not urlsplit(answer.headers["location"]).netloc
+
+
+def test_what_is_shown_in_a_form_is_escaped(running: Running) -> None:
+    with httpx.Client(base_url=running.address, trust_env=False) as browser:
+        page = browser.get('/login?next="><img onerror=alert(1)>')
+
+    assert "<img" not in page.text
+
+
+def test_no_secret_is_in_what_people_print(tmp_path: Path) -> None:
+    services = open_services(tmp_path / "state")
+    services.database.close()
+
+    assert (tmp_path / "state" / "token").read_text().strip() not in repr(services)

@@ -1,0 +1,186 @@
+"""A database that is new, old, away, cut off or full."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from stoker.errors import ConfigError, Degraded, FormatError
+from stoker.service.database import Database
+from stoker.service.jobs import Jobs
+from stoker.service.schema import META
+from tests.sources.sql.server import Server
+
+
+def test_a_new_database_is_for_its_owner_alone(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/state/stoker.db")
+    Jobs(database).create({}, name="n", epochs=1)
+
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "state").iterdir()}
+    assert modes == {"stoker.db": "0o600", "stoker.db-wal": "0o600", "stoker.db-shm": "0o600"}
+    assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
+    database.close()
+
+
+def test_it_is_found_as_it_was_left(url: str) -> None:
+    first = Database(url)
+    job, _ = Jobs(first).create({"a": 1}, name="n", epochs=1)
+    first.close()
+
+    again = Database(url)
+
+    assert Jobs(again).get(job.id) == job
+    again.close()
+
+
+def test_two_that_start_at_once_make_the_tables_once(url: str) -> None:
+    opened: list[Database] = []
+    threads = [threading.Thread(target=lambda: opened.append(Database(url))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+    assert len(opened) == 4
+    for database in opened:
+        database.close()
+
+
+def test_tables_of_a_newer_version_are_left_alone(embedded: Database) -> None:
+    with embedded.writing() as connection:
+        connection.execute(META.update().where(META.c.name == "version").values(value="99"))
+
+    with pytest.raises(FormatError, match="tables of version 99; this version of stoker knows 1"):
+        Database(str(embedded))
+
+
+@pytest.mark.parametrize(
+    "url", ["mysql://h/d", "sqlite://", "sqlite:///:memory:", "nonsense", "postgres://u:p@"]
+)
+def test_an_address_of_something_else_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="Expected sqlite:///PATH"):
+        Database(url)
+
+
+def test_a_server_that_is_not_there_is_named_without_its_password(tmp_path: Path) -> None:
+    with pytest.raises(Degraded, match="Look whether it runs") as caught:
+        Database(f"postgresql://user:secret-word@/none?host={tmp_path}", statement_s=2.0)
+
+    assert "secret-word" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_writer_that_does_not_let_go_is_waited_for_within_the_bound(tmp_path: Path) -> None:
+    path = tmp_path / "stoker.db"
+    database = Database(f"sqlite:///{path}", statement_s=0.3)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+
+    with pytest.raises(Degraded, match="database is locked"):
+        Jobs(database).create({}, name="n", epochs=1)
+    assert Jobs(database).list() == []  # reading goes on
+    other.execute("ROLLBACK")
+
+    assert Jobs(database).create({}, name="n", epochs=1)[1]
+    other.close()
+    database.close()
+
+
+ENDLESS = {
+    "sqlite": "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT count(*) FROM n",
+    "postgresql": "SELECT pg_sleep(3600)",
+}
+
+
+def test_a_statement_that_never_ends_is_ended(url: str) -> None:
+    database = Database(url, statement_s=0.5)
+
+    with pytest.raises(Degraded, match=r"interrupted|statement timeout"), database.reading() as connection:
+        connection.execute(sa.text(ENDLESS[url.partition(":")[0]]))
+
+    assert Jobs(database).list() == []
+    database.close()
+
+
+def test_a_server_that_restarts_is_used_again(server: Server, request: pytest.FixtureRequest) -> None:
+    database: Database = request.getfixturevalue("shared_postgresql")
+    jobs = Jobs(database)
+    before, _ = jobs.create({}, name="before", epochs=1)
+
+    server.stop()
+    try:
+        with pytest.raises(Degraded, match="Look whether it runs"):
+            jobs.get(before.id)
+        with pytest.raises(Degraded):
+            jobs.create({}, name="while it was away", epochs=1)
+    finally:
+        server.start()
+
+    assert jobs.get(before.id) == before
+    assert jobs.create({}, name="after", epochs=1)[1]
+
+
+def test_a_connection_cut_mid_transaction_changes_nothing(request: pytest.FixtureRequest) -> None:
+    """And the key tells a client that asks again what became of it."""
+    database: Database = request.getfixturevalue("shared_postgresql")
+    server: Server = request.getfixturevalue("server")
+    jobs = Jobs(database)
+    count = jobs.count()
+
+    with pytest.raises(Degraded), database.writing() as connection:  # noqa: PT012 -- the end of it fails too
+        connection.execute(sa.text("DELETE FROM jobs"))
+        pid = connection.execute(sa.select(sa.func.pg_backend_pid())).scalar_one()
+        with server.connect() as admin:
+            admin.execute("SELECT pg_terminate_backend(%s, 5000)", [pid])
+        connection.execute(sa.text("SELECT 1"))
+
+    assert jobs.count() == count
+    assert jobs.create({}, name="n", epochs=1, key="cut")[1]
+
+
+FULL = """
+import json, sys
+from pathlib import Path
+from stoker.errors import Degraded
+from stoker.service.database import Database
+from stoker.service.jobs import Jobs
+
+folder = Path(sys.argv[1])
+ballast = folder / "ballast"
+ballast.write_bytes(b"x" * 500_000)
+database = Database(f"sqlite:///{folder}/stoker.db", statement_s=5.0)
+jobs, kept, said = Jobs(database), [], None
+for _ in range(300):
+    try:
+        kept.append(jobs.create({"pad": "x" * 9000}, name="n", epochs=1)[0].id)
+    except Degraded as error:
+        said = error
+        break
+readable = sorted(job.id for job in jobs.list(limit=500)) == sorted(kept)
+ballast.unlink()
+again = jobs.create({}, name="again", epochs=1)[1]
+print(json.dumps({"said": str(said), "full": said.full, "readable": readable, "again": again}))
+"""
+
+
+def test_a_disk_that_is_full_leaves_the_jobs_readable_and_is_got_over(tmp_path: Path) -> None:
+    own_mounts = ["unshare", "-r", "-m"]
+    probe = [*own_mounts, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
+    if shutil.which("unshare") is None or subprocess.run(probe, capture_output=True, timeout=30).returncode:
+        pytest.skip("a mount of one's own is not allowed here")
+    script = 'mount -t tmpfs -o size=2m tmpfs "$1" && exec "$2" -c "$3" "$1"'
+    command = [*own_mounts, "sh", "-c", script, "-", str(tmp_path), sys.executable, FULL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+    found = json.loads(done.stdout)
+    assert found.pop("said").endswith("Make room on its disk; what is there can still be read")
+    assert found == {"full": True, "readable": True, "again": True}

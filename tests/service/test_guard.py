@@ -1,0 +1,213 @@
+"""Nothing is answered that the guard does not allow, whatever the route and the method."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.routing import Mount
+
+from stoker.service.app import create_app
+from stoker.service.guard import PUBLIC, RequestLimits
+from stoker.service.services import Services, open_services
+from tests.service.running import Answer, ask
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "PROPFIND")
+JOBS = "/api/v1/training/jobs"
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    services = open_services(tmp_path_factory.mktemp("guard") / "state")
+    yield services
+    services.database.close()
+
+
+@pytest.fixture(scope="module")
+def app(here: Services) -> Any:
+    return create_app(here)
+
+
+@pytest.fixture(scope="module")
+def token(here: Services) -> dict[str, str]:
+    return {"authorization": "Bearer " + here.folder.token.read_text().strip()}
+
+
+def paths_of(routes: Any, prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """Every address of an application, with something in place of its parameters; True for a WebSocket."""
+    for route in routes:
+        if isinstance(route, Mount):
+            yield f"{prefix}{route.path}/stoker.css", False
+        elif (inner := getattr(route, "original_router", None)) is not None:
+            yield from paths_of(inner.routes, prefix + route.include_context.prefix)
+        else:
+            path = "/".join("x" if part.startswith("{") else part for part in route.path.split("/"))
+            yield prefix + path, "WebSocket" in type(route).__name__
+
+
+def test_every_route_is_listed(app: Any) -> None:
+    """The tests below would say nothing of routes that this listing misses."""
+    found = dict(paths_of(app.routes))
+
+    described = {
+        "/".join("x" if p.startswith("{") else p for p in path.split("/")) for path in app.openapi()["paths"]
+    }
+    assert described <= set(found)
+    assert {"/login", "/logout", "/static/stoker.css", "/api/v1/training/openapi.json"} <= set(found)
+    assert [path for path, socket in found.items() if socket] == ["/ws/training/x", "/ws"]
+    assert {path.replace("/api/v1/", "/api/") for path in found if path.startswith("/api/v1/")} - {
+        "/api/training/openapi.json"
+    } <= set(found)
+
+
+def everything(app: Any) -> Iterator[tuple[str, str, bool]]:
+    for path, socket in (*paths_of(app.routes), ("/", False), ("/nothing/here", False)):
+        for method in METHODS if not socket else ("GET",):
+            yield method, path, socket
+
+
+def test_no_route_answers_a_stranger_another_site_or_another_name(
+    app: Any, here: Services, token: Any
+) -> None:
+    cookie = {"cookie": f"{here.auth.cookie}={here.auth.log_in(here.auth.new_code())}"}
+    tried = 0
+    for method, path, socket in everything(app):
+        foreign = {
+            "no token": (401, {}),
+            "a wrong token": (401, {"authorization": "Bearer " + "x" * 43}),
+            "a foreign host": (403, {**token, "host": "evil.example"}),
+            "a foreign origin": (403, {**token, "origin": "http://evil.example"}),
+            "another port": (403, {**cookie, "origin": "http://127.0.0.1:9999"}),
+            "a page without origin": (403, {**cookie, "origin": "null"}),
+            "another site": (403, {**token, "sec-fetch-site": "cross-site"}),
+            "a site beside ours": (403, {**cookie, "sec-fetch-site": "same-site"}),
+        }
+        if method not in ("GET", "HEAD", "OPTIONS"):
+            foreign["a session without its CSRF token"] = (403, cookie)
+        if socket:
+            foreign["a session without origin"] = (403, cookie)
+        for what, (status, headers) in foreign.items():
+            if (method, path) in PUBLIC and what in (
+                "no token",
+                "a wrong token",
+                "a session without its CSRF token",
+            ):
+                continue
+            got = ask(app, method, path, headers, socket=socket).status
+            assert got == status or (status == 401 and got == 429), f"{method} {path} with {what}: {got}"
+            tried += 1
+
+    assert tried > 2000
+    assert here.jobs.count() == 0
+
+
+@pytest.mark.parametrize(
+    "host", ["", "localhost.evil.example", "127.0.0.1.evil.example", "evil.example:8765", "127.0.0.1:8765@x",
+             "[::1", "localhost:8765:1", "127.0.0.2:8765", "0177.0.0.1", "localhost\t", "8.8.8.8"]
+)  # fmt: skip
+def test_a_name_that_is_not_ours_is_refused(app: Any, token: Any, host: str) -> None:
+    assert ask(app, "GET", JOBS, {**token, "host": host}).status == 403
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:8765", "[::1]:8765"])
+def test_names_of_the_loopback_are_ours_at_any_port(app: Any, token: Any, host: str) -> None:
+    """A tunnel may lead to us from another port."""
+    assert ask(app, "GET", JOBS, {**token, "host": host, "origin": f"http://{host.lower()}"}).status == 200
+
+
+@pytest.mark.parametrize("name", ["host", "origin", "authorization", "cookie", "content-length"])
+def test_a_header_that_decides_comes_once(app: Any, token: Any, name: str) -> None:
+    twice = [(name, "http://127.0.0.1:8765" if name == "origin" else "0")] * 2
+
+    assert ask(app, "GET", JOBS, [*(p for p in token.items() if p[0] != name), *twice]).status == 400
+
+
+def test_wrong_tokens_are_slowed_down_and_right_ones_are_not(here: Services, token: Any) -> None:
+    app = create_app(here)
+
+    wrong = [ask(app, "GET", JOBS, {"authorization": f"Bearer {n}"}).status for n in range(100)]
+
+    assert wrong == [401] * RequestLimits().refused + [429] * (100 - RequestLimits().refused)
+    assert ask(app, "GET", JOBS, token).status == 200
+
+
+def test_every_answer_tells_the_browser_to_run_only_what_is_ours(here: Services, token: Any) -> None:
+    app = create_app(here)
+
+    answers = [
+        ask(app, "GET", "/health"),
+        ask(app, "GET", JOBS),
+        ask(app, "GET", "/", {"accept": "text/html"}),
+        ask(app, "GET", JOBS, token),
+        ask(app, "GET", "/nothing", token),
+        ask(app, "PUT", JOBS, token),
+        ask(app, "POST", JOBS, token, b"{"),
+        ask(app, "GET", "/static/stoker.css", token),
+    ]
+
+    assert [answer.status for answer in answers] == [200, 401, 401, 200, 404, 405, 422, 200]
+    for answer in answers:
+        assert "default-src 'self'" in answer.headers["content-security-policy"]
+        assert "unsafe" not in answer.headers["content-security-policy"]
+        assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def post(app: Any, token: Any, body: bytes | list[bytes], **headers: str) -> Answer:
+    return ask(app, "POST", JOBS, {**token, "content-type": "application/json", **headers}, body)
+
+
+BAD_BODIES = {
+    "deep": b"[" * 33 + b"]" * 33,
+    "very deep": b'{"a":' * 100_000,
+    "unclosed": b'{"job_name": "',
+    "NaN": b'{"job_name": NaN}',
+    "infinity": b'{"config": {"learning_rate": 1e999}}',
+    "twice": b'{"job_name": "a", "job_name": "b"}',
+    "long string": json.dumps({"job_name": "x" * 5000}).encode(),
+    "long name": json.dumps({"x" * 5000: 1}).encode(),
+    "NUL": b'{"job_name": "a\\u0000"}',
+    "half a pair": b'{"job_name": "\\ud800"}',
+    "huge number": b'{"epochs": ' + b"9" * 5000 + b"}",
+    "not text": b"\xff\xfe\x00",
+    "many members": json.dumps({str(n): n for n in range(60_000)}).encode(),
+}
+
+
+@pytest.mark.parametrize("body", BAD_BODIES.values(), ids=BAD_BODIES)
+def test_a_body_that_nothing_should_have_to_read_is_refused(app: Any, token: Any, body: bytes) -> None:
+    answer = post(app, token, body)
+
+    assert answer.status == 422
+    assert len(answer.json()["error"]) < 500
+
+
+def test_a_large_body_is_refused_whether_it_says_so_or_not(app: Any, token: Any) -> None:
+    piece = b" " * (1 << 18)
+
+    assert post(app, token, b"", **{"content-length": str(2 << 20)}).status == 413
+    assert post(app, token, [piece] * 5).status == 413
+    assert post(app, token, b"", **{"content-length": "9" * 5000}).status == 400
+    assert post(app, token, b"", **{"content-length": "-1"}).status == 400
+    assert ask(app, "POST", "/login", {}, b"secret=" + b"x" * 9000).status == 413, "strangers may send less"
+
+
+def test_large_headers_and_control_characters_are_refused(app: Any, token: Any) -> None:
+    assert ask(app, "GET", JOBS, {**token, "x-large": "x" * 17_000}).status == 431
+    assert ask(app, "GET", f"{JOBS}/a\x00b", token).status == 400
+    assert ask(app, "GET", f"{JOBS}?status=%00", token).status == 400
+
+
+def test_a_fault_of_ours_is_one_line_without_what_went_wrong(
+    app: Any, here: Services, token: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(here.jobs, "list", lambda *_args, **_more: 1 / 0)
+
+    answer = ask(app, "GET", JOBS, token)
+
+    assert answer.status == 500
+    assert "zero" not in answer.json()["error"]
+    assert "content-security-policy" in answer.headers

@@ -1,0 +1,206 @@
+"""What the API and the pages may ask of jobs."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from stoker.errors import ConfigError, Conflict, NotFound
+from stoker.service.database import Database
+from stoker.service.jobs import Jobs
+from stoker.service.leases import Leases, Outcome
+from stoker.service.lines import Line
+from stoker.service.outbox import Outbox
+from stoker.service.states import MOVES, State, before
+
+
+@pytest.fixture
+def jobs(database: Database) -> Jobs:
+    return Jobs(database)
+
+
+def make(jobs: Jobs, **given):
+    return jobs.create({"batch_size": 256}, **{"name": "a job", "epochs": 3, **given})[0]
+
+
+def running(database: Database, **given):
+    """A job that a worker holds."""
+    job = make(Jobs(database), **given)
+    return job, Leases(database).claim("worker")
+
+
+def completed(database: Database, epoch: int = 3):
+    job, claim = running(database)
+    said = Line(kind="metrics", data={"epoch": epoch, "val_loss": 0.5})
+    Leases(database).finish(claim, Outcome(state=State.COMPLETED), lines=[said], position=9)
+    return job
+
+
+def test_every_state_can_be_reached_and_the_ended_ones_left_on_request_alone() -> None:
+    assert {end for ends in MOVES.values() for end in ends} == set(State)
+    assert before(State.CANCELLED) == {State.PENDING, State.QUEUED, State.PAUSED, State.CANCELLING}
+
+
+def test_a_job_is_read_back_as_it_was_asked_for(jobs: Jobs, database: Database) -> None:
+    made, new = jobs.create({"lr": 1e-3}, name="überfällig ✓", epochs=7, dataset_ids=["a", "b"], parent="p")
+
+    assert new
+    assert jobs.get(made.id) == made
+    assert (made.state, made.config, made.dataset_ids) == ("queued", {"lr": 1e-3}, ["a", "b"])
+    assert (made.epochs, made.epoch, made.progress, made.parent) == (7, 0, 0.0, "p")
+    assert [event.kind for event in Outbox(database).read(0, job=made.id)] == ["queued"]
+
+
+def test_a_hundred_at_once_with_one_key_are_one_job(jobs: Jobs) -> None:
+    with ThreadPoolExecutor(25) as pool:
+        answers = list(pool.map(lambda _: jobs.create({}, name="n", epochs=1, key="k"), range(100)))
+
+    assert len({job.id for job, _ in answers}) == 1
+    assert [new for _, new in answers].count(True) == 1
+    assert jobs.count() == 1
+
+
+def test_a_key_with_another_body_is_refused(jobs: Jobs) -> None:
+    first = make(jobs, key="k")
+
+    with pytest.raises(Conflict, match=f"'k' belongs to job {first.id}.*Use a new key"):
+        make(jobs, key="k", epochs=4)
+
+
+def test_the_key_of_a_deleted_job_is_free(jobs: Jobs) -> None:
+    first = make(jobs, key="k")
+    jobs.cancel(first.id)
+    jobs.delete(first.id)
+
+    assert make(jobs, key="k").id != first.id
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"name": ""}, "1 to 200 printable characters"),
+        ({"name": "a\0b"}, "1 to 200 printable characters"),
+        ({"name": "x" * 201}, r"\(201\) has not"),
+        ({"key": "\ud800"}, "idempotency key"),
+        ({"kind": "mining"}, "training, generation"),
+        ({"epochs": 0}, "1 to 1,000,000 epochs, not 0"),
+    ],
+)
+def test_what_no_job_can_have_is_refused(embedded: Database, given: dict, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make(Jobs(embedded), **given)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(min_size=1, max_size=50))
+@example("'; DROP TABLE jobs; --")
+@example("\0 \ud800 %s %(name)s :name {}")
+def test_any_text_is_stored_as_it_is(database: Database, text: str) -> None:
+    jobs = Jobs(database)
+    name = text if text.isprintable() else "n"
+
+    job, _ = jobs.create({"text": text}, name=name, epochs=1, dataset_ids=[text])
+
+    assert (job.name, job.config["text"], job.dataset_ids) == (name, text, [text])
+    with pytest.raises(NotFound):
+        jobs.get(name)
+
+
+def test_jobs_are_listed_newest_first_by_state_and_page(jobs: Jobs) -> None:
+    made = [make(jobs, name=str(number)) for number in range(5)]
+    jobs.pause(made[1].id)
+
+    assert [job.name for job in jobs.list()] == ["4", "3", "2", "1", "0"]
+    assert [job.name for job in jobs.list(limit=2, offset=1)] == ["3", "2"]
+    assert [job.name for job in jobs.list(State.PAUSED)] == ["1"]
+    assert (jobs.count(), jobs.count(State.QUEUED)) == (5, 4)
+
+
+def test_a_job_that_waits_is_cancelled_and_paused_at_once(jobs: Jobs) -> None:
+    one, other = make(jobs), make(jobs)
+
+    assert jobs.cancel(one.id).state == jobs.cancel(one.id).state == State.CANCELLED
+    assert jobs.pause(other.id).state == jobs.pause(other.id).state == State.PAUSED
+    assert jobs.get(one.id).ended is not None
+    assert jobs.get(other.id).ended is None
+    assert jobs.cancel(other.id).state == State.CANCELLED
+
+
+def test_a_job_that_runs_is_cancelled_once_its_process_has_ended(database: Database) -> None:
+    jobs = Jobs(database)
+    job, claim = running(database)
+
+    assert jobs.cancel(job.id).state == jobs.cancel(job.id).state == State.CANCELLING
+    assert jobs.get(job.id).ended is None
+    with pytest.raises(Conflict, match="is cancelling and cannot be paused"):
+        jobs.pause(job.id)
+    Leases(database).finish(claim, Outcome(state=State.CANCELLED), lines=[], position=0)
+    assert jobs.cancel(job.id).state == State.CANCELLED
+    kinds = [event.kind for event in Outbox(database).read(0)]
+    assert kinds == ["queued", "claimed", "cancelling", "cancelled"]
+
+
+def test_a_job_is_not_resumed_before_it_has_paused(database: Database) -> None:
+    """Otherwise it would run twice."""
+    jobs = Jobs(database)
+    job, claim = running(database)
+    jobs.pause(job.id)
+
+    with pytest.raises(Conflict, match=r"is pausing and cannot be resumed.*cancelled, failed, paused"):
+        jobs.resume(job.id)
+    Leases(database).finish(claim, Outcome(state=State.PAUSED), lines=[], position=0)
+    assert jobs.resume(job.id).state == jobs.resume(job.id).state == State.QUEUED
+
+
+def test_a_completed_job_takes_more_epochs_and_nothing_else(database: Database) -> None:
+    """An early stop at epoch 2 of 3, and 5 more, make 7."""
+    jobs = Jobs(database)
+    job = completed(database, epoch=2)
+
+    for refused in (jobs.cancel, jobs.pause, jobs.resume):
+        with pytest.raises(Conflict, match="is completed and cannot be"):
+            refused(job.id)
+    more = jobs.extend(job.id, 5)
+
+    assert (more.state, more.epochs, more.ended) == (State.QUEUED, 7, None)
+    with pytest.raises(
+        Conflict, match="is queued and cannot be extended: that takes a job that is completed"
+    ):
+        jobs.extend(job.id, 5)
+
+
+def test_a_job_that_waits_or_runs_is_not_deleted(database: Database) -> None:
+    jobs = Jobs(database)
+    job, _ = running(database)
+
+    with pytest.raises(Conflict, match="is running and cannot be deleted"):
+        jobs.delete(job.id)
+
+    assert jobs.get(job.id).state == State.RUNNING
+
+
+def test_a_deleted_job_is_gone_with_its_metrics(database: Database) -> None:
+    jobs = Jobs(database)
+    job = completed(database)
+    jobs.delete(job.id)
+
+    for ask in (jobs.get, jobs.metrics, jobs.cancel, jobs.delete):
+        with pytest.raises(NotFound, match=job.id):
+            ask(job.id)
+    assert Outbox(database).read(0)[-1].kind == "deleted"
+
+
+def test_metrics_are_a_row_an_epoch_the_last_one_told(database: Database) -> None:
+    job, claim = running(database)
+    rows = [Line(kind="metrics", data={"epoch": e, "val_loss": 1 / e}) for e in (1, 2, 3)]
+    Leases(database).report(claim, rows, 10)
+    Leases(database).report(claim, [Line(kind="metrics", data={"epoch": 2, "val_loss": 9.0})], 20)
+
+    found = Jobs(database).metrics(job.id)
+    assert [(row["epoch"], row["val_loss"]) for row in found] == [(1, 1.0), (2, 9.0), (3, 1 / 3)]
+    assert [row["epoch"] for row in Jobs(database).metrics(job.id, after=1, limit=1)] == [2]
+    best = Jobs(database).get(job.id)
+    assert (best.best_epoch, best.best_val_loss, best.val_loss) == (3, 1 / 3, 9.0)

@@ -1,0 +1,199 @@
+"""Jobs over HTTP, as a script would use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from stoker.errors import Degraded
+from stoker.service.leases import Leases
+from stoker.service.lines import Line
+from tests.service.running import CONFIG, Running, note_radio, serving
+
+GUIDE = {
+    "job_name": "rx-night-run",
+    "config": {
+        "dataset_ids": ["00000000-0000-4000-8000-000000000000"],
+        "batch_size": 256,
+        "epochs": 100,
+        "learning_rate": 0.001,
+        "preload_to_gpu": True,
+        "accelerator": "auto",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("jobs") / "state") as found:
+        note_radio(found.services, CONFIG["dataset_ids"][0])
+        yield found
+
+
+@pytest.fixture
+def job(running: Running) -> str:
+    return running.client.post(running.api("/jobs"), json={"config": CONFIG}).json()["id"]
+
+
+def test_the_body_of_the_guide_makes_a_job_at_both_addresses(running: Running) -> None:
+    for path in ("/api/training/jobs", "/api/v1/training/jobs"):
+        answer = running.client.post(running.address + path, json=GUIDE)
+
+        assert answer.status_code == 201
+        made = answer.json()
+        assert (made["job_name"], made["status"], made["total_epochs"]) == ("rx-night-run", "queued", 100)
+        assert GUIDE["config"].items() <= made["config"].items()
+        found = running.client.get(running.address + answer.headers["location"]).json()
+        assert found["job"] == made
+        assert found["websocket_url"] == f"ws://127.0.0.1:{running.port}/ws/training/{made['id']}"
+
+
+def test_one_key_is_one_job_however_often_and_at_once_it_is_sent(running: Running) -> None:
+    def submit(_n: int) -> tuple[int, str]:
+        headers = {"Idempotency-Key": "one"}
+        answer = running.client.post(running.api("/jobs"), json=GUIDE, headers=headers)
+        return answer.status_code, answer.json()["id"]
+
+    with ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(submit, range(40)))
+
+    assert sorted(status for status, _ in answers) == [200] * 39 + [201]
+    assert len({job for _, job in answers}) == 1
+    other = running.client.post(
+        running.api("/jobs"), json={"config": CONFIG}, headers={"Idempotency-Key": "one"}
+    )
+    assert other.status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"batch_size": 5000}, "config.batch_size"),
+        ({"epochs": 0}, "config.epochs"),
+        ({"epochs": "many"}, "config.epochs"),
+        ({"dataset_ids": []}, "config.dataset_ids"),
+        ({"no_such_setting": 1}, "config.no_such_setting"),
+        ({"learning_rate": -1}, "config.learning_rate"),
+    ],
+)
+def test_a_wrong_setting_is_named(running: Running, change: dict[str, object], path: str) -> None:
+    before = running.services.jobs.count()
+
+    answer = running.client.post(running.api("/jobs"), json={"config": {**CONFIG, **change}})
+
+    assert answer.status_code == 422
+    assert [field["path"] for field in answer.json()["fields"]] == [path]
+    assert path in answer.json()["error"]
+    assert running.services.jobs.count() == before
+
+
+def test_jobs_are_listed_by_status_and_page(running: Running, job: str) -> None:
+    newest = running.client.get(running.api("/jobs"), params={"limit": 1}).json()
+    assert [one["id"] for one in newest["jobs"]] == [job]
+    assert newest["total"] > 1
+
+    running.client.post(running.api(f"/jobs/{job}/cancel"))
+    cancelled = running.client.get(running.api("/jobs"), params={"status": "cancelled"}).json()
+    assert job in {one["id"] for one in cancelled["jobs"]}
+    assert {one["status"] for one in cancelled["jobs"]} == {"cancelled"}
+    for bad in ({"limit": 0}, {"limit": 501}, {"offset": -1}, {"status": "gone"}):
+        assert running.client.get(running.api("/jobs"), params=bad).status_code == 422
+
+
+def test_a_job_is_paused_resumed_cancelled_and_forgotten(running: Running, job: str) -> None:
+    def act(what: str) -> tuple[int, str]:
+        answer = running.client.post(running.api(f"/jobs/{job}/{what}"))
+        return answer.status_code, answer.json().get("status") or answer.json()["error"]
+
+    assert act("pause") == (200, "paused")
+    assert act("resume") == (200, "queued")
+    assert running.client.delete(running.api(f"/jobs/{job}")).status_code == 409
+    assert act("cancel") == (200, "cancelled")
+    assert act("cancel") == (200, "cancelled")
+    status, said = act("pause")
+    assert status == 409
+    assert "cancelled" in said
+    more = running.client.post(running.api(f"/jobs/{job}/continue"), json={"additional_epochs": 5})
+    assert more.status_code == 409
+    assert running.client.delete(running.api(f"/jobs/{job}")).status_code == 204
+    assert running.client.get(running.api(f"/jobs/{job}")).status_code == 404
+
+
+@pytest.mark.parametrize("id", ["x", "00000000-0000-4000-8000-000000000000", "%2e%2e", "a%2fb", "'; DROP--"])
+def test_a_job_that_is_not_there_is_not_found(running: Running, id: str) -> None:
+    for path in (f"/jobs/{id}/metrics", f"/jobs/{id}/logs", f"/jobs/{id}/events", f"/jobs/{id}/logs/stream"):
+        assert running.client.get(running.api(path)).status_code == 404, path
+    assert running.client.post(running.api(f"/jobs/{id}/cancel")).status_code == 404
+
+
+def test_metrics_come_an_epoch_a_row_from_where_one_is(running: Running) -> None:
+    jobs, leases = running.services.jobs, Leases(running.services.database)
+    job, _ = jobs.create(dict(CONFIG), name="m", epochs=30)
+    while (claim := leases.claim("worker")) is not None and claim.job.id != job.id:
+        pass
+    assert claim is not None
+    lines = [Line(kind="metrics", data={"epoch": n, "val_loss": n / 2}) for n in range(1, 16)]
+    leases.report(claim, lines, 1)
+
+    def metrics(**query: int) -> list[tuple[int, float]]:
+        found = running.client.get(running.api(f"/jobs/{job.id}/metrics"), params=query).json()["metrics"]
+        return [(row["epoch"], row["val_loss"]) for row in found]
+
+    assert metrics(limit=2, after=3) == [(4, 2.0), (5, 2.5)]
+    assert len(metrics()) == 15
+    shown = running.client.get(running.api(f"/jobs/{job.id}")).json()
+    assert [row["epoch"] for row in shown["recent_metrics"]] == list(range(6, 16))
+    assert (shown["job"]["status"], shown["job"]["current_epoch"]) == ("running", 15)
+
+
+def test_the_log_is_read_from_its_end(running: Running, job: str) -> None:
+    assert running.client.get(running.api(f"/jobs/{job}/logs")).json()["lines"] == []
+    folder = running.services.folder.job(job)
+    folder.make()
+    text = "".join(f"line {n}\n" for n in range(300)) + "<script>" + "x" * 9000 + "\xff\n"
+    folder.log.write_bytes(text.encode("latin-1"))
+
+    found = running.client.get(running.api(f"/jobs/{job}/logs"), params={"tail": 2}).json()
+
+    assert found["lines"][0] == "line 299"
+    assert len(found["lines"][1]) == 4096
+    assert found["truncated"] is True
+    assert found["offset"] == len(text)
+
+
+def test_a_log_that_is_a_link_is_not_read(running: Running, job: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret\n")
+    folder = running.services.folder.job(job)
+    folder.make()
+    folder.log.symlink_to(tmp_path / "secret")
+
+    assert running.client.get(running.api(f"/jobs/{job}/logs")).json()["lines"] == []
+
+
+def test_a_database_that_does_not_answer_is_told_from_a_fault(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def degraded(*_args: object, **_more: object) -> None:
+        raise Degraded("the database does not answer. Look whether it runs")
+
+    monkeypatch.setattr(running.services.jobs, "count", degraded)
+
+    ready = running.client.get(running.api("/ready"))
+    assert (ready.status_code, ready.json()["status"]) == (503, "degraded")
+    answer = running.client.post(running.api("/jobs"), json=GUIDE)
+    assert answer.status_code == 503
+    assert "retry-after" in answer.headers
+    assert running.client.get(f"{running.address}/health").json() == {"status": "ok"}
+    monkeypatch.undo()
+    assert running.client.get(running.api("/ready")).json()["status"] == "ready"
+
+
+def test_figures_for_prometheus_name_every_state(running: Running) -> None:
+    text = running.client.get(f"{running.address}/metrics").text
+
+    assert 'stoker_jobs{state="queued"}' in text
+    assert "stoker_answer_seconds_count" in text
+    assert "stoker_disk_free_bytes" in text

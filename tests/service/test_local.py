@@ -1,0 +1,155 @@
+"""Processes of jobs on this machine: one of a job at a time, and none that nobody watches."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stoker.errors import StalledError
+from stoker.service.executor import Limits
+from stoker.service.folders import JobFolder
+from stoker.service.local import LocalExecutor, LocalRun
+
+PYTHON = (sys.executable, "-I", "-S", "-c")
+SLEEPER = (*PYTHON, "import time; time.sleep(600)")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> JobFolder:
+    made = JobFolder(tmp_path / "job")
+    made.make()
+    return made
+
+
+@pytest.fixture
+def executor() -> LocalExecutor:
+    return LocalExecutor(os.environ, take_over_s=20.0)
+
+
+def soon(true: Callable[[], object], limit_s: float = 30.0) -> bool:
+    deadline = time.monotonic() + limit_s
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(true())
+
+
+def ended(run: LocalRun) -> int:
+    assert soon(lambda: run.poll() is not None)
+    code = run.poll()
+    assert code is not None
+    return code
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_output_goes_to_the_log_and_the_status_is_told(executor: LocalExecutor, folder: JobFolder) -> None:
+    code = "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES']); sys.exit('and here')"
+
+    run = executor.hold(folder).start((*PYTHON, code), Limits(devices="3"))
+
+    assert ended(run) == 1
+    assert sorted(folder.log.read_text().split("\n")) == ["", "3", "and here"]
+
+
+def test_a_later_claim_ends_the_process_of_an_earlier_one(executor: LocalExecutor, folder: JobFolder) -> None:
+    """Its worker was declared dead, for instance because it was stopped for an hour, and is not."""
+    earlier = executor.hold(folder).start(SLEEPER, Limits())
+    assert soon(lambda: folder.lock.read_text().startswith("group"))
+
+    later = executor.hold(folder).start((*PYTHON, "print('later')"), Limits())
+
+    assert ended(earlier) == -signal.SIGKILL
+    assert ended(later) == 0
+    assert folder.log.read_text() == "later\n"
+
+
+def test_a_lock_that_nobody_can_be_made_to_give_up_is_reported(folder: JobFolder) -> None:
+    """As of a process that hangs in the system, or on another machine that shares the folder."""
+    held = LocalExecutor({}).hold(folder)
+    folder.lock.write_text("group 1 12345 another-boot 1\n")
+
+    with pytest.raises(StalledError, match=r"still held \(group 1 .*tried again later"):
+        LocalExecutor({}, take_over_s=0.1).hold(folder)
+
+    held.release()
+    LocalExecutor({}, take_over_s=0.1).hold(folder).release()
+
+
+def test_nobody_of_the_same_number_is_killed_in_its_place(folder: JobFolder) -> None:
+    bystander = subprocess.Popen(SLEEPER, start_new_session=True)
+    held = LocalExecutor({}).hold(folder)
+    folder.lock.write_text(f"group {bystander.pid} 1 of-another-boot 1\n")
+
+    with pytest.raises(StalledError):
+        LocalExecutor({}, take_over_s=0.1).hold(folder)
+
+    assert bystander.poll() is None
+    held.release()
+    bystander.kill()
+    bystander.wait()
+
+
+def test_what_a_process_left_behind_ends_with_it(executor: LocalExecutor, folder: JobFolder) -> None:
+    code = f"import subprocess; p = subprocess.Popen({SLEEPER!r}); print(p.pid)"
+
+    run = executor.hold(folder).start((*PYTHON, code), Limits())
+
+    assert ended(run) == 0
+    left_behind = int(folder.log.read_text())
+    assert soon(lambda: not alive(left_behind))
+
+
+def test_a_process_dies_with_its_worker(folder: JobFolder) -> None:
+    worker = f"""
+import os, time
+from pathlib import Path
+from stoker.service.executor import Limits
+from stoker.service.folders import JobFolder
+from stoker.service.local import LocalExecutor
+run = LocalExecutor(os.environ).hold(JobFolder(Path({str(folder.path)!r}))).start({SLEEPER!r}, Limits())
+print(run.pid, flush=True)
+time.sleep(600)
+"""
+    started = subprocess.Popen([sys.executable, "-c", worker], stdout=subprocess.PIPE, text=True)
+    assert started.stdout is not None
+    with started, started.stdout:
+        pid = int(started.stdout.readline())
+        assert alive(pid)
+        started.kill()
+
+    assert soon(lambda: not alive(pid))
+
+
+def test_a_process_that_holds_too_much_memory_is_named_with_figures(
+    executor: LocalExecutor, folder: JobFolder
+) -> None:
+    code = "import time; held = bytes(range(256)) * 4 * 50 * 1024; time.sleep(600)"
+    run = executor.hold(folder).start((*PYTHON, code), Limits(memory_bytes=30 * 2**20))
+
+    assert soon(run.exceeded)
+    assert "30.0 MiB are allowed" in run.exceeded()
+    run.kill()
+    assert ended(run) == -signal.SIGKILL
+
+
+def test_a_process_that_takes_too_long_is_named_with_figures(
+    executor: LocalExecutor, folder: JobFolder
+) -> None:
+    run = executor.hold(folder).start(SLEEPER, Limits(wall_s=0.1))
+
+    assert soon(run.exceeded)
+    assert "an attempt may take" in run.exceeded()
+    run.terminate()
+    assert ended(run) == -signal.SIGTERM

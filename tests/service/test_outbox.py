@@ -1,0 +1,85 @@
+"""What happened, read without missing anything."""
+
+from __future__ import annotations
+
+import threading
+
+from stoker.service.database import Database
+from stoker.service.jobs import Jobs
+from stoker.service.leases import Leases
+from stoker.service.lines import Line
+from stoker.service.outbox import Outbox, append
+from stoker.service.schema import EVENTS
+
+
+def test_a_reader_that_follows_many_writers_misses_nothing(database: Database) -> None:
+    """A number that becomes visible after a higher one would be passed over for ever."""
+    outbox, writers, each = Outbox(database), 6, 12
+    seen: list[int] = []
+    over = threading.Event()
+
+    def write() -> None:
+        for number in range(each):
+            with database.writing() as connection:
+                append(connection, database.wall, "job", [("progress", {}), ("batch", {"number": number})])
+
+    def follow() -> None:
+        while True:
+            last_look = over.is_set()
+            events = outbox.read(seen[-1] if seen else 0, limit=7)
+            seen.extend(event.number for event in events)
+            if last_look and not events:
+                return
+
+    reader = threading.Thread(target=follow)
+    reader.start()
+    threads = [threading.Thread(target=write) for _ in range(writers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    over.set()
+    reader.join(60)
+
+    assert seen == [*range(1, 2 * writers * each + 1)]
+    assert outbox.newest() == len(seen)
+
+
+def test_events_of_one_job_are_read_alone_from_any_number_on(database: Database) -> None:
+    jobs, outbox = Jobs(database), Outbox(database)
+    one, other = (jobs.create({}, name=name, epochs=1)[0] for name in "ab")
+    jobs.pause(one.id)
+    jobs.cancel(other.id)
+
+    assert [event.kind for event in outbox.read(0, job=one.id)] == ["queued", "paused"]
+    assert [(event.number, event.job) for event in outbox.read(2)] == [(3, one.id), (4, other.id)]
+    assert outbox.read(4) == []
+
+
+def test_what_is_undone_leaves_neither_event_nor_number(database: Database) -> None:
+    outbox = Outbox(database)
+
+    try:
+        with database.writing() as connection:
+            append(connection, database.wall, "job", [("progress", {})])
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+
+    assert (outbox.newest(), outbox.read(0)) == (0, [])
+
+
+def test_old_events_are_removed_but_the_newest_and_the_count_goes_on(database: Database) -> None:
+    jobs, outbox = Jobs(database), Outbox(database)
+    job, _ = jobs.create({}, name="n", epochs=1)
+    claim = Leases(database).claim("w")
+    Leases(database).report(claim, [Line(kind="batch", data={"batch": n}) for n in range(6)], 1)
+
+    assert outbox.prune(max_age_s=3600.0, max_count=3) == 5
+    assert [event.number for event in outbox.read(0)] == [6, 7, 8]
+    with database.writing() as connection:
+        connection.execute(EVENTS.update().values(at=0.0))
+    assert outbox.prune(max_age_s=3600.0, max_count=3) == 2
+    assert (outbox.oldest(), outbox.newest()) == (8, 8)
+    jobs.cancel(job.id)
+    assert [event.number for event in outbox.read(8)] == [9]

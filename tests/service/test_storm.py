@@ -1,0 +1,33 @@
+"""`kill -9` of the service, its workers and their jobs at random moments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.service.storm import Report, Storm, blow
+
+pytestmark = pytest.mark.chaos
+
+
+def check(report: Report, kills: int) -> None:
+    assert report.kills["service"] + report.kills["worker"] == kills
+    assert report.lost == []
+    assert report.twice == []
+    assert report.overlapping == []
+    assert report.incomplete == []
+    assert report.gaps == 0
+    assert report.overdue_s < 5.0
+
+
+def test_a_few_kills_lose_nothing(url: str, tmp_path: Path) -> None:
+    storm = Storm(jobs=8, kills=4, workers=2, every_s=0.2, limit_s=100.0)
+
+    check(blow(storm, url, tmp_path / "state"), 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_five_hundred_kills_under_a_thousand_jobs_lose_nothing(url: str, tmp_path: Path) -> None:
+    check(blow(Storm(jobs=1000, kills=500), url, tmp_path / "state"), 500)

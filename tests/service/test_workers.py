@@ -1,0 +1,337 @@
+"""Jobs from their claim to their end, with a process that stands in for training."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stoker.errors import ConfigError, Degraded, NotFound
+from stoker.service.database import Database
+from stoker.service.executor import Limits
+from stoker.service.folders import StateFolder
+from stoker.service.job_file import JobFile
+from stoker.service.jobs import Job, Jobs
+from stoker.service.leases import Leases, Terms
+from stoker.service.local import LocalExecutor
+from stoker.service.outbox import Outbox
+from stoker.service.states import ENDED, State
+from stoker.service.supervise import Supervisor, remove_orphans
+from stoker.service.worker import Settings, Worker
+from tests.service.serve import staff
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> StateFolder:
+    folder = StateFolder(tmp_path / "state")
+    folder.make()
+    return folder
+
+
+class Bench:
+    """A worker in this process, and what its jobs' users see."""
+
+    def __init__(self, database: Database, state: StateFolder, limits: Limits | None = None) -> None:
+        told = staff()
+        self.database, self.state, self.jobs = database, state, Jobs(database)
+        settings = Settings(
+            name="here",
+            slot=0,
+            url="",
+            state=str(state.path),
+            parent=0,
+            child=told.child,
+            terms=Terms(lease_s=30.0, backoff_s=0.0, max_losses=3),
+            pace=told.pace,
+            limits=limits or Limits(grace_s=20.0),
+        )
+        self.leases = Leases(database, settings.terms)
+        self.describe: Callable = lambda _database, ids: [{"id": id} for id in ids]
+        self.worker = Worker(settings, database, LocalExecutor(os.environ), self._described)
+
+    def _described(self, database: Database, ids: list[str]):
+        return self.describe(database, ids)
+
+    def make(self, epochs: int = 3, **config) -> Job:
+        return self.jobs.create(config, name="n", epochs=epochs, dataset_ids=["d"])[0]
+
+    def attempt(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """One attempt at the oldest job, and something that happens once it says something."""
+        claim = self.leases.claim("here")
+        assert claim is not None
+        helper = threading.Thread(target=self._then, args=(claim.job.id, meanwhile))
+        helper.start()
+        try:
+            self.worker.work(claim)
+        finally:
+            helper.join(30)
+
+    def _then(self, id: str, meanwhile: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 30
+        while (job := self.jobs.get(id)).tier is None and job.state not in ENDED:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        meanwhile()
+
+    def kinds(self, id: str) -> list[str]:
+        return [event.kind for event in Outbox(self.database).read(0, job=id)]
+
+    def witness(self, id: str) -> list[str]:
+        text = (self.state.job(id).path / "witness.txt").read_text()
+        return [line.split()[0] for line in text.splitlines()]
+
+
+@pytest.fixture
+def bench(embedded: Database, state: StateFolder) -> Bench:
+    return Bench(embedded, state)
+
+
+def test_a_job_is_told_what_to_do_and_its_words_are_kept(bench: Bench) -> None:
+    job = bench.make(epochs=2, note="x")
+    bench.attempt()
+
+    told = JobFile.read(bench.state.job(job.id).job_file)
+    assert (told.id, told.attempt, told.epochs, told.config) == (job.id, 1, 2, {"note": "x"})
+    assert (told.datasets, told.checkpoint) == ([{"id": "d"}], None)
+    done = bench.jobs.get(job.id)
+    assert (done.state, done.epoch, done.progress, done.exit_code) == (State.COMPLETED, 2, 1.0, 0)
+    assert (done.checkpoint, done.tier, done.message) == ("epoch", "host", "done")
+    assert bench.kinds(job.id) == ["queued", "claimed", "started", "metrics", "metrics", "completed"]
+    assert [row["val_loss"] for row in bench.jobs.metrics(job.id)] == [1.0, 0.5]
+
+
+def test_a_paused_job_goes_on_where_it_stopped(bench: Bench) -> None:
+    job = bench.make(epochs=4, epoch_s=0.2)
+    bench.attempt(lambda: bench.jobs.pause(job.id))
+    paused = bench.jobs.get(job.id)
+    bench.jobs.resume(job.id)
+    bench.attempt()
+
+    assert (paused.state, paused.message) == (State.PAUSED, "paused with a checkpoint")
+    assert bench.jobs.get(job.id).state == State.COMPLETED
+    assert [row["epoch"] for row in bench.jobs.metrics(job.id)] == [1, 2, 3, 4]
+    assert bench.kinds(job.id).count("metrics") == 4  # no epoch twice
+
+
+def test_a_job_that_does_not_stop_when_asked_is_ended(embedded: Database, state: StateFolder) -> None:
+    bench = Bench(embedded, state, Limits(grace_s=0.2))
+    job = bench.make(deaf=True, epoch_s=600.0)
+
+    bench.attempt(lambda: bench.jobs.cancel(job.id))
+
+    ended = bench.jobs.get(job.id)
+    assert (ended.state, ended.exit_code) == (State.CANCELLED, -9)
+    assert bench.kinds(job.id)[-2:] == ["cancelling", "cancelled"]
+
+
+def test_a_job_cancelled_before_it_starts_never_does(bench: Bench) -> None:
+    job = bench.make()
+    bench.jobs.cancel(job.id)
+
+    assert bench.leases.claim("here") is None
+    assert not bench.state.job(job.id).path.exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        ({"fail_at": 2}, "the loss is not finite"),
+        ({"fail_at": 2, "silent": True}, "status 3 and did not say why; its log ends with: last words"),
+    ],
+    ids=["it says why", "it does not"],
+)
+def test_a_job_that_fails_says_why(bench: Bench, config: dict, error: str) -> None:
+    job = bench.make(**config)
+    bench.attempt()
+
+    failed = bench.jobs.get(job.id)
+    assert failed.state == State.FAILED
+    assert failed.error is not None
+    assert failed.error.endswith(error)
+    assert failed.exit_code == 3
+
+
+def test_a_job_that_is_killed_each_time_fails_in_the_end(bench: Bench) -> None:
+    job = bench.make(die_at=2)
+    for _ in range(3):
+        bench.attempt()
+
+    failed = bench.jobs.get(job.id)
+    assert (failed.state, failed.epoch, failed.attempt) == (State.FAILED, 1, 3)
+    assert failed.error == (
+        "3 attempts in a row ended without a finished epoch; the last: its process was ended by SIGKILL"
+    )
+
+
+def test_a_job_over_a_limit_fails_with_the_figure(embedded: Database, state: StateFolder) -> None:
+    bench = Bench(embedded, state, Limits(wall_s=0.3, grace_s=20.0))
+    job = bench.make(epoch_s=600.0)
+    bench.attempt()
+
+    assert bench.jobs.get(job.id).state == State.FAILED
+    assert "an attempt may take 300 ms" in str(bench.jobs.get(job.id).error)
+
+
+def test_a_service_that_stops_gives_its_job_back_with_a_checkpoint(bench: Bench) -> None:
+    job = bench.make(epoch_s=0.3)
+    bench.attempt(bench.worker.stop)
+
+    waiting = bench.jobs.get(job.id)
+    assert (waiting.state, waiting.message) == (State.QUEUED, "the service was stopped")
+
+
+def test_a_result_that_nobody_saw_is_taken_not_made_again(bench: Bench) -> None:
+    """The worker was killed between the end of the process and the word to the database."""
+    job = bench.make(epochs=2)
+    bench.attempt()
+    result = Outbox(bench.database).read(0)[-1].data["result"]
+    with bench.database.writing() as connection:
+        connection.exec_driver_sql("UPDATE jobs SET state = 'queued', position = 0")
+
+    bench.attempt()
+
+    assert Outbox(bench.database).read(0)[-1].data["result"] == result
+    assert bench.witness(job.id) == ["start", "end"]
+    assert bench.jobs.get(job.id).state == State.COMPLETED
+
+
+def test_a_completed_job_trains_on_when_it_is_extended(bench: Bench) -> None:
+    job = bench.make(epochs=1)
+    bench.attempt()
+    bench.jobs.extend(job.id, 2)
+    bench.attempt()
+
+    assert bench.jobs.get(job.id).epoch == 3
+    assert [row["epoch"] for row in bench.jobs.metrics(job.id)] == [1, 2, 3]
+    assert bench.kinds(job.id).count("completed") == 2
+
+
+def test_a_job_whose_data_is_gone_fails_and_says_so(bench: Bench) -> None:
+    def describe(_database: Database, ids: list[str]):
+        raise NotFound(f"there is no data set {ids[0]!r}")
+
+    bench.describe = describe
+    job = bench.make()
+    bench.attempt()
+
+    assert bench.jobs.get(job.id).error == "there is no data set 'd'"
+
+
+def test_a_database_that_is_away_for_a_while_costs_a_job_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = bench.make(epochs=4, epoch_s=0.05)
+    away, report = [30], Leases.report
+
+    def unreliable(self: Leases, *given):
+        if away[0]:
+            away[0] -= 1
+            raise Degraded("not now")
+        return report(self, *given)
+
+    monkeypatch.setattr(Leases, "report", unreliable)
+    claim = bench.leases.claim("here")
+    assert claim is not None
+    bench.worker.work(claim)
+
+    assert bench.witness(job.id) == ["start", "end"]
+    assert [row["epoch"] for row in bench.jobs.metrics(job.id)] == [1, 2, 3, 4]
+
+
+def test_a_worker_that_lost_its_job_ends_the_process_and_says_nothing(bench: Bench) -> None:
+    job = bench.make(epoch_s=600.0)
+
+    def lose() -> None:
+        bench.leases.abandon("here")
+        bench.leases.sweep()
+        bench.jobs.cancel(job.id)
+
+    bench.attempt(lose)
+
+    assert bench.jobs.get(job.id).state == State.CANCELLED
+    assert bench.kinds(job.id) == ["queued", "claimed", "started", "queued", "cancelled"]
+    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if job.id in read(path)]
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def test_a_state_folder_has_one_service_and_a_database_one_folder(
+    embedded: Database, state: StateFolder, tmp_path: Path
+) -> None:
+    first = Supervisor(embedded, state, staff(workers=0), os.environ)
+
+    with pytest.raises(ConfigError, match="belongs to a service that runs now"):
+        Supervisor(embedded, state, staff(workers=0), os.environ)
+    with pytest.raises(ConfigError, match="with another state folder"):
+        Supervisor(embedded, StateFolder(tmp_path / "other"), staff(workers=0), os.environ)
+    first.stop()
+    Supervisor(embedded, state, staff(workers=0), os.environ).stop()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_service_whose_thread_dies_says_so(
+    embedded: Database, state: StateFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Supervisor, "step", lambda self: sys.exit())
+    supervisor = Supervisor(embedded, state, staff(workers=0), os.environ)
+    supervisor.start()
+
+    until(lambda: supervisor.degraded == "the supervisor of the workers has ended: see the service's log")
+    supervisor.stop()
+
+
+def test_folders_of_deleted_jobs_are_removed_later(bench: Bench) -> None:
+    kept, gone = bench.make(), bench.make()
+    for job in (kept, gone):
+        bench.state.job(job.id).make()
+        os.utime(bench.state.job(job.id).path, (0, 0))
+    young = bench.state.job("00000000-0000-4000-8000-000000000000")
+    young.make()
+    bench.jobs.cancel(gone.id)
+    bench.jobs.delete(gone.id)
+
+    assert remove_orphans(bench.state, bench.jobs) == [gone.id]
+    assert bench.state.job(kept.id).path.exists()
+    assert young.path.exists()
+
+
+def test_a_service_runs_jobs_and_replaces_dead_workers(embedded: Database, state: StateFolder) -> None:
+    jobs = Jobs(embedded)
+    supervisor = Supervisor(embedded, state, staff(workers=1), os.environ)
+    supervisor.start()
+    try:
+        job = jobs.create({"epoch_s": 0.2}, name="n", epochs=3)[0]
+        until(lambda: jobs.get(job.id).epoch)
+        (before,) = supervisor.workers()
+        os.kill(before.pid, 9)
+        until(lambda: jobs.get(job.id).state in ENDED)
+        (after,) = supervisor.workers()
+        assert supervisor.degraded is None
+    finally:
+        assert supervisor.stop(limit_s=30.0)
+
+    assert (jobs.get(job.id).state, jobs.get(job.id).attempt) == (State.COMPLETED, 2)
+    assert (after.deaths, after.name != before.name) == (1, True)
+    log = (state.workers / "0.log").read_text()
+    assert str(embedded.address()) not in log
+    words = (state.job(job.id).path / "witness.txt").read_text()
+    assert "OVERLAP" not in words
+    assert json.loads(state.job(job.id).job_file.read_text())["checkpoint"] == "epoch"
+
+
+def until(true: Callable[[], object], limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
