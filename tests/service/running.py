@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -101,6 +101,8 @@ class Running:
     token: str
     client: httpx.Client
     """Has the token."""
+    stop: Callable[[], None]
+    """Let the server end as a signal would."""
 
     @property
     def port(self) -> int:
@@ -136,6 +138,7 @@ def serving(folder: Path, *, limits: RequestLimits | None = None) -> Generator[R
     ready = threading.Event()
     server = make_server(services, ready.set)
     listening = open_socket("127.0.0.1", 0)
+    address = address_of(listening)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
     thread.start()
     assert ready.wait(30)
@@ -143,7 +146,7 @@ def serving(folder: Path, *, limits: RequestLimits | None = None) -> Generator[R
         with httpx.Client(
             headers={"Authorization": f"Bearer {token}"}, timeout=30, trust_env=False
         ) as client:
-            yield Running(services, address_of(listening), token, client)
+            yield Running(services, address, token, client, lambda: setattr(server, "should_exit", True))
     finally:
         server.should_exit = True
         thread.join(30)

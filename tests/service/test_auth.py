@@ -155,6 +155,16 @@ def test_what_is_shown_in_a_form_is_escaped(running: Running) -> None:
     assert "<img" not in page.text
 
 
+def test_a_job_is_called_what_it_likes_and_runs_nothing_in_the_page(running: Running) -> None:
+    running.services.jobs.create({}, name="<img src=x onerror=alert(1)>", epochs=1)
+    with httpx.Client(base_url=running.address, trust_env=False) as browser:
+        browser.post("/login", data={"secret": running.token})
+        page = browser.get("/").text
+
+    assert "&lt;img src=x onerror=alert(1)&gt;" in page
+    assert "<img" not in page
+
+
 def test_no_secret_is_in_what_people_print(tmp_path: Path) -> None:
     services = open_services(tmp_path / "state")
     services.database.close()

@@ -135,8 +135,8 @@ def test_metrics_come_an_epoch_a_row_from_where_one_is(running: Running) -> None
     while (claim := leases.claim("worker")) is not None and claim.job.id != job.id:
         pass
     assert claim is not None
-    lines = [Line(kind="metrics", data={"epoch": n, "val_loss": n / 2}) for n in range(1, 16)]
-    leases.report(claim, lines, 1)
+    rows = [Line(kind="metrics", data={"epoch": n, "val_loss": n / 2}) for n in range(1, 16)]
+    leases.report(claim, rows, 1)
 
     def metrics(**query: int) -> list[tuple[int, float]]:
         found = running.client.get(running.api(f"/jobs/{job.id}/metrics"), params=query).json()["metrics"]

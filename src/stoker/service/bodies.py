@@ -39,6 +39,24 @@ async def read_body(receive: Receive, *, most: int, within_s: float) -> bytes | 
                 return b"".join(pieces)
 
 
+async def discard(receive: Receive, *, most: int, within_s: float) -> bool:
+    """Read a body and keep nothing of it; False when that was not all of it.
+
+    A connection that is closed with a body unread takes our answer with it.
+    """
+    size = 0
+    try:
+        async with asyncio.timeout(within_s):
+            while size <= most:
+                message = await receive()
+                size += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return True
+    except TimeoutError:
+        pass
+    return False
+
+
 def replay(body: bytes, receive: Receive) -> Receive:
     """A `receive` that gives the body once, and then what comes after it."""
     waiting = [body]

@@ -26,7 +26,7 @@ from urllib.parse import unquote_plus
 from starlette.responses import JSONResponse, Response
 
 from stoker.service.auth import Auth, Session, same
-from stoker.service.bodies import Gone, Message, Receive, fault_in_json, read_body, replay
+from stoker.service.bodies import Gone, Message, Receive, discard, fault_in_json, read_body, replay
 from stoker.service.traffic import Traffic
 
 log = logging.getLogger("stoker")
@@ -47,6 +47,8 @@ ONCE = (
     b"x-csrf-token",
 )
 """Headers that must not come twice: two readers may believe two different ones."""
+UNREAD_BYTES, UNREAD_S = 4 << 20, 2.0
+"""How much of the body of a refused request is read, so that its sender gets the answer."""
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+))(?::\d{1,5})?", re.IGNORECASE)
 _NUMBER = re.compile(r"[0-9]{1,15}")
@@ -118,7 +120,8 @@ class Guard:
         request = _Request(scope)
         refusal = self._judge(request)
         if refusal is not None:
-            await self._refuse(request, refusal, receive, send)
+            unread = scope["type"] == "http"
+            await self._refuse(request, refusal, receive, send, unread=unread)
         elif scope["type"] == "websocket":
             await self._app(scope, receive, send)
         else:
@@ -214,7 +217,7 @@ class Guard:
         try:
             body = await self._body(request, receive)
             if isinstance(body, Refusal):
-                await self._refuse(request, body, receive, send)
+                await self._refuse(request, body, receive, send, unread=body.status in (400, 408, 413))
                 return
             async with asyncio.timeout(self._limits.answer_s) as clock:
                 await self._app(request.scope, replay(body, receive), begin)
@@ -254,7 +257,10 @@ class Guard:
                 return Refusal(422, f"the body is refused: {fault}")
         return body
 
-    async def _refuse(self, request: _Request, refusal: Refusal, receive: Receive, send: Send) -> None:
+    async def _refuse(
+        self, request: _Request, refusal: Refusal, receive: Receive, send: Send, *, unread: bool = False
+    ) -> None:
+        """Answer with a refusal; what is `unread` of the body is read and dropped, as far as that is little."""
         self._traffic.note(refusal.status, 0.0)
         stranger = self._rules.stranger
         if refusal.status == 401 and stranger is not None and request.wants_page:
@@ -265,8 +271,8 @@ class Guard:
             response.headers["WWW-Authenticate"] = "Bearer"
         if refusal.status in (429, 503, 504):
             response.headers["Retry-After"] = "60" if refusal.status == 429 else "5"
-        if request.method not in SAFE:
-            response.headers["Connection"] = "close"  # its body may never have been read
+        if unread and not await discard(receive, most=UNREAD_BYTES, within_s=UNREAD_S):
+            response.headers["Connection"] = "close"
         response.raw_headers += self._missing(response.raw_headers)
         if request.scope["type"] == "websocket":
             await receive()  # the connect message, which comes first

@@ -66,7 +66,7 @@ def get_prometheus(here: Here) -> PlainTextResponse:
     return PlainTextResponse(as_prometheus(here), media_type="text/plain; version=0.0.4")
 
 
-@router.get("/ready", responses={503: {"model": Ready, "description": "Degraded."}})
+@router.get("/ready", responses={**faults(), 503: {"model": Ready, "description": "Degraded."}})
 def get_ready(here: Here, response: Response) -> Ready:
     """Whether jobs can be made and done."""
     try:

@@ -50,12 +50,13 @@ def find_files(
     if isinstance(path, str | os.PathLike):
         root, files = _expand(Path(path), suffixes, what)
     else:
-        items = [*path] if isinstance(cast("object", path), Iterable) else [path]
-        if not all(isinstance(cast("object", item), str | os.PathLike) for item in items):
+        items = cast("list[object]", [*path] if isinstance(cast("object", path), Iterable) else [path])
+        named = [item for item in items if isinstance(item, str | os.PathLike)]
+        if len(named) < len(items):
             raise SourceError(
                 f"the path is {path!r}. Expected {what} files, a folder or a pattern, or a list"
             )
-        found = [_expand(Path(item), suffixes, what) for item in items]
+        found = [_expand(Path(item), suffixes, what) for item in named]
         if not found:
             raise SourceError(f"the list of files is empty. Give at least one {what} file, folder or pattern")
         files = [file for _, some in found for file in some]

@@ -269,9 +269,9 @@ class SQLSource:
             except MalformedError as error:
                 for place in range(len(rows) if len(rows) > 1 else 0):
                     self._made(rows[place : place + 1])  # raises at the row that is meant
-                request = self._bulk.request
+                where, key = self._bulk.request.where_it_is, self._bulk.key(int(rows[0]))
                 raise SourceError(
-                    f"{request.where_it_is}, key {self._bulk.key(int(rows[0]))}, column {error.column} {error}. "
+                    f"{where}, key {key}, column {error.column} {error}. "
                     "Mend the row, or leave it out with where="
                 ) from error
         return samples

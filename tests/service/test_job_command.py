@@ -1,0 +1,129 @@
+"""`stoker job` against a running service."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.errors import ConfigError, Conflict, NotFound, ServiceError
+from stoker.service.client import ServiceClient
+from tests.cli.commands import run, run_json
+from tests.service.running import CONFIG, Running, note_radio, serving
+
+SETTING = f"dataset_ids=[{CONFIG['dataset_ids'][0]}]"
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("command") / "state") as found:
+        (found.services.folder.path / "address").write_text(found.address + "\n")
+        note_radio(found.services, CONFIG["dataset_ids"][0])
+        yield found
+
+
+@pytest.fixture
+def at(running: Running) -> list[str]:
+    return ["--state-dir", str(running.services.folder.path)]
+
+
+def job(*words: str, exit_code: int = 0) -> dict[str, Any]:
+    return run_json("job", *words, exit_code=exit_code)
+
+
+def test_a_job_is_submitted_looked_at_paused_and_cancelled(running: Running, at: list[str]) -> None:
+    made = job("submit", SETTING, "epochs=3", "--name", "night", *at)
+    assert (made["job_name"], made["total_epochs"], made["status"]) == ("night", 3, "queued")
+
+    assert made["id"] in {one["id"] for one in job("list", *at)["jobs"]}
+    assert job("pause", made["id"], *at)["status"] == "paused"
+    assert job("list", "--status", "paused", *at)["jobs"][0]["id"] == made["id"]
+    assert job("resume", made["id"], *at)["status"] == "queued"
+    assert job("cancel", made["id"], *at)["status"] == "cancelled"
+    assert job("show", made["id"], *at)["job"]["status"] == "cancelled"
+    assert job("logs", made["id"], *at)["lines"] == []
+    assert job("delete", made["id"], *at) == {"deleted": made["id"]}
+    shown, _ = run(
+        "job", "list", "--server", running.address, "--token-file", str(running.services.folder.token)
+    )
+    assert made["id"] not in shown
+
+
+@pytest.mark.parametrize("name", ["whole.json", "settings.yaml"])
+def test_settings_come_from_a_file_and_words_win(at: list[str], tmp_path: Path, name: str) -> None:
+    config = {**CONFIG, "batch_size": 64}
+    (tmp_path / "whole.json").write_text(json.dumps({"job_name": "from file", "config": config}))
+    (tmp_path / "settings.yaml").write_text(json.dumps(config))
+
+    made = job("submit", str(tmp_path / name), "batch_size=32", *at)
+
+    assert made["config"]["batch_size"] == 32
+    assert made["job_name"] == ("from file" if name == "whole.json" else "training")
+
+
+def test_the_same_key_is_the_same_job(at: list[str]) -> None:
+    first, second = (job("submit", SETTING, "--key", "k", *at) for _ in range(2))
+
+    assert first["id"] == second["id"]
+    assert "another body" in job("submit", SETTING, "epochs=9", "--key", "k", *at, exit_code=3)["error"]
+
+
+def test_following_a_log_ends_with_the_job(running: Running, at: list[str]) -> None:
+    made = job("submit", SETTING, *at)["id"]
+    folder = running.services.folder.job(made)
+    folder.make()
+    folder.log.write_text("first\nsecond\n")
+    running.services.jobs.cancel(made)
+
+    _, notes = run("job", "logs", made, "--follow", *at)
+
+    assert notes.splitlines() == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["dance"], "is nothing to do with a job"),
+        (["show"], "takes one job, found 0"),
+        (["show", "00000000-0000-4000-8000-000000000000"], "there is no job"),
+        (["submit", SETTING, "batch_size=9999"], "config.batch_size"),
+        (["submit", "dataset_ids=[nothing]"], "no data set is registered as nothing"),
+        (["submit", "a.yaml", "b.yaml"], "expected one file"),
+        (["submit", "nowhere.yaml"], "nowhere.yaml cannot be read"),
+        (["continue", "x"], "how many more epochs"),
+    ],
+)
+def test_what_is_wrong_is_one_line(at: list[str], words: list[str], said: str) -> None:
+    error = job(*words, *at, exit_code=3)["error"]
+
+    assert said in error
+
+
+def test_a_service_that_is_not_there_is_told_with_what_to_do(tmp_path: Path) -> None:
+    assert "stoker serve" in job("list", "--state-dir", str(tmp_path / "nothing"), exit_code=3)["error"]
+    (tmp_path / "token").write_text("x" * 40)
+    lost = ["--server", "http://127.0.0.1:9", "--token-file", str(tmp_path / "token")]
+    assert "does not answer" in job("list", *lost, exit_code=1)["error"]
+
+
+def test_the_token_is_not_sent_to_a_proxy_and_not_in_messages(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    client = ServiceClient(running.address, running.token)
+
+    assert client.jobs(limit=1)["limit"] == 1
+    with pytest.raises(NotFound):
+        client.job("x")
+    with pytest.raises(ServiceError) as refused:
+        ServiceClient(running.address, "wrong" * 10).jobs()
+    assert refused.value.status in (401, 429)
+    assert "wrong" * 10 not in str(refused.value)
+    with pytest.raises(Conflict):
+        client.delete(client.submit({"config": CONFIG})["id"])
+    for bad in ("ftp://x", "http://u:p@x", "x"):
+        with pytest.raises(ConfigError):
+            ServiceClient(bad, running.token)

@@ -1,0 +1,314 @@
+"""Events as they happen: none is lost over a reconnect, and no reader costs memory."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+
+from stoker.service import routes_live, stream
+from stoker.service.client import ServiceClient, Told
+from stoker.service.outbox import append
+from tests.service.running import CONFIG, Running, note_radio, serving
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("live") / "state") as found:
+        note_radio(found.services, CONFIG["dataset_ids"][0])
+        yield found
+
+
+@pytest.fixture
+def job(running: Running) -> str:
+    return running.services.jobs.create(dict(CONFIG), name="live", epochs=3)[0].id
+
+
+def tell(running: Running, job: str, count: int, *, size: int = 10) -> None:
+    """Events of a job, as its worker would write them."""
+    database = running.services.database
+    with database.writing() as connection:
+        happened = [("progress", {"n": n, "text": "x" * size}) for n in range(count)]
+        append(connection, database.wall, job, happened)
+
+
+def client_of(running: Running) -> ServiceClient:
+    return ServiceClient(running.address, running.token)
+
+
+def take(told: Iterator[Told], count: int) -> list[Told]:
+    return [next(told) for _ in range(count)]
+
+
+def test_a_stream_gives_what_happens_after_a_number(running: Running, job: str) -> None:
+    after = running.services.outbox.newest()
+    told = client_of(running).follow(f"/jobs/{job}/events", after)
+    tell(running, job, 3)
+    running.services.jobs.cancel(job)
+
+    found = take(told, 4)
+
+    assert [(one.kind, one.data.get("n")) for one in found] == [
+        ("progress", 0), ("progress", 1), ("progress", 2), ("cancelled", None),
+    ]  # fmt: skip
+    assert [one.number for one in found] == [after + n for n in range(1, 5)]
+    assert {one.data["job_id"] for one in found} == {job}
+
+
+@pytest.mark.parametrize("rounds", [15, pytest.param(400, marks=pytest.mark.slow)])
+def test_a_reader_that_is_cut_off_again_and_again_misses_nothing(
+    running: Running, job: str, rounds: int
+) -> None:
+    """Cut at any byte: a whole event counts, a part of one is asked for again."""
+    other = running.services.jobs.create(dict(CONFIG), name="other", epochs=3)[0].id
+    begin, chance = running.services.outbox.newest(), random.Random(3)
+    written = threading.Event()
+
+    def write() -> None:
+        for _ in range(rounds):
+            tell(running, job, chance.randint(1, 40))
+            tell(running, other, 5)
+        written.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen: list[int] = []
+    headers = {"Authorization": f"Bearer {running.token}"}
+    deadline = time.monotonic() + 60
+    wanted: list[int] = [-1]
+    while seen != wanted and time.monotonic() < deadline:
+        cut = chance.randint(1, 6000)
+        headers["Last-Event-ID"] = str(seen[-1] if seen else begin)
+        with httpx.stream("GET", running.api(f"/jobs/{job}/events"), headers=headers, timeout=1) as answer:
+            text = b""
+            try:
+                for piece in answer.iter_raw():
+                    text += piece
+                    if len(text) >= cut:
+                        break
+            except httpx.ReadTimeout:
+                pass
+        for block in text[:cut].decode().split("\n\n")[:-1]:
+            if block.startswith("id:"):
+                seen.append(int(block.partition("\n")[0][4:]))
+        if written.is_set():
+            wanted = [e.number for e in running.services.outbox.read(begin, job=job, limit=10**6)]
+    writer.join(30)
+
+    assert seen == wanted
+    assert len(seen) >= rounds
+
+
+def test_events_that_are_gone_are_named(running: Running, job: str) -> None:
+    first = running.services.outbox.newest()
+    tell(running, job, 30)
+    running.services.outbox.prune(max_age_s=1e9, max_count=10)
+    oldest = running.services.outbox.oldest()
+    assert oldest > first + 1
+
+    told = take(client_of(running).follow("/events", first), 11)
+
+    assert told[0].kind == "gap"
+    assert (told[0].data["from"], told[0].data["to"]) == (first + 1, oldest - 1)
+    assert [one.number for one in told[1:]] == list(range(oldest, oldest + 10))
+
+
+def test_a_number_of_another_database_is_answered_with_a_gap(running: Running, job: str) -> None:
+    told = client_of(running).follow("/events", 10**9)
+
+    assert next(told).kind == "gap"
+    tell(running, job, 1)
+    assert next(told).kind == "progress"
+
+
+def test_a_log_is_followed_to_its_end_and_from_any_place(running: Running, job: str) -> None:
+    folder = running.services.folder.job(job)
+    folder.make()
+    folder.log.write_text("one\ntwo\nhal")
+    told = client_of(running).follow(f"/jobs/{job}/logs/stream", 0)
+    first = next(told)
+    assert first.data == {"lines": ["one", "two"]}
+
+    with folder.log.open("a") as file:
+        file.write("f\nlast without end")
+    running.services.jobs.cancel(job)
+    rest = list(told)
+
+    assert [line for one in rest for line in one.data.get("lines", ())] == ["half", "last without end"]
+    assert rest[-1].kind == "end"
+    again = list(client_of(running).follow(f"/jobs/{job}/logs/stream", first.number))
+    assert [line for one in again for line in one.data.get("lines", ())] == ["half", "last without end"]
+
+
+def open_socket(running: Running, path: str, **headers: str) -> Any:
+    given = {"Authorization": f"Bearer {running.token}", **headers}
+    return connect(
+        f"ws://127.0.0.1:{running.port}{path}", additional_headers=given, proxy=None, open_timeout=10
+    )
+
+
+def test_a_websocket_tells_the_state_and_then_what_happens(running: Running, job: str) -> None:
+    after = running.services.outbox.newest()
+    with open_socket(running, f"/ws/training/{job}?after={after}") as ws:
+        assert json.loads(ws.recv(10))["event"] == "connected"
+        status = json.loads(ws.recv(10))
+        assert (status["event"], status["data"]["status"]) == ("training_status", "queued")
+        tell(running, job, 1)
+        event = json.loads(ws.recv(10))
+        assert (event["event"], event["data"]["n"], event["job_id"]) == ("training:progress", 0, job)
+        ws.send("ping")
+        assert json.loads(ws.recv(10)) == {"event": "pong"}
+    with open_socket(running, f"/ws?after={event['id'] - 1}") as ws:
+        assert json.loads(ws.recv(10))["event"] == "connected"
+        assert json.loads(ws.recv(10)) == event, "the same again, from the number before it"
+
+
+def test_a_websocket_needs_a_token_or_a_session_of_our_page(running: Running) -> None:
+    cookie = f"{running.services.auth.cookie}={running.services.auth.log_in(running.token)}"
+    ours, foreign = running.address, "http://evil.example"
+    for headers, status in (
+        ({}, 401),
+        ({"Cookie": cookie}, 403),
+        ({"Cookie": cookie, "Origin": foreign}, 403),
+        ({"Authorization": f"Bearer {running.token}", "Origin": foreign}, 403),
+    ):
+        with pytest.raises(InvalidStatus) as refused:
+            connect(f"ws://127.0.0.1:{running.port}/ws", additional_headers=headers, proxy=None)
+        assert refused.value.response.status_code == status
+    with connect(
+        f"ws://127.0.0.1:{running.port}/ws", additional_headers={"Cookie": cookie, "Origin": ours}
+    ) as ws:
+        assert json.loads(ws.recv(10)) == {"event": "connected"}
+
+
+def test_who_floods_a_websocket_is_cut_off(running: Running) -> None:
+    def flood(ws: Any, messages: list[str]) -> None:
+        ws.recv(10)
+        for message in messages:
+            ws.send(message)
+        while True:
+            ws.recv(10)
+
+    with open_socket(running, "/ws") as ws, pytest.raises(ConnectionClosed) as closed:
+        flood(ws, ["x" * 1000] * 10_000)
+    assert closed.value.rcvd is None or closed.value.rcvd.code == routes_live.POLICY
+
+    with open_socket(running, "/ws") as ws, pytest.raises(ConnectionClosed):
+        flood(ws, ["x" * 100_000])
+
+
+def test_one_stream_too_many_is_refused_and_places_are_given_back(running: Running) -> None:
+    deadline = time.monotonic() + 20
+    while running.services.feed.clients and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with ExitStack() as stack:
+        for _ in range(stream.CLIENTS):
+            ws = stack.enter_context(open_socket(running, "/ws"))
+            ws.recv(10)
+        answer = running.client.get(running.api("/events"))
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        with open_socket(running, "/ws") as ws, pytest.raises(ConnectionClosed) as closed:
+            ws.recv(10)
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == routes_live.TRY_LATER
+    while running.services.feed.clients and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert running.services.feed.clients == 0
+
+
+def reader_that_reads_nothing(running: Running, path: str) -> socket.socket:
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.connect(("127.0.0.1", running.port))
+    after = running.services.outbox.newest()
+    request = (
+        f"GET {path}?after={after} HTTP/1.1\r\nHost: 127.0.0.1:{running.port}\r\n"
+        f"Authorization: Bearer {running.token}\r\n"
+    )
+    if path.startswith("/ws"):
+        request += (
+            "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+            "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+        )
+    raw.sendall(f"{request}\r\n".encode())
+    return raw
+
+
+def grown_mib(running: Running, job: str, megabytes: int) -> float:
+    """Memory that this process grew by while readers that read nothing were told `megabytes`."""
+    with ExitStack() as stack:
+        for n in range(stream.CLIENTS - 1):
+            path = "/ws" if n % 2 else "/api/v1/training/events"
+            stack.enter_context(closing(reader_that_reads_nothing(running, path)))
+        deadline = time.monotonic() + 20
+        while running.services.feed.clients < stream.CLIENTS - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert running.services.feed.clients == stream.CLIENTS - 1
+        good = client_of(running).follow("/events", running.services.outbox.newest())
+        process = psutil.Process()
+        before = process.memory_info().rss
+        most = 0
+        for _ in range(megabytes):
+            tell(running, job, 500, size=2000)
+            assert [one.data["n"] for one in take(good, 500)] == list(range(500)), (
+                "others are served all the same"
+            )
+            most = max(most, process.memory_info().rss - before)
+        good.close()
+    return most / 2**20
+
+
+@pytest.mark.parametrize("megabytes", [4, pytest.param(200, marks=pytest.mark.slow)])
+def test_readers_that_read_nothing_cost_no_memory(
+    running: Running, job: str, megabytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """31 readers, each told all of it: queues would hold 31 times that, this many MiB in the long run."""
+    monkeypatch.setattr(stream, "SEND_S", 600.0)  # they stay
+
+    grown = grown_mib(running, job, megabytes)
+
+    assert grown < 60, f"{grown:.0f} MiB for {megabytes} MiB of events"
+
+
+def test_a_reader_that_reads_nothing_is_cut_off(
+    running: Running, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "SEND_S", 0.5)
+    with closing(reader_that_reads_nothing(running, "/api/v1/training/events")):
+        deadline = time.monotonic() + 30
+        while not running.services.feed.clients and time.monotonic() < deadline:
+            time.sleep(0.05)
+        while running.services.feed.clients and time.monotonic() < deadline:
+            tell(running, job, 200, size=2000)
+            time.sleep(0.1)
+        assert running.services.feed.clients == 0
+
+
+def test_streams_end_with_the_service(tmp_path: Path) -> None:
+    with serving(tmp_path / "state") as own:
+        told = client_of(own).follow("/events", 0)
+        followed = threading.Thread(target=lambda: list(told))
+        with open_socket(own, "/ws") as ws:
+            assert json.loads(ws.recv(10)) == {"event": "connected"}
+            followed.start()
+            deadline = time.monotonic() + 20
+            while own.services.feed.clients < 2 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            began = time.monotonic()
+            own.stop()
+    followed.join(20)
+
+    assert not followed.is_alive()
+    assert time.monotonic() - began < 15
