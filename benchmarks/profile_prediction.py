@@ -1,30 +1,46 @@
-"""Is what `stoker profile` predicts of a tier what is then measured? Command: python benchmarks/profile_prediction.py [--save]
+"""Question: is what `stoker profile` predicts of a tier what is then measured?
 
-Two ways of the earlier systems: a `.pt` file per sample, and one SQLite query per sample. Each is profiled, then
-its samples are encoded as they are and served from host memory and from disk to the same step. Prediction and
-measurement are milliseconds of a step with its wait; one thread, so that a step's time is steady.
+Two ways of the earlier systems, a `.pt` file per sample and one SQLite query per sample, profiled as anybody's
+loader; and a Stoker configuration, profiled with its own training steps. Then the samples are served from each
+tier to the same step. Figures are milliseconds of a step with its wait, medians over rounds in which profile and
+measurement take turns, so that a machine that drifts hits both; one thread, so that a step's time is steady.
+
+    python benchmarks/profile_prediction.py [--save] [--rounds 3]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sqlite3
 import statistics
-import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Iterable
+from itertools import chain, repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 import stoker
+from measure import publish
+from stoker.config import load_config
+from stoker.pipeline.build import build_jobs
+from stoker.pipeline.burgers import BurgersSpec, write_burgers
+from stoker.pipeline.locate import locate
+from stoker.pipeline.precompute import fill_caches
+from stoker.pipeline.profile import profile_config
+from stoker.pipeline.serve import make_loader
+from stoker.pipeline.train import loop_settings
+from stoker.profile.result import ENCODE, Profile
 from stoker.profile.run import profile
+from stoker.train.alone import steps_of
 
 COUNT, SHAPE, BATCH = 1024, (16, 512), 32
+STEPS = 60
+Step = Callable[[Any], object]
 
 
 class Files(Dataset):
@@ -72,7 +88,7 @@ class Held(Dataset):
         return {"z": self.z[number]}
 
 
-def make_step():
+def make_step() -> Step:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(512, 256), torch.nn.GELU(), torch.nn.Linear(256, 512))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
@@ -86,61 +102,104 @@ def make_step():
     return step
 
 
-def wall_of(loader, step, steps: int = 60) -> float:
-    """Median seconds of a step and its wait."""
+def wall_of(passes: Iterable[Any], step: Step) -> float:
+    """Median seconds of a step and its wait; the first batches of a pass are not waited for as others are."""
     taken: list[float] = []
-    while len(taken) < steps:
+    for batches in repeat(passes):
         before = time.perf_counter()
-        for number, batch in enumerate(loader):
+        for number, batch in enumerate(batches):
             step(batch)
             now = time.perf_counter()
             if number > 1:
                 taken.append(now - before)
             before = now
-    return statistics.median(taken)
+        if len(taken) >= STEPS:
+            return statistics.median(taken)
+    raise AssertionError
+
+
+def of_a_loader(make: type, folder: Path) -> tuple[Callable[[], Profile], dict[str, Callable[[], float]]]:
+    """How to profile one of the earlier ways, and how to measure each tier in its place."""
+    data, step = make(folder), make_step()
+    loaders = {
+        tier: stoker.cached(
+            Held(data), cache_dir=folder / "cache", batch_size=BATCH, tier=tier, identity="held",
+            precompute={"readers": 0},
+        )
+        for tier in ("host", "disk")
+    }  # fmt: skip
+    slow = DataLoader(data, batch_size=BATCH, shuffle=True)
+    return (
+        lambda: profile(slow, step, steps=20),
+        {tier: lambda loader=loader: wall_of(loader, step) for tier, loader in loaders.items()},
+    )
+
+
+def of_a_configuration(folder: Path) -> tuple[Callable[[], Profile], dict[str, Callable[[], float]]]:
+    """The same of a training on simulated trajectories; without a cache each sample is encoded once an epoch."""
+    write_burgers(folder / "burgers.hdf5", BurgersSpec())
+    own = ["data.files", "training.latent_cache_dir", "training.run_dir"]
+    where = [
+        f"{key}={folder / name}" for key, name in zip(own, ("burgers.hdf5", "cache", "run"), strict=True)
+    ]
+    config = load_config(None, [*where, "training.batch_size=64", "training.device=cpu", "model.width=64"])
+    fill_caches(config, ["train"])
+    (job,) = build_jobs(config, "burgers", ["train"])
+    loaders = {}
+    for tier in ("host", "disk"):
+        tiered = load_config(None, [*where, "training.batch_size=64", f"training.tier={tier}"])
+        loaders[tier] = make_loader(tiered, locate(config, "burgers", "train").cache)
+    host = loaders["host"]
+    step = steps_of(host, loop_settings(config, len(host), resume=False), folder / "steps")
+
+    def without_a_cache() -> float:
+        """An epoch's mean: all samples are read and encoded in it, one group of eight after another."""
+        began, numbers = time.perf_counter(), iter(range(len(job.source)))
+        for batch, _ in zip(chain.from_iterable(repeat(host)), range(len(host)), strict=False):
+            for number in chain([next(numbers, None)], [next(numbers, None)]):
+                if number is not None and number % 8 == 0:
+                    group = [job.source.read(n) for n in range(number, min(number + 8, len(job.source)))]
+                    names = group[0]
+                    stacked = {k: torch.from_numpy(np.stack([one[k] for one in group])) for k in names}
+                    with torch.inference_mode():
+                        job.encoder.encode(stacked)
+            step(batch)
+        return (time.perf_counter() - began) / len(host)
+
+    measuring = {tier: lambda loader=loader: wall_of(loader, step) for tier, loader in loaders.items()}
+    return lambda: profile_config(config, steps=20), {**measuring, ENCODE: without_a_cache}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--save", action="store_true")
-    save = parser.parse_args().save
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
-    for name, make in (("a .pt file per sample", Files), ("a query per sample", Rows)):
-        with tempfile.TemporaryDirectory() as folder:
-            data = make(Path(folder))
-            step = make_step()
-            found = profile(DataLoader(data, batch_size=BATCH, shuffle=True), step, steps=20)
-            print(f"{name}: {found.verdict}")
-            for tier in found.tiers:
-                loader = stoker.cached(
-                    Held(data), cache_dir=Path(folder) / "cache", batch_size=BATCH, tier=tier.tier,
-                    identity="held", precompute={"readers": 0},
-                )  # fmt: skip
-                measured = wall_of(loader, step)
-                error = tier.wall_s / measured - 1
-                rows.append({
-                    "loading": name, "tier": tier.tier, "before_ms": 1e3 * found.loop.wall_s,
-                    "predicted_ms": 1e3 * tier.wall_s, "measured_ms": 1e3 * measured, "error": error,
-                })  # fmt: skip
-                print(
-                    "  "
-                    + ", ".join(
-                        f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()
-                    )
-                )
-    if save:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout.strip()
-        record = {
-            "commit": commit,
-            "machine": platform.processor() or platform.machine(),
-            "torch": torch.__version__,
-            "rows": rows,
-        }
-        path = Path(__file__).parent / "results" / "profile_prediction.json"
-        path.write_text(json.dumps(record, indent=1) + "\n")
+    cases: dict[str, Callable[[Path], Any]] = {
+        "a .pt file per sample": lambda folder: of_a_loader(Files, folder),
+        "a query per sample": lambda folder: of_a_loader(Rows, folder),
+        "a configuration": of_a_configuration,
+    }
+    rows: list[dict[str, Any]] = []
+    for name, make in cases.items():
+        with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+            profiling, measuring = make(Path(folder))
+            taken: dict[str, list[tuple[float, float, float]]] = {tier: [] for tier in measuring}
+            for _ in range(arguments.rounds):
+                found = profiling()
+                for tier in (row for row in found.tiers if row.tier in measuring):
+                    taken[tier.tier].append((found.loop.wall_s, tier.wall_s, measuring[tier.tier]()))
+        for tier, figures in taken.items():
+            columns = zip(*figures, strict=True)
+            before, predicted, measured = (1e3 * statistics.median(column) for column in columns)
+            error = statistics.median(p / m - 1 for _, p, m in figures)
+            rows.append({
+                "loading": name, "tier": tier, "before_ms": round(before, 3), "verdict": found.verdict,
+                "predicted_ms": round(predicted, 3), "measured_ms": round(measured, 3), "error": round(error, 4),
+                "errors": [round(p / m - 1, 4) for _, p, m in figures],
+            })  # fmt: skip
+    publish("profile_prediction", rows, save=arguments.save)
 
 
 if __name__ == "__main__":

@@ -41,8 +41,10 @@ def test_storage_dtype_and_readers_reach_precompute_and_dtype_the_loader(tmp_pat
 
 
 def test_a_broken_sample_is_an_error_until_a_part_may_be_quarantined(tmp_path: Path) -> None:
-    with pytest.raises(IncompleteError, match="39 of 40 samples stored, 1 quarantined"):
+    with pytest.raises(IncompleteError, match="39 of 40 samples stored, 1 quarantined") as raised:
         cached(tmp_path, Rows(40, broken=(17,)), precompute={"readers": 0})
+    assert "cached: precompute={'nan': 'allow'}" in str(raised.value)
+    assert "cached: precompute={'max_quarantined': 0.05}" in str(raised.value)
 
     allowed = cached(tmp_path, Rows(40, broken=(17,)), precompute={"readers": 0, "max_quarantined": 0.1})
 

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ KEY = "planted-instance-key-0123456789"
 SECRET = "planted-secret-value-9876543210"
 TOOLS = (
     "bash", "cat", "chmod", "cp", "date", "dirname", "env", "find", "git", "ln", "mkdir", "mv", "rm",
-    "setsid", "sleep", "tail", "tee", "timeout", "touch", "uname", "which",
+    "setsid", "sha256sum", "sleep", "tail", "tee", "timeout", "touch", "uname", "which",
 )  # fmt: skip
 RECORD = """#!/bin/bash
 printf '%s\\0' "{name}" "$@" >>"$BOX/calls"; printf '\\1\\0' >>"$BOX/calls"
@@ -30,6 +31,17 @@ for fault in $FAIL; do
 done
 """
 """`FAIL` holds `words:command` pairs without blanks; a call with these words does the command instead."""
+KILL = """\
+case $0 in *onstart.sh|bash)
+  [ -e "$BOX/main" ] || echo $$ >"$BOX/main"
+  set -T
+  trap 'if [ $BASHPID = $$ ] && [ "$BASH_EXECUTION_STRING" != uploads ] && [ -e "$BOX/kill_at" ]; then
+    n=; until [ "$n" ]; do read -r n <"$BOX/kill_at"; done; echo $((n - 1)) >"$BOX/kill_at"
+    [ "$n" != 0 ] || { rm "$BOX/kill_at"; kill -9 $(<"$BOX/main") $$; }
+  fi' DEBUG
+esac
+"""
+"""Sourced by every bash (BASH_ENV): the power goes before the n-th command of the script or a function."""
 
 
 @dataclass
@@ -49,9 +61,12 @@ class Box:
         return self.root / "work dir"
 
     def start(self, script: str, *, fail: str = "") -> subprocess.Popen[str]:
-        (self.root / "calls").unlink(missing_ok=True)
+        for name in ("calls", "main"):
+            (self.root / name).unlink(missing_ok=True)
         path = self.root / "onstart.sh"
-        path.write_text(script)
+        path.write_text(
+            script.replace("i * 5", "i * 0").replace("/proc/1/environ", str(self.root / "environ"))
+        )
         environment = self.environment | {"FAIL": fail}
         return subprocess.Popen(
             ["bash", str(path)],
@@ -70,15 +85,35 @@ class Box:
         data = path.read_bytes().decode() if path.exists() else ""
         return [call.split("\0")[:-1] for call in data.split("\1\0")[:-1]]
 
-    def stokers(self) -> list[str]:
-        """The commands of stoker that ran."""
-        return [call[call.index("stoker") + 1] for call in self.calls() if "stoker" in call]
+    def stokers(self) -> list[list[str]]:
+        """The commands of stoker that ran, with their arguments; under torchrun or not."""
+        found: list[list[str]] = []
+        for call in self.calls():
+            if "stoker" in call:
+                found.append(call[call.index("stoker") + 1 :])
+            elif "stoker.launch.ranks" in call:
+                found.append(call[call.index("stoker.launch.ranks") + 3 :])
+        return found
+
+    def commands(self) -> list[str]:
+        """Their names."""
+        return [words[0] for words in self.stokers()]
+
+    def clear(self) -> None:
+        """End every process that this machine has, as when its power goes."""
+        mark = f"BOX={self.root}".encode()
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (place / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(place.name), signal.SIGKILL)
+            except OSError:
+                continue
 
     def log(self) -> str:
         return (self.workdir / "run.log").read_text()
 
     def stopped(self) -> bool:
-        return ("PUT", "/instances/77/", '{"state":"stopped"}', f"Bearer {KEY}") in self.asked
+        return ("PUT", "/v0/instances/77/", '{"state":"stopped"}', f"Bearer {KEY}") in self.asked
 
 
 @contextmanager
@@ -95,6 +130,7 @@ def a_box(root: Path, *, real: bool = False) -> Iterator[Box]:
     _program(
         binaries / "python3",
         "python3",
+        'if [ "$1" = -c ]; then exit 0; fi\n'
         'mkdir -p "${@: -1}/bin" && cp "$BOX/venv-python" "${@: -1}/bin/python"',
     )
     far = shutil.which("rclone") if real else None

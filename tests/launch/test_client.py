@@ -1,105 +1,19 @@
-"""The client against a server with the shapes of the real one."""
+"""The client against a server with the shapes of the real one: all calls, and every bad end of one."""
 
 from __future__ import annotations
 
-import json
-import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
 from stoker.errors import ConfigError, ServiceError, StalledError, StokerError
 from stoker.launch.client import VastClient
+from tests.launch.vast import INSTANCE, OFFER, Vast
 
 KEY = "planted-account-key-55555"
-OFFER = {
-    "id": 7, "gpu_name": "RTX 4090", "num_gpus": 1, "gpu_ram": 24576, "dph_total": 0.41, "disk_space": 200.5,
-    "geolocation": "Sweden, SE", "reliability2": 0.993, "inet_down": 810.2, "rentable": True,
-}  # fmt: skip
-INSTANCE = {
-    "id": 77, "label": "stoker:run", "actual_status": "running", "intended_status": "running",
-    "gpu_name": "RTX 4090", "num_gpus": 1, "dph_total": 0.41, "status_msg": "success, running",
-}  # fmt: skip
-
-
-@dataclass
-class Vast:
-    """The provider."""
-
-    url: str = ""
-    asked: list[tuple[str, str, Any, str]] = field(default_factory=list)
-    faults: list[Any] = field(default_factory=list)
-    """For the next calls: a status, `(status, headers)`, bytes as the answer, or `hang`."""
-    offers: list[dict[str, Any]] = field(default_factory=lambda: [OFFER])
-    instances: list[dict[str, Any]] = field(default_factory=lambda: [dict(INSTANCE)])
-    log_tries: int = 1
-    released: threading.Event = field(default_factory=threading.Event)
-
-
-@pytest.fixture
-def vast() -> Iterator[Vast]:
-    world = Vast()
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_: object) -> None: ...
-
-        def answer(self) -> None:
-            size = int(self.headers.get("Content-Length") or 0)
-            body = json.loads(self.rfile.read(size)) if size else None
-            world.asked.append((self.command, self.path, body, self.headers.get("Authorization") or ""))
-            fault = world.faults.pop(0) if world.faults else None
-            if fault == "hang":
-                world.released.wait(20)
-                return
-            status, headers = fault if isinstance(fault, tuple) else (fault, {})
-            if isinstance(fault, bytes):
-                self._send(200, fault, {})
-            elif status is not None:
-                text = json.dumps({"success": False, "msg": f"no, {self.headers.get('Authorization')}"})
-                self._send(status, text.encode(), headers)
-            else:
-                self._send(200, self._content(body), {})
-
-        do_GET = do_PUT = do_DELETE = answer
-
-        def _content(self, body: Any) -> bytes:
-            path = urlsplit(self.path).path
-            if path == "/log.txt":
-                return b"line 1\nline 2\n"
-            found: dict[str, Any] = {"success": True}
-            if path == "/bundles/":
-                found = {"offers": world.offers}
-            elif path.startswith("/asks/"):
-                found = {"success": True, "new_contract": 78}
-            elif path.startswith("/instances/request_logs/"):
-                world.faults = [404] * world.log_tries
-                found = {"success": True, "result_url": f"{world.url}/log.txt"}
-            elif path == "/instances/":
-                found = {"instances": world.instances}
-            return json.dumps(found).encode()
-
-        def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    server.block_on_close = False
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    world.url = f"http://127.0.0.1:{server.server_address[1]}"
-    yield world
-    world.released.set()
-    server.shutdown()
-    server.server_close()
 
 
 def client(vast: Vast, **more: float) -> VastClient:
@@ -113,65 +27,115 @@ def test_offers_come_cheapest_first_and_the_query_is_sent(vast: Vast) -> None:
 
     assert [one.id for one in offers] == [7, 8]
     assert (offers[0].gpu, offers[0].gpu_memory_gib, offers[0].region) == ("RTX 4090", 24.0, "Sweden, SE")
-    method, path, _, key = vast.asked[0]
-    query = json.loads(parse_qs(urlsplit(path).query)["q"][0])
-    assert (method, key) == ("GET", f"Bearer {KEY}")
+    method, path, query, key = vast.asked[0]
+    assert (method, path, key) == ("POST", "/v0/bundles/", f"Bearer {KEY}")
     assert query["gpu_name"] == {"eq": "RTX 4090"}
-    assert query["rentable"] == {"eq": True}
+    assert (query["rentable"], query["rented"]) == ({"eq": True}, {"eq": False})
 
 
 def test_an_instance_is_made_listed_stopped_and_destroyed(vast: Vast) -> None:
     one = client(vast)
 
     assert one.create(7, {"image": "a", "onstart": "x"}) == 78
-    assert [(found.id, found.label, found.status) for found in one.instances()] == [
-        (77, "stoker:run", "running")
+    assert [(found.id, found.label, found.status, found.message) for found in one.instances()] == [
+        (77, "stoker:run", "running", "success, running pytorch/ssh")
     ]
     one.stop(77)
     one.destroy(77)
 
-    assert [(method, path, body) for method, path, body, _ in vast.asked] == [
-        ("PUT", "/asks/7/", {"image": "a", "onstart": "x"}),
-        ("GET", "/instances/", None),
-        ("PUT", "/instances/77/", {"state": "stopped"}),
-        ("DELETE", "/instances/77/", None),
+    assert [(method, path.partition("?")[0], body) for method, path, body, _ in vast.asked] == [
+        ("PUT", "/v0/asks/7/", {"image": "a", "onstart": "x"}),
+        ("GET", "/v1/instances/", None),
+        ("PUT", "/v0/instances/77/", {"state": "stopped"}),
+        ("DELETE", "/v0/instances/77/", None),
     ]
 
 
+def test_an_account_with_many_instances_is_listed_page_by_page(vast: Vast) -> None:
+    vast.instances = [INSTANCE | {"id": number, "actual_status": None} for number in range(60)]
+
+    found = client(vast).instances()
+
+    assert [one.id for one in found] == list(range(60))
+    assert {one.status for one in found} == {"provisioning"}
+    assert len(vast.asked) == 3
+
+
+def test_a_list_that_does_not_end_is_refused(vast: Vast, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.launch.client.PAGES", 3)
+    vast.instances = [INSTANCE] * 500
+
+    with pytest.raises(ServiceError, match="does not end after 75"):
+        client(vast).instances()
+
+
+def test_what_is_gone_is_said_with_the_reason(vast: Vast) -> None:
+    with pytest.raises(ServiceError, match=r"404 .*no_such_ask") as error:
+        client(vast).create(99, {})
+    assert error.value.status == 404
+    vast.faults = [b'{"success": false, "error": "not_yours", "message": "that is not yours"}']
+    with pytest.raises(ServiceError, match="instance 77: that is not yours; not_yours"):
+        client(vast).stop(77)
+
+
 def test_logs_are_waited_for_and_fetched_without_the_key(vast: Vast) -> None:
-    vast.log_tries = 2
+    vast.log_faults = [404, 403, "reset"]
 
     assert client(vast).logs(77, 10) == "line 1\nline 2\n"
-    assert [(path, key) for _, path, _, key in vast.asked[1:]] == [("/log.txt", "")] * 3
+    assert [(path, key) for _, path, _, key in vast.asked[1:]] == [("/log.txt", "")] * 4
+
+
+def test_a_log_that_never_comes_is_given_up(vast: Vast) -> None:
+    vast.log_faults = [404] * 999
+
+    with pytest.raises(ServiceError, match="the log of instance 77 is not there"):
+        client(vast, deadline_s=0.3).logs(77, 10)
 
 
 def test_a_limit_of_calls_is_kept(vast: Vast) -> None:
-    vast.faults = [(429, {"Retry-After": "1"}), 429, 503]
+    soon = format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True)
+    vast.faults = [(429, {"Retry-After": "1"}), (429, {"Retry-After": soon}), 429, 503]
     begin = time.monotonic()
 
     assert len(client(vast).instances()) == 1
 
     assert time.monotonic() - begin >= 1
-    assert len(vast.asked) == 4
+    assert len(vast.asked) == 5
 
 
 def test_busy_for_too_long_is_a_stall(vast: Vast) -> None:
     vast.faults = [(429, {"Retry-After": "60"})] * 9
 
-    with pytest.raises(StalledError, match=r"GET /instances/: busy for 2 s"):
+    with pytest.raises(StalledError, match=r"GET /v1/instances/: busy for 2 s"):
         client(vast, deadline_s=2).instances()
 
     assert len(vast.asked) == 1
 
 
-def test_no_answer_is_a_stall(vast: Vast) -> None:
-    vast.faults = ["hang"]
+@pytest.mark.parametrize("fault", ["hang", "hang-in-body"])
+def test_no_answer_is_a_stall(vast: Vast, fault: str) -> None:
+    vast.faults = [fault]
 
     with pytest.raises(StalledError, match=r"no answer within 0\.3 s"):
         client(vast, timeout_s=0.3).instances()
 
 
-@pytest.mark.parametrize("fault", ["hang", 502, 500])
+def test_an_answer_that_trickles_ends_at_the_deadline(vast: Vast) -> None:
+    vast.faults = ["trickle"] * 9
+
+    with pytest.raises(StalledError):
+        client(vast, deadline_s=0.5).instances()
+
+
+@pytest.mark.parametrize("fault", ["half-closed", "nothing", "reset", 502])
+def test_a_connection_that_breaks_is_made_again(vast: Vast, fault: object) -> None:
+    vast.faults = [fault, fault]
+
+    assert len(client(vast).instances()) == 1
+    assert len(vast.asked) == 3
+
+
+@pytest.mark.parametrize("fault", ["hang", "half-closed", "nothing", "reset", 502, 500])
 def test_a_machine_is_never_rented_twice_by_one_call(vast: Vast, fault: object) -> None:
     vast.faults = [fault] * 5
 
@@ -193,9 +157,13 @@ def test_a_limit_of_calls_is_no_reason_to_give_up_renting(vast: Vast) -> None:
         pytest.param(401, ConfigError, "the key is refused", id="key"),
         pytest.param(403, ConfigError, "the key is refused", id="rights"),
         pytest.param(404, ServiceError, "404 Not Found", id="missing"),
+        pytest.param(410, ServiceError, "410 Gone", id="retired"),
         pytest.param(500, ServiceError, "500 Internal", id="broken"),
+        pytest.param("hang-in-error", ServiceError, "400 Bad Request: no reason given", id="unread"),
         pytest.param(b"<html>", ServiceError, "no JSON object", id="html"),
+        pytest.param(b"", ServiceError, "no JSON object", id="nothing"),
         pytest.param(b"[]", ServiceError, "no JSON object", id="list"),
+        pytest.param(f"[{KEY}".encode(), ServiceError, r"no JSON object \(b'\[\*", id="shows-it"),
         pytest.param(b"[" * 100000, ServiceError, "no JSON object", id="deep"),
         pytest.param(b"{}", ServiceError, "has no instances", id="empty"),
         pytest.param((302, {"Location": "http://127.0.0.1:9/"}), ServiceError, "302", id="elsewhere"),
@@ -207,7 +175,7 @@ def test_errors_are_typed_and_never_show_the_key(
     vast.faults = [fault] * 3
 
     with pytest.raises(kind, match=message) as error:
-        client(vast).instances()
+        client(vast, timeout_s=1.0).instances()
 
     assert KEY not in str(error.value)
 

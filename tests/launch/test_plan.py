@@ -12,9 +12,8 @@ import pytest
 
 from tests.cli.commands import run, run_json
 from tests.launch.box import a_repository, git
-from tests.launch.test_client import INSTANCE, OFFER, Vast, vast
+from tests.launch.vast import INSTANCE, OFFER, Vast
 
-__all__ = ["vast"]
 SECRET = "planted-secret-value-9876543210"
 CONFIG = """\
 training: {epochs: 1}
@@ -55,7 +54,7 @@ def test_a_dry_run_shows_script_and_request_and_sends_nothing(project: Path, vas
     assert found["onstart"].startswith("#!/usr/bin/env bash\n")
     assert "A=(configs/c.yaml training.epochs=3)" in found["onstart"]
     assert f"COMMIT={git(project, 'rev-parse', 'HEAD').strip()}" in found["onstart"]
-    assert "stoker fetch" in found["onstart"]
+    assert "run fetch" in found["onstart"]
     request = found["request"]
     assert request["onstart"] == found["onstart"]
     assert request["env"] == dict.fromkeys(
@@ -87,7 +86,7 @@ def test_up_rents_the_cheapest_with_the_variables(project: Path, vast: Vast) -> 
 
     assert (found["instance"], found["offer"]["id"]) == (78, 7)
     method, path, body, _ = vast.asked[-1]
-    assert (method, path) == ("PUT", "/asks/7/")
+    assert (method, path) == ("PUT", "/v0/asks/7/")
     assert body["env"]["WANDB_API_KEY"] == SECRET
     assert body["env"]["RCLONE_CONFIG_B2_SECRET_ACCESS_KEY"] == SECRET[::-1]
     assert SECRET not in body["onstart"]
@@ -123,9 +122,9 @@ def test_status_logs_and_down_touch_the_machines_of_this_run_alone(project: Path
     assert down["done"] == "stopped"
     assert "no instance 99" in refused
     changes = [(method, path) for method, path, *_ in vast.asked if "/99/" in path or method != "GET"]
-    assert changes == [("PUT", "/instances/request_logs/77/"), ("PUT", "/instances/77/")]
+    assert changes == [("PUT", "/v0/instances/request_logs/77/"), ("PUT", "/v0/instances/77/")]
     run("launch", "vast", "down", "configs/c.yaml", "--destroy")
-    assert vast.asked[-1][:2] == ("DELETE", "/instances/77/")
+    assert vast.asked[-1][:2] == ("DELETE", "/v0/instances/77/")
 
 
 def test_search_lists_offers(project: Path) -> None:

@@ -38,7 +38,7 @@ def test_a_fresh_machine_a_second_start_and_another_machine_with_the_cache(tmp_p
                 target="vast", name="run", repo=str(tmp_path / "repo"), commit=commit, config="c.yaml",
                 overrides=("training.epochs=1",), workdir=str(box.workdir), fetch=True,
                 cache_dir="data/latent_cache", run_dir="runs/a", upload=f"far:{tmp_path}/up",
-                cache=f"far:{tmp_path}/cache", secrets=("PLANTED",), api=box.url, pause=0, stall_minutes=5.0,
+                cache=f"far:{tmp_path}/cache", secrets=("PLANTED",), api=box.url, stall_minutes=5.0,
             ).render()  # fmt: skip
             for _ in range(starts):
                 code, output = box.run(script, timeout=280)

@@ -163,9 +163,14 @@ def test_tasks_that_one_operator_cannot_take_are_refused_before_anything_is_enco
     assert not list((tmp_path / "data").rglob("*.safetensors"))
 
 
-def test_several_tasks_are_encoded_before_they_are_trained_on(two: Configure) -> None:
-    with pytest.raises(ConfigError, match="begins training on one task while it is encoded"):
-        train_config(two("precompute.wait=false"))
+@pytest.mark.slow
+def test_several_tasks_are_trained_on_while_they_are_encoded(two: Configure) -> None:
+    """Slow: four processes begin, each with torch. In the second epoch all caches are complete."""
+    result = train_config(two("precompute.wait=false", "training.epochs=2", "precompute.readers=1"))
+
+    assert result.report.epochs == 2
+    assert list(result.report.tasks) == ["burgers1d", "long"]
+    assert [cache.cache.complete for cache in result.caches] == [True] * 4
 
 
 def test_a_task_that_fails_leaves_the_others_alone(configure: Configure, caplog: Any) -> None:

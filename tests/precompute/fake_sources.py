@@ -108,6 +108,23 @@ class FakeSource:
         return sample
 
 
+class ManySource(FakeSource):
+    """Gives several samples at once, and notes how it was asked."""
+
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        self.asked = []
+
+    def read(self, number, start=None, stop=None):
+        self.asked.append(number)
+        return super().read(number, start, stop)
+
+    def read_many(self, numbers):
+        samples = [super(ManySource, self).read(number) for number in numbers]
+        self.asked.append(numbers)
+        return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
 class ChattySource(FakeSource):
     """Floods standard output."""
 

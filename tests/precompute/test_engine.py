@@ -29,7 +29,7 @@ from stoker.precompute.worker import Worker
 from stoker.store import open_cache
 from stoker.store.use import alone
 from tests.precompute.fake_encoders import FakeEncoder
-from tests.precompute.fake_sources import FakeSource, RaggedSource, sample_values
+from tests.precompute.fake_sources import FakeSource, ManySource, RaggedSource, sample_values
 
 
 def run(source, encoder, folder, name="c", **settings):
@@ -160,6 +160,27 @@ def test_bad_samples_are_quarantined_and_everything_else_is_stored(tmp_path, rea
     assert report.records == 9
     with pytest.raises(MissingRecordError, match="truncated"):
         report.cache[9]
+
+
+@pytest.mark.parametrize("readers", [0, 1])
+def test_samples_read_at_once_are_the_same_and_bad_ones_are_named(tmp_path, readers):
+    """Groups of 4: three hold a bad one, and are read again one by one; the others are not."""
+    faults = {5: "shape", 9: "raise", 14: "nan"}
+    single = run(FakeSource((22,), faults=faults), FakeEncoder(), tmp_path, name="s", readers=readers)
+    source = ManySource((22,), faults=faults)
+    many = run(source, FakeEncoder(), tmp_path, name="m", readers=readers)
+
+    assert_same(records(many.cache), records(single.cache))
+    stages = [
+        {n: (f.stage, f.error) for n, f in dict(report.cache.quarantined).items()}
+        for report in (many, single)
+    ]
+    assert stages[0] == stages[1]
+    assert stages[0].keys() == faults.keys()
+    if not readers:
+        alone = {asked for asked in source.asked if isinstance(asked, int)}
+        assert alone == {*range(4, 16)}
+        assert {range(4), range(16, 20), range(20, 22)} <= {*source.asked} - alone
 
 
 def test_a_passing_error_is_retried_within_the_run(tmp_path):

@@ -13,7 +13,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import stoker
 from stoker.errors import ConfigError, StalledError
+from stoker.plan import Rates, Resources
+from stoker.profile.elsewhere import elsewhere
 from stoker.profile.page import write_page
+from stoker.profile.result import demand_of
 from stoker.profile.run import profile_script
 from tests.cli.commands import run
 
@@ -48,8 +51,10 @@ def test_a_loop_that_waits_is_told_apart_from_one_that_computes(tmp_path: Path) 
     still = replace(computing, loop=replace(computing.loop, wait_s=0.0))
     assert "bound by its own steps" in still.verdict
     page = (tmp_path / "page.html").read_text()
-    assert "data:image/png;base64" in page
-    assert "sample 7:" in page
+    assert "sample 7 takes" in page
+    assert "__getitem__  test_run.py" in page, "the picture names the calls that reading passes its time in"
+    assert "<script" not in page
+    assert "src=" not in page
 
 
 def test_a_loop_gets_its_own_batches_then_one_at_hand_then_a_made_up_one() -> None:
@@ -58,9 +63,53 @@ def test_a_loop_gets_its_own_batches_then_one_at_hand_then_a_made_up_one() -> No
 
     stoker.profile(batches, seen.append, steps=3)
 
-    assert [batch["label"][0].item() for batch in seen] == [0, 1, 2, 3, 4, *[4] * 10]
+    # one more is for counting its products
+    assert [batch["label"][0].item() for batch in seen] == [0, 1, 2, 3, 4, *[4] * 11]
     assert all(torch.equal(batch["x"], batches[4]["x"]) for batch in seen[5:10])
     assert not torch.equal(seen[10]["x"], batches[4]["x"])
+
+
+def test_other_gpus_are_judged_by_what_a_step_multiplies_and_calls() -> None:
+    weight = torch.randn(64, 64, requires_grad=True)
+
+    def step(batch: Any) -> None:
+        (batch @ weight).sum().backward()
+
+    found = stoker.profile([torch.ones(8, 64)] * 9, step, steps=3, prices={"H100": 3.6, "V100": 1.0})
+
+    assert found.loop.flops == 2 * 2 * 8 * 64 * 64  # forward, and the gradient of the weight
+    assert 0 < found.loop.calls < 20
+    rows = {one.gpu: one for one in found.elsewhere}
+    small, large = rows["V100 16 GB"], rows["H100 80 GB"]
+    assert small.step_s == large.step_s == pytest.approx(5e-6 * found.loop.calls), "calls are the limit here"
+    assert large.epoch_s is not None
+    assert large.cost == pytest.approx(3.6 / 3600 * large.epoch_s)
+    assert rows["H200 141 GB"].cost is None
+    assert large.share == 1.0
+    heavy = replace(found.loop, flops=1e12, examples=10**9, batch_bytes=8 << 20)
+    demand = demand_of(heavy, 2.0)
+    machine, rates = Resources(host_bytes=1 << 30, host_total_bytes=1 << 30, host_limit="x"), Rates()
+    v100, *_, h100, h200 = elsewhere(heavy, demand, machine, rates, {})
+    assert v100.step_s == pytest.approx(1e12 / (0.3 * 125e12))
+    assert v100.share < h100.share < h200.share < 1.0
+    with pytest.raises(ConfigError, match="no GPU of the table is called 'RTX'"):
+        elsewhere(heavy, demand, machine, rates, {"RTX": 1.0})
+
+
+def test_a_step_that_cannot_be_counted_is_profiled_all_the_same() -> None:
+    taken: list[Any] = []
+
+    def step(batch: Any) -> None:
+        taken.append(batch)
+        if len(taken) == 13:
+            raise RuntimeError("not under a mode")
+
+    found = stoker.profile([torch.ones(4)] * 9, step, steps=2)
+
+    assert len(taken) == 13
+    assert found.loop.flops is None
+    assert {one.step_s for one in found.elsewhere} == {None}
+    assert "could not be counted" in found.elsewhere_note
 
 
 @pytest.mark.parametrize("batches", [[], [torch.zeros(2)] * 2])
@@ -126,9 +175,11 @@ def test_a_budget_decides_the_exit_code() -> None:
     _, said = run("profile", "train.py", "--steps", "4", "--budget", "stall=0.01%", exit_code=5)
     run("profile", "train.py", "--steps", "4", "--budget", "100%")
     _, wrong = run("profile", "train.py", "--budget", "wait=2%", exit_code=3)
+    _, price = run("profile", "train.py", "--price", "H100", exit_code=3)
 
     assert "--budget allows" in said
     assert "Expected a part of the time" in wrong
+    assert "as H100=2.59" in price
 
 
 def test_a_script_without_a_loader_or_that_hangs_is_said_so(tmp_path: Path) -> None:

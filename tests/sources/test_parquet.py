@@ -87,7 +87,16 @@ def test_columns_are_a_list_of_names_and_no_field_hides_another(tmp_path: Path) 
     with pytest.raises(SourceError, match=r"a\.b is there twice"):
         len(ParquetSource(tmp_path))
     assert ParquetSource(tmp_path, columns=["a.b"]).read(0)["a.b"] == 2
-    for wrong in ("a", []):
+    members = pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], names=["b", "b"])
+    pq.write_table(pa.table({"a": members}), tmp_path / "a.parquet")
+    with pytest.raises(SourceError, match=r"a\.b is there twice"):
+        len(ParquetSource(tmp_path))
+    columns = pa.table([pa.array([1]), pa.array([2]), pa.array([3])], names=["a", "a", "b"])
+    pq.write_table(columns, tmp_path / "a.parquet")
+    with pytest.raises(SourceError, match="has several columns named a"):
+        len(ParquetSource(tmp_path))
+    assert ParquetSource(tmp_path, columns=["b"]).read(0)["b"] == 3
+    for wrong in ("a", [], 3, [3]):
         with pytest.raises(ConfigError, match="Expected a list of names"):
             ParquetSource(tmp_path, columns=wrong)
 

@@ -135,6 +135,31 @@ def test_a_tar_file_cut_between_members_or_damaged_inside_is_refused(tmp_path: P
         len(TarSource(path))
 
 
+@pytest.mark.parametrize(
+    ("ending", "members", "said"),
+    [
+        (
+            "npy",
+            [npy(np.ones((2, 3), "f4")), npy(np.ones(3, "f4"))],
+            r"float32 \(2, 3\) in '0' of .*a\.tar \(sample 0\) and float32 \(3,\) in '1'.*leave \.npy out",
+        ),
+        (
+            "npy",
+            [npy(np.ones(3, "f4")), npy(np.ones(3, "i4"))],
+            r"float32 \(3,\) in '0' .* int32 \(3,\) in '1'",
+        ),
+        ("json", [b'{"a": 1}', b'{"a": [1, 2]}'], r"field 'json\.a' .*leave \.json out with fields="),
+        ("json", [b'{"a": 1, "a": 2}'], r"member 0\.json \(sample 0\).*key 'a' comes twice"),
+    ],
+)
+def test_members_that_differ_in_more_than_length_are_named(
+    tmp_path: Path, ending: str, members: list[bytes], said: str
+) -> None:
+    write(tmp_path / "a.tar", [(f"{number}.{ending}", data) for number, data in enumerate(members)])
+    with pytest.raises(SourceError, match=said):
+        TarSource(tmp_path).schema()
+
+
 def test_compressed_and_foreign_files_are_refused(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w:gz") as archive:
         archive.addfile(tarfile.TarInfo("0.npy"))

@@ -135,6 +135,12 @@ def test_a_length_that_varies_where_no_probe_looked() -> None:
         TorchSource(other).read(123)
 
 
+def endless(item):
+    """An item that contains itself."""
+    item.append(item) if isinstance(item, list) else item.update(again=item)
+    return item
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -151,6 +157,11 @@ def test_a_length_that_varies_where_no_probe_looked() -> None:
         (lambda i: {"a": {"b": 1}, "a.b": 2}, r"field 'a\.b' is there twice"),
         (lambda i: {1: i, "1": i}, "field '1' is there twice"),
         (lambda i: {"x": 2**63}, "field 'x' is a whole number of 64 bits"),
+        (lambda i: {"x": [1, 2**63]}, "field 'x' is a whole number of 64 bits"),
+        (lambda i: {"x": [np.uint64(2**63), -1]}, "field 'x' is a whole number of 64 bits"),
+        (lambda i: {"x": [[1, 2], []]}, r"sample 0, field 'x.1' is an empty list.*np.zeros\(\(0, 4\)"),
+        (lambda i: endless({}), r"sample 0, field 'again.again.*nested more than 64 deep. Does it contain"),
+        (lambda i: endless([]), r"sample 0, field '0.0.0.*nested more than 64 deep"),
         (lambda i: {"x": np.uint64(2**63)}, "field 'x' has dtype uint64, .*integers that fit int64"),
         (lambda i: {"x": np.ma.masked_array([1.0, 2.0], [False, True])}, "field 'x' is a masked array"),
         (lambda i: torch.ones(2, device="meta"), "field 'data' is a meta tensor"),

@@ -30,7 +30,9 @@ class LaunchConfig(SettingsSection):
     secrets: tuple[str, ...] = ()
     """Names of variables that the machine gets from here; values are in no script, command or log."""
     upload: str | None = None
-    """A place of rclone, `remote:path`, for logs and checkpoints."""
+    """A place of rclone, `remote:path`, for logs and checkpoints; a later machine goes on from there."""
+    upload_minutes: PositiveFloat = 10.0
+    """Minutes between two uploads while the run goes on; there is one more at its end."""
     cache: str | None = None
     """A place of rclone that caches are pulled from and pushed to; null: they stay on the machine's disk."""
     auto_shutdown: Flag = True
@@ -38,7 +40,7 @@ class LaunchConfig(SettingsSection):
     stall_minutes: PositiveFloat = 30.0
     """Minutes without a line in the log after which the run counts as stalled."""
     grace: PositiveInt = 120
-    """Seconds that a run has to seal and to write a checkpoint, once it is asked to end."""
+    """Seconds from a notice to the end: three quarters to seal and to save, the rest to upload."""
     workdir: str = "/workspace/stoker"
     """Folder of code, data and logs on the machine."""
     image: str = "pytorch/pytorch:2.7.1-cuda12.8-cudnn9-devel"
@@ -46,7 +48,7 @@ class LaunchConfig(SettingsSection):
     gpu: str | None = None
     """Name of the GPU, as `RTX_4090`; null: any."""
     gpus: PositiveInt = 1
-    """GPUs of one machine; above 1 everything runs under torchrun."""
+    """GPUs of one machine; as many ranks encode and train, under torchrun."""
     gpu_memory: CountInt = 0
     """Least memory of one GPU, in GiB."""
     disk: PositiveInt = 64

@@ -65,7 +65,7 @@ class HttpOrigin:
         return TransferError(
             f"{self._shown} answers {error.code} {responses.get(error.code, '')}",
             passing=error.code in PASSING,
-            wait_s=_wait(error.headers.get("Retry-After")),
+            wait_s=retry_after_s(error.headers.get("Retry-After")),
         )
 
 
@@ -128,8 +128,8 @@ def _placed(answer: HTTPResponse, offset: int) -> tuple[int, int | None]:
     return 0, int(length) if length is not None and length.isdigit() else None
 
 
-def _wait(text: str | None) -> float:
-    """Seconds of a Retry-After."""
+def retry_after_s(text: str | None) -> float:
+    """Seconds of a Retry-After, which may be a date; 0 where there is none."""
     if text is None:
         return 0.0
     try:

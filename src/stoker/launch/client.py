@@ -12,17 +12,21 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from http.client import HTTPException, responses
+from http.client import HTTPException, IncompleteRead, responses
 from typing import Any, Literal, TypeAlias, cast
 
 from stoker.errors import ConfigError, ServiceError, StalledError
+from stoker.fetch.http import retry_after_s
 from stoker.launch.script import API
 
-Method: TypeAlias = Literal["GET", "PUT", "DELETE"]
+Method: TypeAlias = Literal["GET", "POST", "PUT", "DELETE"]
 BUSY = frozenset({429, 502, 503, 504})
 ANSWER_BYTES = 64 * 1024 * 1024
 LOG_BYTES = 16 * 1024 * 1024
+PAGE, PAGES = 25, 100
+"""Instances that one answer lists at most, and answers that are asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +79,14 @@ class VastClient:
 
     def offers(self, query: Mapping[str, Any]) -> list[Offer]:
         """Machines that fit a query, the cheapest first."""
-        asked = json.dumps({"rentable": {"eq": True}, **query, "order": [["dph_total", "asc"]]})
-        found = self._call("GET", f"/bundles/?{urllib.parse.urlencode({'q': asked})}")
+        free: dict[str, Any] = {"external": {"eq": False}, "rentable": {"eq": True}, "rented": {"eq": False}}
+        found = self._call("POST", "/v0/bundles/", {**free, **query, "order": [["dph_total", "asc"]]})
         offers = [_offer(one) for one in _list(found, "offers")]
         return sorted(offers, key=lambda one: (one.price, one.id))
 
     def create(self, offer: int, request: Mapping[str, Any]) -> int:
         """Rent a machine; returns the number of the instance. Sent once: twice might be two machines."""
-        found = self._call("PUT", f"/asks/{offer}/", request, once=True)
+        found = self._call("PUT", f"/v0/asks/{offer}/", request, once=True)
         number = found.get("new_contract")
         if not isinstance(number, int):
             raise ServiceError(
@@ -92,20 +96,30 @@ class VastClient:
 
     def instances(self) -> list[Instance]:
         """All instances of the account."""
-        return [_instance(one) for one in _list(self._call("GET", "/instances/"), "instances")]
+        order = json.dumps([{"col": "id", "dir": "asc"}])
+        asked = {"select_filters": "{}", "order_by": order, "limit": str(PAGE)}
+        rows: list[dict[str, Any]] = []
+        for _ in range(PAGES):
+            found = self._call("GET", f"/v1/instances/?{urllib.parse.urlencode(asked)}")
+            rows += _list(found, "instances")
+            token = found.get("next_token")
+            if not token or token == asked.get("after_token"):
+                return [_instance(one) for one in rows]
+            asked["after_token"] = str(token)
+        raise ServiceError(f"the list of instances does not end after {len(rows):,}. Destroy some")
 
     def stop(self, number: int) -> None:
         """Stop an instance; its disk stays."""
-        self._changed(number, self._call("PUT", f"/instances/{number}/", {"state": "stopped"}))
+        self._changed(number, self._call("PUT", f"/v0/instances/{number}/", {"state": "stopped"}))
 
     def destroy(self, number: int) -> None:
         """Give an instance back; its disk is gone."""
-        self._changed(number, self._call("DELETE", f"/instances/{number}/"))
+        self._changed(number, self._call("DELETE", f"/v0/instances/{number}/"))
 
     def logs(self, number: int, lines: int) -> str:
         """The last lines of an instance's log; waits until the provider has put them somewhere."""
         until = time.monotonic() + self._deadline_s
-        found = self._call("PUT", f"/instances/request_logs/{number}/", {"tail": str(lines)})
+        found = self._call("PUT", f"/v0/instances/request_logs/{number}/", {"tail": str(lines)})
         url = found.get("result_url")
         if not isinstance(url, str) or not url.startswith(("https://", "http://")):
             raise ServiceError(f"instance {number} has no log yet: {_said(found)}")
@@ -119,6 +133,9 @@ class VastClient:
                         f"the log of instance {number} is not there ({error.code}). Try again in a minute",
                         status=error.code,
                     ) from None
+            except (OSError, HTTPException) as error:
+                if time.monotonic() + self._pause_s > until:
+                    raise StalledError(f"the log of instance {number}: {error}. Try again") from None
             time.sleep(self._pause_s)
 
     def _changed(self, number: int, found: Mapping[str, Any]) -> None:
@@ -148,7 +165,8 @@ class VastClient:
         while True:
             request = urllib.request.Request(self._api + path, data, headers, method=method)  # noqa: S310
             try:
-                return _object(self._open(request, until), shown)
+                data = self._open(request, until)
+                return _object(data.replace(self._key.encode() or b"\0", b"***"), shown)
             except urllib.error.HTTPError as error:
                 with error:
                     wait = self._refused(error, shown, once)
@@ -173,6 +191,8 @@ class VastClient:
                 pieces.append(piece)
                 if size > ANSWER_BYTES or time.monotonic() > until:
                     raise TimeoutError("its answer does not end")
+            if answer.length:
+                raise IncompleteRead(b"", answer.length)
             return b"".join(pieces)
 
     def _refused(self, error: urllib.error.HTTPError, shown: str, once: bool) -> float:
@@ -182,13 +202,14 @@ class VastClient:
             ConfigError, ServiceError: There is no use in one.
         """
         if error.code in BUSY and not (once and error.code != 429):
-            after = error.headers.get("Retry-After") or ""
-            return float(after) if after.isdigit() else 0.0
+            return retry_after_s(error.headers.get("Retry-After"))
         if error.code in (401, 403):
             raise ConfigError(
                 f"{shown}: the key is refused ({error.code}). Set VAST_API_KEY to one that may do this"
             )
-        said = self._hide(error.read(2000).decode(errors="replace"))
+        said = ""
+        with suppress(OSError, HTTPException):  # the status says enough
+            said = self._hide(error.read(2000).decode(errors="replace"))
         note = _maybe_created() if once and error.code >= 500 else ""
         raise ServiceError(
             f"{shown}: {error.code} {responses.get(error.code, '')}: {said or 'no reason given'}{note}",
@@ -236,7 +257,8 @@ def _list(found: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def _said(found: Mapping[str, Any]) -> str:
-    return str(found.get("msg") or found.get("error") or "no reason given")[:500]
+    words = (found.get("msg") or found.get("message"), found.get("error"))
+    return "; ".join(str(word) for word in words if word)[:500] or "no reason given"
 
 
 def _number(entry: Mapping[str, Any], key: str) -> float:

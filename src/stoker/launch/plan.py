@@ -125,6 +125,7 @@ def plan_launch(
             run_dir=str(run_dir_of(config)),
             cache=own.cache,
             upload=own.upload,
+            upload_minutes=own.upload_minutes,
             auto_shutdown=own.auto_shutdown if auto_shutdown is None else auto_shutdown,
             stall_minutes=own.stall_minutes,
             grace=own.grace,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import PurePosixPath
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -18,7 +17,7 @@ from stoker.launch import pieces
 
 ONSTART_BYTES = 4048
 """What the provider takes; beyond that it cuts, or refuses."""
-API = "https://console.vast.ai/api/v0"
+API = "https://console.vast.ai/api"
 
 
 def _plain(text: str) -> str:
@@ -80,13 +79,13 @@ class StartScript(BaseModel):
     run_dir: Text
     cache: Word | None = None
     upload: Word | None = None
+    upload_minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    """Between two uploads while it runs."""
     auto_shutdown: bool = True
     stall_minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     grace: Annotated[int, Field(ge=1, le=86400)] = 120
     scratch: bool = False
     api: Word = API
-    pause: Annotated[int, Field(ge=0, le=60)] = 5
-    """Seconds before the second try to stop; grows with each."""
 
     def render(self) -> str:
         """The script.
@@ -94,23 +93,19 @@ class StartScript(BaseModel):
         Raises:
             ConfigError: It is longer than the provider takes.
         """
-        parts = [pieces.HEAD]
-        if self.target == "slurm":
-            parts.append(self._slurm())
-        parts += [
-            pieces.TRAP,
-            self._variables(),
+        before = [pieces.HEAD, self._slurm() if self.target == "slurm" else "", pieces.TRAP]
+        after = [
             self._stop(),
-            self._upload(),
-            pieces.END,
-            pieces.ENVIRON if self.target == "vast" else "",
-            pieces.STEPS,
+            pieces.UPLOAD if self.upload else pieces.UPLOAD_NOTHING,
             pieces.ENVIRONMENT,
-            pieces.CODE,
+            pieces.CODE_TOKEN if self._asks() else pieces.CODE,
+            pieces.END,
+            self._environ() if self.target == "vast" else "",
+            pieces.STEPS,
             pieces.BEGIN,
             self._steps(),
         ]
-        text = "".join(parts)
+        text = "".join(before) + self._variables() + re.sub(r"(?m)^( +)\1", r"\1", "".join(after))
         size = len(text.encode())
         if self.target == "vast" and size > ONSTART_BYTES:
             raise ConfigError(
@@ -133,19 +128,19 @@ class StartScript(BaseModel):
             "COMMIT": self.commit,
             "DIR": self.folder,
             "RUN": self._place(self.run_dir),
-            "NAME": self.name,
-            "NEED": "git rclone setsid" if self._remotes() else "git setsid",
+            "NEED": " ".join(self._needs()),
         }
         if self.cache:
             values |= {"FAR": self.cache, "CACHE": self._place(self.cache_dir)}
         if self.upload:
-            values["UP"] = self.upload
+            values["UP"] = f"{self.upload}/{self.name}"
+            values["EVERY"] = f"{self.upload_minutes * 60:g}"
         if self.target == "vast":
-            names = ("CONTAINER_ID", "CONTAINER_API_KEY", *self.secrets)
-            values |= {"API": self.api, "NAMES": " ".join(names), "PAUSE": str(self.pause)}
+            values["API"] = self.api
         lines = [f"{name}={shlex.quote(value)}" for name, value in values.items()]
         stall = f"{self.stall_minutes:g}"
         lines.append(f"GRACE={self.grace} STALL={stall} LOOK={self._look():g}")
+        lines.append(f"N=({self.gpus} {self._patience()})")
         lines.append(f"A=({_words((self.config, *self.overrides))})")
         constraints = ("-c", self.constraints) if self.constraints else ()
         lines.append(f"PIP=({_words((*constraints, *self.install))})")
@@ -154,55 +149,60 @@ class StartScript(BaseModel):
         return "\n".join(lines) + "\n"
 
     def _place(self, path: str) -> str:
-        """A path of the configuration, from the root: rclone would take `a:b` for a remote."""
-        return str(PurePosixPath(self.workdir, "code", self.folder, path))
+        """A path of the configuration as rclone takes it, to which `a:b` would be a remote."""
+        return path if path.startswith("/") else f"./{path}"
 
     def _look(self) -> float:
         """Seconds between two looks at the log."""
         return min(30.0, self.stall_minutes * 15)
 
-    def _remotes(self) -> bool:
-        return bool(self.cache or self.upload or self.fetch)
+    def _asks(self) -> bool:
+        return self.target != "vast" or "GIT_TOKEN" in self.secrets
+
+    def _needs(self) -> list[str]:
+        """Programs, under the names of their packages."""
+        rclone = ["rclone"] if self.cache or self.upload or self.fetch else []
+        return ["git", *rclone, *(["curl"] if self.target == "vast" else [])]
+
+    def _environ(self) -> str:
+        """Where variables of the first process are taken from; those of a remote by one pattern."""
+        names = ["CONTAINER_ID=*", "CONTAINER_API_KEY=*"]
+        for name in self.secrets:
+            remote = re.match(r"RCLONE_CONFIG_[A-Za-z0-9]+_", name)
+            names.append(f"{remote[0]}*" if remote else f"{name}=*")
+        return pieces.ENVIRON.replace("NAMES", "|".join(dict.fromkeys(names)))
 
     def _stop(self) -> str:
         if self.target == "slurm":
             return pieces.STOP_SLURM
         return pieces.STOP_VAST if self.target == "vast" and self.auto_shutdown else pieces.STOP_NOTHING
 
-    def _upload(self) -> str:
-        if not self.upload:
-            return "upload() { :; }\n"
-        return (
-            'upload() {\n  [ -f "$LOG" ] || return 0\n'
-            '  timeout 1800 rclone copy -q --local-no-check-updated -- "$LOG" "$UP/$NAME" || return 1\n'
-            '  [ ! -d "$RUN" ] || timeout 1800 rclone copy -q -- "$RUN" "$UP/$NAME/run"\n}\n'
-        )
-
     def _steps(self) -> str:
-        ranked = self.gpus > 1
-        run = f"-m torch.distributed.run --standalone --nproc-per-node {self.gpus} " if ranked else ""
         lines = [
-            "export -f environment code",
-            "export NEED REPO COMMIT",
             "step environment bash -c environment",
             "step code bash -c code",
             'S=dependencies; cd "code/$DIR" || exit 1',
             'step dependencies python3 -m venv --system-site-packages "$W/venv"',
             "PY=$W/venv/bin/python",
-            'step dependencies "$PY" -m pip install -q --disable-pip-version-check "${PIP[@]}"',
+            'step dependencies "$PY" -m pip install "${PIP[@]}"',
         ]
-        if self.fetch:
-            lines.append('step fetch "$PY" -m stoker fetch "${A[@]}"')
-        if self.cache:
-            lines += ['step cache rclone mkdir -q -- "$FAR"', 'step cache rclone copy -q -- "$FAR" "$CACHE"']
-        lines += [
-            'step validate "$PY" -m stoker validate "${A[@]}"',
-            f'step precompute "$PY" {run}-m stoker precompute "${{A[@]}}"',
-        ]
-        if self.cache:
-            lines.append('step cache rclone copy -q -- "$CACHE" "$FAR"')
-        lines += [f'step train "$PY" {run}-m stoker train "${{A[@]}}"', "S=upload", "exit 0"]
+        lines += ["run fetch"] if self.fetch else []
+        lines += ['pull cache "$FAR" "$CACHE"'] if self.cache else []
+        lines += (
+            ['pull resume "$UP/run" "$RUN"', "R=1", "setsid bash -c uploads & U=$!; disown"]
+            if self.upload
+            else []
+        )
+        lines += ["run validate", "ranks precompute"]
+        lines += (
+            ['step cache rclone copy -uv --exclude \'.staged/**\' -- "$CACHE" "$FAR"'] if self.cache else []
+        )
+        lines += ["ranks train", 'echo "$K" >"$W/finished"', "exit 0"]
         return "\n".join(lines) + "\n"
+
+    def _patience(self) -> int:
+        """Seconds that the ranks have to end in, before this machine's part of the grace ends."""
+        return max(1, self.grace * 3 // 4 - 5)
 
 
 def _words(words: tuple[str, ...]) -> str:

@@ -185,6 +185,44 @@ def design(
     )
 
 
+def check_beside(cache: Cache, wishes: Wishes) -> None:
+    """Refuse what has no meaning before a cache is complete.
+
+    Raises:
+        ConfigError: As said; tells why.
+    """
+    drawn = isinstance(wishes.weights, Weights) and not wishes.weights.replacement
+    varying = (
+        wishes.windows is not None and cache.schema[time_field(cache.schema, wishes.windows.field)].ragged
+    )
+    wants = {
+        f"world={wishes.world}": (
+            wishes.world > 1,
+            "ranks would have to agree on what is quarantined before each batch, and loaders do not talk",
+        ),
+        "static=True": (wishes.static, "batches at fixed addresses are gathered on a device that holds all"),
+        f"order={wishes.order!r}": (wishes.order.startswith("static"), "its parts are of all examples"),
+        "Weights(replacement=False)": (drawn, "what is left to draw depends on all examples"),
+        "weights= over windows of trajectories of varying length": (
+            varying and wishes.weights is not None,
+            "how many windows a weight is for is known once all are stored",
+        ),
+    }
+    for what, (wanted, why) in wants.items():
+        if wanted and cache.complete:
+            raise ConfigError(
+                "the state was saved in an epoch that was served while its cache was being filled, and "
+                f"{what} cannot go on with one: {why}. Load it with the settings of then, or begin the next "
+                "epoch"
+            )
+        if wanted:
+            raise ConfigError(
+                f"{what} needs a complete cache: {why}; and {cache.path} is still being filled, "
+                f"{format_count(len(cache))} of {format_count(cache.recipe.count)} records are stored. "
+                "Leave wait=False out, so that it is filled first"
+            )
+
+
 def completed(cache: Cache) -> Cache:
     """The cache with nothing missing, encoding it first where somebody can.
 

@@ -27,6 +27,7 @@ from stoker.loader.chunks import Chunk, Locator, Span
 from stoker.loader.decide import (
     Found,
     Wishes,
+    check_beside,
     completed,
     design,
     order_of,
@@ -35,7 +36,6 @@ from stoker.loader.decide import (
     trajectory_lengths,
 )
 from stoker.loader.disk import DiskBatches
-from stoker.loader.draws import Weights
 from stoker.loader.engine import Design, Strip
 from stoker.loader.fill_order import KIND, FillOrder, Window
 from stoker.loader.gather import record_batches, window_batches
@@ -43,7 +43,6 @@ from stoker.loader.mend import Mender
 from stoker.loader.packed import stored_outputs, unpacker
 from stoker.loader.places import find_places
 from stoker.loader.ragged import make_join
-from stoker.loader.windows import time_field
 from stoker.plan import Demand, Plan, Resources, plan_tiers
 from stoker.units import format_count
 
@@ -76,7 +75,7 @@ class FillingPass:
     """Makes the batches of a pass that began before its cache was complete, also after that."""
 
     def __init__(self, cache: Cache, wishes: Wishes, mender: Mender) -> None:
-        _check(cache, wishes)
+        check_beside(cache, wishes)
         self._cache, self._wishes, self._mender, self._process = cache, wishes, mender, os.getpid()
         self._outputs = outputs_of(cache, wishes)
         make_join(wishes.ragged, self._outputs)  # refuses now what the first batch would
@@ -137,6 +136,20 @@ class FillingPass:
                 return None
             filling.wait(LOOK_S)
         return completed(self._cache)
+
+    def begin(self, epoch: int, batch: int) -> int:
+        """As `Serving.begin`: behind the batches before, and all that was passed over for them.
+
+        Raises:
+            StokerError: As `strips`.
+        """
+        left, at = batch * self._wishes.batch_size, 0
+        for window in self._order.windows if left else ():
+            places = self._stored(window, epoch)[1]
+            if left < len(places):
+                return int(places[left])
+            left, at = left - len(places), window.stop
+        return at
 
     def strips(self, epoch: int, position: int) -> Iterator[Strip]:
         """The batches of the rest of the pass, one a strip; damaged records are mended on the way.
@@ -363,37 +376,3 @@ class FillingPass:
         log.info("%s: %s", self._cache.path, reason)
         plan = plan_tiers(demand, resources, tier="encode", reserve_bytes=self._wishes.reserve_bytes)
         return replace(plan, tier="encode", reason=reason)
-
-
-def _check(cache: Cache, wishes: Wishes) -> None:
-    """Refuse what has no meaning before a cache is complete."""
-    drawn = isinstance(wishes.weights, Weights) and not wishes.weights.replacement
-    varying = (
-        wishes.windows is not None and cache.schema[time_field(cache.schema, wishes.windows.field)].ragged
-    )
-    wants = {
-        f"world={wishes.world}": (
-            wishes.world > 1,
-            "ranks would have to agree on what is quarantined before each batch, and loaders do not talk",
-        ),
-        "static=True": (wishes.static, "batches at fixed addresses are gathered on a device that holds all"),
-        f"order={wishes.order!r}": (wishes.order.startswith("static"), "its parts are of all examples"),
-        "Weights(replacement=False)": (drawn, "what is left to draw depends on all examples"),
-        "weights= over windows of trajectories of varying length": (
-            varying and wishes.weights is not None,
-            "how many windows a weight is for is known once all are stored",
-        ),
-    }
-    for what, (wanted, why) in wants.items():
-        if wanted and cache.complete:
-            raise ConfigError(
-                "the state was saved in an epoch that was served while its cache was being filled, and "
-                f"{what} cannot go on with one: {why}. Load it with the settings of then, or begin the next "
-                "epoch"
-            )
-        if wanted:
-            raise ConfigError(
-                f"{what} needs a complete cache: {why}; and {cache.path} is still being filled, "
-                f"{format_count(len(cache))} of {format_count(cache.recipe.count)} records are stored. "
-                "Leave wait=False out, so that it is filled first"
-            )

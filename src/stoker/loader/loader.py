@@ -234,10 +234,7 @@ class Loader:
         Raises:
             StaleStateError: The state belongs to another cache, order, seed or batch size.
         """
-        if not states.is_beside(state):
-            self._complete(wait=True)
-        elif self._serving.terms.beside is None:
-            self._serving = FillingPass(self._serving.design.cache, self._wishes, self._mender)
+        self._follow(state)
         self._place.restore(states.restore(state, self._serving.terms, allow_rebatch=allow_rebatch))
 
     def __iter__(self) -> Iterator[Any]:
@@ -295,6 +292,13 @@ class Loader:
             columns=self._columns,
         )
 
+    def _follow(self, state: dict[str, Any]) -> None:
+        """Serve beside a filling, or from a complete cache, as the loader did whose state this is."""
+        if not states.is_beside(state):
+            self._complete(wait=True)
+        elif self._serving.terms.beside is None:
+            self._serving = FillingPass(self._serving.design.cache, self._wishes, self._mender)
+
     def _whole(self, cache: Cache) -> Whole:
         return Whole(cache, self._wishes, self._mender)
 
@@ -304,11 +308,41 @@ class Loader:
             self._serving = self._whole(cache)
 
 
+# pyright: reportPrivateUsage=false
+# For whoever puts several loaders together.
+
+
 def design_of(loader: Loader) -> Design:
-    """All that was decided about a loader, for whoever puts several together."""
-    serving = loader._serving  # pyright: ignore[reportPrivateUsage] - of this module
-    if serving.terms.beside is not None:
+    """All that was decided about a loader.
+
+    Raises:
+        ConfigError: It is none that a mixture can be made of.
+    """
+    if loader._serving.steps is None:
         raise ConfigError(
-            f"a mixture needs complete caches, and {loader!r} is being filled. Precompute first"
+            f"a mixture lays out its turns by the batches of each cache, and those of {loader!r} are known "
+            "once it is filled. Leave wait=False out of its precompute"
         )
-    return serving.design
+    return loader._serving.design
+
+
+def is_beside(loader: Loader) -> bool:
+    """Whether it serves beside the filling of its cache."""
+    return loader._serving.terms.beside is not None
+
+
+def complete(loader: Loader) -> None:
+    """Have it serve a complete cache from its next pass on, and wait for that."""
+    loader._complete(wait=True)
+
+
+def follow(loader: Loader, state: dict[str, Any]) -> None:
+    """Have it serve beside a filling, or not, as the loader did whose state this is."""
+    if states.is_beside(state) != is_beside(loader):
+        loader._follow(state)
+
+
+def pass_from(loader: Loader, epoch: int, batch: int) -> Iterator[Any]:
+    """A pass that begins with the batch of that number of an epoch, from where the loader serves now."""
+    loader._place.restore((epoch, loader._serving.begin(epoch, batch)))
+    return loader._pass()

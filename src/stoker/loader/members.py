@@ -14,7 +14,7 @@ from torch import Tensor
 from stoker.errors import ConfigError
 from stoker.loader.decide import completed
 from stoker.loader.engine import Design
-from stoker.loader.loader import Loader, design_of
+from stoker.loader.loader import Loader, design_of, is_beside
 from stoker.loader.turns import Lap, member_seed
 from stoker.store import Cache
 from stoker.store.joint import Joint, same_fields
@@ -46,7 +46,7 @@ class Members:
     @property
     def laps(self) -> dict[str, Lap]:
         """One pass over each loader."""
-        return {name: _lap_of(design) for name, design in self.designs.items()}
+        return {name: _lap_of(loader) for name, loader in self.loaders.items()}
 
     @property
     def sequential(self) -> bool:
@@ -100,7 +100,15 @@ def make_members(
             "mix='example' puts examples of several caches into one batch, which takes caches: a Loader "
             "makes batches of its own. Give the caches, or mix='batch'"
         )
-    whole = [one if isinstance(one, Loader) else completed(one) for one in given]
+    filling = [_cache_of(one) for one in given if isinstance(one, Cache) and _being_filled(one)]
+    if in_one_batch and filling:
+        raise ConfigError(
+            "mix='example' shuffles the examples of all caches together, which takes complete ones, and "
+            f"{filling[0].path} is being filled. Leave wait=False out of its precompute, or give mix='batch'"
+        )
+    if filling:
+        in_one_batch = False
+    whole = [one if isinstance(one, Loader) or one in filling else completed(one) for one in given]
     caches = [_cache_of(one) for one in whole]
     joint = None
     if (not made and same_fields(caches)) if in_one_batch is None else in_one_batch:
@@ -123,7 +131,7 @@ def _loaders(
             loaders[name] = one
             continue
         loader = Loader(one, seed=member_seed(seed, place), **settings)
-        lap = _lap_of(design_of(loader))
+        lap = _lap_of(loader)
         if full_batches and lap.whole and lap.tail and settings.get("drop_last") is None:
             full: dict[str, Any] = {**settings, "drop_last": True}
             loader = Loader(one, seed=member_seed(seed, place), **full)
@@ -143,10 +151,8 @@ def _check_given(given: Sequence[object], settings: Mapping[str, Any]) -> None:
         shown = repr(wrong[0]) if wrong else "nothing"
         raise ConfigError(f"a mixture is of caches or Loaders, got {shown}. Give a list of them")
     for one in given:
-        if isinstance(one, Cache):
-            _check_whole(one)
-        elif isinstance(one, Loader):
-            design_of(one)  # which refuses one beside a filling
+        if isinstance(one, Loader):
+            design_of(one)  # which refuses one whose batches nobody can count
     if settings and all(isinstance(one, Loader) for one in given):
         raise ConfigError(
             f"{', '.join(settings)}: settings of loaders that are made already. Give them to Loader(...)"
@@ -156,15 +162,9 @@ def _check_given(given: Sequence[object], settings: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}= means nothing in a mixture: {why}. Give Loaders made with {name}=")
 
 
-def _check_whole(cache: Cache) -> None:
-    """Refuse a cache that another process is filling: encoding what it lacks here would do it twice."""
-    filling = cache.filling
-    if filling is not None and not cache.complete and not filling.done():
-        raise ConfigError(
-            f"a mixture needs complete caches, and {cache.path} is being filled: {len(cache)} of "
-            f"{cache.recipe.count} records were stored when it was opened. Leave wait=False out of its "
-            "precompute, or give it once it is complete"
-        )
+def _being_filled(cache: Cache) -> bool:
+    """Whether a process is at it; who takes it from there serves it meanwhile."""
+    return not cache.complete and cache.filling is not None and not cache.filling.done()
 
 
 def _names(caches: Sequence[Cache], names: Sequence[str] | None) -> tuple[str, ...]:
@@ -205,8 +205,11 @@ def _on(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
-def _lap_of(design: Design) -> Lap:
+def _lap_of(loader: Loader) -> Lap:
+    design = design_of(loader)
     share = design.share
     if share.contiguous:  # every rank has steps of its own
         return Lap(whole=share.steps(), tail=0, step=share.step)
-    return Lap(whole=share.positions // share.step, tail=share.positions % share.step, step=share.step)
+    # Beside a filling whatever is known of it by now: turns must not depend on when they are laid out.
+    positions = design.order.positions if is_beside(loader) else share.positions
+    return Lap(whole=positions // share.step, tail=positions % share.step, step=share.step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -14,7 +15,7 @@ from stoker.loader import mixture_state as states
 from stoker.loader.arguments import NOT_BY_NUMBER, refuse_unknown, refuse_workers
 from stoker.loader.batch import RecordBatch, TaskBatch, WindowBatch
 from stoker.loader.conditions import find_conditions
-from stoker.loader.loader import Loader
+from stoker.loader.loader import Loader, complete, follow, is_beside, pass_from
 from stoker.loader.members import make_members
 from stoker.loader.place import EpochSetter, Place
 from stoker.loader.turns import Exhausted, Mode, Turns, check_mode, make_turns, shares_of
@@ -92,17 +93,18 @@ class Mixture:
             seed=seed,
             settings=settings,
         )
-        turns = make_turns(
-            self._members.laps,
+        self._make_turns = partial(
+            make_turns,
             mode=mode,
             seed=seed,
             shares=shares_of(weights, self._members.names) if mode == "weighted" else (),
             epoch_examples=epoch_examples,
             exhausted=exhausted,
         )
-        self._turns = self._arranged(turns, mode)
-        self._mode = mode
-        self._steps = {name: lap.step for name, lap in self._members.laps.items()}
+        self._mode: Mode = mode
+        self._turns = self._arranged()
+        self._beside: int | None = None
+        """The epoch that is, or was, served beside the filling of caches."""
         self._conditions = find_conditions(self._per_cache(self._members.designs))
         self._meter = meter
         self._place = Place()
@@ -180,7 +182,12 @@ class Mixture:
         Raises:
             StaleStateError: The state belongs to other caches, or another mode, seed or batch size.
         """
+        for name, one in states.loaders_in(state).items():
+            if name in self.loaders:
+                follow(self.loaders[name], one)
+        self._turns = self._arranged()
         self._place.restore(states.restore(state, self._terms()))
+        self._beside = state.get("beside")
 
     def only(self, name: str) -> Iterator[Any]:
         """One pass over one of the caches, its batches as they are in the mixture: for evaluation by task.
@@ -190,10 +197,9 @@ class Mixture:
         """
         if name not in self.loaders:
             raise ConfigError(f"{name!r} is none of {', '.join(self.loaders)}. Use mix='batch' for one alone")
-        loader = self.loaders[name]
-        loader.load_state_dict(loader.state_dict((self.epoch, 0)))
-        member = self.names.index(name)
-        return (self._named(batch, member, batch.position) for batch in loader)
+        self._complete()
+        member, batches = self.names.index(name), pass_from(self.loaders[name], self.epoch, 0)
+        return (self._named(batch, member, batch.position) for batch in batches)
 
     def __iter__(self) -> Iterator[Any]:
         """One pass over the rest of the epoch."""
@@ -203,8 +209,13 @@ class Mixture:
 
     def _pass(self) -> Iterator[Any]:
         epoch, step = self._place.begin()  # with the first batch, as a Loader: see there
-        streams = [_Stream(loader, self._steps[name]) for name, loader in self.loaders.items()]
-        turns = self._served(epoch, step)
+        if self._beside not in (None, epoch):
+            self._complete()
+        if any(map(is_beside, self.loaders.values())):
+            self._beside = epoch
+        first = [self._turns.place(epoch, member, 0)[0] for member in range(len(self.loaders))]
+        streams = [_Stream(one, lap) for one, lap in zip(self.loaders.values(), first, strict=True)]
+        turns = self._served(epoch, step, streams)
         following = next(turns, None)
         if following is None:
             self._place.at = (epoch + 1, 0)
@@ -213,18 +224,34 @@ class Mixture:
             batch = streams[member].take(lap, place)
             following = next(turns, None)
             self._place.at = (epoch + 1, 0) if following is None else (epoch, now + 1)
-            yield self._named(batch, member, self._place.at)
+            if batch is not None:
+                yield self._named(batch, member, self._place.at)
         if self._meter is not None:
             self._meter.ended()
 
-    def _served(self, epoch: int, step: int) -> Iterator[tuple[int, int, int, int]]:
+    def _complete(self) -> None:
+        """Serve complete caches from now on, and wait for those that are being filled."""
+        if any(map(is_beside, self.loaders.values())):
+            for loader in self.loaders.values():
+                complete(loader)
+            self._turns = self._arranged()
+
+    def _served(
+        self, epoch: int, step: int, streams: Sequence[_Stream]
+    ) -> Iterator[tuple[int, int, int, int]]:
         """The steps from `step` on that this rank has a batch for: step, member, its pass and place there."""
-        had = self._turns.before(epoch, step)
-        here = [len(loader) for loader in self.loaders.values()]
-        for piece in self._turns.members(epoch, step):
+        turns = self._turns
+        had = turns.before(epoch, step)
+        here = [
+            lap if is_beside(loader) else len(loader)
+            for lap, loader in zip(turns.laps, self.loaders.values(), strict=True)
+        ]
+        for piece in turns.members(epoch, step):
             for member in piece.tolist():
-                lap, place = self._turns.place(epoch, member, had[member])
-                if place < here[member]:  # else it is a short step: dropped, or without a share for this rank
+                lap, place = turns.place(epoch, member, had[member])
+                # Else it is a short step, dropped or without a share for this rank, or one too many, since
+                # samples were quarantined.
+                if place < here[member] and streams[member].ended != lap:
                     yield step, member, lap, place
                 had[member] += 1
                 step += 1
@@ -259,9 +286,10 @@ class Mixture:
             "as in {**batch, ...} of a batch of records"
         )
 
-    def _arranged(self, turns: Turns, mode: Mode) -> Turns:
-        """Not shuffled where there is nothing to shuffle, or where all serve in order."""
-        members = self._members
+    def _arranged(self) -> Turns:
+        """The turns; not shuffled where there is nothing to shuffle, or where all serve in order."""
+        members, mode = self._members, self._mode
+        turns = self._make_turns(members.laps)
         if members.sequential and mode != "concat":
             raise ConfigError(
                 f"order 'sequential' serves cache after cache, each once, which mode {mode!r} does not. "
@@ -287,6 +315,7 @@ class Mixture:
             caches={name: cache.fingerprint for name, cache in zip(self.names, self.dataset, strict=True)},
             loaders={name: loader.state_dict((0, 0)) for name, loader in self.loaders.items()},
             steps=self._turns.steps,
+            beside=self._beside if any(map(is_beside, self.loaders.values())) else None,
         )
 
 
@@ -296,18 +325,27 @@ def _arguments(of: type) -> list[str]:
 
 
 class _Stream:
-    """One loader's batches, in whatever order its passes and their steps are asked for; fastest in order."""
+    """One loader's batches, in whatever order its passes and their steps are asked for; fastest in order.
 
-    def __init__(self, loader: Loader, step: int) -> None:
+    The `first` pass may be beside the filling of its cache, any other is over a complete one.
+    """
+
+    def __init__(self, loader: Loader, first: int) -> None:
         self._loader = loader
-        self._step = step
+        self._first = first
         self._batches: Iterator[Any] = iter(())
         self._next = (-1, -1)
+        self.ended: int | None = None
+        """The pass whose last batch was taken."""
 
     def take(self, lap: int, place: int) -> Any:
-        """The batch of step `place` of pass `lap`."""
+        """The batch of step `place` of pass `lap`; None: it has no such, so much was quarantined."""
         if self._next != (lap, place):
-            self._loader.load_state_dict(self._loader.state_dict((lap, place * self._step)))
-            self._batches = iter(self._loader)
+            if lap != self._first and is_beside(self._loader):
+                complete(self._loader)
+            self._batches = pass_from(self._loader, lap, place)
         self._next = (lap, place + 1)
-        return next(self._batches)
+        batch = next(self._batches, None)
+        if batch is None or batch.position[0] != lap:
+            self.ended = lap
+        return batch

@@ -28,6 +28,8 @@ class Terms:
     """State of each loader at its begin."""
     steps: int
     """Steps of an epoch; a position is one of them."""
+    beside: int | None = None
+    """The epoch that was served beside the filling of caches."""
 
 
 def dump(terms: Terms, at: tuple[int, int]) -> dict[str, Json]:
@@ -41,7 +43,14 @@ def dump(terms: Terms, at: tuple[int, int]) -> dict[str, Json]:
         "counts": list(terms.counts),
         "caches": [[name, fingerprint] for name, fingerprint in terms.caches.items()],
         "loaders": {name: dict(state) for name, state in terms.loaders.items()},
+        **({} if terms.beside is None else {"beside": terms.beside}),
     }
+
+
+def loaders_in(state: object) -> Mapping[str, dict[str, Any]]:
+    """The states of its loaders at their begin, by name, where a state has them."""
+    found = checked(state, "mixture", ()).get("loaders")
+    return cast("dict[str, dict[str, Any]]", found) if isinstance(found, dict) else {}
 
 
 def restore(state: object, terms: Terms) -> tuple[int, int]:
@@ -51,7 +60,7 @@ def restore(state: object, terms: Terms) -> tuple[int, int]:
         StaleStateError: Not a state of a mixture, or something that decides examples differs; names it.
     """
     here = dump(terms, (0, 0))
-    there = checked(state, "mixture", here)
+    there = checked(state, "mixture", here.keys() - {"beside"})
     at = place_in(there, "step")
     different = _caches_that_differ(cast("list[list[str]]", there["caches"]), terms.caches)
     if not different:

@@ -65,6 +65,10 @@ class Serving(Protocol):
         """The batches of the rest of an epoch; what is damaged is mended on the way."""
         ...
 
+    def begin(self, epoch: int, batch: int) -> int:
+        """Position at which the batch of that number of an epoch begins."""
+        ...
+
     def complete(self, *, wait: bool = False) -> Cache | None:
         """A complete cache to serve from now on, if there is one by now, or when there is; else None."""
         ...
@@ -111,6 +115,11 @@ class Whole:
     def device(self) -> torch.device:
         """Where batches are made: where they are wanted."""
         return self.design.device
+
+    def begin(self, epoch: int, batch: int) -> int:
+        """As `Serving.begin`."""
+        share = self.design.share
+        return min(batch * share.step, share.positions)
 
     def complete(self, *, wait: bool = False) -> None:
         """Nothing: this one is."""

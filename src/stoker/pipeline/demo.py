@@ -84,9 +84,10 @@ def run_demo(
     data_line = _make_data(config)
     data_s = time.monotonic() - began
     prepared = prepare(config)
-    cache = prepared.caches[0].cache
-    plan = plan_located(config, Located(recipe=cache.recipe, folder=cache.path, cache=cache))
     result = train_prepared(config, prepared, started=started, on_event=on_event)
+    cache = result.caches[0].cache
+    # Only now: it serves batches for two seconds to find out what they take, and knows a step by then.
+    plan = plan_located(config, Located(recipe=cache.recipe, folder=cache.path, cache=cache))
     return DemoResult(
         machine=describe_machine(),
         data_path=str(config.data.files),

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from stoker.errors import StokerError
@@ -28,8 +29,8 @@ SECONDS = 0.3
 AT_STEP_TIMES = 3
 """The trial beside steps takes so many times as long: it is what a stall is read off."""
 UNUSUAL_TIMES, UNUSUAL_S = 8, 20e-3
-"""What takes so many times as long as half of the batches do, and so many seconds, counts as that long: of a
-drive that others use too a batch in a thousand has to wait for 60 to 200 ms, and a trial meets one or does not.
+"""What takes so many times as long as half of the batches do, and so many seconds, counts as that long. Of
+a drive that others use too a batch in a thousand has to wait for 60 to 200 ms, and a trial meets one or not.
 
 Source: `benchmarks/plan_stall.py`, cold disk.
 """
@@ -39,6 +40,8 @@ SERVED_BYTES = 64 * MIB
 """Bytes of records that are served for it; filling memory with more would take time."""
 
 
+NEIGHBOURS = 32
+"""Records next to one another that are of the same trial."""
 LEAST_TIMED = 8
 """Batches, at least, that are timed; more only while there are records that were not read before."""
 
@@ -100,15 +103,17 @@ def served_loads(
 def _apart(numbers: Sequence[int], batch_size: int) -> list[Sequence[int]]:
     """Records for each trial, half of them for the one beside steps; all for each where they are too few.
 
-    Each has a stretch of its own: around what one trial has read the system reads on further, and batches of
-    records from there take half as long again.
+    They take turns by runs of neighbours: over all of the cache, since parts of it may be slower than others
+    (of a virtual drive the host has some in memory), and not record by record, since around what one trial
+    has read the system reads on, and batches of records from there take half as long again.
 
-    Source: `benchmarks/plan_stall.py`, cold disk, where trials took turns at the records.
+    Source: `benchmarks/plan_stall.py`, cold disk.
     """
-    quarter = len(numbers) // 4
-    if quarter < 2 * LEAST_TIMED * batch_size:
+    if len(numbers) < 8 * LEAST_TIMED * batch_size:
         return [numbers] * 3
-    return [numbers[:quarter], numbers[quarter : 2 * quarter], numbers[2 * quarter :]]
+    whose = np.arange(len(numbers)) // NEIGHBOURS % 4
+    of = np.asarray(numbers)
+    return [of[whose == 1].tolist(), of[whose == 3].tolist(), of[whose % 2 == 0].tolist()]
 
 
 def _load(

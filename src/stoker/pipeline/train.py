@@ -209,11 +209,6 @@ def prepare(config: Config, ranks: Ranks = ALONE, *, progress: ProgressSink | No
     splits = training_splits(config)
     tasks = tasks_of(config)
     if len(tasks) > 1:
-        if not config.precompute.wait:
-            raise ConfigError(
-                "precompute.wait=false begins training on one task while it is encoded, and data.task names "
-                f"{len(tasks)}. Leave it out, so that all of them are encoded first"
-            )
         check_together({task: locate(config, task, splits[0]).recipe.schema for task in tasks})
     run_dir = require_writable(run_dir_of(config), "training.run_dir")
     with own_folder(run_dir) if ranks.leads else nullcontext():

@@ -23,6 +23,8 @@ MEMORY_GIB: Mapping[str, float] = {
     "H200 141 GB": 139.7,
 }
 """What torch reports as `total_memory`, a few tenths less than what is on the label."""
+PEAK_FLOPS: Mapping[str, float] = {"V100": 125e12, "A100": 312e12, "H100": 989e12, "H200": 989e12}
+"""Products of half precision a second, without sparsity. Source: the makers' data sheets (SXM forms)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,21 @@ def gpu_table(record_bytes: float, records: int, *, model_bytes: int | None = No
             )
         )
     return tuple(rows)
+
+
+def known_gpu(name: str, memory_bytes: int) -> str | None:
+    """The entry of `MEMORY_GIB` that a GPU is, by the name that its driver gives; None: none of them.
+
+    >>> known_gpu("NVIDIA A100-SXM4-40GB", int(39.4 * GIB)), known_gpu("NVIDIA L4", 23 * GIB)
+    ('A100 40 GB', None)
+    """
+    alike = [entry for entry in MEMORY_GIB if entry.split()[0] in name]
+    return min(alike, key=lambda entry: abs(MEMORY_GIB[entry] * GIB - memory_bytes), default=None)
+
+
+def peak_flops(name: str) -> float:
+    """`PEAK_FLOPS` of an entry of `MEMORY_GIB`."""
+    return PEAK_FLOPS[name.split(maxsplit=1)[0]]
 
 
 def say_gpus(record_bytes: float, records: int, *, model_bytes: int | None = None) -> str:

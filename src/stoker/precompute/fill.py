@@ -18,6 +18,7 @@ from stoker.errors import DecodeError, RecordError
 from stoker.precompute.layout import PIECE_BYTES, time_length
 from stoker.precompute.unchanged import ChangedError, Reads
 from stoker.schema import FLOATS, Sample, Schema, check_sample
+from stoker.sources.protocol import ReadsMany
 
 _ERROR_CHARS = 600
 CHANGED = "changed"
@@ -111,6 +112,32 @@ class SampleReader:
             return
         for name, array in self.sample(number).items():
             arrays[name][member] = array
+
+    def fill_many(self, arrays: Sample, numbers: range) -> bool:
+        """Put samples `numbers` into the first rows of `arrays` by one read; False: do it one by one."""
+        if self._piece or len(numbers) < 2 or not isinstance(self._source, ReadsMany):
+            return False
+        self._pulse.write("read", numbers.start)
+        try:
+            samples = self._source.read_many(numbers)
+        except Exception:  # noqa: BLE001  met again, and named, one by one
+            return False
+        if samples is None or not self._sound(samples, len(numbers)):
+            return False
+        for name, array in samples.items():
+            arrays[name][: len(numbers)] = array
+        self._pulse.progress(sum(array.nbytes for array in samples.values()))
+        return True
+
+    def _sound(self, samples: Sample, count: int) -> bool:
+        whole = {name: replace(spec, shape=(count, *spec.shape)) for name, spec in self._schema.items()}
+        try:
+            check_sample(samples, whole, where="samples")
+            if self._reject_nan:
+                _reject_nan(samples, self._schema)
+        except RecordError:
+            return False
+        return True
 
     def fill_steps(self, arrays: Sample, place: tuple[int, int], number: int, steps: tuple[int, int]) -> None:
         """Put time steps `steps` of sample `number` at `place` (member, first row) of `arrays`.
@@ -224,7 +251,8 @@ def fill_group(
     """
     faults: list[SampleFault] = []
     rows = next(iter(arrays.values())).shape[0] if arrays else 0
-    for member in range(rows):
+    at_once = not any(map(absent, numbers)) and reader.fill_many(arrays, numbers)
+    for member in range(len(numbers) if at_once else 0, rows):
         if member >= len(numbers) or absent(numbers[member]):
             zero(arrays, member)
             continue
@@ -240,7 +268,8 @@ def _reject_nan(sample: Sample, schema: Schema) -> None:
     for name, array in sample.items():
         if schema[name].dtype in FLOATS and not all_finite(array, schema[name].dtype):
             raise RecordError(
-                f"field {name!r} holds NaN or infinity. Mend the sample, or allow it with nan='allow'"
+                f"field {name!r} holds NaN or infinity. Mend the sample, or allow it with nan='allow' "
+                "(cached: precompute={'nan': 'allow'})"
             )
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from stoker.errors import SourceError
 from stoker.schema import Sample
 from stoker.sources.files import stamp_of
-from stoker.sources.protocol import FileRef
+from stoker.sources.protocol import FileRef, ReadsMany
 
 if TYPE_CHECKING:
     from stoker.store.digests import FileDigest
@@ -85,6 +85,12 @@ class Unchanged:
             raise
         self._look(number)
         return sample
+
+    def read_many(self, numbers: range) -> Sample | None:
+        """As `ReadsMany.read_many`; None where the source has no such way, or files to look at."""
+        if any(self._files) or not isinstance(self._source, ReadsMany):
+            return None
+        return self._source.read_many(numbers)
 
     def _look(self, number: int) -> None:
         part = bisect_right(self._offsets, number) - 1

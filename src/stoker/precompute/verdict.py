@@ -30,7 +30,7 @@ def check_quarantined(folder: Folder, max_quarantined: float) -> None:
         + "\n".join(describe_failures(failures))
         + f"\nAll of them, with stage and error: failures-*.jsonl in {folder.path}. {_advice(failures)}\n"
         f"To go on without them: precompute.max_quarantined={enough} in the settings, or "
-        f"max_quarantined={enough} from Python"
+        f"max_quarantined={enough} from Python (cached: precompute={{'max_quarantined': {enough}}})"
     )
 
 

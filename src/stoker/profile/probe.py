@@ -2,7 +2,7 @@
 
 The loop is first given its own batches, then the last of them again and again, then one of the same form with
 made-up numbers that lies on the device. What passes between handing a batch over and being asked for the next
-is the step; what passes in between is the wait.
+is the step; what passes in between is the wait. The products of one more step are counted, not timed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
+
+from stoker.profile.count import StepCount
 
 Part: TypeAlias = Literal["full", "cached", "synthetic"]
 WARM = 2
@@ -50,6 +52,12 @@ class Probe:
         self.times: dict[Part, Times] = {"full": Times(), "cached": Times(), "synthetic": Times()}
         self.batch: Any = None
         """The last batch of the loop's own."""
+        self.flops: float | None = None
+        """Operations in matrix products and convolutions of a step; None: they could not be counted."""
+        self.calls = 0
+        """Calls of kernels in that step."""
+        self.counting: StepCount | None = None
+        """Counts while the last step goes on: code that fails under it had been timed by then."""
         self._batches, self._steps, self._device = batches, steps, device
 
     def __iter__(self) -> Iterator[Any]:
@@ -60,7 +68,16 @@ class Probe:
         yield from self._timed("cached", lambda: self.batch)
         made_up = synthetic(self.batch, self._device)
         yield from self._timed("synthetic", lambda: made_up)
+        self.counting = StepCount()
+        yield made_up
+        self.flops, self.calls = self.counting.flops, self.counting.calls
         raise Enough
+
+    def close(self) -> None:
+        """Count no more."""
+        counting, self.counting = self.counting, None
+        if counting is not None:
+            counting.close()
 
     def _timed(self, part: Part, take: Callable[[], Any]) -> Iterator[Any]:
         times = self.times[part]

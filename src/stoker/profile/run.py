@@ -5,9 +5,12 @@ from __future__ import annotations
 import runpy
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -15,14 +18,16 @@ from torch.utils.data import DataLoader
 
 from stoker.errors import ConfigError, StalledError
 from stoker.plan import measure_rates, probe
+from stoker.profile.elsewhere import elsewhere, say_used
 from stoker.profile.probe import Enough, Probe, size_of
-from stoker.profile.result import Loop, Profile, gpus_for, predict
+from stoker.profile.result import Loop, Profile, Stage, demand_of, gpus_for, predict
 from stoker.profile.stacks import Stacks, source_of, time_samples, watch
 
 STEPS = 50
 SAMPLES = 256
 """Samples that are read alone, at most."""
 TIMEOUT_S = 600.0
+NO_PRICES: Mapping[str, float] = MappingProxyType({})
 
 
 def profile(
@@ -32,10 +37,11 @@ def profile(
     steps: int = STEPS,
     device: str | None = None,
     price_per_hour: float | None = None,
+    prices: Mapping[str, float] = NO_PRICES,
 ) -> Profile:
     """Where the time of a loop goes, and what each tier would make of it.
 
-    Steps are really taken, three times `steps` of them: give a copy of a model that matters.
+    Steps are really taken, three times `steps` of them and one: give a copy of a model that matters.
 
     Args:
         loader: Any iterable of batches; of a `DataLoader` single samples are timed too.
@@ -43,6 +49,7 @@ def profile(
         steps: Batches timed of each kind: the loop's own, one at hand, a made-up one.
         device: Where steps compute; None: a GPU where there is one.
         price_per_hour: For costs of an epoch.
+        prices: The same for other GPUs, by the beginning of a name (`H100`).
 
     Raises:
         ConfigError: The loader has no more than two batches, or `steps` is below 1.
@@ -51,12 +58,22 @@ def profile(
         raise ConfigError(f"steps is {steps}. Expected at least 1")
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     watched = Probe(loader, steps=steps, device=where)
+    take(watched, step)
+    return _finish(watched, loader, where, (price_per_hour, prices))
+
+
+def take(watched: Probe, step: Callable[[Any], object]) -> None:
+    """Have a probe time a step function."""
     try:
         for batch in watched:
             step(batch)
     except Enough:
         pass
-    return _finish(watched, loader, where, price_per_hour)
+    except Exception:  # whatever fails while products are counted: times were taken by then
+        if watched.counting is None:
+            raise
+    finally:
+        watched.close()
 
 
 def profile_script(
@@ -65,6 +82,7 @@ def profile_script(
     *,
     steps: int = STEPS,
     price_per_hour: float | None = None,
+    prices: Mapping[str, float] = NO_PRICES,
     timeout_s: float = TIMEOUT_S,
 ) -> Profile:
     """Run a script until its first `DataLoader` has been timed, then end it.
@@ -94,17 +112,22 @@ def profile_script(
     sys.path.insert(0, str(path.resolve().parent))
     DataLoader.__iter__ = cast("Any", instrumented)
     try:
-        with _deadline(timeout_s, f"{path} did not get through {3 * steps} steps"):
+        with deadline(timeout_s, f"{path} did not get through {3 * steps} steps"):
             runpy.run_path(str(path), run_name="__main__")
     except (Enough, SystemExit):
         pass
+    except Exception:  # as in `take`
+        if not (found and found[0][0].counting):
+            raise
     finally:
+        for watched, _ in found:
+            watched.close()
         DataLoader.__iter__ = plain
         sys.argv = arguments_before
         sys.path.remove(str(path.resolve().parent))
     if not found:
         raise ConfigError(f"{path} iterated no torch DataLoader. Expected a script that trains with one")
-    return _finish(*found[0], where, price_per_hour)
+    return _finish(*found[0], where, (price_per_hour, prices))
 
 
 class _Plain:
@@ -118,7 +141,7 @@ class _Plain:
 
 
 @contextmanager
-def _deadline(seconds: float, what: str) -> Generator[None]:
+def deadline(seconds: float, what: str) -> Generator[None]:
     """End a block that takes longer."""
 
     def late(*_: object) -> None:
@@ -133,44 +156,76 @@ def _deadline(seconds: float, what: str) -> Generator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _finish(watched: Probe, loader: Any, where: torch.device, price: float | None) -> Profile:
+def measured(
+    watched: Probe, where: torch.device, *, examples: int | None = None, batch_examples: int | None = None
+) -> Loop:
+    """What a probe found of a loop, single samples left out.
+
+    Args:
+        watched: After its loop.
+        where: Where steps compute.
+        examples, batch_examples: Of an epoch and of a batch; None: as the batch looks.
+
+    Raises:
+        ConfigError: There were no more than two batches.
+    """
     times = watched.times
     if watched.batch is None or not times["full"].steps_s:
         raise ConfigError(
             "the loader has no more than two batches. Expected some more, so that one can be timed"
         )
-    size, examples = size_of(watched.batch)
-    samples_s, collate_s, stacks = _read_alone(loader, examples)
-    loop = Loop(
+    size, seen = size_of(watched.batch)
+    cached_s, synthetic_s = times["cached"].step_s, times["synthetic"].step_s
+    return Loop(
         wait_s=times["full"].wait_s,
         step_s=times["full"].step_s,
-        cached_s=times["cached"].step_s,
+        cached_s=cached_s,
         # On a CPU both are the same work, and what else the machine does only ever adds to it.
-        compute_s=min(times["cached"].step_s, times["synthetic"].step_s)
-        if where.type == "cpu"
-        else times["synthetic"].step_s,
-        collate_s=collate_s,
-        samples_s=samples_s,
+        compute_s=min(cached_s, synthetic_s) if where.type == "cpu" else synthetic_s,
+        flops=watched.flops,
+        calls=watched.calls,
+        samples_s={},
         batch_bytes=size,
-        batch_examples=examples,
-        examples=_count(loader, examples),
-        workers=int(getattr(loader, "num_workers", 0)),
+        batch_examples=batch_examples or seen,
+        examples=seen if examples is None else examples,
+        workers=0,
         device=str(where),
+    )
+
+
+def _finish(
+    watched: Probe, loader: Any, where: torch.device, prices: tuple[float | None, Mapping[str, float]]
+) -> Profile:
+    loop = measured(watched, where)
+    samples_s, collate_s, stacks = _read_alone(loader, loop.batch_examples)
+    loop = replace(
+        loop,
+        samples_s=samples_s,
+        examples=_count(loader, loop.batch_examples),
+        workers=int(getattr(loader, "num_workers", 0)),
     )
     hottest = stacks.hottest()
     said = "" if hottest is None else f"{source_of(hottest[0])}, {100 * hottest[1]:.0f} % of reading a sample"
+    stages = [Stage(name="read", seconds=fmean(samples_s.values()), note=said)] if samples_s else []
+    if collate_s:
+        stages.append(Stage(name="collate", seconds=collate_s, note="making a batch, its part of one sample"))
+    resources = probe(device=str(where))
+    demand, rates = demand_of(loop, resources.cpus), measure_rates(device=str(where))
     return Profile(
         loop=loop,
-        tiers=predict(loop, probe(device=str(where)), measure_rates(device=str(where))),
+        tiers=predict(loop, demand, resources, rates),
+        stages=tuple(stages),
         bottleneck=said,
         stacks=stacks,
-        gpus=gpus_for(loop),
-        price_per_hour=price,
+        gpus=gpus_for(demand),
+        elsewhere=elsewhere(loop, demand, resources, rates, prices[1]),
+        elsewhere_note=say_used(loop, resources),
+        price_per_hour=prices[0],
     )
 
 
 def _read_alone(loader: Any, examples: int) -> tuple[dict[int, float], float, Stacks]:
-    """Single samples in this process: seconds of each, of making a batch of them, and where they went."""
+    """Single samples in this process: seconds of each, of its part of making a batch, and where they went."""
     data: Any = getattr(loader, "dataset", None)
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         return {}, 0.0, Stacks()
@@ -189,7 +244,7 @@ def _read_alone(loader: Any, examples: int) -> tuple[dict[int, float], float, St
     if collate is None or not kept:
         return took, 0.0, stacks
     collate_s = min(time_samples(lambda _: collate(kept), range(3)).values())
-    return took, collate_s * examples / len(kept), stacks
+    return took, collate_s / len(kept), stacks
 
 
 def _count(loader: Any, examples: int) -> int:

@@ -72,8 +72,13 @@ def field_faults(errors: Sequence[Any]) -> list[FieldFault]:
     ]
 
 
+def status_of(error: Exception) -> int:
+    """The status that fits an error raised on purpose."""
+    return next((status for kind, status in STATUS if isinstance(error, kind)), 422)
+
+
 def _of_ours(_request: Request, error: Exception) -> Response:
-    status = next((status for kind, status in STATUS if isinstance(error, kind)), 422)
+    status = status_of(error)
     wait = {"Retry-After": "2"} if status in (503, 504) else None
     return JSONResponse({"error": str(error), "fields": []}, status, headers=wait)
 

@@ -12,6 +12,7 @@ from fastapi.security import HTTPBearer
 import stoker
 from stoker.service import (
     answers,
+    dashboard,
     pages,
     routes_caches,
     routes_datasets,
@@ -73,6 +74,7 @@ def create_app(services: Services) -> FastAPI:
     app.include_router(routes_machine.health)
     app.include_router(routes_live.sockets)
     app.include_router(pages.router)
+    app.include_router(dashboard.router)
     app.mount("/static", pages.static_files(), name="static")
     answers.install(app)
     rules = Rules(

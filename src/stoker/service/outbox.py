@@ -7,7 +7,7 @@ and become visible in their order, so whoever has read up to n and asks for what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -61,11 +61,15 @@ class Outbox:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def read(self, after: int, *, job: str | None = None, limit: int = 500) -> list[Event]:
-        """The next events after number `after`, of one job or of all, at most `limit`."""
+    def read(
+        self, after: int, *, job: str | None = None, kinds: Collection[str] = (), limit: int = 500
+    ) -> list[Event]:
+        """The next events after number `after`, at most `limit`; of one job, or of some kinds, if given."""
         query = sa.select(EVENTS).where(EVENTS.c.number > after).order_by(EVENTS.c.number).limit(limit)
         if job is not None:
             query = query.where(EVENTS.c.job == job)
+        if kinds:
+            query = query.where(EVENTS.c.kind.in_(tuple(kinds)))
         with self._database.reading() as connection:
             return [Event(**row) for row in connection.execute(query).mappings()]
 

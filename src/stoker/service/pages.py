@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from fastapi import APIRouter, Request
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
@@ -23,10 +23,14 @@ import stoker
 from stoker.service.auth import SESSION_S
 from stoker.service.guard import Scope
 from stoker.service.services import Here, Services
+from stoker.service.views import FILTERS
 
 FOLDER = Path(__file__).parent
 router = APIRouter(include_in_schema=False)
-_TEMPLATES = Environment(loader=FileSystemLoader(FOLDER / "templates"), autoescape=True)
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(FOLDER / "templates"), autoescape=True, undefined=StrictUndefined
+)
+_TEMPLATES.filters |= FILTERS
 _OURS = re.compile(r"/(?![/\\])[^\s\\]*")
 """A path of this service: what a browser would read as another site does not match."""
 
@@ -40,7 +44,9 @@ def page(request: Request, name: str, status: int = 200, **context: Any) -> HTML
     """A page made of a template."""
     session = request.state.session
     csrf = "" if session is None else session.csrf
-    text = _TEMPLATES.get_template(name).render(csrf=csrf, version=stoker.__version__, **context)
+    text = _TEMPLATES.get_template(name).render(
+        csrf=csrf, version=stoker.__version__, path=request.url.path, **context
+    )
     return HTMLResponse(text, status)
 
 

@@ -103,7 +103,7 @@ def inspect_cache(name: Name, fingerprint: Print, here: Here) -> CacheDetail:
     """One cache: fields, sizes, statistics, quarantined samples. No record is read."""
     from stoker.pipeline.inspect import inspect_cache as inspect
 
-    return CacheDetail.model_validate(inspect(_folder(here, name, fingerprint)).to_json())
+    return CacheDetail.model_validate(inspect(cache_folder(here, name, fingerprint)).to_json())
 
 
 @router.post(
@@ -119,7 +119,7 @@ def verify_cache(
     wait_s: Wait = 20.0,
 ) -> OperationOut:
     """Read a cache back and compare checksums."""
-    folder = _folder(here, name, fingerprint)
+    folder = cache_folder(here, name, fingerprint)
 
     def verify() -> dict[str, Any]:
         from stoker.store import open_cache
@@ -139,8 +139,8 @@ def why(
     """What differs between two recipes of one name."""
     from stoker.pipeline.why import explain
 
-    beside = None if other is None else _folder(here, name, other)
-    return WhyOut.model_validate(explain(_folder(here, name, fingerprint), beside).to_json())
+    beside = None if other is None else cache_folder(here, name, other)
+    return WhyOut.model_validate(explain(cache_folder(here, name, fingerprint), beside).to_json())
 
 
 @router.post(
@@ -171,7 +171,7 @@ def _answer(response: Response, operation: Operation) -> OperationOut:
     return OperationOut.of(operation)
 
 
-def _folder(here: Services, name: str, fingerprint: str) -> Path:
+def cache_folder(here: Services, name: str, fingerprint: str) -> Path:
     """The folder of a cache, which is no link: the names are matched again, whoever calls.
 
     Raises:

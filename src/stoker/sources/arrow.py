@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, SourceError
 from stoker.schema import Field, Sample
+from stoker.sources.given import listed
 from stoker.sources.hdf5_layout import read_dtype
 
 
@@ -57,7 +58,8 @@ def checked_columns(columns: Sequence[str] | None) -> tuple[str, ...] | None:
     Raises:
         ConfigError: It is text, or names none.
     """
-    if isinstance(columns, str) or (columns is not None and not columns):
+    names = listed(columns)
+    if columns is not None and (not names or not all(isinstance(name, str) for name in names)):
         raise ConfigError(f"columns is {columns!r}. Expected a list of names, as columns=['u', 'v']")
     return None if columns is None else tuple(columns)
 
@@ -75,6 +77,11 @@ def fields_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> tupl
     """
     names = list(schema.names)
     wanted = names if columns is None else list(columns)
+    if twice := sorted({name for name in wanted if names.count(name) > 1}):
+        raise SourceError(
+            f"{where} has several columns named {', '.join(twice)}. Rename them, or name the others with "
+            "columns="
+        )
     if missing := [name for name in wanted if name not in names]:
         raise SourceError(f"{where} has no column {', '.join(missing)}. It has {', '.join(names)}")
     found: list[ArrowField] = []
@@ -102,11 +109,11 @@ def _walk(name: str, path: tuple[str, ...], kind: Any) -> Iterator[ArrowField | 
     """Fields of one column, or what is wrong with it."""
     types = import_module("pyarrow").types
     if types.is_struct(kind):
-        members = {kind.field(i).name: kind.field(i).type for i in range(kind.num_fields)}
-        if members.keys() == {"bytes", "path"}:
-            yield from _walk(name, (*path, "bytes"), members["bytes"])
+        members = [(kind.field(i).name, kind.field(i).type) for i in range(kind.num_fields)]
+        if {member for member, _ in members} == {"bytes", "path"}:
+            yield from _walk(name, (*path, "bytes"), dict(members)["bytes"])
             return
-        for member, inner in members.items():
+        for member, inner in members:
             yield from _walk(f"{name}.{member}", (*path, member), inner)
         return
     found = _field(kind, types)

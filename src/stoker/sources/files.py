@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from stoker.errors import SourceError, SplitError
 
@@ -50,7 +50,13 @@ def find_files(
     if isinstance(path, str | os.PathLike):
         root, files = _expand(Path(path), suffixes, what)
     else:
-        found = [_expand(Path(item), suffixes, what) for item in path]
+        items = cast("list[object]", [*path] if isinstance(cast("object", path), Iterable) else [path])
+        named = [item for item in items if isinstance(item, str | os.PathLike)]
+        if len(named) < len(items):
+            raise SourceError(
+                f"the path is {path!r}. Expected {what} files, a folder or a pattern, or a list"
+            )
+        found = [_expand(Path(item), suffixes, what) for item in named]
         if not found:
             raise SourceError(f"the list of files is empty. Give at least one {what} file, folder or pattern")
         files = [file for _, some in found for file in some]

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError
 from stoker.schema import Json, Sample, Schema, digest_json
 from stoker.sources.files import Paths, find_files
+from stoker.sources.given import check_splits
 from stoker.sources.hdf5_blocks import BlockReader, Place, block_bytes, run_length
 from stoker.sources.hdf5_layout import Piece, arrange, channel_names, layout_to_json, sample_axes
 from stoker.sources.hdf5_open import FilePool
@@ -68,6 +69,7 @@ class HDF5Source:
             raise ConfigError(f"preset {preset!r} is unknown. Presets are 'pdebench' and 'well'")
         if preset == "well" and fields:
             raise ConfigError("preset 'well' reads axes from the file, so fields= has no meaning. Drop one")
+        check_splits(split, splits, seed)
         strides = dict(subsample or {})
         if any(axis not in {"t", "x", "y", "z"} or step < 1 for axis, step in strides.items()):
             raise ConfigError(f"subsample {strides} must map t, x, y or z to steps of at least 1")

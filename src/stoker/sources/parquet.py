@@ -16,6 +16,7 @@ from stoker.errors import SourceError
 from stoker.schema import Json, Sample, Schema
 from stoker.sources.arrow import ArrowField, checked_columns, fields_of, import_arrow, sample_of
 from stoker.sources.files import Paths, find_files
+from stoker.sources.given import check_texts
 from stoker.sources.hdf5_open import FOREIGN_ERRORS
 from stoker.sources.protocol import FileRef, Part, SourceIdentity
 
@@ -49,6 +50,7 @@ class ParquetSource:
 
     def __init__(self, path: Paths, *, columns: Sequence[str] | None = None, key: str | None = None) -> None:
         import_arrow("ParquetSource")
+        check_texts(key=key)
         root, paths = find_files(path, suffixes=(".parquet", ".pq"), what="Parquet")
         self._paths = [(file.relative_to(root).as_posix(), file) for file in paths]
         self._columns = checked_columns(columns)

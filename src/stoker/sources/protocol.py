@@ -105,6 +105,19 @@ class Source(Protocol):
 
 
 @runtime_checkable
+class ReadsMany(Protocol):
+    """A source that has consecutive samples for much less than one by one."""
+
+    def read_many(self, numbers: range) -> Sample | None:
+        """Samples `numbers`, each field `(n, *shape)`: the very values that `read` gives for each.
+
+        None where there is no quicker way for these. After that, and where it raises, samples are asked for
+        one by one, so that the one to blame is named.
+        """
+        ...
+
+
+@runtime_checkable
 class Proving(Protocol):
     """A source that tries itself out before it is read in other processes; most have no need to."""
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import SourceError, SplitError
 from stoker.schema import Json, Sample, Schema, digest_json
+from stoker.sources.given import check_splits
 from stoker.sources.placed import PlacedPart, Placing
 from stoker.sources.protocol import Part, Proving, Source, SourceIdentity
 from stoker.sources.splits import SplitChoice, choose_split, split_numbers
@@ -35,6 +36,7 @@ class SplitOf:
     def __init__(
         self, source: Source, split: str, *, splits: Mapping[str, float] | None = None, seed: int = 0
     ) -> None:
+        check_splits(split, splits, seed)
         self._source, self._split = source, split
         self._splits = None if splits is None else dict(splits)
         self._seed = seed

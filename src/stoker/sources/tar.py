@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import io
 import itertools
-import json
 import os
 import tarfile
 from collections import OrderedDict
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from stoker.errors import SourceError
 from stoker.schema import Field, Json, Sample, Schema
 from stoker.sources.files import Paths, find_files
+from stoker.sources.given import given_names, parse_json
 from stoker.sources.hdf5_layout import read_dtype
 from stoker.sources.protocol import FileRef, Part, SourceIdentity
 from stoker.sources.torch_items import flatten_item
@@ -94,7 +94,8 @@ class TarSource:
     def __init__(self, path: Paths, *, fields: Sequence[str] | None = None) -> None:
         root, paths = find_files(path, suffixes=(".tar",), what="tar")
         self._paths = [(file.relative_to(root).as_posix(), file) for file in paths]
-        self._fields = None if fields is None else tuple(name.lower().lstrip(".") for name in fields)
+        named = None if fields is None else given_names("fields", fields, "an extension, as 'npy'")
+        self._fields = None if named is None else tuple(name.lower().lstrip(".") for name in named)
         self._archives: tuple[Archive, ...] | None = None
         self._schema: Schema | None = None
         self._open: OrderedDict[Path, int] = OrderedDict()
@@ -222,6 +223,7 @@ class TarSource:
         count = len(self)
         probed = sorted({count * k // PROBED for k in range(PROBED)})
         seen: dict[str, tuple[str, set[tuple[int, ...]]]] = {}
+        first: dict[str, tuple[int, str, tuple[int, ...]]] = {}
         failed: SourceError | None = None
         for number in probed:
             try:
@@ -230,6 +232,9 @@ class TarSource:
                 failed = error
                 continue
             for name, (array, dtype) in decoded.items():
+                known = first.setdefault(name, (number, dtype, array.shape))
+                if (dtype, len(array.shape), array.shape[1:]) != (known[1], len(known[2]), known[2][1:]):
+                    raise self._unlike(name, known, (number, dtype, array.shape))
                 seen.setdefault(name, (dtype, set()))[1].add(array.shape)
         if not seen:
             raise failed or SourceError(f"{self!r} holds no sample")
@@ -240,6 +245,16 @@ class TarSource:
             ragged = binary or (len(shapes) > 1 and bool(shape))
             schema[name] = Field(shape=(-1, *shape[1:]) if ragged else shape, dtype=dtype, ragged=ragged)
         return schema
+
+    def _unlike(self, name: str, *found: tuple[int, str, tuple[int, ...]]) -> SourceError:
+        said: list[str] = []
+        for number, dtype, shape in found:
+            archive, row = self._place(number)
+            said.append(f"{dtype} {shape} in {archive.keys[row]!r} of {archive.path} (sample {number})")
+        return SourceError(
+            f"field {name!r} is {' and '.join(said)}. Only axis 0 may vary: write the members alike, or "
+            f"leave .{name.partition('.')[0]} out with fields="
+        )
 
 
 def list_members(name: str, path: Path) -> Archive:
@@ -327,7 +342,7 @@ def _decode(name: str, data: bytes, where: str) -> dict[str, tuple[NDArray[Any],
         if name in NUMBERS:
             return {name: (np.asarray(int(data.decode().strip()), dtype=np.int64), "int64")}
         if name == "json":
-            return flatten_item({"json": json.loads(data)}, where=where)
+            return flatten_item({"json": parse_json(data)}, where=where)
     except (ValueError, EOFError, OSError, OverflowError, RecursionError) as error:
         if isinstance(error, SourceError):
             raise

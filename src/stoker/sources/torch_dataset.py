@@ -246,9 +246,10 @@ class TorchSource:
             self._live = copy.copy(self._dataset)
         with drawn_by(number, seeded=seeded):
             item = self._live[number]
+        found = flatten_item(item, where=f"{self._name}: sample {number}", text=self._text)
         if self._probed is None:
             self._narrowed.update(narrowed_fields(item))
-        return flatten_item(item, where=f"{self._name}: sample {number}", text=self._text)
+        return found
 
     def _checked(self, number: int, schema: Schema) -> Sample:
         found = self._item(number, seeded=self._freeze)

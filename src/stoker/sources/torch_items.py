@@ -20,6 +20,9 @@ from stoker.schema import Json
 Item: TypeAlias = "dict[str, tuple[NDArray[Any], str]]"
 """Fields of one item: array, and dtype as a schema names it."""
 
+DEEPEST = 64
+"""Dictionaries, tuples and lists within one another; what has more contains itself."""
+
 Rule: TypeAlias = "Sequence[str] | Literal['bytes', 'drop']"
 """What becomes of a field of text: its place in a list of words, its UTF-8 bytes, or nothing."""
 
@@ -97,7 +100,7 @@ def flatten_item(item: Any, *, where: str, text: TextRules = NO_RULES) -> Item:
             one name; names the field.
     """
     found: Item = {}
-    for path, value in _walk(item, ""):
+    for path, value in _walk(item, "", where):
         name = path or "data"
         if text.dropped(name):
             continue
@@ -124,13 +127,22 @@ def narrowed_fields(item: Any) -> set[str]:
     wide = ("float64", "complex128", "longdouble", "float128", "clongdouble", "complex256")
     return {
         name or "data"
-        for name, value in _walk(item, "")
+        for name, value in _walk(item, "", "an item")
         if str(getattr(value, "dtype", "")).rpartition(".")[2].lstrip("<>=") in wide
     }
 
 
-def _walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Leaves of nested dictionaries, tuples and lists; lists of plain numbers below the top are leaves."""
+def _walk(value: Any, name: str, where: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Leaves of nested dictionaries, tuples and lists; lists of plain numbers below the top are leaves.
+
+    Raises:
+        SourceError: They are nested without an end, or nearly so.
+    """
+    if depth > DEEPEST:
+        raise SourceError(
+            f"{where}, field {name[:40]!r}... is nested more than {DEEPEST} deep. Does it contain itself? "
+            "Return arrays in a flat dictionary"
+        )
     if isinstance(value, Mapping):
         items = [(str(key), inner) for key, inner in cast("Mapping[Any, Any]", value).items()]
     else:
@@ -141,7 +153,7 @@ def _walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         names = getattr(values, "_fields", range(len(values)))
         items = [(str(key), inner) for key, inner in zip(names, values, strict=True)]
     for key, inner in items:
-        yield from _walk(inner, f"{name}.{key}" if name else key)
+        yield from _walk(inner, f"{name}.{key}" if name else key, where, depth + 1)
 
 
 def _plain_numbers(values: Sequence[Any]) -> bool:
@@ -169,10 +181,25 @@ def _to_array(value: Any, where: str, name: str) -> tuple[NDArray[Any], str]:
         return _from_int(value, where)
     if isinstance(value, float):
         return np.asarray(value, dtype=np.float32), "float32"
-    if isinstance(value, list | tuple | complex | np.ndarray | np.generic):
+    if isinstance(value, list | tuple):
+        return _from_list(cast("Sequence[Any]", value), where, name)
+    if isinstance(value, complex | np.ndarray | np.generic):
         return _from_numpy(np.asanyarray(value), where)
     kind = type(cast("object", value)).__name__
     raise SourceError(f"{where} is of type {kind}. Return tensors, arrays, numbers or images, or {out}")
+
+
+def _from_list(values: Sequence[Any], where: str, name: str) -> tuple[NDArray[Any], str]:
+    if not values:
+        raise SourceError(
+            f"{where} is an empty list, which has neither dtype nor further axes. Return an array in every "
+            f"item, as np.array(values, np.float32) or np.zeros((0, 4), np.float32); or leave it out with "
+            f"text={{{name!r}: 'drop'}}"
+        )
+    array = np.asanyarray(values)
+    if array.dtype.kind not in "bi" and all(isinstance(value, int | np.integer) for value in values):
+        return _from_int(max(map(int, values), key=abs), where)  # numpy makes floats of them, or gives up
+    return _from_numpy(array, where)
 
 
 def _from_int(value: int, where: str) -> tuple[NDArray[Any], str]:

@@ -216,7 +216,7 @@ class Session:
             for batch in self.train_loader:
                 self._first_batch()
                 self._measure_ceiling(batch)
-                norm = self._step(batch, recent)
+                norm = self.step(batch, recent)
                 if progress.step % self.log_every == 0:
                     self._log_step(recent, norm)
                 self.pace.tick(progress, self.total)
@@ -244,12 +244,12 @@ class Session:
         twin.run, twin.guard = twin_of(self.run), FiniteGuard(self.run.device)
         twin.ranks, twin.objective = ALONE, Objective(twin.run.model)
         recent = torch.zeros_like(self.run.loss_sum)
-        progress.ceiling_step_s = time_steps(lambda: twin._step(batch, recent), self.run.device)
+        progress.ceiling_step_s = time_steps(lambda: twin.step(batch, recent), self.run.device)
         if progress.ceiling_step_s is not None:
             meter.ceiling(progress.ceiling_step_s)
         meter.outside(time.perf_counter() - begin)
 
-    def _step(self, batch: PairBatch, recent: Tensor) -> Tensor:
+    def step(self, batch: PairBatch, recent: Tensor) -> Tensor:
         """Move the weights once; returns the norm of the gradient."""
         run, progress = self.run, self.run.progress
         pairs = to_pairs(batch, run.widths, run.device)

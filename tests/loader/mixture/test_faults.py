@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from stoker.errors import ConfigError
 from stoker.loader import Loader, Mixture
 from stoker.store import Cache, open_cache
 from stoker.store.joint import Joint, reopened
@@ -46,19 +45,6 @@ def test_damage_is_mended_in_the_folder_where_it_is(tmp_path: Path, *, copied: b
     assert all(map(same, mixture, expected))
     assert [loader.mended for loader in mixture.loaders.values()] == [2]
     assert open_cache(given[1].path).verify().bad == []
-
-
-@pytest.mark.parametrize("made", [False, True], ids=["cache", "loader"])
-def test_a_cache_that_is_being_filled_is_refused_before_anything_is_encoded(
-    tmp_path: Path, caches: dict[str, Cache], *, made: bool
-) -> None:
-    filling = Steps(tmp_path, trajectories(13, 9))
-    cache = filling.cache()
-
-    with pytest.raises(ConfigError, match=r"complete caches, .* is being filled.*(wait=False|Precompute)"):
-        Mixture([caches["a"], Loader(cache, 4) if made else cache], 4)
-
-    assert filling.filled == []
 
 
 def test_what_a_cache_lacks_is_encoded_once_beside_a_loader(tmp_path: Path, caches: dict[str, Cache]) -> None:

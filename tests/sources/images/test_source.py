@@ -143,6 +143,25 @@ def test_a_longer_annotation_file_leaves_the_images_before_it_alone(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('"iscrowd": 0', '"iscrowd": 0, "iscrowd": 1', "key 'iscrowd' comes twice in one object"),
+        ('"id": 101, "file_name"', '"id": 100, "file_name"', r"gives id 100 to train2017/\d+100.jpg and to"),
+        ('{"id": 3, "name": "cat"}', '{"id": 7, "name": "cat"}', "category 7 'cat', which is 'dog' already"),
+    ],
+)
+def test_what_coco_names_twice_is_refused(tmp_path: Path, old: str, new: str, says: str) -> None:
+    """Python's JSON keeps the last of two; objects of two images with one id would all be the first one's."""
+    root = write_coco(tmp_path, {"train": 3})
+    path = root / "annotations/instances_train2017.json"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+
+    with pytest.raises(SourceError, match=says):
+        len(source(root, "coco", split="train"))
+
+
+@pytest.mark.parametrize(
     ("spoil", "error", "says"),
     [
         (lambda root: (root / "JPEGImages/image_00.jpg").write_bytes(b""), DecodeError, "empty"),
@@ -152,6 +171,8 @@ def test_a_longer_annotation_file_leaves_the_images_before_it_alone(tmp_path: Pa
         (lambda root: (root / "Annotations/image_00.xml").unlink(), SourceError, "xml is missing"),
         (lambda root: (root / "Annotations/image_00.xml").write_text("<a>"), DecodeError, "not XML"),
         (lambda root: edit(root, "48", "x"), DecodeError, "object 0 lacks"),
+        (lambda root: edit(root, "<xmin>", "<xmin>3</xmin><xmin>"), DecodeError, "has xmin more than once"),
+        (lambda root: edit(root, "<name>", "<name>cat</name><name>"), DecodeError, "has name more than once"),
         (lambda root: edit(root, "<width>64", "<width>65"), DecodeError, "of 65 x 48 pixels"),
         (lambda root: edit(root, "<annotation>", "<!DOCTYPE a [<!ENTITY b 'c'>]><annotation>"), DecodeError,
          "entities"),
@@ -236,6 +257,11 @@ def test_the_recipe_names_rules_decoder_and_content(voc: Path) -> None:
         ({"labels": {"clases": []}}, "'clases'.*classes"),
         ({"labels": {"classes": ["a"]}}, "classes=, which annotations=None has no use for"),
         ({"max_samples": 0}, "max_samples is 0"),
+        ({"max_samples": 2.5}, "max_samples is 2.5. Expected a whole number"),
+        ({"labels": 3}, r"labels is 3. Expected Labels\(...\), or some of classes"),
+        ({"annotations": "folder", "labels": {"classes": "cat"}}, "classes='cat'. Expected a list of names"),
+        ({"annotations": "voc", "labels": {"max_objects": 2.5}}, "max_objects is 2.5"),
+        ({"split": "train", "splits": 3}, "splits is 3. Expected fractions"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(tmp_path: Path, more: dict, says: str) -> None:

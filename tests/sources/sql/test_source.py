@@ -45,6 +45,7 @@ def test_values_are_what_the_rules_say(database: Path) -> None:
     row, sample = made()[3], source(database, columns=plain).read(3)
     heard = row[9]
 
+    assert all(isinstance(value, np.ndarray) for value in sample.values())
     assert sample["power"] == np.float32(row[1])
     assert sample["count"] == row[2]
     assert sample["known"].dtype == np.bool_
@@ -236,8 +237,9 @@ def test_a_malformed_row_is_named_by_key_and_column(
     change(database, f"UPDATE samples SET {column} = ? WHERE id = 70", value)
     found = source(database)
 
-    with pytest.raises(SourceError, match=f"samples, key 70, {says}" if says.startswith("column") else says):
+    with pytest.raises(SourceError, match=says) as raised:
         found.read(7)
+    assert str(raised.value).startswith(f"{database}, samples, key 70, column {column}")
     found.read(8)
 
 
@@ -335,6 +337,29 @@ def test_a_writer_in_the_middle_of_the_read_is_not_seen(
         ({"columns": {"power": "flot32"}}, ConfigError, r"columns\['power'\].*did you mean float32"),
         ({"columns": {"power": {"dtype": "float32", "nul": 1}}}, ConfigError, "Did you mean null"),
         ({"columns": {"t": {"columns": ["tx_lat", "tx_lon"], "metres_from": "r"}}}, ConfigError, "no place"),
+        ({"key": None}, ConfigError, "key is None. Expected the name of the column"),
+        ({"key": ["id", 3]}, ConfigError, r"key is \['id', 3\]. Expected"),
+        ({"table": 3}, ConfigError, "table is 3. Expected text"),
+        ({"columns": 3}, ConfigError, "columns is 3. Expected names"),
+        ({"columns": {"heard": {"json": "float32", "shape": 2.5}}}, ConfigError, "shape is 2.5. Expected"),
+        ({"columns": {"site": {"text": 3}}}, ConfigError, "text is 3. Expected a list"),
+        ({"columns": {"heard": {"list": 2, "features": 3}}}, ConfigError, r"expected list: N"),
+        ({"columns": {"heard": {"list": 2, "features": ["a"], "place": 3}}}, ConfigError, "place is 3"),
+        (
+            {"columns": {"heard": {"list": 2, "features": ["a"], "standardize": 3}}},
+            ConfigError,
+            "standardize is 3. Expected some of",
+        ),
+        (
+            {"columns": {"heard": {"list": 2, "features": [{"path": "a", "range": 3}]}}},
+            ConfigError,
+            r"range 3 of a. Expected \[low, high\]",
+        ),
+        ({"split": 3}, ConfigError, "split is 3. Expected text"),
+        ({"split": "train", "splits": 3}, ConfigError, "splits is 3. Expected fractions by name"),
+        ({"split": "train", "splits": {"train": "x"}}, ConfigError, "Expected fractions by name"),
+        ({"seed": 1.5}, ConfigError, "seed is 1.5. Expected a whole number"),
+        ({"timeouts": 3}, ConfigError, "timeouts is 3. Expected Timeouts"),
         ({"split": "holdout"}, SplitError, "'holdout' is not among the fractions"),
         ({"splits": {"train": 1.0}}, SplitError, "no split was asked for"),
     ],

@@ -7,7 +7,6 @@ not read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 from stoker.errors import DecodeError, SourceError
 from stoker.schema import Field, Json, Sample, Schema, digest_json
 from stoker.sources.files import canonical_split, natural_key
+from stoker.sources.given import parse_json
 from stoker.sources.images.files import Entry, Listing, require_folder
 from stoker.sources.images.geometry import Fit
 from stoker.sources.images.labels import ObjectRules, Objects, object_fields, object_schema
@@ -171,7 +171,12 @@ class Coco:
                     )
                 splits[named] = entries
             for category in content["categories"]:
-                categories[int(category["id"])] = str(category["name"])
+                number, name = int(category["id"]), str(category["name"])
+                if categories.setdefault(number, name) != name:
+                    raise SourceError(
+                        f"{path} calls category {number} {name!r}, which is {categories[number]!r} already. "
+                        "Give each id one name, in all files"
+                    )
                 keypoints = max(keypoints, len(category.get("keypoints", ())))
         if splits and sum(map(len, splits.values())) < len(every):
             raise SourceError(
@@ -201,8 +206,15 @@ def _entries(content: Mapping[str, Any], path: Path, folder: str, images: dict[s
     for entry in content["annotations"]:
         objects.setdefault(int(entry["image_id"]), []).append(_kept(entry))
     found: list[Entry] = []
+    numbers: dict[int, str] = {}
     for image in content["images"]:
         name, number = f"{folder}{image['file_name']}", int(image["id"])
+        if number in numbers:
+            raise SourceError(
+                f"{path} gives id {number} to {numbers[number]} and to {name}, so it is open whose the "
+                "objects are. Give each image an id of its own"
+            )
+        numbers[number] = name
         key = name.rpartition(".")[0]
         if key in images:
             raise SourceError(f"{path} lists {name}, which is listed already. Name each image once")
@@ -232,7 +244,7 @@ def _load(path: Path) -> Mapping[str, Any]:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise SourceError(f"{path} has more than {MAX_JSON_BYTES:,} bytes. Cut it into several splits")
-        content: Any = json.loads(path.read_bytes())
+        content: Any = parse_json(path.read_bytes())
         lists = [content["images"], content["annotations"], content["categories"]]
         [[entry["id"] for entry in some] for some in (lists[0], lists[2])]
         [entry["image_id"] for entry in lists[1]]

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 
 from stoker.errors import ConfigError
 from stoker.schema import Field, Json, Sample, Schema, digest_json
+from stoker.sources.given import check_path, check_splits, check_whole, listed
 from stoker.sources.images.files import Catalog, Entry, Wanted, choose, read_file, require_folder
 from stoker.sources.images.geometry import FitRule
 from stoker.sources.images.labels import ObjectRules
@@ -48,6 +49,15 @@ class Labels:
     """Of DexYCB: which samples are train, val and test."""
     extras: Sequence[Literal["depth", "segmentation"]] = ()
     """Of DexYCB: maps to take along."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no list of names, or no number of objects."""
+        for name in ("classes", "extras"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, str) or listed(value) is None):
+                raise ConfigError(f"labels has {name}={value!r}. Expected a list of names, as {name}=['...']")
+        if self.max_objects is not None:
+            check_whole("labels' max_objects", self.max_objects, least=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,15 +115,17 @@ class ImageSource:
         _check("colour", colour, get_args(Colour))
         _check("store", store, get_args(Store))
         _check("filter", filter, get_args(Filter))
-        if max_samples is not None and max_samples < 1:
-            raise ConfigError(f"max_samples is {max_samples}. Expected at least 1, or None for all")
+        check_path("root", root)
+        check_splits(split, splits, seed)
+        if max_samples is not None:
+            check_whole("max_samples", max_samples, least=1)
         self._rules = Rules(
             size=_size(size, fit), fit=fit, colour=colour, filter=filter, reduced=reduced, turned=turned
         )
         self._root = require_folder(Path(os.path.abspath(Path(root).expanduser())), "a folder with images")  # noqa: PTH100 - resolve() would follow links
         self._layout: Layout | None = annotations
         self._store: Store = store
-        own = labels if isinstance(labels, Labels) else _labels(labels or {})
+        own = labels if isinstance(labels, Labels) else _labels({} if labels is None else labels)
         self._catalog = _catalog(self._root, annotations, own, self._rules)
         self._wanted = Wanted(split=split, splits=splits, seed=seed, max_samples=max_samples)
         self._scanned: _Scan | None = None
@@ -263,11 +275,14 @@ def _size(size: object, fit: FitRule) -> tuple[int, int]:
     raise ConfigError(f"size is {size!r}. With fit={fit!r} expected {wanted}")
 
 
-def _labels(given: Mapping[str, object]) -> Labels:
+def _labels(given: object) -> Labels:
     known = Labels.__dataclass_fields__
-    if unknown := [name for name in given if name not in known]:
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"labels is {given!r}. Expected Labels(...), or some of {', '.join(known)} by name")
+    rules = cast("Mapping[str, Any]", given)
+    if unknown := [name for name in rules if name not in known]:
         raise ConfigError(f"labels={{{unknown[0]!r}: ...}} is unknown. Expected some of {', '.join(known)}")
-    return Labels(**given)  # pyright: ignore[reportArgumentType]
+    return Labels(**rules)
 
 
 _USES: Mapping[Layout | None, tuple[str, ...]] = {

@@ -186,6 +186,10 @@ def read_annotation(path: Path) -> Annotation:
     boxes: list[list[float]] = []
     difficult: list[bool] = []
     for place, node in enumerate(root.findall("object")):
+        if twice := _repeated(node, ("name", "bndbox", "difficult")) or _repeated(
+            node.find("bndbox"), ("xmin", "ymin", "xmax", "ymax")
+        ):
+            raise DecodeError(f"{path}: object {place} has {twice} more than once. Keep one of each")
         name = (node.findtext("name") or "").strip()
         edges = [_number(node, f"bndbox/{edge}") for edge in ("xmin", "ymin", "xmax", "ymax")]
         if not name or None in edges:
@@ -202,6 +206,11 @@ def read_annotation(path: Path) -> Annotation:
         boxes=np.array(boxes, dtype=np.float64).reshape(-1, 4),
         difficult=tuple(difficult),
     )
+
+
+def _repeated(node: Xml.Element | None, names: Sequence[str]) -> str | None:
+    """The first of some entries that comes more than once."""
+    return next((name for name in names if node is not None and len(node.findall(name)) > 1), None)
 
 
 def _number(node: Xml.Element, name: str) -> float | None:

@@ -6,6 +6,7 @@ source.py      SQLSource: the public face of everything below
   table.py       one bulk read in one snapshot: attempts, keys that are checked, what was dropped
     sqlite.py      through the standard library
     postgres.py    through psycopg: binary COPY, or binary rows in batches (copy_binary.py)
+    pick.py        of nested JSON the database sends the values that rules use, and no others
   rows.py        a row as bytes, the same from every database: what is digested and kept
   spill.py       those bytes, in a file without a name that readers map
   rules.py       from values of columns to fields of a sample
@@ -15,6 +16,6 @@ source.py      SQLSource: the public face of everything below
   standard.py    mean and deviation of the training rows
 
 Readers never ask the database: rows are read once, in the process that made the source, and lie in a file
-that every reader maps. So there is one snapshot, one query, and no copy for each reader; the costly part,
-parsing JSON, is left to the readers, which do it side by side.
+that every reader maps. So there is one snapshot, one query, and no copy for each reader. Fields are made of
+many rows at a time, in the readers.
 """

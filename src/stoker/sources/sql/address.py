@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from stoker.errors import ConfigError
@@ -47,6 +47,10 @@ def parse_address(url: str | Path) -> Address:
     Raises:
         ConfigError: It is neither; the message does not repeat it, since it may hold a password.
     """
+    if not isinstance(cast("object", url), str | Path):
+        raise ConfigError(
+            f"the database is {url!r}. Expected a SQLite file, sqlite:///FILE or postgresql://HOST/DATABASE"
+        )
     text = str(url)
     if "://" not in text:
         return _sqlite(text)

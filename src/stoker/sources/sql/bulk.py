@@ -6,11 +6,25 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from stoker.errors import SourceError
 from stoker.schema import Json, Schema
 from stoker.sources.sql.parse import Undecided, fields_of
 from stoker.sources.sql.request import Request
-from stoker.sources.sql.rows import BOOL, FLOAT, INT, NAMES, NULL, TEXT, Value, shown_key, unpack_row
+from stoker.sources.sql.rows import (
+    BOOL,
+    FLOAT,
+    INT,
+    NAMES,
+    NULL,
+    TEXT,
+    Values,
+    shown_key,
+    unpack_columns,
+    unpack_row,
+)
 from stoker.sources.sql.spill import GoneError, Spill
 from stoker.sources.sql.table import Facts, Table, look_at, read_table
 from stoker.sources.sql.values import Number, Rule, Words, text_of
@@ -95,9 +109,9 @@ class Bulk:
         pairs = zip(self.written, self.rules, strict=True) if self._has_undecided() else ()
         return {rule.field: rule.to_json() for given, rule in pairs if given is not rule}
 
-    def values(self, row: int) -> dict[str, Value]:
-        """Values of one row by column."""
-        return dict(zip(self._selected, unpack_row(self.table.rows.row(row)), strict=True))
+    def values(self, rows: NDArray[np.int64]) -> dict[str, Values]:
+        """Values of some rows by column."""
+        return unpack_columns(self.table.rows.some(rows), self._selected)
 
     def key(self, row: int) -> str:
         """The key of one row as text."""

@@ -18,6 +18,7 @@ A key names the field; its column has the same name unless `column` says otherwi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -27,8 +28,10 @@ import numpy as np
 
 from stoker.errors import ConfigError
 from stoker.schema import DTYPE_BYTES, FLOATS, Field, Json, Sample, Schema
+from stoker.sources.given import listed
 from stoker.sources.sql.nested import EAST, NORTH, Centroid, Entries, Feature, Numbers, Place
-from stoker.sources.sql.values import UNITS, MalformedError, Number, Raw, Row, Rule, Times, Words
+from stoker.sources.sql.pick import Pick
+from stoker.sources.sql.values import UNITS, MalformedError, Number, Raw, Rows, Rule, Times, Words
 
 Columns: TypeAlias = "Mapping[str, Any] | Sequence[str]"
 """Fields and their rules, or columns whose dtypes follow from what they hold."""
@@ -66,7 +69,7 @@ class Undecided:
         """Not known yet."""
         raise AssertionError(self.field)
 
-    def make(self, row: Row) -> Sample:
+    def make(self, rows: Rows) -> Sample:
         """Not known yet."""
         raise MalformedError(self.column, "has no rule yet")
 
@@ -81,9 +84,11 @@ def parse_columns(columns: Columns) -> tuple[Rule, ...]:
     Raises:
         ConfigError: A rule is malformed, or two make one field.
     """
-    if isinstance(columns, str) or not columns:
+    given: Mapping[Any, Any] = (
+        columns if isinstance(columns, Mapping) else dict.fromkeys(listed(columns) or ())
+    )
+    if not given or not all(isinstance(name, str) for name in given):
         raise ConfigError(f"columns is {columns!r}. Expected names of columns, or fields and their rules")
-    given: Mapping[str, Any] = columns if isinstance(columns, Mapping) else dict.fromkeys(columns)
     rules = [_rule(str(name), rule) for name, rule in given.items()]
     origins = {rule.field for rule in rules if isinstance(rule, Entries) and rule.place}
     for rule in rules:
@@ -151,7 +156,7 @@ def _words(name: str, rule: dict[str, Any], where: str) -> Rule:
     column, words, null = rule.get("column", name), rule["text"], rule.get("null")
     if words == "intern":
         return Undecided(field=name, column=column, words=True, null=null)
-    if isinstance(words, str) or not words or len({*words}) < len(words):
+    if not (found := listed(words)) or len({*map(str, found)}) < len(found):
         raise ConfigError(f"{where}: text is {words!r}. Expected a list of different words, or 'intern'")
     return Words(field=name, column=column, words=tuple(map(str, words)), null=null)
 
@@ -174,18 +179,18 @@ def _array(name: str, rule: dict[str, Any], where: str) -> Rule:
 
 
 def _entries(name: str, rule: dict[str, Any], where: str) -> Rule:
-    most, given = rule["list"], rule.get("features")
-    if not isinstance(most, int) or most < 1 or not given or isinstance(given, str):
+    most, given = rule["list"], listed(rule.get("features"))
+    if not isinstance(most, int) or most < 1 or not given:
         raise ConfigError(f"{where}: expected list: N (1 or more) and features: [PATH, ...]")
     features = tuple(_feature(feature, where) for feature in given)
     paths = [feature.path for feature in features]
     place = rule.get("place")
-    if place is not None and (isinstance(place, str) or len(place) != 2):
+    if place is not None and listed(place, 2) is None:
         raise ConfigError(f"{where}: place is {place!r}. Expected two paths, [latitude, longitude]")
     if place is None and {NORTH, EAST} & {*paths}:
         raise ConfigError(f"{where}: {NORTH} and {EAST} need place: [latitude, longitude]")
-    standardize = tuple(rule.get("standardize", ()))
-    if isinstance(rule.get("standardize"), str | bool) or not {*standardize} <= {*paths}:
+    standardize = cast("tuple[str, ...] | None", listed(rule.get("standardize", ())))
+    if standardize is None or not {*standardize} <= {*paths}:
         raise ConfigError(f"{where}: standardize is {rule['standardize']!r}. Expected some of {paths}")
     return Entries(
         field=name,
@@ -205,17 +210,19 @@ def _feature(given: Any, where: str) -> Feature:
     if not isinstance(given, Mapping) or "path" not in given or {*cast("Any", given)} - {*_FEATURE}:
         raise ConfigError(f"{where}: feature {given!r}. Expected a path, or path, missing and range")
     rule = cast("Mapping[str, Any]", given)
-    low, high = rule.get("range", (0.0, 1.0))
+    bounds, missing = listed(rule.get("range", (0.0, 1.0)), 2), rule.get("missing")
+    low, high = (0.0, 0.0) if bounds is None or not all(map(_is_number, bounds)) else cast("Any", bounds)
     if not high > low:
-        raise ConfigError(f"{where}: range {[low, high]} of {rule['path']}. Expected [low, high]")
-    missing = rule.get("missing")
+        raise ConfigError(f"{where}: range {rule['range']!r} of {rule['path']}. Expected [low, high]")
+    if missing is not None and not _is_number(missing):
+        raise ConfigError(f"{where}: missing {missing!r} of {rule['path']}. Expected a number")
     return Feature(path=rule["path"], missing=None if missing is None else float(missing),
                    low=float(low), high=float(high))  # fmt: skip
 
 
 def _place(name: str, rule: dict[str, Any], where: str) -> Rule:
-    columns = rule.get("columns")
-    if not columns or isinstance(columns, str) or len(columns) != 2:
+    columns = listed(rule.get("columns"), 2)
+    if columns is None:
         raise ConfigError(f"{where}: expected columns: [LATITUDE, LONGITUDE]")
     return Place(field=name, columns=(str(columns[0]), str(columns[1])), origin=str(rule["metres_from"]),
                  standardize=bool(rule.get("standardize", False)))  # fmt: skip
@@ -241,9 +248,21 @@ def _shape(rule: dict[str, Any], where: str) -> tuple[int, ...]:
     shape = rule.get("shape")
     if isinstance(shape, int):
         shape = [shape]
-    if not shape or isinstance(shape, str) or not all(isinstance(n, int) and n > 0 for n in shape):
+    sizes = listed(shape)
+    if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):
         raise ConfigError(f"{where}: shape is {shape!r}. Expected sizes, as [16] or [3, 3]")
-    return tuple(shape)
+    return cast("tuple[int, ...]", sizes)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def picks_of(rules: Sequence[Rule]) -> dict[str, Pick]:
+    """Of which columns a database may pick what is used: those that a single rule reads, a list's."""
+    readers = Counter(column for rule in rules for column in rule.columns)
+    picks = [rule.pick for rule in rules if isinstance(rule, Entries) and readers[rule.column] == 1]
+    return {pick.column: pick for pick in picks if pick.can_be_asked}
 
 
 def fields_of(rules: Sequence[Rule]) -> Schema:

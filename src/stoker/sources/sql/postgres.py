@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
 from stoker.errors import ConfigError, SourceError, StalledError
-from stoker.sources.sql.copy_binary import DAY_US, FIXED_TYPES, YEAR_2000_US, UnevenError, copied_columns
+from stoker.sources.sql.copy_binary import COPIED, DAY_US, TEXT_TYPE, YEAR_2000_US, copied_columns
+from stoker.sources.sql.pick import received
 from stoker.sources.sql.request import Request, quoted
-from stoker.sources.sql.rows import FOREVER_US, JsonText, Micros, Packed, pack_fixed, pack_rows
+from stoker.sources.sql.rows import (
+    FOREVER_US,
+    Column,
+    JsonText,
+    Micros,
+    Packed,
+    as_list,
+    pack_columns,
+)
 from stoker.sources.sql.sqlite import BATCH_BYTES, next_size
 
 _SORTED_AS_BYTES = frozenset({25, 1042, 1043, 18, 19})
@@ -22,10 +31,6 @@ _FINAL = ("authentication failed", "does not exist", "no pg_hba.conf entry", "no
 
 class LostError(Exception):
     """There is no connection, or none any more; another try may have one."""
-
-
-class RestartError(Exception):
-    """What was given so far is to be forgotten: rows come again, another way."""
 
 
 class PostgresSession:
@@ -53,7 +58,6 @@ class PostgresSession:
                 raise SourceError(f"{request.address.shown}: {text}. Check the URL and your rights") from None
             raise LostError(text) from None
         self._types: dict[str, int] = {}
-        self._uneven = False
         self._begin()
 
     def close(self) -> None:
@@ -73,39 +77,43 @@ class PostgresSession:
         return None if row is None else tuple(row)
 
     def batches(self) -> Iterator[tuple[Packed, list[tuple[Any, ...]]]]:
-        """All rows in the order of their key: as bytes, and their keys.
-
-        Raises:
-            RestartError: A NULL was met in a COPY; ask again for the rows.
-        """
-        types = [self._types[name] for name in self._request.selected]
-        sql = self._request.select_sql(tuple(map(self._order, self._request.key)))
+        """All rows in the order of their key: as bytes, and their keys."""
+        request, types = self._request, self._types
+        asked = {name: pick.in_postgres(quoted(name), types[name]) for name, pick in request.picks.items()}
+        picked = {name: sql for name, sql in asked.items() if sql is not None}
+        kinds = [TEXT_TYPE if name in picked else types[name] for name in request.selected]
+        sql = request.select_sql(tuple(map(self._order, request.key)), picked)
         with self._errors():
-            if not self._uneven and all(number in FIXED_TYPES for number in types):
-                yield from self._copied(sql, types)
+            if COPIED.issuperset(kinds):
+                yield from self._copied(sql, kinds, picked)
             else:
-                yield from self._fetched(sql)
+                yield from self._fetched(sql, picked)
 
-    def _copied(self, sql: str, types: list[int]) -> Iterator[tuple[Packed, list[tuple[Any, ...]]]]:
-        width = len(self._request.key)
-        with self._connection.cursor() as cursor:
-            try:
-                with cursor.copy(f"COPY ({sql}) TO STDOUT (FORMAT BINARY)") as copy:
-                    for columns in copied_columns(copy, types, BATCH_BYTES):
-                        keys = zip(*(values.tolist() for _, values in columns[:width]), strict=True)
-                        yield pack_fixed(columns), list(keys)
-            except UnevenError:
-                self._uneven = True
-                raise RestartError from None
+    def _copied(
+        self, sql: str, types: list[int], picked: Collection[str]
+    ) -> Iterator[tuple[Packed, list[tuple[Any, ...]]]]:
+        with (
+            self._connection.cursor() as cursor,
+            cursor.copy(f"COPY ({sql}) TO STDOUT (FORMAT BINARY)") as copy,
+        ):
+            for columns in copied_columns(copy, types, BATCH_BYTES):
+                yield self._packed(columns, picked)
 
-    def _fetched(self, sql: str) -> Iterator[tuple[Packed, list[tuple[Any, ...]]]]:
-        width, size = len(self._request.key), 64
+    def _fetched(self, sql: str, picked: Collection[str]) -> Iterator[tuple[Packed, list[tuple[Any, ...]]]]:
+        size = 64
         with self._connection.cursor(name="stoker_rows") as cursor:
             cursor.execute(sql, binary=True)
             while rows := cursor.fetchmany(size):
-                packed = pack_rows(rows)
-                yield packed, [row[:width] for row in rows]
+                packed, keys = self._packed(list(zip(*rows, strict=True)), picked)
+                yield packed, keys
                 size = next_size(len(rows), len(packed.data))
+
+    def _packed(self, columns: list[Column], picked: Collection[str]) -> tuple[Packed, list[tuple[Any, ...]]]:
+        for name in picked:
+            place = self._request.selected.index(name)
+            columns[place] = [received(value) for value in as_list(columns[place])]
+        keys = zip(*map(as_list, columns[: len(self._request.key)]), strict=True)
+        return pack_columns(columns), list(keys)
 
     def _order(self, name: str) -> str:
         return quoted(name) + (' COLLATE "C"' if self._types[name] in _SORTED_AS_BYTES else "")
@@ -120,6 +128,7 @@ class PostgresSession:
             "lock_timeout": timeouts.lock_s,
             "idle_in_transaction_session_timeout": timeouts.silence_s,
         }
+        self._execute("SET LOCAL client_encoding = 'UTF8'")
         for name, seconds in settings.items():
             self._execute(f"SET LOCAL {name} = {max(1, round(1000 * seconds))}")
 

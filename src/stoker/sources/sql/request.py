@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from stoker.errors import ConfigError
 from stoker.sources.sql.address import Address
+from stoker.sources.sql.pick import Pick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,8 @@ class Request:
     """Condition on the rows."""
     version_query: str | None = None
     """Gives one row that changes whenever the rows do."""
+    picks: Mapping[str, Pick] = field(default_factory=dict[str, Pick])
+    """Columns of which a part is enough."""
     unique: bool = True
     """Whether a key that comes twice is an error."""
     timeouts: Timeouts = Timeouts()
@@ -76,9 +80,9 @@ class Request:
         condition = self._condition() if filtered else ""
         return f"SELECT count(*) FROM {self.relation}{condition}"  # noqa: S608
 
-    def select_sql(self, order: tuple[str, ...]) -> str:
-        """All rows; `order` are the terms of `ORDER BY`."""
-        names = ", ".join(map(quoted, self.selected))
+    def select_sql(self, order: tuple[str, ...], picked: Mapping[str, str]) -> str:
+        """All rows; `order` are the terms of `ORDER BY`, `picked` what is asked for in place of a column."""
+        names = ", ".join(picked.get(name, quoted(name)) for name in self.selected)
         return f"SELECT {names} FROM {self.relation}{self._condition()} ORDER BY {', '.join(order)}"  # noqa: S608
 
     def _condition(self) -> str:

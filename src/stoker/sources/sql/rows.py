@@ -13,13 +13,14 @@ import json
 import struct
 import uuid
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-INT, FLOAT, BOOL, TIME, TEXT, BYTES, JSON, NULL, OTHER = b"IFBDTYJN?"
+INT, FLOAT, BOOL, TIME, TEXT, BYTES, JSON, PICKED, NULL, OTHER = b"IFBDTYJPN?"
 FOREVER_US = 2**63 - 1
 """A time that is infinite, or past 64 bits; its negative for the past."""
 FIXED = frozenset({INT, FLOAT, BOOL, TIME})
@@ -28,11 +29,12 @@ KEYS = frozenset({INT, TEXT, TIME, BYTES})
 """Tags whose values may be keys."""
 NAMES = {
     INT: "integer", FLOAT: "float", BOOL: "boolean", TIME: "time", TEXT: "text", BYTES: "bytes",
-    JSON: "JSON", NULL: "NULL", OTHER: "of another type",
+    JSON: "JSON", PICKED: "JSON", NULL: "NULL", OTHER: "of another type",
 }  # fmt: skip
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _MICRO = datetime.timedelta(microseconds=1)
-_LENGTH = struct.Struct("<I")
+_HEAD = struct.Struct("<BI")
+_FLOAT, _WHOLE, _LENGTH = (struct.Struct(kind).unpack_from for kind in ("<d", "<q", "<I"))
 
 
 class Text(bytes):
@@ -41,6 +43,10 @@ class Text(bytes):
 
 class JsonText(bytes):
     """A JSON value as a database wrote it."""
+
+
+class PickedText(bytes):
+    """Of a JSON list of objects the values that rules use, as a database picked them (`pick.py`)."""
 
 
 class Micros(int):
@@ -55,6 +61,17 @@ class Value(NamedTuple):
     """int, float, bool, or bytes for text, bytes and JSON; None."""
 
 
+class Values(NamedTuple):
+    """One column of some rows; two lists, since a pair for each would keep the garbage collector busy."""
+
+    tags: list[int]
+    values: list[Any]
+
+    def each(self) -> Iterator[Value]:
+        """The values one by one."""
+        return map(Value, self.tags, self.values)
+
+
 class Packed(NamedTuple):
     """Some rows as bytes."""
 
@@ -65,30 +82,49 @@ class Packed(NamedTuple):
     """By column how many values have which tag."""
 
 
+class Plain(NamedTuple):
+    """A column of numbers or times, all there."""
+
+    tag: int
+    values: NDArray[Any]
+
+
+Column: TypeAlias = "Plain | Sequence[Any]"
+"""Values as their driver gave them."""
+
+
+def as_list(column: Column) -> Sequence[Any]:
+    """Values of a column one by one."""
+    return column.values.tolist() if isinstance(column, Plain) else column
+
+
 def pack_rows(rows: Sequence[Sequence[Any]]) -> Packed:
     """Rows as their driver gave them, as bytes."""
-    columns: list[tuple[Any, ...]] = list(zip(*rows, strict=True))
-    kinds = [{*map(type, column)} for column in columns]
-    simple = [_PLAIN.get(next(iter(kind))) if len(kind) == 1 else None for kind in kinds]
-    if all(tag is not None for tag in simple):
-        tags = [tag for tag in simple if tag is not None]
-        return pack_fixed([(tag, np.asarray(c)) for tag, c in zip(tags, columns, strict=True)])
-    counted: list[Counter[int]] = [Counter() for _ in columns]
-    parts: list[bytes] = []
-    lengths = np.empty(len(rows), np.int64)
-    for number, row in enumerate(rows):
-        first = len(parts)
-        for place, value in enumerate(row):
-            begin = len(parts)
-            parts += _pack(value)
-            counted[place][parts[begin][0]] += 1
-        lengths[number] = sum(map(len, parts[first:]))
-    return Packed(b"".join(parts), lengths, counted)  # long values are copied once, here
+    return pack_columns(list(zip(*rows, strict=True)))
 
 
-def pack_fixed(columns: Sequence[tuple[int, NDArray[Any]]]) -> Packed:
+def pack_columns(columns: Sequence[Column]) -> Packed:
+    """Columns of equal length as the bytes of rows."""
+    columns = [_plain(column) for column in columns]
+    plain = [column for column in columns if isinstance(column, Plain)]
+    if len(plain) == len(columns):
+        return pack_fixed(plain)
+    counted: list[Counter[int]] = []
+    parts: list[Sequence[bytes]] = []
+    for column in columns:
+        own, tags = _parts(column)
+        parts += own
+        counted.append(tags)
+    lengths = np.zeros(len(parts[0]), np.int64)
+    for part in parts:
+        lengths += np.fromiter(map(len, part), np.int64, len(part))
+    # Long values are copied once, here.
+    return Packed(b"".join(chain.from_iterable(zip(*parts, strict=True))), lengths, counted)
+
+
+def pack_fixed(columns: Sequence[Plain]) -> Packed:
     """Columns of numbers and times, all there, as bytes: a tag and 8 bytes each."""
-    count = len(columns[0][1])
+    count = len(columns[0].values)
     names = [(f"{part}{place}", kind) for place, (tag, _) in enumerate(columns)
              for part, kind in (("t", "u1"), ("v", "<f8" if tag == FLOAT else "<i8"))]  # fmt: skip
     table = np.empty(count, np.dtype(names))
@@ -100,6 +136,31 @@ def pack_fixed(columns: Sequence[tuple[int, NDArray[Any]]]) -> Packed:
 
 
 _PLAIN = {int: INT, float: FLOAT, bool: BOOL, Micros: TIME}
+_TEXTS = {Text: TEXT, JsonText: JSON, PickedText: PICKED}
+
+
+def _plain(column: Column) -> Column:
+    if isinstance(column, Plain):
+        return column
+    kinds = {*map(type, column)}
+    tag = _PLAIN.get(kinds.pop()) if len(kinds) == 1 else None
+    return column if tag is None else Plain(tag, np.asarray(column))
+
+
+def _parts(column: Column) -> tuple[list[Sequence[bytes]], Counter[int]]:
+    """For each value its bytes, or those that go before it and its own; and how many are of which kind."""
+    count = len(column.values) if isinstance(column, Plain) else len(column)
+    if isinstance(column, Plain):
+        packed = pack_fixed([column])
+        data = bytes(packed.data)
+        return [[data[at : at + 9] for at in range(0, 9 * count, 9)]], packed.tags[0]
+    kinds = {*map(type, column)}
+    tag = _TEXTS.get(kinds.pop()) if len(kinds) == 1 else None
+    if tag is not None:
+        return [[_HEAD.pack(tag, len(value)) for value in column], column], Counter({tag: count})
+    pairs = [(*_pack(value), b"")[:2] for value in column]
+    heads, bodies = zip(*pairs, strict=True)
+    return [heads, bodies], Counter(head[0] for head in heads)
 
 
 def _pack(value: Any) -> tuple[bytes, ...]:
@@ -115,7 +176,7 @@ def _pack(value: Any) -> tuple[bytes, ...]:
         return (struct.pack("<Bd", FLOAT, data),)
     if tag == TIME:
         return (struct.pack("<Bq", TIME, data),)
-    return struct.pack("<BI", tag, len(data)), data
+    return _HEAD.pack(tag, len(data)), data
 
 
 def _long(value: Any) -> tuple[int, Any]:  # noqa: PLR0911 - one line for each type that drivers give
@@ -123,6 +184,8 @@ def _long(value: Any) -> tuple[int, Any]:  # noqa: PLR0911 - one line for each t
         return TEXT, value
     if isinstance(value, JsonText):
         return JSON, value
+    if isinstance(value, PickedText):
+        return PICKED, value
     if isinstance(value, bytes | bytearray | memoryview):
         return BYTES, bytes(value)
     if isinstance(value, str | uuid.UUID):
@@ -156,18 +219,36 @@ def unpack_row(data: memoryview, most: int = 1 << 30) -> list[Value]:
     at, end = 0, len(data)
     while at < end and len(found) < most:
         tag = data[at]
-        at += 1
-        if tag == NULL:
-            found.append(Value(tag, None))
-        elif tag in FIXED:
-            (value,) = struct.unpack_from("<d" if tag == FLOAT else "<q", data, at)
-            found.append(Value(tag, bool(value) if tag == BOOL else value))
-            at += 8
-        else:
-            (length,) = _LENGTH.unpack_from(data, at)
-            found.append(Value(tag, bytes(data[at + 4 : at + 4 + length])))
-            at += 4 + length
+        value, at = _unpacked(data, tag, at + 1)
+        found.append(Value(tag, value))
     return found
+
+
+def unpack_columns(rows: Iterable[memoryview], names: Sequence[str]) -> dict[str, Values]:
+    """The values of rows by column."""
+    columns = {name: Values([], []) for name in names}
+    places = [(column.tags.append, column.values.append) for column in columns.values()]
+    for data in rows:
+        at = 0
+        for add_tag, add_value in places:
+            tag = data[at]
+            add_tag(tag)
+            value, at = _unpacked(data, tag, at + 1)
+            add_value(value)
+    return columns
+
+
+def _unpacked(data: memoryview, tag: int, at: int) -> tuple[Any, int]:
+    """The value after a tag, and where the next begins."""
+    if tag == FLOAT:
+        return _FLOAT(data, at)[0], at + 8
+    if tag in FIXED:
+        (value,) = _WHOLE(data, at)
+        return bool(value) if tag == BOOL else value, at + 8
+    if tag == NULL:
+        return None, at
+    (length,) = _LENGTH(data, at)
+    return bytes(data[at + 4 : at + 4 + length]), at + 4 + length
 
 
 def shown_key(values: Sequence[Value]) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,20 +14,23 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, SourceError, SplitError
 from stoker.schema import Json, Sample, Schema, digest_json
 from stoker.sources.files import canonical_split
+from stoker.sources.given import check_splits, check_texts, given_names
 from stoker.sources.protocol import Part, SourceIdentity
 from stoker.sources.splits import DEFAULT_SPLITS, split_counts, split_numbers
 from stoker.sources.sql.address import parse_address
 from stoker.sources.sql.bulk import Bulk
-from stoker.sources.sql.parse import Columns, parse_columns, plain
+from stoker.sources.sql.parse import Columns, parse_columns, picks_of, plain
 from stoker.sources.sql.request import Request, Timeouts, relation_of
 from stoker.sources.sql.standard import Standard, fitted, standards_of, to_json
-from stoker.sources.sql.values import MalformedError, Row
+from stoker.sources.sql.values import MalformedError, Rows
 from stoker.units import MIB
 
-VERSION = 2
+VERSION = 3
 """Bumped by hand when the same rows would give other samples."""
 _RUN_ROWS = 256
 _RUN_BYTES = 8 * MIB
+_CHUNK = 1024
+"""Rows made at a time for statistics."""
 
 
 class SQLSource:
@@ -70,9 +74,11 @@ class SQLSource:
         timeouts: Timeouts | None = None,
         spill_dir: str | Path | None = None,
     ) -> None:
-        keys = (key,) if isinstance(key, str) else tuple(key)
-        if not keys:
-            raise ConfigError("key is empty. Name the column that tells rows apart")
+        keys = given_names("key", key, "the name of the column that tells rows apart")
+        check_texts(table=table, query=query, where=where, version_query=version_query)
+        check_splits(split, splits, seed)
+        if timeouts is not None and not isinstance(cast("object", timeouts), Timeouts):
+            raise ConfigError(f"timeouts is {timeouts!r}. Expected Timeouts(connect_s=10.0, ...), or None")
         relation, name = relation_of(table, query)
         rules = parse_columns(columns)
         request = Request(
@@ -84,6 +90,7 @@ class SQLSource:
             where=where,
             version_query=version_query,
             timeouts=timeouts or Timeouts(),
+            picks={name: pick for name, pick in picks_of(rules).items() if name not in keys},
             spill_dir=None if spill_dir is None else str(spill_dir),
         )
         self._bulk = Bulk(request, rules)
@@ -145,11 +152,22 @@ class SQLSource:
         """
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} does not exist: this source has {len(self)}")
-        row = int(self._rows()[number])
-        sample = self._made(row)
+        samples = self.read_many(range(number, number + 1))
+        return {name: array[0, ...] for name, array in samples.items()}
+
+    def read_many(self, numbers: range) -> Sample:
+        """Consecutive samples at once, each field `(n, *shape)`: the same values as one by one.
+
+        Raises:
+            SourceError: A row is malformed; names the first.
+            IndexError: No such numbers.
+        """
+        if not 0 <= numbers.start < numbers.stop <= len(self):
+            raise IndexError(f"samples {numbers} do not exist: this source has {len(self)}")
+        samples = self._made(self._rows()[numbers.start : numbers.stop])
         for standard in self._standards():
-            standard.apply(sample)
-        return plain(sample, self._bulk.schema)
+            standard.apply(samples)
+        return plain(samples, self._bulk.schema)
 
     def runs(self) -> Sequence[range]:
         """Ranges of at most 256 rows or about 8 MiB."""
@@ -242,19 +260,21 @@ class SQLSource:
             digest.update(data.row(row))
         return digest.hexdigest()
 
-    def _made(self, row: int) -> Sample:
-        """Fields of a row before they are standardised."""
-        values, sample = Row(values=self._bulk.values(row)), {}
+    def _made(self, rows: NDArray[np.int64]) -> Sample:
+        """Fields of rows before they are standardised."""
+        values, samples = Rows(columns=self._bulk.values(rows), count=len(rows)), {}
         for rule in self._bulk.rules:
             try:
-                sample.update(rule.make(values))
+                samples.update(rule.make(values))
             except MalformedError as error:
-                request = self._bulk.request
+                for place in range(len(rows) if len(rows) > 1 else 0):
+                    self._made(rows[place : place + 1])  # raises at the row that is meant
+                where, key = self._bulk.request.where_it_is, self._bulk.key(int(rows[0]))
                 raise SourceError(
-                    f"{request.name}, key {self._bulk.key(row)}, column {error.column} {error}. "
+                    f"{where}, key {key}, column {error.column} {error}. "
                     "Mend the row, or leave it out with where="
                 ) from error
-        return sample
+        return samples
 
     def _standards(self) -> tuple[Standard, ...]:
         if self._fitted is None:
@@ -264,8 +284,12 @@ class SQLSource:
 
     def _sound_training_samples(self) -> Iterator[Sample]:
         """Malformed rows have no part in statistics; they are quarantined when their turn comes."""
-        for row in self._training()._rows().tolist():
+        rows = self._training()._rows()
+        for first in range(0, len(rows), _CHUNK):
+            chunk = rows[first : first + _CHUNK]
             try:
-                yield self._made(row)
+                yield self._made(chunk)
             except SourceError:
-                continue
+                for place in range(len(chunk)):
+                    with suppress(SourceError):
+                        yield self._made(chunk[place : place + 1])

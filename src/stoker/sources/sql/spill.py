@@ -57,12 +57,6 @@ class Spill:
         self._lengths.append(lengths)
         self.size_bytes += len(data)
 
-    def clear(self) -> None:
-        """Forget all rows: a read that failed begins anew."""
-        self._file.truncate(_TOKEN_BYTES)
-        self._file.seek(_TOKEN_BYTES)
-        self._lengths, self.size_bytes = [], 0
-
     def seal(self) -> None:
         """End writing; where rows begin is written behind them, for whoever maps the file."""
         lengths = np.concatenate([np.zeros(0, np.int64), *self._lengths])
@@ -84,6 +78,15 @@ class Spill:
         assert self._map is not None
         low, high = self._offsets[number] + _TOKEN_BYTES, self._offsets[number + 1] + _TOKEN_BYTES
         return memoryview(self._map)[int(low) : int(high)]
+
+    def some(self, numbers: NDArray[np.int64]) -> list[memoryview]:
+        """The bytes of some rows."""
+        assert self._offsets is not None
+        assert self._map is not None
+        lows = (self._offsets[numbers] + _TOKEN_BYTES).tolist()
+        highs = (self._offsets[numbers + 1] + _TOKEN_BYTES).tolist()
+        whole = memoryview(self._map)
+        return [whole[low:high] for low, high in zip(lows, highs, strict=True)]
 
     def reference(self) -> dict[str, Any]:
         """What another process of this machine needs to map the rows."""

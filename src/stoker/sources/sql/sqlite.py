@@ -10,8 +10,9 @@ from typing import Any
 from urllib.parse import quote
 
 from stoker.errors import ResourceError, SourceError, StalledError
+from stoker.sources.sql.pick import received
 from stoker.sources.sql.request import Request, quoted
-from stoker.sources.sql.rows import Packed, Text, pack_rows
+from stoker.sources.sql.rows import Packed, Text, pack_columns
 from stoker.units import MIB
 
 BATCH_BYTES = 8 * MIB
@@ -59,11 +60,17 @@ class SqliteSession:
         """All rows in the order of their key: as bytes, and their keys."""
         width = len(self._request.key)
         order = tuple(f"{quoted(name)} COLLATE BINARY" for name in self._request.key)
-        cursor = self._execute(self._request.select_sql(order))
+        asked = {name: pick.in_sqlite(quoted(name)) for name, pick in self._request.picks.items()}
+        picked = {name: sql for name, sql in asked.items() if sql is not None}
+        places = [self._request.selected.index(name) for name in picked]
+        cursor = self._execute(self._request.select_sql(order, picked))
         size = 64
         while rows := self._fetch(cursor, size):
-            packed = pack_rows(rows)
-            yield packed, [row[:width] for row in rows]
+            columns = list(zip(*rows, strict=True))
+            for place in places:
+                columns[place] = tuple(map(received, columns[place]))
+            packed = pack_columns(columns)
+            yield packed, list(zip(*columns[:width], strict=True))
             size = next_size(len(rows), len(packed.data))
             self._deadline = time.monotonic() + self._timeouts.statement_s
 

@@ -17,8 +17,6 @@ from stoker.schema import Sample
 from stoker.sources.sql.nested import Entries, Place
 from stoker.sources.sql.values import Number, Rule
 
-_CHUNK = 4096
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standard:
@@ -34,27 +32,26 @@ class Standard:
     mean: tuple[float, ...] = ()
     deviation: tuple[float, ...] = ()
 
-    def values(self, sample: Sample) -> NDArray[np.float64]:
+    def values(self, samples: Sample) -> NDArray[np.float64]:
         """Values that count, `(n, places)`."""
-        array = np.asarray(sample[self.field], np.float64)
+        array = np.asarray(samples[self.field], np.float64)
         if self.mask is not None:
-            array = array[~sample[self.mask]]
-        if self.known is not None and not sample[self.known]:
-            return np.zeros((0, 1))
+            array = array[~samples[self.mask]]
+        if self.known is not None:
+            array = array[samples[self.known]]
         return array.reshape(-1, 1) if not self.places else array.reshape(-1, array.shape[-1])[:, self.places]
 
-    def apply(self, sample: Sample) -> None:
-        """Standardise in place; what does not count stays 0."""
-        if self.known is not None and not sample[self.known]:
-            return
-        array = np.array(sample[self.field], np.float64)
+    def apply(self, samples: Sample) -> None:
+        """Standardise in place; what does not count stays as it is."""
+        array = np.array(samples[self.field], np.float64)
         if not self.places:
-            array = (array - self.mean[0]) / self.deviation[0]
+            counted = True if self.known is None else samples[self.known]
+            array = np.where(counted, (array - self.mean[0]) / self.deviation[0], array)
         else:
-            counted = np.ones(array.shape[:-1], np.bool_) if self.mask is None else ~sample[self.mask]
+            counted = np.ones(array.shape[:-1], np.bool_) if self.mask is None else ~samples[self.mask]
             for place, mean, deviation in zip(self.places, self.mean, self.deviation, strict=True):
                 array[counted, place] = (array[counted, place] - mean) / deviation
-        sample[self.field] = array
+        samples[self.field] = array
 
 
 def standards_of(rules: Sequence[Rule]) -> tuple[Standard, ...]:
@@ -73,20 +70,16 @@ def standards_of(rules: Sequence[Rule]) -> tuple[Standard, ...]:
     return tuple(found)
 
 
-def fitted(standards: Sequence[Standard], samples: Iterable[Sample]) -> tuple[Standard, ...]:
-    """The same with mean and deviation of `samples`; a deviation of 0 becomes 1.
+def fitted(standards: Sequence[Standard], batches: Iterable[Sample]) -> tuple[Standard, ...]:
+    """The same with mean and deviation of samples that come in batches; a deviation of 0 becomes 1.
 
     Source: Chan, Golub and LeVeque, 1979, for sums of chunks that lose no digits to the mean.
     """
     sums: list[tuple[int, Any, Any]] = [(0, 0.0, 0.0) for _ in standards]
-    held: list[list[NDArray[np.float64]]] = [[] for _ in standards]
-    for number, sample in enumerate(samples, 1):
-        for own, standard in zip(held, standards, strict=True):
-            own.append(standard.values(sample))
-        if number % _CHUNK == 0:
-            sums, held = [*map(_joined, sums, held)], [[] for _ in standards]
+    for samples in batches:
+        sums = [_joined(own, standard.values(samples)) for own, standard in zip(sums, standards, strict=True)]
     found: list[Standard] = []
-    for standard, (count, mean, square) in zip(standards, map(_joined, sums, held), strict=True):
+    for standard, (count, mean, square) in zip(standards, sums, strict=True):
         width = len(standard.places) or 1
         means = np.broadcast_to(mean, width)
         spread = np.broadcast_to(np.sqrt(square / max(count, 1)), width)
@@ -107,10 +100,7 @@ def fitted(standards: Sequence[Standard], samples: Iterable[Sample]) -> tuple[St
     return tuple(found)
 
 
-def _joined(known: tuple[int, Any, Any], held: list[NDArray[np.float64]]) -> tuple[int, Any, Any]:
-    if not held:
-        return known
-    values = np.concatenate(held)
+def _joined(known: tuple[int, Any, Any], values: NDArray[np.float64]) -> tuple[int, Any, Any]:
     if not len(values):
         return known
     count, mean, square = known

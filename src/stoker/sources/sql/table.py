@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from stoker.errors import SourceError, StalledError
 from stoker.schema import digest_json
-from stoker.sources.sql.postgres import LostError, PostgresSession, RestartError
+from stoker.sources.sql.postgres import LostError, PostgresSession
 from stoker.sources.sql.request import Request
 from stoker.sources.sql.rows import KEYS, NAMES, NULL, Packed, Text
 from stoker.sources.sql.spill import Spill
@@ -138,11 +138,7 @@ def _read(session: Session, begin: Callable[[int], None], request: Request) -> T
     _check_columns(session, request)
     version = _version(session, request)
     rows = Spill(request.spill_dir)
-    try:
-        seen = _take(session, rows, begin, request)
-    except RestartError:
-        rows.clear()
-        seen = _take(session, rows, begin, request)
+    seen = _take(session, rows, begin, request)
     seen.check()
     dropped = 0
     if request.where is not None:

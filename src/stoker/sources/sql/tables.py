@@ -17,7 +17,7 @@ from stoker.sources.sql.parse import Columns, Undecided, fields_of, parse_column
 from stoker.sources.sql.request import Request, relation_of
 from stoker.sources.sql.rows import FLOAT, INT, NULL, TEXT, Value, pack_rows, shown_key, unpack_row
 from stoker.sources.sql.table import read_table
-from stoker.sources.sql.values import MalformedError, Number, Row, Rule
+from stoker.sources.sql.values import MalformedError, Number, Rows, Rule
 
 _NAMED = 3
 
@@ -76,11 +76,11 @@ def read_labels(
 
 
 def _made(rules: Sequence[Rule], values: Mapping[str, Value]) -> Sample:
-    row = Row(values=values)
+    rows = Rows.one(values)
     sample: Sample = {}
     for rule in rules:
-        sample.update(rule.make(row))
-    return sample
+        sample.update(rule.make(rows))
+    return {name: array[0, ...] for name, array in sample.items()}
 
 
 def _rows(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stoker.schema import FLOATS, Field, Json, Sample, Schema
 from stoker.sources.sql.rows import (
@@ -23,6 +24,7 @@ from stoker.sources.sql.rows import (
     TEXT,
     TIME,
     Value,
+    Values,
     micros_of,
 )
 
@@ -39,16 +41,22 @@ class MalformedError(Exception):
 
 
 @dataclass(slots=True, kw_only=True)
-class Row:
-    """Values of one row by column, and what rules have found in it for others."""
+class Rows:
+    """Values of some rows by column, and what rules have found in them for others."""
 
-    values: Mapping[str, Value]
-    centroids: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
-    """Latitude and longitude in degrees, by the field that has places."""
+    columns: Mapping[str, Values]
+    count: int
+    centroids: dict[str, NDArray[np.float64]] = field(default_factory=dict[str, NDArray[np.float64]])
+    """Latitude and longitude in degrees, `(count, 2)`, by the field that has places."""
+
+    @classmethod
+    def one(cls, values: Mapping[str, Value]) -> Rows:
+        """A single row."""
+        return cls(columns={name: Values([tag], [value]) for name, (tag, value) in values.items()}, count=1)
 
 
 class Rule(Protocol):
-    """How one field, or a few, come out of a row."""
+    """How one field, or a few, come out of rows."""
 
     @property
     def field(self) -> str:
@@ -64,11 +72,13 @@ class Rule(Protocol):
         """Fields that it makes."""
         ...
 
-    def make(self, row: Row) -> Sample:
-        """The fields; floats may be float64 still, and are not standardised.
+    def make(self, rows: Rows) -> Sample:
+        """The fields, `(count, *shape)`; floats may be float64 still, and are not standardised.
+
+        A row's values do not depend on its neighbours, to the last bit.
 
         Raises:
-            MalformedError: A value is not as declared.
+            MalformedError: A value is not as declared. Which row's is not said: ask for them one by one.
         """
         ...
 
@@ -100,20 +110,17 @@ class Number:
         known = {f"{self.field}_known": Field(shape=(), dtype="bool")} if self.null == "mask" else {}
         return {self.field: Field(shape=(), dtype=self.dtype), **known}
 
-    def make(self, row: Row) -> Sample:
-        """The value; 0 where NULL is masked."""
-        value = row.values[self.column]
-        absent = value.tag == NULL
-        if absent and self.null is None:
+    def make(self, rows: Rows) -> Sample:
+        """The values; 0 where NULL is masked."""
+        column = rows.columns[self.column]
+        if self.null is None and NULL in column.tags:
             raise MalformedError(self.column, "is NULL. Give its rule null=VALUE, or null='mask'")
-        if absent:
-            found: Any = 0 if self.null == "mask" else self.null
-        else:
-            found = number_of(value, self.dtype, self.column, nan=self.nan)
-        dtype = "float64" if self.dtype in FLOATS else self.dtype
-        sample: Sample = {self.field: np.asarray(found, dtype)}
+        stand_in = 0 if self.null == "mask" else self.null
+        sample: Sample = {
+            self.field: numbers_of(column, self.dtype, self.column, nan=self.nan, null=stand_in)
+        }
         if self.null == "mask":
-            sample[f"{self.field}_known"] = np.asarray(not absent)
+            sample[f"{self.field}_known"] = np.array(column.tags) != NULL
         return sample
 
     def to_json(self) -> Json:
@@ -140,18 +147,20 @@ class Words:
         """An int64 scalar."""
         return {self.field: Field(shape=(), dtype="int64")}
 
-    def make(self, row: Row) -> Sample:
-        """The number of the word."""
-        tag, value = row.values[self.column]
-        if tag == NULL and self.null is not None:
-            return {self.field: np.asarray(self.null, np.int64)}
-        if tag != TEXT:
-            raise MalformedError(self.column, f"is {NAMES[tag]}, expected text")
-        word = text_of(value, self.column)
+    def make(self, rows: Rows) -> Sample:
+        """The numbers of the words."""
+        return {self.field: np.array([*map(self._place, rows.columns[self.column].each())], np.int64)}
+
+    def _place(self, value: Value) -> int:
+        if value.tag == NULL and self.null is not None:
+            return self.null
+        if value.tag != TEXT:
+            raise MalformedError(self.column, f"is {NAMES[value.tag]}, expected text")
+        word = text_of(value.value, self.column)
         if word not in self.words:
             known = ", ".join(self.words[:8]) + (" and others" if len(self.words) > 8 else "")
             raise MalformedError(self.column, f"is {word[:40]!r}, expected one of {known}")
-        return {self.field: np.asarray(self.words.index(word), np.int64)}
+        return self.words.index(word)
 
     def to_json(self) -> Json:
         """Column and words."""
@@ -176,11 +185,14 @@ class Times:
         """An int64 scalar."""
         return {self.field: Field(shape=(), dtype="int64")}
 
-    def make(self, row: Row) -> Sample:
+    def make(self, rows: Rows) -> Sample:
         """Times as they are, ISO 8601 text, or seconds since 1970."""
-        tag, value = row.values[self.column]
+        return {self.field: np.array([*map(self._time, rows.columns[self.column].each())], np.int64)}
+
+    def _time(self, found: Value) -> int:
+        tag, value = found
         if tag == NULL and self.null is not None:
-            return {self.field: np.asarray(self.null, np.int64)}
+            return self.null
         if tag == TIME:
             micros = int(value)
         elif tag in (INT, FLOAT) and math.isfinite(value):
@@ -191,7 +203,7 @@ class Times:
             raise MalformedError(self.column, f"is {NAMES[tag]}, expected a time")
         if not abs(micros) < FOREVER_US:
             raise MalformedError(self.column, "is an infinite time")
-        return {self.field: np.asarray(micros // UNITS[self.unit], np.int64)}
+        return micros // UNITS[self.unit]
 
     def to_json(self) -> Json:
         """Column and unit."""
@@ -216,9 +228,12 @@ class Raw:
         """An array of the declared shape."""
         return {self.field: Field(shape=self.shape, dtype=self.dtype)}
 
-    def make(self, row: Row) -> Sample:
+    def make(self, rows: Rows) -> Sample:
         """The bytes as they are."""
-        tag, value = row.values[self.column]
+        return {self.field: np.stack([*map(self._array, rows.columns[self.column].each())])}
+
+    def _array(self, found: Value) -> NDArray[Any]:
+        tag, value = found
         if tag != BYTES:
             raise MalformedError(self.column, f"is {NAMES[tag]}, expected bytes")
         dtype = np.dtype(self.dtype)
@@ -226,11 +241,29 @@ class Raw:
         if len(value) != wanted:
             shown = f"{self.dtype} of shape {self.shape}"
             raise MalformedError(self.column, f"has {len(value):,} bytes, expected {wanted:,}: {shown}")
-        return {self.field: np.frombuffer(value, dtype).reshape(self.shape).copy()}
+        return np.frombuffer(value, dtype).reshape(self.shape)
 
     def to_json(self) -> Json:
         """Column, dtype and shape."""
         return {"column": self.column, "bytes": self.dtype, "shape": list(self.shape)}
+
+
+def numbers_of(column: Values, dtype: str, name: str, *, nan: bool = False, null: Any = None) -> NDArray[Any]:
+    """A column as numbers of `dtype`, floats as float64; `null` stands for NULL.
+
+    Raises:
+        MalformedError: A value is no such number.
+    """
+    tags = {*column.tags}
+    if tags == {FLOAT} and dtype in FLOATS:  # nearly all are
+        found = np.array(column.values)
+        if (np.abs(found) <= _LARGEST[dtype]).all():
+            return found
+    absent = tags.intersection({NULL} if null is not None else ())
+    numbers = [
+        null if value.tag in absent else number_of(value, dtype, name, nan=nan) for value in column.each()
+    ]
+    return np.array(numbers, "float64" if dtype in FLOATS else dtype)
 
 
 def number_of(value: Value, dtype: str, column: str, *, nan: bool = False) -> Any:

@@ -1,0 +1,270 @@
+"""Where the time of a configuration's training goes: its own steps, and every stage before them.
+
+Some of its samples are read, encoded and stored, one stage after another, in a folder that goes again: so
+what a record costs is known also where the cache is complete. Its training loop is fed from that cache as it
+would be, or from those records where there is none yet.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from stoker.config import Config
+from stoker.errors import ConfigError, SourceError, StalledError
+from stoker.loader import Loader
+from stoker.pipeline.build import Job, build_jobs, device_of, tasks_of
+from stoker.pipeline.folders import obstacle
+from stoker.pipeline.locate import (
+    Located,
+    batch_size_of,
+    locate,
+    locate_job,
+    trajectory_steps,
+    windows_in,
+    windows_of,
+)
+from stoker.pipeline.plan import demand_of
+from stoker.pipeline.precompute import settings_of
+from stoker.pipeline.serve import joined, make_loader
+from stoker.pipeline.served import Step, served_loads
+from stoker.pipeline.train import loop_settings
+from stoker.plan import Demand, Resources, measure_rates, probe, stall_of
+from stoker.plan.resources import within
+from stoker.precompute.trial import Trial, try_stages
+from stoker.profile.elsewhere import elsewhere, say_used
+from stoker.profile.probe import Probe
+from stoker.profile.result import ENCODE, Loop, Profile, Served, Stage, gpus_for, largest, predict
+from stoker.profile.run import NO_PRICES, STEPS, TIMEOUT_S, deadline, measured, take
+from stoker.profile.stacks import Stacks, watch
+from stoker.sources.files import canonical_split
+from stoker.store import Cache
+from stoker.train.alone import steps_of
+from stoker.units import format_count, format_seconds
+
+SHOWN = 3
+"""Samples that cannot be read, by name."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Tried:
+    """What came of making a few records."""
+
+    cache: Cache | None
+    """What they went to; None: the raw data is gone."""
+    trial: Trial
+    stacks: Stacks
+
+
+def profile_config(
+    config: Config,
+    *,
+    steps: int = STEPS,
+    price_per_hour: float | None = None,
+    prices: Mapping[str, float] = NO_PRICES,
+    timeout_s: float = TIMEOUT_S,
+) -> Profile:
+    """Profile the training of the first task. Nothing is left behind, and no run is touched.
+
+    Args:
+        config: The settings.
+        steps: Batches timed of each kind.
+        price_per_hour, prices: As for `stoker.profile`; None: `training.price_per_hour`.
+        timeout_s: Seconds for the samples, and again for the steps.
+
+    Raises:
+        ConfigError: The records have no time, so that there is no loop; or there are too few for two batches.
+        StalledError: It takes longer than `timeout_s`; the message names stage and sample.
+        StokerError: As `locate`, and as encoding.
+    """
+    task = tasks_of(config)[0]
+    own, split = config.for_task(task), canonical_split(config.data.wanted_splits[0])
+    try:
+        job = build_jobs(own, task, [split])[0]
+        located = locate_job(own, job)
+    except SourceError:
+        job, located = None, locate(config, task, split)
+    windows_in(own, located.recipe.schema)
+    device = device_of(own)
+    price = own.training.price_per_hour if price_per_hour is None else price_per_hour
+    with tempfile.TemporaryDirectory(prefix=".profile-", dir=_place(own)) as folder:
+        tried = _try(own, job, located, Path(folder), timeout_s)
+        complete = located.cache is not None and not located.missing
+        cache = located.cache if complete else tried.cache
+        assert cache is not None  # a cache without its source is complete, else `locate` had refused it
+        beside = joined(own, cache, task, split) if complete else cache
+        loader = _loader(own, beside, complete=complete)
+        with deadline(timeout_s, f"{own.where} did not get through {3 * steps} steps"):
+            loop = _loop(own, loader, located, steps=steps, cache=cache, folder=Path(folder) / "run")
+        loop = replace(loop, samples_s=tried.trial.reads_s, names=tried.trial.names)
+        demand, resources = demand_of(own, located, device), probe(device=device, path=Path(folder))
+        step = Step(seconds=loop.compute_s, cpus=demand.step_cpus)
+        served = (
+            served_loads(cache, windows_of(own), loop.batch_examples, step=step) if device == "cpu" else {}
+        )
+        rates = replace(measure_rates(cache.path, device=device), served=served)
+    stages = _stages(tried.trial)
+    unkept = _unkept(loop, demand, stages, resources)
+    return Profile(
+        loop=loop,
+        tiers=(*predict(loop, demand, resources, rates), *([] if unkept is None else [unkept])),
+        stages=stages,
+        bottleneck=largest(_made(stages)),
+        stacks=tried.stacks,
+        gpus=gpus_for(demand),
+        elsewhere=elsewhere(loop, demand, resources, rates, prices),
+        elsewhere_note=say_used(loop, resources),
+        price_per_hour=price,
+        served_from=loader.plan.tier,
+        remarks=_remarks(located, tried.trial, complete=complete),
+    )
+
+
+def _place(config: Config) -> Path | None:
+    """Where trial records go: beside the caches, so that the same disk is timed; None: anywhere."""
+    place = Path(config.training.latent_cache_dir)
+    if obstacle(place) is not None:
+        return None
+    place.mkdir(parents=True, exist_ok=True)
+    return place
+
+
+def _try(config: Config, job: Job | None, located: Located, folder: Path, timeout_s: float) -> _Tried:
+    """Make a few records, with an eye on what the code does meanwhile."""
+    tried = _Tried(cache=None, trial=Trial(), stacks=Stacks())
+    if job is None:
+        return tried
+    place, settings = (folder, job.name, located.recipe), settings_of(config, job)
+
+    def make() -> None:
+        tried.cache = try_stages(job.source, job.encoder, place, settings, tried.trial)
+
+    def work() -> None:
+        tried.stacks = watch(make)
+
+    try:
+        within(work, timeout_s, "the trial")
+    except StalledError as error:
+        at = tried.trial
+        raise StalledError(
+            f"sample {at.number} of {job.name} stands at stage {at.stage!r}, {timeout_s:g} s after its "
+            "trial began. Expected some hundred samples by then: look at that file, or give more --timeout"
+        ) from error
+    return tried
+
+
+class _Passes:
+    """One pass of a loader after another; its first batches are waited for in each."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from self._loader
+
+
+def _loader(config: Config, cache: Cache, *, complete: bool) -> Loader:
+    """As training would have it; over a few records with nothing that wants all of them."""
+    if complete:
+        return make_loader(config, cache)
+    training = config.training
+    batch = min(_batch_size(config, cache), len(cache) * (windows_in(config, cache.schema) or 1))
+    return Loader(
+        cache,
+        batch,
+        windows=windows_of(config),
+        indices=list(cache.numbers),
+        device=device_of(config),
+        tier=training.tier if training.tier != "encode" else "disk",
+        seed=training.seed,
+    )
+
+
+def _loop(
+    config: Config, loader: Loader, located: Located, *, steps: int, cache: Cache, folder: Path
+) -> Loop:
+    """Whole training steps on the loader's batches."""
+    if not len(loader):
+        raise ConfigError(
+            f"{len(cache)} records make no batch of {loader.batch_size}. Use a smaller training.batch_size"
+        )
+    where = torch.device(device_of(config))
+    watched = Probe(_Passes(loader), steps=steps, device=where)
+    take(watched, steps_of(loader, loop_settings(config, len(loader), resume=False), folder))
+    examples = len(loader) * loader.batch_size
+    if len(cache) < located.recipe.count:
+        examples = round(examples * located.recipe.count / len(cache))
+    return measured(watched, where, examples=examples, batch_examples=loader.batch_size)
+
+
+def _batch_size(config: Config, cache: Cache) -> int:
+    return batch_size_of(config, trajectory_steps(cache.schema))
+
+
+def _stages(trial: Trial) -> tuple[Stage, ...]:
+    """What one sample takes in each; opening is shared by all samples of a file."""
+    if not trial.records:
+        return ()
+    read_s = fmean(trial.reads_s.values()) if trial.reads_s else 0.0
+    extra = [max(0.0, seconds - read_s) for seconds in trial.opens_s.values()]
+    open_s = fmean(extra) if extra else 0.0
+    tried = len(trial.reads_s) + len(trial.opens_s)
+    return (
+        Stage(
+            name="open",
+            seconds=sum(extra) / max(1, tried),
+            note=f"{format_seconds(open_s)} for each of {format_count(len(extra))} files or tables",
+        ),
+        Stage(name="read", seconds=read_s, note=f"mean of {format_count(tried)} samples"),
+        Stage(name="encode", seconds=trial.encode_s, note=f"{format_count(len(trial.encodes_s))} calls"),
+        Stage(
+            name="write",
+            seconds=trial.writes_s / trial.records,
+            note=f"converting, checksums, writing; then {format_seconds(trial.seal_s)} to seal a shard",
+        ),
+    )
+
+
+def _made(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    """Those that a loop without a cache has as well."""
+    return tuple(stage for stage in stages if stage.name != "write")
+
+
+def _unkept(loop: Loop, demand: Demand, stages: tuple[Stage, ...], resources: Resources) -> Served | None:
+    """A loop that reads and encodes each sample once an epoch, as those without a cache do."""
+    made = _made(stages)
+    if not made or not loop.batches:
+        return None
+    load_s = sum(stage.seconds for stage in made) * demand.records / loop.batches
+    beside = not demand.on_cpu and resources.cpus >= 2
+    stall = stall_of(load_s, loop.compute_s, prefetch=beside)
+    return Served(
+        tier=ENCODE,
+        wall_s=loop.compute_s / (1 - stall) if stall < 1 else load_s,
+        stall=stall,
+        fits=True,
+        why="no cache: each sample is read and encoded once an epoch",
+    )
+
+
+def _remarks(located: Located, trial: Trial, *, complete: bool) -> tuple[str, ...]:
+    said: list[str] = []
+    if located.source_gone:
+        said.append("the raw data is gone: no stage before the cache could be timed")
+    if not complete:
+        have = 0 if located.cache is None else len(located.cache)
+        said.append(
+            f"{format_count(have)} of {format_count(located.recipe.count)} records are stored: the loop was "
+            f"fed from {format_count(trial.records)} that were made for this and are gone again"
+        )
+    if trial.failures:
+        more = "" if len(trial.failures) <= SHOWN else f", and {len(trial.failures) - SHOWN} more"
+        said.append(f"not readable: {'; '.join(trial.failures[:SHOWN])}{more}")
+    return tuple(said)

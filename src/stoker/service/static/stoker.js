@@ -1,0 +1,300 @@
+// What pages do beyond HTML: follow the service's events, draw curves, send forms as JSON, say what went wrong.
+"use strict";
+
+const CSRF = document.querySelector("meta[name=csrf]").content;
+const KINDS = ["queued", "claimed", "started", "progress", "batch", "metrics", "pausing", "paused", "resumed",
+  "cancelling", "cancelled", "completed", "failed", "deleted", "gap"];
+const RETRY_MS = 3000;
+const POLL_MS = 1000;
+const COLOURS = ["--one", "--two", "--three", "--four"];
+
+const toast = document.getElementById("toast");
+
+function say(text) {
+  toast.textContent = text;
+  toast.hidden = !text;
+}
+
+function news() {
+  htmx.trigger(document.body, "news");
+}
+
+// Events. One connection a page, and none while the page is hidden: a browser has six for a service.
+
+function follow(address) {
+  let source = null;
+  let last = new URL(address, location.href).searchParams.get("after");
+
+  function open() {
+    const url = new URL(address, location.href);
+    url.searchParams.set("after", last);
+    source = new EventSource(url);
+    for (const kind of KINDS) {
+      source.addEventListener(kind, (event) => {
+        last = event.lastEventId || last;
+        if (kind === "metrics") addRow(JSON.parse(event.data));
+        news();
+      });
+    }
+    source.addEventListener("error", () => {
+      if (source && source.readyState === EventSource.CLOSED) setTimeout(reopen, RETRY_MS);
+    });
+  }
+
+  function reopen() {
+    if (!document.hidden) {
+      if (source) source.close();
+      open();
+    }
+  }
+
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) {
+      if (source) source.close();
+      source = null;
+    } else if (!source) {
+      open();
+      news();
+    }
+  });
+  open();
+}
+
+// Curves.
+
+const drawn = document.getElementById("drawn");
+const charts = drawn ? JSON.parse(drawn.textContent).charts : [];
+const rows = drawn ? JSON.parse(drawn.textContent).rows : [];
+const holder = document.getElementById("charts");
+let plots = [];
+
+function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+function column(series) {
+  return rows.map((row) => (typeof row[series.name] === "number" ? row[series.name] * series.factor : null));
+}
+
+function shown(value) {
+  return value === null || value === undefined ? "–" : String(Number(value.toPrecision(4)));
+}
+
+function summary(chart) {
+  const parts = chart.series.map((one) => {
+    const known = column(one).filter((value) => value !== null);
+    return `${one.label} ${known.length ? `${shown(known[known.length - 1])} ${chart.unit}` : "unknown"}`.trim();
+  });
+  return `${chart.title} by epoch; last: ${parts.join(", ")}`;
+}
+
+function draw() {
+  if (!holder) return;
+  plots.forEach((plot) => plot.destroy());
+  holder.replaceChildren();
+  document.getElementById("no-curves").hidden = rows.length > 0;
+  if (!rows.length) return;
+  const places = charts.map((chart) => { // all of them first: how wide one is depends on the others
+    const box = document.createElement("div");
+    box.className = "chart";
+    const title = document.createElement("h3");
+    title.textContent = chart.unit ? `${chart.title} (${chart.unit})` : chart.title;
+    const canvas = document.createElement("div");
+    canvas.setAttribute("role", "img");
+    canvas.setAttribute("aria-label", summary(chart));
+    box.append(title, canvas);
+    holder.append(box);
+    return canvas;
+  });
+  plots = charts.map((chart, i) => {
+    const canvas = places[i];
+    const axis = {stroke: colour("--soft"), grid: {stroke: colour("--line"), width: 1}, ticks: {stroke: colour("--line")}};
+    return new uPlot({
+      width: canvas.clientWidth, height: 180, scales: {x: {time: false}},
+      legend: {live: false, markers: {width: 3}},
+      cursor: {drag: {x: true, y: false}},
+      axes: [axis, {...axis, size: 64, values: (_plot, ticks) => ticks.map(shown)}],
+      series: [{label: "epoch"}, ...chart.series.map((one, line) => ({
+        label: one.label, stroke: colour(COLOURS[line]), width: 2, spanGaps: true, points: {show: rows.length < 3, size: 7},
+      }))],
+    }, points(chart), canvas);
+  });
+}
+
+function points(chart) {
+  return [rows.map((row) => row.epoch), ...chart.series.map(column)];
+}
+
+function addRow(row) {
+  if (!holder) return;
+  const at = rows.findIndex((one) => one.epoch >= row.epoch);
+  if (at < 0) rows.push(row);
+  else rows.splice(at, rows[at].epoch === row.epoch ? 1 : 0, row);
+  if (rows.length === 1) location.reload(); // the service knows which curves such rows have
+  if (rows.length < 4) {
+    draw();
+    return;
+  }
+  plots.forEach((plot, i) => {
+    plot.setData(points(charts[i]));
+    plot.root.parentElement.setAttribute("aria-label", summary(charts[i]));
+  });
+}
+
+// Forms whose fields are sent as JSON: `config.epochs` is the member `epochs` of the member `config`.
+
+function valueOf(field) {
+  const kind = field.dataset.kind;
+  if (field.type === "checkbox") return field.checked;
+  if (field.multiple) return [...field.selectedOptions].map((option) => option.value);
+  const text = field.value.trim();
+  if (text === "") return undefined;
+  if (kind === "number" || kind === "integer") return Number(text) * Number(field.dataset.factor || 1);
+  if (kind === "boolean") return text === "true";
+  if (kind === "list") return text.split(/[\s,]+/);
+  if (kind === "object") return JSON.parse(text);
+  return text;
+}
+
+function bodyOf(form, pressed) {
+  const body = {};
+  const fields = [...form.elements].filter((field) => field.name && (field.tagName !== "BUTTON" || field === pressed));
+  for (const field of fields) {
+    const value = valueOf(field);
+    if (value === undefined) continue;
+    const path = field.name.split(".");
+    const last = path.pop();
+    let at = body;
+    for (const name of path) at = at[name] ||= {};
+    at[last] = value;
+  }
+  return body;
+}
+
+async function ask(address, method, body, headers = {}) {
+  const response = await fetch(address, {
+    method, headers: {"X-CSRF-Token": CSRF, "Content-Type": "application/json", Accept: "application/json", ...headers},
+    body: body === undefined ? undefined : JSON.stringify(body),
+  });
+  const kind = response.headers.get("content-type") || "";
+  const answer = kind.includes("json") ? await response.json() : {};
+  return {status: response.status, ok: response.ok, answer, address: response.url};
+}
+
+function showFaults(form, fields) {
+  for (const fault of form.querySelectorAll(".fault")) fault.hidden = true;
+  let left = 0;
+  for (const {path, problem} of fields) {
+    const field = [...form.querySelectorAll("[data-path]")].find((one) => path.startsWith(one.dataset.path));
+    if (!field) {
+      left += 1;
+      continue;
+    }
+    const place = field.querySelector(".fault");
+    place.textContent = problem;
+    place.hidden = false;
+    const details = field.closest("details");
+    if (details) details.open = true;
+  }
+  const first = form.querySelector(".fault:not([hidden])");
+  if (first) first.closest("[data-path]").querySelector("input, select").focus();
+  return left === 0 && fields.length > 0;
+}
+
+async function finish(operation, place) {
+  let now = operation;
+  while (now.state === "running") {
+    place.textContent = `${now.what}: ${now.seconds.toFixed(0)} s so far`;
+    await new Promise((resolve) => setTimeout(resolve, POLL_MS));
+    now = (await ask(`/api/v1/training/operations/${now.id}`, "GET")).answer;
+  }
+  const text = document.createElement("p");
+  text.className = now.state === "failed" ? "problem" : "";
+  text.textContent = now.state === "failed" ? now.error : told(now.result);
+  place.replaceChildren(text);
+}
+
+function told(result) {
+  if ("ok" in result && "bad" in result) {
+    if (!result.bad.length) return `All ${result.ok.toLocaleString("en")} records match their checksums.`;
+    const some = result.bad.slice(0, 5).map((one) => `record ${one.index} in ${one.shard}: ${one.why}`).join("\n");
+    return `${result.bad.length} of ${result.records} records are damaged.\n${some}`;
+  }
+  return JSON.stringify(result, null, 1).replace(/[{}"]/g, "").trim() || "Nothing.";
+}
+
+document.addEventListener("submit", async (event) => {
+  const form = event.target;
+  if (!form.matches("[data-json]")) return;
+  event.preventDefault();
+  const pressed = event.submitter;
+  if (pressed && pressed.dataset.confirm && !confirm(pressed.dataset.confirm)) return;
+  say("");
+  let body;
+  try {
+    body = bodyOf(form, pressed);
+  } catch (error) {
+    say(`a field is no JSON: ${error.message}`);
+    return;
+  }
+  const headers = "once" in form.dataset ? {"Idempotency-Key": form.dataset.once ||= crypto.randomUUID()} : {};
+  if (pressed) pressed.disabled = true;
+  try {
+    const {ok, answer, address} = await ask(form.getAttribute("action"), "POST", body, headers);
+    if (!ok) {
+      if ("once" in form.dataset) form.dataset.once = "";
+      if (!showFaults(form, answer.fields || [])) say(answer.error || "the service refused this");
+    } else if ("thenJob" in form.dataset) location.assign(`/jobs/${answer.id}`);
+    else if (form.dataset.operation) await finish(answer, document.querySelector(form.dataset.operation));
+    else if (form.matches(".leave")) location.assign(address);
+    else news();
+  } catch {
+    say("the service does not answer. Is it still running?");
+  } finally {
+    if (pressed) pressed.disabled = false;
+  }
+});
+
+// Buttons that htmx sends.
+
+document.addEventListener("htmx:afterRequest", (event) => {
+  const {xhr, elt, successful, requestConfig} = event.detail;
+  if (requestConfig.verb === "get") return;
+  say("");
+  if (successful && elt.dataset.then) location.assign(elt.dataset.then);
+  else if (successful) news();
+  else if (xhr.responseText) say(JSON.parse(xhr.responseText).error);
+});
+
+document.addEventListener("htmx:sendError", () => say("the service does not answer. Is it still running?"));
+document.addEventListener("htmx:responseError", (event) => {
+  if (event.detail.xhr.status === 404 && event.detail.requestConfig.verb === "get") location.assign("/");
+});
+
+// The log stays at its end, where somebody left it there.
+
+let atEnd = true;
+document.addEventListener("htmx:beforeSwap", (event) => {
+  const lines = event.target.querySelector && event.target.querySelector("#lines");
+  if (lines) atEnd = lines.scrollTop + lines.clientHeight >= lines.scrollHeight - 8;
+});
+
+function toEnd() {
+  const lines = document.getElementById("lines");
+  if (lines && atEnd) lines.scrollTop = lines.scrollHeight;
+}
+
+document.addEventListener("htmx:afterSwap", toEnd);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+let width = innerWidth;
+addEventListener("resize", () => {
+  if (innerWidth !== width) {
+    width = innerWidth;
+    draw();
+  }
+});
+
+draw();
+toEnd();
+const live = document.querySelector("[data-events]");
+if (live) follow(live.dataset.events);

@@ -1,0 +1,113 @@
+"""What a user gave to a source, looked at before anything is read: later it would be an error of Python's
+own that names neither the argument nor what was expected.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, SupportsIndex, cast
+
+from stoker.errors import ConfigError
+
+
+def given_names(what: str, value: object, of: str, *, least: int = 1) -> tuple[str, ...]:
+    """One name or several, as a tuple.
+
+    Args:
+        what: The argument.
+        value: As it was given.
+        of: What it names, for the message.
+        least: The fewest.
+
+    Raises:
+        ConfigError: It is neither text nor a list of texts.
+    """
+    found = (value,) if isinstance(value, str) else listed(value)
+    if found is None or len(found) < least or not all(isinstance(name, str) and name for name in found):
+        raise ConfigError(f"{what} is {value!r}. Expected {of}, or a list of names")
+    return cast("tuple[str, ...]", found)
+
+
+def listed(value: object, count: int | None = None) -> tuple[object, ...] | None:
+    """The entries of a list, of `count` entries if that is given; None where it is no such list.
+
+    >>> listed([1, 2]), listed("ab"), listed((1,), 2)
+    ((1, 2), None, None)
+    """
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        return None
+    found = tuple(cast("Sequence[object]", value))
+    return found if count is None or len(found) == count else None
+
+
+def check_texts(**given: object) -> None:
+    """Refuse what is neither text nor None.
+
+    Raises:
+        ConfigError: Names the argument.
+    """
+    for what, value in given.items():
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"{what} is {value!r}. Expected text, as {what}='...', or None")
+
+
+def check_path(what: str, value: object) -> None:
+    """Refuse what is no path.
+
+    Raises:
+        ConfigError: Names the argument.
+    """
+    if not isinstance(value, str | os.PathLike) or not str(value):
+        raise ConfigError(f"{what} is {value!r}. Expected a path, as {str(Path('data') / what)!r}")
+
+
+def check_whole(what: str, value: object, *, least: int | None = None) -> None:
+    """Refuse what is no whole number, or too small a one.
+
+    Raises:
+        ConfigError: Names the argument.
+    """
+    whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
+    if not whole or (least is not None and cast("SupportsIndex", value).__index__() < least):
+        raise ConfigError(
+            f"{what} is {value!r}. Expected a whole number{'' if least is None else f' of at least {least}'}"
+        )
+
+
+def check_splits(split: object, splits: object, seed: object) -> None:
+    """Refuse what is no name of a split, no fractions by name, or no seed.
+
+    Raises:
+        ConfigError: Names the argument.
+    """
+    check_texts(split=split)
+    check_whole("seed", seed)
+    if splits is None:
+        return
+    shares = cast("Mapping[object, object]", splits) if isinstance(splits, Mapping) else {None: None}
+    for name, share in shares.items():
+        if not isinstance(name, str) or isinstance(share, bool) or not isinstance(share, int | float):
+            raise ConfigError(
+                f"splits is {splits!r}. Expected fractions by name, as splits={{'train': 0.8, 'val': 0.2}}"
+            )
+
+
+def parse_json(data: bytes | str) -> Any:
+    """JSON without a key that comes twice in one object, of which Python would keep the last in silence.
+
+    Raises:
+        ValueError: It is no JSON, or a key comes twice; names the key.
+    """
+    return json.loads(data, object_pairs_hook=_once)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"key {twice!r} comes twice in one object")
+    return found
