@@ -155,8 +155,10 @@ def blow(storm: Storm, url: str, folder: Path) -> Report:
         kills: Counter[str] = Counter()
         while kills["service"] + kills["worker"] < storm.kills:
             time.sleep(random.expovariate(1 / storm.every_s))
-            what = random.choices(("service", "worker", "job"), (1, 4, 1))[0]
-            kills[what] += service.kill(what)
+            what = random.choices(("service", "worker", "job"), (1, 4, 2))[0]
+            while not service.kill(what) and time.monotonic() < started + storm.limit_s:
+                time.sleep(0.02)  # there is none at the moment: the one before was killed just now
+            kills[what] += 1
         helpers[0].join(storm.limit_s)
         deadline = started + storm.limit_s
         while _unended(database, ids.values()) and time.monotonic() < deadline:

@@ -111,9 +111,8 @@ class Attempt:
     def _attempt(self, hold: Hold) -> None:
         end_line(self._work.folder.events)
         self._drain()
-        if self._said is not None:  # an earlier attempt came to its end unseen
-            code = int(self._said.kind != "completed")
-        else:
+        code = None
+        if self._said is None:  # else an earlier attempt came to its end unseen
             process = hold.start(self._work.command, self._work.limits)
             try:
                 code = self._watch(process)
@@ -210,7 +209,7 @@ class Attempt:
             else:
                 return
 
-    def _conclude(self, code: int) -> None:
+    def _conclude(self, code: int | None) -> None:
         while True:  # at most twice again: from running to pausing to cancelling
             self._wanted = self._leases.heartbeat(self._claim)
             if (outcome := self._outcome(code)) is None:
@@ -224,32 +223,31 @@ class Attempt:
                 continue
             return
 
-    def _outcome(self, code: int) -> Outcome | None:
-        """What the job comes to; None: it is to go on in another attempt."""
-        said = {} if self._said is None else self._said.data
-        message = str(said.get("message", ""))
-        stopped = code == STOPPED or code < 0
-        if code == 0:
-            return Outcome(state=State.COMPLETED, message=message, exit_code=code, data=said)
+    def _outcome(self, code: int | None) -> Outcome | None:
+        """What the job comes to; None: it is to go on in another attempt.
+
+        The last word of the process counts, not its status: one that has said that it is done may still
+        crash while it ends, and one that ends with 0 without a word was cut short.
+        """
+        said, exceeded = self._said, self._reason is Reason.LIMIT
+        data = {} if said is None else said.data
+        message = str(data.get("message", ""))
+        if said is not None and said.kind == "completed":
+            return Outcome(state=State.COMPLETED, message=message, exit_code=code, data=data)
         if self._wanted is State.CANCELLING:
             return Outcome(state=State.CANCELLED, message="cancelled", exit_code=code)
-        if self._wanted is State.PAUSING and stopped:
-            how = (
-                "with a checkpoint" if code == STOPPED else "at its last checkpoint: it did not stop in time"
+        if said is not None or exceeded or (code is not None and code > 0 and code != STOPPED):
+            error = self._why if exceeded else str(data.get("error") or message) or self._last_words(code)
+            return Outcome(
+                state=State.FAILED, message=message or "failed", error=error, exit_code=code, data=data
             )
+        if self._wanted is State.PAUSING:
+            stopped = code == STOPPED
+            how = "with a checkpoint" if stopped else "at its last checkpoint: it did not stop in time"
             return Outcome(state=State.PAUSED, message=f"paused {how}", exit_code=code)
-        if stopped and self._reason is not Reason.LIMIT:
-            return None
-        error = self._why if self._reason is Reason.LIMIT else str(said.get("error") or message)
-        return Outcome(
-            state=State.FAILED,
-            message=message or "failed",
-            error=error or self._last_words(code),
-            exit_code=code,
-            data=said,
-        )
+        return None
 
-    def _last_words(self, code: int) -> str:
+    def _last_words(self, code: int | None) -> str:
         """The end of the log of a process that failed without a word."""
         try:
             with self._work.folder.log.open("rb") as file:
@@ -277,9 +275,11 @@ def _end_now(process: Run) -> None:
         time.sleep(0.02)
 
 
-def _ended_by(code: int) -> str:
+def _ended_by(code: int | None) -> str:
     if code == STOPPED:
         return "its process stopped by itself, with a checkpoint"
+    if code is None or code >= 0:
+        return f"its process ended with status {code} and without a result"
     try:
         name = signal.Signals(-code).name
     except ValueError:
