@@ -16,7 +16,7 @@ from stoker.fetch import folder as fetch_folder
 from stoker.fetch import partial
 from stoker.fetch.folder import FileStream
 from stoker.fetch.partial import paths_of
-from stoker.pipeline import stage_copy, stage_prune, staging
+from stoker.pipeline import stage_prune, staging
 from stoker.pipeline.build import build_source
 from stoker.pipeline.precompute import precompute_config
 from stoker.pipeline.stage_copy import is_staged, look_at, stage_file

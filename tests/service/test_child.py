@@ -118,7 +118,7 @@ def test_killed_at_any_moment_it_ends_with_the_weights_of_an_unbroken_run(tmp_pa
     while True:
         process = start(broken)
         attempt += 1
-        if attempt <= 8:
+        if attempt <= 5:
             wait_for(broken, "progress" if attempt == 1 else "started", 1)
             time.sleep(draw.uniform(0, 0.5 * took_s))
         else:

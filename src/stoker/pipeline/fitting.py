@@ -71,6 +71,9 @@ class FitSettings:
     """Epochs without a better validation loss after which training ends; 0: all epochs."""
     delta: float = 0.0
     """How much lower a validation loss has to be to count as better."""
+    save_every_s: float = 1.0
+    """Seconds between two checkpoints, at least: where epochs take a tenth of that, saving each would cost
+    more than training. The last epoch, and where training is stopped, are always saved."""
 
     @property
     def loop(self) -> TrainConfig:
@@ -147,7 +150,7 @@ def fit(  # noqa: PLR0913  the face: what is learnt, from what, and all else by 
         lesson: What is learnt.
         train, val: Batches; None: no validation.
         settings: How.
-        folder: Checkpoints are kept here, one at each epoch's end; None: none are.
+        folder: Checkpoints are kept here, see `FitSettings.save_every_s`; None: none are.
         expected: There was a checkpoint, so that it is an error if there is none.
         meter: The one that `train` writes into.
         on_event: Told of `start resume skip batch epoch checkpoint stop`.
@@ -215,6 +218,10 @@ class _Fit:
     """`progress.sums` on the device, float64."""
     total: int = field(init=False)
     """Steps that the learning rate is laid out for."""
+    saved_s: float = field(default_factory=time.monotonic)
+    """When the last checkpoint was written, or training began."""
+    best: Checkpoint | None = None
+    """The best epoch, while it is not written."""
 
     def __post_init__(self) -> None:
         model = self.lesson.model
@@ -252,7 +259,7 @@ class _Fit:
         return progress.epoch < self.settings.epochs and not (patience and waited >= patience)
 
     def finish_pass(self) -> None:
-        """The rest of a pass, its judgement, its checkpoint and its event, in this order."""
+        """The rest of a pass, its judgement, its checkpoint if one is due, and its event, in this order."""
         progress = self.progress
         if progress.batch == 0:
             self.train.set_epoch(progress.epoch)
@@ -268,7 +275,7 @@ class _Fit:
         stall = None if self.meter is None else self.meter.epoch().stall
         self._judge({"stall": stall, "samples_per_s": rate, "seconds": round(train_s, 4)})
         if self.stop.signal_name is not None and self.goes_on():
-            self._stop(saved=True)
+            self._stop()
 
     def _pass(self) -> None:
         progress, told_s = self.progress, time.monotonic()
@@ -337,9 +344,10 @@ class _Fit:
             "best_epoch": progress.best_epoch,
         }
         progress.batch = 0
-        if better:
-            self._save("best")
-        self._save("last")
+        if better and self.folder is not None:
+            self.best = self._checkpoint()
+        if time.monotonic() - self.saved_s >= settings.save_every_s or not self.goes_on():
+            self._save()
         self.tell("epoch", progress.row)
 
     def _tell_batch(self) -> None:
@@ -355,20 +363,29 @@ class _Fit:
             },
         )
 
-    def _stop(self, *, saved: bool = False) -> None:
+    def _stop(self) -> None:
         """Raise Interrupted, with a checkpoint written."""
-        if not saved:
-            self._save("last")
+        self._save()
         progress, name = self.progress, self.stop.signal_name
         self.tell("stop", {"signal": name, "step": progress.step})
         kept = "nothing of it is kept" if self.folder is None else f"{self.folder} goes on from there"
         raise Interrupted(f"{name} after step {progress.step} in epoch {progress.epoch + 1}; {kept}")
 
-    def _save(self, kind: Kind) -> None:
-        """Write a checkpoint; a pass that is half done is gone on with where it is."""
+    def _save(self) -> None:
+        """Write checkpoints: of the best epoch, if it is not written yet, and then of this step."""
         if self.folder is None:
             return
         self.guard.check()
+        found: dict[Kind, Checkpoint | None] = {"best": self.best, "last": self._checkpoint()}
+        for kind, checkpoint in found.items():
+            if checkpoint is not None:
+                path = save_checkpoint(self.folder / "checkpoints", kind, checkpoint)
+                facts: dict[str, Json] = {"name": path.name, "step": checkpoint.step, "kind": kind}
+                self.tell("checkpoint", facts)
+        self.best, self.saved_s = None, time.monotonic()
+
+    def _checkpoint(self) -> Checkpoint:
+        """All that it takes to go on from here, apart from what training changes next."""
         self.progress.sums = self.sums.tolist()
         state: dict[str, Any] = {
             "progress": asdict(self.progress),
@@ -376,17 +393,13 @@ class _Fit:
             "settings": asdict(self.settings),
             "shapes": _shapes(self.lesson.model),
         }
-        path = save_checkpoint(
-            self.folder / "checkpoints",
-            kind,
-            Checkpoint(
-                step=self.progress.step,
-                model=self.lesson.model.state_dict(),
-                optimizer=dump_optimizer(self.optimizer, self.device),
-                state=state,
-            ),
+        optimizer = dump_optimizer(self.optimizer, self.device)
+        return Checkpoint(
+            step=self.progress.step,
+            model={name: one.detach().clone() for name, one in self.lesson.model.state_dict().items()},
+            optimizer={name: one.detach().clone() for name, one in optimizer.items()},
+            state=state,
         )
-        self.tell("checkpoint", {"path": str(path), "step": self.progress.step, "best": kind == "best"})
 
     def _restore(self, found: Checkpoint) -> None:
         shapes = _shapes(self.lesson.model)

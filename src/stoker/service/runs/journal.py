@@ -1,7 +1,6 @@
 """What a job's process says about itself: whole lines of JSON at the end of `events.jsonl`.
 
-A line is one `write`, so a kill leaves whole lines, and at most one that was not finished. Lines tell figures
-of an epoch after its checkpoint is on disk: what was told can be gone on from.
+A line is one `write`, so a kill leaves whole lines, and at most one that was not finished.
 """
 
 from __future__ import annotations

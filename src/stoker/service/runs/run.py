@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -134,7 +134,7 @@ def fit_records(
             folder=run.folder,
             expected=run.job.checkpoint is not None,
             meter=meter,
-            on_event=lambda kind, told: _pass_on(run, kind, told),
+            on_event=_Lines(run).take,
         )
 
 
@@ -184,28 +184,37 @@ def _loader(
     )
 
 
-def _pass_on(run: JobRun, kind: str, facts: Mapping[str, Json]) -> None:
-    """What happened in training, as lines."""
-    journal, told = run.journal, dict(facts)
-    if kind == "batch":
-        done = int(str(told["epoch"])) - 1 + int(str(told["batch"])) / int(str(told["batches"]))
-        # The row of a job counts finished epochs, so the one in progress has another name.
-        journal.tell("batch", {**told, "epoch": int(str(told["epoch"])) - 1, "progress": run.share(done)})
-    elif kind == "epoch":
-        _tell_epoch(run, told)
-    elif kind == "skip":
-        _passed_over(run, str(told["why"]))
-    elif kind == "resume":
-        row: Any = told["row"]
-        if row and row["epoch"] > journal.epoch:  # a kill came between its checkpoint and its line
-            _tell_epoch(run, row)
-        journal.tell("progress", {"message": f"goes on after epoch {told['epoch']}, step {told['step']}"})
+class _Lines:
+    """What happens in training, as lines."""
 
+    def __init__(self, run: JobRun) -> None:
+        self._run = run
+        self._checkpoint = run.job.checkpoint
 
-def _tell_epoch(run: JobRun, row: Mapping[str, Any]) -> None:
-    epoch = int(row["epoch"])
-    more = {"progress": run.share(epoch), "message": f"epoch {epoch} of {run.job.epochs}"}
-    run.journal.tell("metrics", {**row, "checkpoint": f"last-{row['step']:09d}", **more})
+    def take(self, kind: str, facts: Mapping[str, Json]) -> None:
+        """One event of `fit`."""
+        journal, told = self._run.journal, cast("Mapping[str, Any]", facts)
+        if kind == "batch":
+            done = told["epoch"] - 1 + told["batch"] / told["batches"]
+            # The row of a job counts finished epochs, and this one is not.
+            journal.tell("batch", {**told, "epoch": told["epoch"] - 1, "progress": self._run.share(done)})
+        elif kind == "epoch":
+            self._tell_epoch(told)
+        elif kind == "checkpoint" and told["kind"] == "last":
+            self._checkpoint = str(told["name"])
+        elif kind == "skip":
+            _passed_over(self._run, told["why"])
+        elif kind == "resume":
+            row = told["row"]
+            if row and row["epoch"] > journal.epoch:  # a kill came between its checkpoint and its line
+                self._tell_epoch(row)
+            journal.tell("progress", {"message": f"goes on after epoch {told['epoch']}, step {told['step']}"})
+
+    def _tell_epoch(self, row: Mapping[str, Any]) -> None:
+        epoch = int(row["epoch"])
+        more = {"progress": self._run.share(epoch), "message": f"epoch {epoch} of {self._run.job.epochs}"}
+        known = {} if self._checkpoint is None else {"checkpoint": self._checkpoint}
+        self._run.journal.tell("metrics", {**row, **known, **more})
 
 
 def _passed_over(run: JobRun, why: str) -> None:
