@@ -185,7 +185,7 @@ def measure(url: str, spec: RadioSpec, folder: Path) -> dict[str, Any]:
 
 
 def whole_epochs(cache: Any, held_out: Any, statistics: Mapping[str, Any], folder: Path) -> Iterator[int]:
-    """Epochs of a job, one at a time: `fit` is stopped at the end of each and taken up again in a thread's place."""
+    """Epochs of a job, one at a time: `fit` runs in a thread that waits at the end of each."""
     import queue
     import threading
 
