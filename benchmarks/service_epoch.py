@@ -31,7 +31,8 @@ import stoker
 from measure import interleaved, publish
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
-from stoker.pipeline.fitting import FitSettings, fit, one_thread
+from stoker.pipeline.fit_terms import FitSettings
+from stoker.pipeline.fitting import fit, one_thread
 from stoker.pipeline.radio import RadioSpec
 from stoker.pipeline.radio_regressor import Triangulation, TriangulationModel
 from stoker.pipeline.radio_store import TABLE, radio_columns, radio_where, write_radio

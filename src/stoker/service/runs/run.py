@@ -16,7 +16,8 @@ from stoker.errors import IncompleteError, ResourceError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
 from stoker.pipeline.build import device_of
-from stoker.pipeline.fitting import FitReport, FitSettings, Lesson, fit
+from stoker.pipeline.fit_terms import FitReport, FitSettings, Lesson
+from stoker.pipeline.fitting import fit
 from stoker.pipeline.precompute import CacheResult, fill_caches
 from stoker.schema import Json
 from stoker.service.job_file import JobFile
