@@ -31,7 +31,8 @@ import stoker
 from measure import interleaved, publish
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
-from stoker.pipeline.fitting import FitSettings, fit, one_thread
+from stoker.pipeline.fit_terms import FitSettings
+from stoker.pipeline.fitting import fit, one_thread
 from stoker.pipeline.radio import RadioSpec
 from stoker.pipeline.radio_regressor import Triangulation, TriangulationModel
 from stoker.pipeline.radio_store import TABLE, radio_columns, radio_where, write_radio
@@ -185,7 +186,7 @@ def measure(url: str, spec: RadioSpec, folder: Path) -> dict[str, Any]:
 
 
 def whole_epochs(cache: Any, held_out: Any, statistics: Mapping[str, Any], folder: Path) -> Iterator[int]:
-    """Epochs of a job, one at a time: `fit` is stopped at the end of each and taken up again in a thread's place."""
+    """Epochs of a job, one at a time: `fit` runs in a thread that waits at the end of each."""
     import queue
     import threading
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from stoker.errors import ConfigError, CorruptError, DivergedError, Interrupted, StaleStateError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
-from stoker.pipeline.fitting import FitReport, FitSettings, fit
+from stoker.pipeline.fit_terms import FitReport, FitSettings
+from stoker.pipeline.fitting import fit
 from stoker.store import Cache
 from tests.loader.caches import write_cache
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ from stoker.errors import IncompleteError, ResourceError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
 from stoker.pipeline.build import device_of
-from stoker.pipeline.fitting import FitReport, FitSettings, Lesson, fit
+from stoker.pipeline.fit_terms import FitReport, FitSettings, Lesson
+from stoker.pipeline.fitting import fit
 from stoker.pipeline.precompute import CacheResult, fill_caches
 from stoker.schema import Json
 from stoker.service.job_file import JobFile
@@ -71,10 +73,12 @@ class JobRun:
     def tell_started(self, caches: Sequence[CacheResult], facts: Mapping[str, Any]) -> None:
         """Say what is trained on, from where, and why from there."""
         train = caches[0]
+        message = f"trains on {format_count(len(train.cache))} records, served from {facts['tier']}"
+        log.info("%s: %s", message, facts["reason"])
         self.journal.tell(
             "started",
             {
-                "message": f"trains on {format_count(len(train.cache))} records, served from {facts['tier']}",
+                "message": message,
                 "epochs": self.job.epochs,
                 "train_samples": len(train.cache),
                 "val_samples": sum(len(one.cache) for one in caches[1:]),
@@ -213,6 +217,8 @@ class _Lines:
     def _tell_epoch(self, row: Mapping[str, Any]) -> None:
         epoch = int(row["epoch"])
         more = {"progress": self._run.share(epoch), "message": f"epoch {epoch} of {self._run.job.epochs}"}
+        losses = f"loss {row['train_loss']:.4g}, validation {row.get('val_loss', math.nan):.4g}"
+        log.info("%s: %s, %.3g s", more["message"], losses, row["seconds"])
         known = {} if self._checkpoint is None else {"checkpoint": self._checkpoint}
         self._run.journal.tell("metrics", {**row, **known, **more})
 
