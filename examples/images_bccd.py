@@ -19,13 +19,21 @@ from stoker.loader import Normalise
 SIZE, GRID = (96, 128), (12, 16)
 
 
-def loader_of(root: Path, folder: Path, split: str) -> tuple[stoker.Loader, tuple[str, ...]]:
-    source = stoker.ImageSource(root, "voc", size=SIZE, split=split)
+def loaders_of(root: Path, folder: Path) -> tuple[stoker.Loader, stoker.Loader, tuple[str, ...]]:
+    """One cache of all images; of its records those of the data's own `test` are judged by."""
+    source = stoker.ImageSource(root, "voc", size=SIZE)
     begin = time.perf_counter()
-    cache = stoker.precompute(source, None, folder, name=f"bccd_{split}")
-    print(f"{split}: {len(cache)} images ready after {time.perf_counter() - begin:.2f} s")
+    cache = stoker.precompute(source, None, folder, name="bccd")
+    print(f"{len(cache)} images ready after {time.perf_counter() - begin:.2f} s")
+    held_out = {*stoker.ImageSource(root, "voc", size=SIZE, split="test").keys()}
+    numbers = [
+        [n for n, key in enumerate(source.keys()) if (key in held_out) == test] for test in (False, True)
+    ]
     values = Normalise(mean=(0.66, 0.64, 0.68), std=(0.08, 0.09, 0.04), divisor=255)
-    return stoker.Loader(cache, 32, normalise={"image": values}, seed=0), source.classes
+    train, test = (
+        stoker.Loader(cache, 32, indices=own, normalise={"image": values}, seed=0) for own in numbers
+    )
+    return train, test, source.classes
 
 
 def targets(batch: dict[str, Tensor], classes: int) -> Tensor:
@@ -49,8 +57,7 @@ def network(classes: int) -> nn.Module:
 
 def main(root: Path, folder: Path, epochs: int) -> None:
     torch.manual_seed(0)
-    train, classes = loader_of(root, folder, "train")
-    val, _ = loader_of(root, folder, "val")
+    train, test, classes = loaders_of(root, folder)
     share = torch.cat([targets(batch, len(classes)) for batch in train]).mean((0, 2, 3))
     model = network(len(classes))
     nn.init.zeros_(model[-1].weight)
@@ -64,7 +71,7 @@ def main(root: Path, folder: Path, epochs: int) -> None:
         with torch.no_grad():
             return float(torch.stack([loss_of(batch) for batch in loader]).mean())
 
-    guessed = loss_on(val)
+    guessed = loss_on(test)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for _ in range(epochs):
         model.train()
@@ -72,7 +79,7 @@ def main(root: Path, folder: Path, epochs: int) -> None:
             optimizer.zero_grad()
             loss_of(batch).backward()
             optimizer.step()
-    print(f"{', '.join(classes)}: validation loss {loss_on(val):.4f} (guessing {guessed:.4f})")
+    print(f"{', '.join(classes)}: test loss {loss_on(test):.4f} (guessing {guessed:.4f})")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+_FIRST_WINDOW_S = 0.25
 _WINDOW_S = 0.75
 _WINDOW_GROUPS = 4
 _WAITS_MUCH = 0.15
@@ -22,7 +23,8 @@ Change: TypeAlias = Literal[-1, 0, 1]
 class Pace:
     """Decides from what it is told; asks no clock and starts nothing.
 
-    A window of time ends when it is long enough and enough groups came through. A reader is added when the
+    A window of time ends when it is long enough and enough groups came through; the first is short, since a
+    run begins with few readers. A reader is added when the
     encoder spent more than 15 % of the window waiting, and taken back when the next window was not 5 %
     faster: then this source gives no more, or something else is the limit. None is tried while this process
     and its readers use all processors: it would cost a start and bring nothing. One is taken away when the
@@ -59,7 +61,8 @@ class Pace:
 
     def full(self, readers: int) -> bool:
         """Whether the window is long enough to decide on."""
-        return self.elapsed_s >= _WINDOW_S and self.groups >= _WINDOW_GROUPS * readers
+        length = _WINDOW_S if self._before else min(_FIRST_WINDOW_S, _WINDOW_S)
+        return self.elapsed_s >= length and self.groups >= _WINDOW_GROUPS * readers
 
     def change(self, readers: int, processor_s: float = 0.0) -> Change:
         """How many to add to the `readers` there are, or to do without; ends the window if it is full.

@@ -80,7 +80,8 @@ def copied_columns(
             if used:
                 yield columns
                 del held[:used]
-            at_once = len(held) + block_bytes
+            # A row longer than that is looked at when twice as much of it is there, not block by block.
+            at_once = len(held) + (block_bytes if used else len(held))
     while (found := _rows(bytes(held), types))[1]:
         yield found[0]
         del held[: found[1]]

@@ -18,7 +18,8 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_ -]+")
 """Names that JSON writes in one way only: with escapes, `a` could stand there as `\\u0061`."""
 _MOST_ARGUMENTS = 90
 """Of a function in SQLite, less than the limit of 100 that some builds have."""
-_PICKED, _WHOLE = "\x01", "\x02"
+_PICKED = b"\x01"
+"""Goes before what was picked; before what comes whole goes a 2. Neither begins JSON."""
 JSONB, JSONB_LIST = 3802, 3807
 """Types' numbers in PostgreSQL: jsonb, jsonb[]."""
 
@@ -62,8 +63,9 @@ class Pick:
         )
 
     def _entry(self, column: str, place: str) -> str:
-        paths = ", ".join(f"'{'.'.join([place, *(_in_double(n) for n in path)])}'" for path in self.paths)
-        extracted = f"json_extract({column}, {paths})"
+        paths = [".".join([place, *(f'"{name}"' for name in path)]) for path in self.paths]
+        listed = ", ".join(f"'{path}'" for path in paths)
+        extracted = f"json_extract({column}, {listed})"
         return extracted if len(self.paths) > 1 else f"json_array({extracted})"  # of one it is no list
 
     def in_postgres(self, column: str, kind: int) -> str | None:
@@ -83,14 +85,10 @@ class Pick:
         return f"(SELECT CASE WHEN {chosen} THEN {picked} ELSE {whole} END FROM {entries} AS stoker_entry)"  # noqa: S608
 
 
-def _in_double(name: str) -> str:
-    return f'"{name}"'
-
-
 def received(value: Any) -> Any:
     """What a database sent for a column that was picked from, told apart."""
     if isinstance(value, str):
         value = Text(value.encode("utf-8", "surrogateescape"))
     if not isinstance(value, Text):
         return value
-    return PickedText(value[1:]) if value[:1] == _PICKED.encode() else JsonText(value[1:])
+    return PickedText(value[1:]) if value[:1] == _PICKED else JsonText(value[1:])

@@ -8,7 +8,14 @@ from importlib import import_module
 from typing import Any
 
 from stoker.errors import ConfigError, SourceError, StalledError
-from stoker.sources.sql.copy_binary import COPIED, DAY_US, TEXT_TYPE, YEAR_2000_US, copied_columns
+from stoker.sources.sql.copy_binary import (
+    COPIED,
+    DAY_US,
+    TEXT_TYPE,
+    YEAR_2000_US,
+    MalformedCopyError,
+    copied_columns,
+)
 from stoker.sources.sql.pick import received
 from stoker.sources.sql.request import Request, quoted
 from stoker.sources.sql.rows import (
@@ -99,8 +106,11 @@ class PostgresSession:
             self._connection.cursor() as cursor,
             cursor.copy(f"COPY ({sql}) TO STDOUT (FORMAT BINARY)") as copy,
         ):
-            for columns in copied_columns(copy, types, COPY_BYTES):
-                yield self._packed(columns, picked)
+            try:
+                for columns in copied_columns(copy, types, COPY_BYTES):
+                    yield self._packed(columns, picked)
+            except MalformedCopyError as error:
+                raise LostError(f"what COPY sends is no stream of rows: {error}") from error
 
     def _fetched(self, sql: str, picked: Collection[str]) -> Iterator[tuple[Packed, list[tuple[Any, ...]]]]:
         size = 64
