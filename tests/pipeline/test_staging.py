@@ -125,6 +125,21 @@ def test_a_stopped_copy_goes_on_and_damage_in_it_is_found(tmp_path: Path, monkey
     assert sorted(file.suffix for file in objects.iterdir()) == ["", ".json", ".lock"]
 
 
+def test_a_disk_that_keeps_other_bytes_is_found_out(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "a.bin").write_bytes(os.urandom(2_500))
+    original, objects = look_at(tmp_path / "a.bin"), tmp_path / "objects"
+    objects.mkdir()
+    real = os.pwrite
+    monkeypatch.setattr(stage_copy.os, "pwrite", lambda fd, data, at: real(fd, bytes(len(data)), at))
+
+    with pytest.raises(SourceError, match="does not read back as it was written"):
+        stage_file(original, objects, deadline_s=20)
+
+    assert not is_staged(original, objects)
+    monkeypatch.setattr(stage_copy.os, "pwrite", real)
+    assert stage_file(original, objects, deadline_s=20) == 2_500
+
+
 def test_a_file_that_changes_meanwhile_is_no_copy(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(bytes(3000))
