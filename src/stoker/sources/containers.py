@@ -269,7 +269,7 @@ def zipped_names(path: Path) -> frozenset[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+    except FOREIGN_ERRORS as error:
         size = path.stat().st_size if path.exists() else 0
         raise SourceError(
             f"{path} is no readable zip file, {size:,} bytes ({error}). Copy it again"

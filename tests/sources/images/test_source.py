@@ -29,7 +29,7 @@ def voc(tmp_path: Path) -> Path:
     return root
 
 
-def source(root: Path, *args: object, size: tuple[int, int] = (24, 32), **more: object) -> stoker.ImageSource:
+def source(root: Path, *args: object, size: object = (24, 32), **more: object) -> stoker.ImageSource:
     return stoker.ImageSource(root, *args, size=size, **more)  # type: ignore[arg-type]
 
 
@@ -49,10 +49,14 @@ def test_it_keeps_the_promises_of_a_source(voc: Path, more: dict) -> None:
     check_source(source(voc, "voc", **more))
 
 
-@pytest.mark.parametrize("fit", ["stretch", "letterbox", "short"])
-def test_a_box_lies_where_its_pixels_went(voc: Path, fit: str) -> None:
+@pytest.mark.parametrize(
+    ("fit", "size"),
+    [("stretch", (36, 40)), ("letterbox", (36, 40)), ("letterbox", (36, 80)), ("short", 36)],
+    ids=["stretch", "bars-above", "bars-beside", "short"],
+)
+def test_a_box_lies_where_its_pixels_went(voc: Path, fit: str, size: object) -> None:
     """The box is drawn in white: what is bright in the stored image must be what the stored box says."""
-    sample = source(voc, "voc", size=36 if fit == "short" else (36, 40), fit=fit, reduced=False).read(0)
+    sample = source(voc, "voc", size=size, fit=fit, reduced=False).read(0)
     image = sample["image"]
     if fit == "short":
         image = image.T.reshape(3, *sample["image_shape"])
