@@ -127,12 +127,16 @@ def test_each_tracker_is_reachable_or_offline(server: str, tmp_path: Path) -> No
     def told(**environment: str) -> list[tuple[str, str]]:
         return [(row.status, row.detail) for row in check_each(every, {"HOME": "/nowhere", **environment})]
 
+    def user(address: str) -> str:
+        return address.replace("//", "//me:mine@")
+
     board, wandb, mlflow = told()
     assert board == ("pass", "event files in the run's folder")
     assert wandb[0] == mlflow[0] == "pass"
     assert "no WANDB_API_KEY" in wandb[1]
     assert "mlflow.db" in mlflow[1]
-    _, wandb, mlflow = told(WANDB_API_KEY="secret-key", WANDB_BASE_URL=server, MLFLOW_TRACKING_URI=dead)
+    _, wandb, mlflow = told(WANDB_API_KEY="secret-key", WANDB_BASE_URL=server, MLFLOW_TRACKING_URI=user(dead))
+    assert "mine" not in mlflow[1]
     assert wandb == ("pass", f"{server} answers")
     assert mlflow[0] == "warn"
     assert "the run goes on" in mlflow[1]

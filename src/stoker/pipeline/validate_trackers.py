@@ -43,11 +43,21 @@ def _row(name: str, environment: Mapping[str, str]) -> Row:
         return Row(check=check, status="pass", detail=offline)
     if urlsplit(server).scheme not in PORTS:
         return _of_a_file(check, server)
-    why = unreachable(server)
+    why, shown = unreachable(server), _without_user(server)
     if why is None:
-        return Row(check=check, status="pass", detail=f"{server} answers")
-    detail = f"{server} does not answer ({why}): figures may be lost, the run goes on; {offline}"
+        return Row(check=check, status="pass", detail=f"{shown} answers")
+    detail = f"{shown} does not answer ({why}): figures may be lost, the run goes on; {offline}"
     return Row(check=check, status="warn", detail=detail)
+
+
+def _without_user(server: str) -> str:
+    """An address without the name and password that it may carry.
+
+    >>> _without_user("https://me:secret@host:5000/path")
+    'https://host:5000'
+    """
+    parts = urlsplit(server)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
 
 def _wandb(environment: Mapping[str, str]) -> tuple[str | None, str]:
