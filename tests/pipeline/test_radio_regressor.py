@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -56,9 +57,9 @@ def test_what_hears_nothing_and_the_order_of_receivers_change_nothing(model: Tri
 
 
 def test_a_place_and_its_metres_are_those_of_the_source(model: TriangulationModel) -> None:
-    north, east = metres_from((45.0, 8.0), 45.3, 7.6)
+    north, east = metres_from(np.array([[45.0, 8.0]]), np.array([[45.3]]), np.array([[7.6]]))
     mean, deviation = (torch.tensor(STATISTICS["target"][name]) for name in ("mean", "deviation"))
-    standard = (torch.tensor([[north, east]]) - mean) / deviation
+    standard = (torch.tensor([[north.item(), east.item()]]) - mean) / deviation
 
     place = model.place(standard, torch.tensor([[45.0, 8.0]]))
 

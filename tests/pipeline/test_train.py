@@ -22,7 +22,7 @@ from stoker.pipeline.train import (
     train_prepared,
 )
 from stoker.plan import LEDGER, Resources
-from stoker.schema import Json
+from stoker.schema import Json, canonical_json
 from tests.conftest import write_burgers
 from tests.pipeline.conftest import Configure
 
@@ -80,6 +80,18 @@ def test_a_run_writes_nothing_into_its_folder_once_it_is_done(configure: Configu
 
     assert told == [True]
     assert diary.read_text() == "another's"
+
+
+def test_a_run_killed_after_its_last_step_is_finished_when_it_is_taken_up(configure: Configure) -> None:
+    first = train_config(configure("training.epochs=1"))
+    diary = run_dir_of(configure()) / FILE
+    diary.write_text(canonical_json({**json.loads(diary.read_text()), "finished": False}))
+
+    again = train_config(configure("training.epochs=1"))
+
+    assert (again.report.steps, again.first_batch_s) == (first.report.steps, 0.0)
+    assert again.report.val_nrmse == first.report.val_nrmse
+    assert json.loads(diary.read_text())["finished"] is True
 
 
 def test_a_finished_run_begins_anew(configure: Configure, caplog: pytest.LogCaptureFixture) -> None:

@@ -24,6 +24,12 @@ from tests.conftest import write_burgers
 SMALL = RadioSpec(rows=300, seed=3)
 
 
+OPERATOR = {
+    "latent.tokens": 4, "latent.dim": 8, "model.width": 16, "model.depth": 1, "model.heads": 2,
+}  # fmt: skip
+"""Settings under which simulations as small as these can be trained on."""
+
+
 def radio_dataset(folder: Path, spec: RadioSpec = SMALL, url: str = "") -> dict[str, Any]:
     """A registered set of radio rows, made."""
     url = url or f"sqlite:///{folder}/radio.db"
@@ -55,7 +61,8 @@ def make_job(
     folder: Path, dataset: dict[str, Any], *, name: str = "job", again: bool = False, **config: Any
 ) -> Path:
     """The folder of a job; `again`: the next attempt at one that is there."""
-    own, config = folder / name, {"accelerator": "cpu", "num_workers": 1, "epochs": 3, **config}
+    small = {"settings": OPERATOR} if dataset["kind"] == "hdf5" else {}
+    own, config = folder / name, {"accelerator": "cpu", "num_workers": 1, "epochs": 3, **small, **config}
     (own / "checkpoints").mkdir(parents=True, exist_ok=True)
     told = [line["data"] for line in lines(own, "metrics")]
     JobFile(

@@ -11,9 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 from safetensors import safe_open
 
 from stoker.service import child
+from stoker.service.database import Database
+from stoker.service.dataset_requests import Registration
+from stoker.service.datasets import Datasets, describe
+from stoker.service.looks import LOOKS
+from tests.service.conftest import made_on
 from tests.service.job_folders import (
     burgers_dataset,
     finish,
@@ -27,6 +33,7 @@ from tests.service.job_folders import (
     wait_for,
     weights,
 )
+from tests.sources.sql.server import Server
 
 RADIO = {"batch_size": 32, "epochs": 30, "early_stop_patience": 0, "learning_rate": 0.005}
 
@@ -118,7 +125,7 @@ def test_killed_at_any_moment_it_ends_with_the_weights_of_an_unbroken_run(tmp_pa
     while True:
         process = start(broken)
         attempt += 1
-        if attempt <= 8:
+        if attempt <= 5:
             wait_for(broken, "progress" if attempt == 1 else "started", 1)
             time.sleep(draw.uniform(0, 0.5 * took_s))
         else:
@@ -203,3 +210,26 @@ def test_two_jobs_at_once_share_one_cache_and_one_precompute(tmp_path: Path) -> 
     assert sum(one["encoded"] for one in started) == 300, "each row was encoded once"
     assert len(list((tmp_path / "caches").glob("*/*/index.json"))) == 2
     assert same(weights(folders[0]), weights(folders[1]))
+
+
+@pytest.mark.slow
+def test_rows_of_postgresql_are_registered_and_trained_on_as_those_of_sqlite(
+    tmp_path: Path, server: Server, in_process: Any
+) -> None:
+    here = radio_dataset(tmp_path)
+    there = radio_dataset(tmp_path, url=made_on(server))
+    database = Database(f"sqlite:///{tmp_path}/stoker.db")
+    datasets = Datasets(
+        database, tmp_path, Path, look=lambda what, *given, **named: LOOKS[what](*given, **named)
+    )
+    request = {"kind": "radio", "name": "lab", "url": there["spec"]["url"], "set": there["id"]}
+
+    made = datasets.register(TypeAdapter(Registration).validate_python(request))
+    assert (made.facts["samples"], datasets.validate("lab").health) == (300, "good")
+    assert len(datasets.samples("lab", limit=5)) == 5
+    (told,) = describe(database, [made.id])
+    folders = [make_job(tmp_path, one, name=str(n), epochs=2) for n, one in enumerate((here, told))]
+    assert [in_process(folder) for folder in folders] == [0, 0]
+
+    assert same(*map(weights, folders))
+    database.close()

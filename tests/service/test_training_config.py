@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,3 +171,15 @@ def test_nothing_is_filled_in_from_the_environment(where: str, monkeypatch: pyte
     with pytest.raises(ConfigError, match="which is refused here") as refused:
         settings(dataset, **given)
     assert "canary" not in str(refused.value)
+
+
+def test_every_field_is_documented_with_its_default() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "service-jobs.md").read_text()
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
+    told = {name.strip("` "): cells[2] for cells in rows for name in cells[1].split(",")}
+
+    for name, field in TrainingConfig.model_fields.items():
+        assert name in told
+        default = field.default
+        if isinstance(default, int | float) and not isinstance(default, bool):
+            assert f"{default:g}" in told[name] or str(default) in told[name], name

@@ -17,7 +17,8 @@ from stoker.errors import ConfigError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
 from stoker.pipeline.build import build_sources, device_of, tasks_of
-from stoker.pipeline.fitting import FitSettings, fit, one_thread
+from stoker.pipeline.fit_terms import FitSettings
+from stoker.pipeline.fitting import fit, one_thread
 from stoker.pipeline.locate import Located
 from stoker.pipeline.machine import describe_machine
 from stoker.pipeline.plan import PlanResult, plan_located
@@ -35,6 +36,7 @@ from stoker.pipeline.radio_store import sql_settings, write_radio
 from stoker.schema import Json
 from stoker.sources.protocol import Source
 from stoker.sources.sql.source import SQLSource
+from stoker.train.config import EventSink
 from stoker.units import format_count
 
 DATABASE = "sqlite:///data/demo/radio.db"
@@ -132,7 +134,7 @@ def run_radio(
         overrides: Settings as `key=value`, over the demo's own.
         database: A SQLite file or URL, or PostgreSQL's.
         spec: What rows there are to be.
-        say: Told of each tenth of the epochs.
+        say: Told of each sixth of the epochs.
     Raises:
         StokerError: As `SQLSource`, `precompute` and `Loader`.
     """
@@ -156,17 +158,9 @@ def run_radio(
     began, epochs = time.monotonic(), config.training.epochs
     meter.reset()
 
-    def tell(kind: str, facts: Mapping[str, Json]) -> None:
-        if (
-            kind == "epoch"
-            and facts["epoch"] != epochs
-            and cast("int", facts["epoch"]) % max(1, epochs // 6) == 0
-        ):
-            say(f"epoch {facts['epoch']} · {format_count(cast('float', facts['mean_m']))} m off")
-
     settings = FitSettings(epochs=epochs, lr=config.training.lr, weight_decay=config.training.weight_decay)
     with one_thread():
-        report = fit(Triangulation(model), train, val, settings, meter=meter, on_event=tell)
+        report = fit(Triangulation(model), train, val, settings, meter=meter, on_event=_telling(say, epochs))
     train_s = time.monotonic() - began
     run_dir = Path(config.training.run_dir or "runs/demo-radio")
     save_regressor(run_dir / "regressor.safetensors", model, {"statistics": dict(source.statistics)})
@@ -189,6 +183,18 @@ def run_radio(
         losses=losses,
         run_dir=str(run_dir),
     )
+
+
+def _telling(say: Callable[[str], None], epochs: int) -> EventSink:
+    """Tells of each sixth of the epochs how far off it is."""
+    every = max(1, epochs // 6)
+
+    def tell(kind: str, facts: Mapping[str, Json]) -> None:
+        told = cast("Mapping[str, Any]", facts)
+        if kind == "epoch" and told["epoch"] < epochs and told["epoch"] % every == 0:
+            say(f"epoch {told['epoch']} · {format_count(told['mean_m'])} m off")
+
+    return tell
 
 
 def radio_config(overrides: Sequence[str], database: str, spec: RadioSpec) -> Config:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,113 +21,18 @@ from torch import Tensor, nn
 from stoker.errors import ConfigError, DivergedError, Interrupted, StaleStateError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
+from stoker.pipeline.fit_terms import FitProgress, FitReport, FitSettings, Lesson
 from stoker.schema import Json
 from stoker.train.checkpoint import Checkpoint, Kind, checkpoint_to_resume, save_checkpoint
-from stoker.train.config import EventSink, TrainConfig
+from stoker.train.config import EventSink
 from stoker.train.guard import FiniteGuard, StepFacts
 from stoker.train.numerics import numerics_of
 from stoker.train.optimizer_state import dump_optimizer, restore_optimizer
 from stoker.train.run import make_optimizer
-from stoker.train.schedule import learning_rate
 from stoker.train.stop import StopFlag
 
 BATCH_EVERY_S = 1.0
 """Seconds between two `batch` events, at least."""
-
-
-class Lesson(Protocol):
-    """What is learnt: a module, its loss, and how it is judged."""
-
-    @property
-    def model(self) -> nn.Module:
-        """On the device where batches are."""
-        ...
-
-    def losses(self, batch: Mapping[str, Tensor], /) -> Tensor:
-        """Loss of each example, `(B,)`."""
-        ...
-
-    def judge(self, batches: Iterable[Mapping[str, Tensor]], /) -> Mapping[str, float]:
-        """Figures over a validation set; `val_loss` is among them. The module stays in training mode."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitSettings:
-    """How to train."""
-
-    epochs: int
-    lr: float
-    """Peak learning rate of AdamW."""
-    weight_decay: float = 1e-4
-    """Of AdamW, on matrices only."""
-    warmup: float = 0.05
-    """Part of all steps over which the rate rises, 0..1."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """What the rate does after that: fall to a hundredth, or stay."""
-    grad_clip: float | None = 1.0
-    """Largest norm of the gradient; None: as it comes."""
-    patience: int = 0
-    """Epochs without a better validation loss after which training ends; 0: all epochs."""
-    delta: float = 0.0
-    """How much lower a validation loss has to be to count as better."""
-
-    @property
-    def loop(self) -> TrainConfig:
-        """The same in the terms of `stoker.train`, which checks the numbers."""
-        return TrainConfig(
-            epochs=self.epochs,
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            warmup=self.warmup,
-            grad_clip=self.grad_clip,
-        )
-
-    def rate(self, step: int, total: int) -> float:
-        """Learning rate of a step, counted from 0."""
-        if self.schedule == "constant" and step >= round(self.warmup * total):
-            return self.lr
-        return learning_rate(self.loop, step, total)
-
-
-@dataclass(slots=True, kw_only=True)
-class FitProgress:
-    """How far a run is; all of it goes into a checkpoint as JSON."""
-
-    step: int = 0
-    """Optimizer steps done."""
-    epoch: int = 0
-    """Passes finished and judged."""
-    batch: int = 0
-    """Batches done of the pass after those."""
-    examples: int = 0
-    """Examples of that pass so far."""
-    sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    """Of that pass: losses of examples, gradient norms of batches."""
-    best: float | None = None
-    """Lowest validation loss."""
-    best_epoch: int = 0
-    """Passes finished when it was measured."""
-    epochs: int = 0
-    """Passes that were asked for."""
-    extended: int = 0
-    """Passes finished when more were asked for than before: patience begins anew there."""
-    row: dict[str, Json] = field(default_factory=dict[str, Json])
-    """Figures of the last finished epoch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitReport:
-    """What a finished run came to."""
-
-    epochs: int
-    steps: int
-    best: float | None
-    """Lowest validation loss."""
-    best_epoch: int
-    """Epoch that it is of; 0 without validation."""
-    row: Mapping[str, Json]
-    """Figures of the last epoch, as the `epoch` event had them."""
 
 
 def fit(  # noqa: PLR0913  the face: what is learnt, from what, and all else by name
@@ -147,7 +52,7 @@ def fit(  # noqa: PLR0913  the face: what is learnt, from what, and all else by 
         lesson: What is learnt.
         train, val: Batches; None: no validation.
         settings: How.
-        folder: Checkpoints are kept here, one at each epoch's end; None: none are.
+        folder: Checkpoints are kept here, see `FitSettings.save_every_s`; None: none are.
         expected: There was a checkpoint, so that it is an error if there is none.
         meter: The one that `train` writes into.
         on_event: Told of `start resume skip batch epoch checkpoint stop`.
@@ -215,6 +120,10 @@ class _Fit:
     """`progress.sums` on the device, float64."""
     total: int = field(init=False)
     """Steps that the learning rate is laid out for."""
+    saved_s: float = field(default_factory=time.monotonic)
+    """When the last checkpoint was written, or training began."""
+    best: Checkpoint | None = None
+    """The best epoch, while it is not written."""
 
     def __post_init__(self) -> None:
         model = self.lesson.model
@@ -252,7 +161,7 @@ class _Fit:
         return progress.epoch < self.settings.epochs and not (patience and waited >= patience)
 
     def finish_pass(self) -> None:
-        """The rest of a pass, its judgement, its checkpoint and its event, in this order."""
+        """The rest of a pass, its judgement, its checkpoint if one is due, and its event, in this order."""
         progress = self.progress
         if progress.batch == 0:
             self.train.set_epoch(progress.epoch)
@@ -268,7 +177,7 @@ class _Fit:
         stall = None if self.meter is None else self.meter.epoch().stall
         self._judge({"stall": stall, "samples_per_s": rate, "seconds": round(train_s, 4)})
         if self.stop.signal_name is not None and self.goes_on():
-            self._stop(saved=True)
+            self._stop()
 
     def _pass(self) -> None:
         progress, told_s = self.progress, time.monotonic()
@@ -337,9 +246,10 @@ class _Fit:
             "best_epoch": progress.best_epoch,
         }
         progress.batch = 0
-        if better:
-            self._save("best")
-        self._save("last")
+        if better and self.folder is not None:
+            self.best = self._checkpoint()
+        if time.monotonic() - self.saved_s >= settings.save_every_s or not self.goes_on():
+            self._save()
         self.tell("epoch", progress.row)
 
     def _tell_batch(self) -> None:
@@ -355,20 +265,29 @@ class _Fit:
             },
         )
 
-    def _stop(self, *, saved: bool = False) -> None:
+    def _stop(self) -> None:
         """Raise Interrupted, with a checkpoint written."""
-        if not saved:
-            self._save("last")
+        self._save()
         progress, name = self.progress, self.stop.signal_name
         self.tell("stop", {"signal": name, "step": progress.step})
         kept = "nothing of it is kept" if self.folder is None else f"{self.folder} goes on from there"
         raise Interrupted(f"{name} after step {progress.step} in epoch {progress.epoch + 1}; {kept}")
 
-    def _save(self, kind: Kind) -> None:
-        """Write a checkpoint; a pass that is half done is gone on with where it is."""
+    def _save(self) -> None:
+        """Write checkpoints: of the best epoch, if it is not written yet, and then of this step."""
         if self.folder is None:
             return
         self.guard.check()
+        found: dict[Kind, Checkpoint | None] = {"best": self.best, "last": self._checkpoint()}
+        for kind, checkpoint in found.items():
+            if checkpoint is not None:
+                path = save_checkpoint(self.folder / "checkpoints", kind, checkpoint)
+                facts: dict[str, Json] = {"name": path.name, "step": checkpoint.step, "kind": kind}
+                self.tell("checkpoint", facts)
+        self.best, self.saved_s = None, time.monotonic()
+
+    def _checkpoint(self) -> Checkpoint:
+        """All that it takes to go on from here, apart from what training changes next."""
         self.progress.sums = self.sums.tolist()
         state: dict[str, Any] = {
             "progress": asdict(self.progress),
@@ -376,17 +295,13 @@ class _Fit:
             "settings": asdict(self.settings),
             "shapes": _shapes(self.lesson.model),
         }
-        path = save_checkpoint(
-            self.folder / "checkpoints",
-            kind,
-            Checkpoint(
-                step=self.progress.step,
-                model=self.lesson.model.state_dict(),
-                optimizer=dump_optimizer(self.optimizer, self.device),
-                state=state,
-            ),
+        optimizer = dump_optimizer(self.optimizer, self.device)
+        return Checkpoint(
+            step=self.progress.step,
+            model={name: one.detach().clone() for name, one in self.lesson.model.state_dict().items()},
+            optimizer={name: one.detach().clone() for name, one in optimizer.items()},
+            state=state,
         )
-        self.tell("checkpoint", {"path": str(path), "step": self.progress.step, "best": kind == "best"})
 
     def _restore(self, found: Checkpoint) -> None:
         shapes = _shapes(self.lesson.model)

@@ -88,8 +88,8 @@ class TrainResult:
 
     @property
     def first_batch_s(self) -> float:
-        """Seconds from ready caches to the first batch."""
-        return self.report.startup["first_batch_s"]
+        """Seconds from ready caches to the first batch; 0 where all steps were done before."""
+        return self.report.startup.get("first_batch_s", 0.0)
 
     @property
     def pictures(self) -> list[str]:
@@ -282,7 +282,7 @@ def train_prepared(
         gpu=None if tracked.gpu is None else tracked.gpu.reason,
         caches=_now(prepared.caches, served),
         cache_s=prepared.seconds,
-        total_s=began - started + report.startup["first_batch_s"],
+        total_s=began - started + report.startup.get("first_batch_s", 0.0),
         train_s=train_s,
         reason=served.reason,
         epoch_steps=len(served.train),
@@ -303,7 +303,7 @@ def _startup(prepared: Prepared, started_s: float, now_s: float) -> Startup:
 
 def _tell_before(run_dir: Path, prepared: Prepared, served: Served, sink: EventSink | None) -> None:
     """What becomes of an earlier run here, and where records are served from."""
-    if not served.shared.resume and (run_dir / "checkpoints").exists():
+    if not served.shared.resume and any((run_dir / "checkpoints").glob("*")):
         log.info(
             "%s holds a run that is finished or of other settings: training begins anew, and its checkpoints "
             "and metrics move to checkpoints.previous and metrics.previous.jsonl",

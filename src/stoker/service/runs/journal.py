@@ -1,7 +1,6 @@
 """What a job's process says about itself: whole lines of JSON at the end of `events.jsonl`.
 
-A line is one `write`, so a kill leaves whole lines, and at most one that was not finished. Lines tell figures
-of an epoch after its checkpoint is on disk: what was told can be gone on from.
+A line is one `write`, so a kill leaves whole lines, and at most one that was not finished.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ class Journal:
     """The file, open for appending."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         with explained(path):
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
             self._fd = os.open(path, flags, 0o600)
@@ -40,8 +40,10 @@ class Journal:
             ResourceError: The disk is full.
         """
         text = json.dumps({"kind": kind, "data": _plain(data)}, allow_nan=False, separators=(",", ":"))
-        with explained(Path(f"/proc/self/fd/{self._fd}")):
-            os.write(self._fd, text.encode() + b"\n")
+        left = text.encode() + b"\n"
+        with explained(self._path):
+            while left:  # a disk that fills up takes a part, and refuses the next
+                left = left[os.write(self._fd, left) :]
         if kind == "metrics":
             self.epoch = max(self.epoch, int(data["epoch"]))
 

@@ -111,4 +111,5 @@ class _Lines:
         row |= {"train_loss": told["loss"], "val_loss": told.get("val_nrmse"), "tier": self._tier}
         row |= {"progress": self._run.share(self.epoch), "checkpoint": self.checkpoint, **self._step}
         row["message"] = f"epoch {self.epoch} of {self._run.job.epochs}"
+        log.info("%s: loss %.4g, validation %s", row["message"], told["loss"], told.get("val_nrmse"))
         self._run.journal.tell("metrics", {name: one for name, one in row.items() if one is not None})

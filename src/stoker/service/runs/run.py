@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -15,7 +16,8 @@ from stoker.errors import IncompleteError, ResourceError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
 from stoker.pipeline.build import device_of
-from stoker.pipeline.fitting import FitReport, FitSettings, Lesson, fit
+from stoker.pipeline.fit_terms import FitReport, FitSettings, Lesson
+from stoker.pipeline.fitting import fit
 from stoker.pipeline.precompute import CacheResult, fill_caches
 from stoker.schema import Json
 from stoker.service.job_file import JobFile
@@ -71,10 +73,12 @@ class JobRun:
     def tell_started(self, caches: Sequence[CacheResult], facts: Mapping[str, Any]) -> None:
         """Say what is trained on, from where, and why from there."""
         train = caches[0]
+        message = f"trains on {format_count(len(train.cache))} records, served from {facts['tier']}"
+        log.info("%s: %s", message, facts["reason"])
         self.journal.tell(
             "started",
             {
-                "message": f"trains on {format_count(len(train.cache))} records, served from {facts['tier']}",
+                "message": message,
                 "epochs": self.job.epochs,
                 "train_samples": len(train.cache),
                 "val_samples": sum(len(one.cache) for one in caches[1:]),
@@ -134,7 +138,7 @@ def fit_records(
             folder=run.folder,
             expected=run.job.checkpoint is not None,
             meter=meter,
-            on_event=lambda kind, told: _pass_on(run, kind, told),
+            on_event=_Lines(run).take,
         )
 
 
@@ -184,28 +188,39 @@ def _loader(
     )
 
 
-def _pass_on(run: JobRun, kind: str, facts: Mapping[str, Json]) -> None:
-    """What happened in training, as lines."""
-    journal, told = run.journal, dict(facts)
-    if kind == "batch":
-        done = int(str(told["epoch"])) - 1 + int(str(told["batch"])) / int(str(told["batches"]))
-        # The row of a job counts finished epochs, so the one in progress has another name.
-        journal.tell("batch", {**told, "epoch": int(str(told["epoch"])) - 1, "progress": run.share(done)})
-    elif kind == "epoch":
-        _tell_epoch(run, told)
-    elif kind == "skip":
-        _passed_over(run, str(told["why"]))
-    elif kind == "resume":
-        row: Any = told["row"]
-        if row and row["epoch"] > journal.epoch:  # a kill came between its checkpoint and its line
-            _tell_epoch(run, row)
-        journal.tell("progress", {"message": f"goes on after epoch {told['epoch']}, step {told['step']}"})
+class _Lines:
+    """What happens in training, as lines."""
 
+    def __init__(self, run: JobRun) -> None:
+        self._run = run
+        self._checkpoint = run.job.checkpoint
 
-def _tell_epoch(run: JobRun, row: Mapping[str, Any]) -> None:
-    epoch = int(row["epoch"])
-    more = {"progress": run.share(epoch), "message": f"epoch {epoch} of {run.job.epochs}"}
-    run.journal.tell("metrics", {**row, "checkpoint": f"last-{row['step']:09d}", **more})
+    def take(self, kind: str, facts: Mapping[str, Json]) -> None:
+        """One event of `fit`."""
+        journal, told = self._run.journal, cast("Mapping[str, Any]", facts)
+        if kind == "batch":
+            done = told["epoch"] - 1 + told["batch"] / told["batches"]
+            # The row of a job counts finished epochs, and this one is not.
+            journal.tell("batch", {**told, "epoch": told["epoch"] - 1, "progress": self._run.share(done)})
+        elif kind == "epoch":
+            self._tell_epoch(told)
+        elif kind == "checkpoint" and told["kind"] == "last":
+            self._checkpoint = str(told["name"])
+        elif kind == "skip":
+            _passed_over(self._run, told["why"])
+        elif kind == "resume":
+            row = told["row"]
+            if row and row["epoch"] > journal.epoch:  # a kill came between its checkpoint and its line
+                self._tell_epoch(row)
+            journal.tell("progress", {"message": f"goes on after epoch {told['epoch']}, step {told['step']}"})
+
+    def _tell_epoch(self, row: Mapping[str, Any]) -> None:
+        epoch = int(row["epoch"])
+        more = {"progress": self._run.share(epoch), "message": f"epoch {epoch} of {self._run.job.epochs}"}
+        losses = f"loss {row['train_loss']:.4g}, validation {row.get('val_loss', math.nan):.4g}"
+        log.info("%s: %s, %.3g s", more["message"], losses, row["seconds"])
+        known = {} if self._checkpoint is None else {"checkpoint": self._checkpoint}
+        self._run.journal.tell("metrics", {**row, **known, **more})
 
 
 def _passed_over(run: JobRun, why: str) -> None:

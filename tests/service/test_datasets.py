@@ -1,0 +1,196 @@
+"""The registry of data sets, and looking at them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from stoker.errors import ConfigError, Conflict, NotFound, SourceError, StalledError
+from stoker.service.database import Database
+from stoker.service.dataset_requests import Generation, Registration
+from stoker.service.datasets import Datasets, describe
+from stoker.service.job_file import JobFile
+from stoker.service.jobs import Jobs
+from stoker.service.look import look
+from stoker.service.looks import LOOKS
+from stoker.service.runs.generate import generate
+from stoker.service.runs.journal import Journal
+from tests.service.job_folders import SMALL, burgers_dataset, images_dataset, is_sound, radio_dataset
+
+
+def registration(**given: Any) -> Any:
+    return TypeAdapter(Registration).validate_python(given)
+
+
+def generation(**given: Any) -> Any:
+    return TypeAdapter(Generation).validate_python(given)
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    opened = Database(f"sqlite:///{tmp_path}/stoker.db")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def datasets(database: Database, tmp_path: Path) -> Datasets:
+    """Looks in this process; what is outside of the test's folder is refused."""
+
+    def check(path: str) -> Path:
+        if not Path(path).is_relative_to(tmp_path):
+            raise ConfigError(f"{path} is outside")
+        return Path(path)
+
+    return Datasets(
+        database, tmp_path / "data", check, look=lambda what, *given, **named: LOOKS[what](*given, **named)
+    )
+
+
+def test_radio_rows_are_registered_under_their_own_id(datasets: Datasets, tmp_path: Path) -> None:
+    there = radio_dataset(tmp_path)
+    request = registration(kind="radio", name="lab", url=there["spec"]["url"], set=SMALL.dataset_id)
+
+    made = datasets.register(request)
+
+    assert made.id == str(SMALL.dataset_id)
+    assert (made.facts["samples"], made.facts["without_place"], made.health) == (300, 0, "unknown")
+    assert datasets.register(request) == made, "twice the same is once"
+    assert datasets.get("lab") == datasets.get(made.id) == made
+    assert describe(datasets._database, [made.id]) == [there]
+    checked = datasets.validate("lab")
+    assert checked.health == "good"
+    assert {row["check"] for row in checked.report} >= {"rows", "without_place", "gdop", "receivers"}
+    rows = datasets.samples("lab", limit=3, offset=1)
+    assert len(rows) == 3
+    assert 43 < rows[0]["tx_latitude"] < 47  # type: ignore[operator]
+    datasets.delete("lab")
+    assert datasets.count() == 0
+    assert (tmp_path / "radio.db").exists()
+
+
+def test_a_name_is_one_data_sets(datasets: Datasets, tmp_path: Path) -> None:
+    there = radio_dataset(tmp_path)
+    own = {"kind": "radio", "url": there["spec"]["url"], "set": SMALL.dataset_id}
+    datasets.register(registration(name="lab", **own))
+    path = burgers_dataset(tmp_path)["spec"]["path"]
+
+    with pytest.raises(Conflict, match="is there under another name: 'lab'"):
+        datasets.register(registration(name="other", **own))
+    with pytest.raises(Conflict, match="is the name of another data set"):
+        datasets.register(registration(kind="hdf5", name="lab", path=path))
+    with pytest.raises(NotFound, match="registered as gone, lost"):
+        datasets.resolve(["gone", "lab", "lost"])
+
+
+def test_files_and_images_are_looked_at(datasets: Datasets, tmp_path: Path) -> None:
+    simulations = datasets.register(
+        registration(kind="hdf5", name="b", path=burgers_dataset(tmp_path)["spec"]["path"])
+    )
+    images = datasets.register(
+        registration(kind="images", name="i", path=images_dataset(tmp_path)["spec"]["path"])
+    )
+
+    assert simulations.facts["samples"] == 12
+    assert images.facts["classes"] == ["dark", "light"]
+    assert (datasets.validate("b").health, datasets.validate("i").health) == ("good", "good")
+    (tmp_path / "images" / "dark" / "0.png").write_bytes(b"no image")
+    assert datasets.validate("i").health == "bad"
+    assert datasets.samples("i", limit=1)[0]["key"] == "dark/0"
+
+
+def test_data_that_says_what_is_for_validation_is_known_to(datasets: Datasets, tmp_path: Path) -> None:
+    images_dataset(tmp_path)
+    (tmp_path / "images").rename(tmp_path / "train")
+    images_dataset(tmp_path / "more")
+    (tmp_path / "both").mkdir()
+    (tmp_path / "train").rename(tmp_path / "both" / "train")
+    (tmp_path / "more" / "images").rename(tmp_path / "both" / "val")
+
+    made = datasets.register(registration(kind="images", name="i", path=str(tmp_path / "both")))
+
+    assert made.spec["named_splits"] is True
+
+
+def test_what_is_not_there_or_not_allowed_is_refused(datasets: Datasets, tmp_path: Path) -> None:
+    there = radio_dataset(tmp_path)["spec"]
+    (tmp_path / "text.h5").write_text("nothing")
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    (tmp_path / "images" / "a" / "x.png").symlink_to("/etc/hostname")
+    other = uuid.uuid4()
+    for given, kind, why in (
+        ({"kind": "radio", "url": there["url"], "set": other}, SourceError, f"no row of data set {other}"),
+        ({"kind": "radio", "url": there["url"], "set": other, "table": "x"}, SourceError, "no table x"),
+        ({"kind": "radio", "url": f"sqlite:///{tmp_path}/no.db", "set": other}, SourceError, "no such file"),
+        (
+            {"kind": "radio", "url": "postgresql://me:pass@db/x", "set": other},
+            ConfigError,
+            "holds a password",
+        ),
+        ({"kind": "radio", "url": "sqlite:////etc/x.db", "set": other}, ConfigError, "outside"),
+        ({"kind": "hdf5", "path": "/etc/passwd"}, ConfigError, "outside"),
+        ({"kind": "hdf5", "path": str(tmp_path / "text.h5")}, SourceError, "text.h5"),
+        ({"kind": "images", "path": str(tmp_path / "images")}, SourceError, "leads out of"),
+    ):
+        with pytest.raises(kind, match=why) as refused:
+            datasets.register(registration(name="n", **given))
+        assert "pass@" not in str(refused.value)
+    assert datasets.count() == 0
+
+
+@pytest.mark.parametrize(
+    "made", [{"kind": "radio", "rows": 40}, {"kind": "hdf5", "trajectories": 3, "steps": 5, "points": 32}]
+)
+def test_a_generated_data_set_is_there_once_its_job_made_it(
+    datasets: Datasets, tmp_path: Path, made: dict[str, Any]
+) -> None:
+    noted = datasets.generate(generation(name="new", **made))
+    assert noted.health == "making"
+    with pytest.raises(SourceError):
+        datasets.inspect("new")
+    job = JobFile(
+        id="g", name="g", kind="generation", attempt=1, epochs=1, epoch=0, checkpoint=None, config={},
+        datasets=describe(datasets._database, [noted.id]), dataset_ids=[noted.id], caches="", data="",
+        limits={},
+    )  # fmt: skip
+
+    for first in (True, False):
+        assert generate(job, Journal(tmp_path / "events.jsonl"))["made"] is first
+
+    found = datasets.inspect("new")
+    assert (found.health, found.facts["samples"]) == ("unknown", noted.facts["samples"])
+    assert datasets.validate("new").health == "good"
+    datasets.delete("new")
+    with pytest.raises(SourceError):
+        LOOKS["facts"](found.kind, found.spec)
+
+
+def test_what_a_job_needs_is_not_deleted(datasets: Datasets, database: Database, tmp_path: Path) -> None:
+    datasets.register(registration(kind="hdf5", name="b", path=burgers_dataset(tmp_path)["spec"]["path"]))
+    id, jobs = datasets.get("b").id, Jobs(database)
+    job, _ = jobs.create({}, name="j", epochs=1, dataset_ids=[id])
+
+    with pytest.raises(Conflict, match=f"needed by job {job.id}"):
+        datasets.delete("b")
+    jobs.cancel(job.id)
+    datasets.delete("b")
+    with pytest.raises(NotFound):
+        describe(database, [id])
+    assert is_sound(tmp_path / "burgers.hdf5")
+
+
+def test_looking_is_done_elsewhere_and_not_for_ever(tmp_path: Path) -> None:
+    spec = radio_dataset(tmp_path)["spec"]
+
+    assert look("facts", "radio", spec)["samples"] == 300
+    with pytest.raises(SourceError, match="no row of data set"):
+        look("facts", "radio", {**spec, "set": str(uuid.uuid4())})
+    with pytest.raises(StalledError, match=r"radio\.db took more than 0\.001 s"):
+        look("facts", "radio", spec, deadline_s=0.001)
+    with pytest.raises(SourceError, match="ended the process"):
+        look("nothing", "radio", spec)
