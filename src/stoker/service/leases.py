@@ -92,6 +92,7 @@ class Leases:
                 worker=worker,
                 attempt=JOBS.c.attempt + 1,
                 lease_until=clock + self.terms.lease_s,
+                message="",
                 started=sa.func.coalesce(JOBS.c.started, database.wall),
             )
             .returning(JOBS)

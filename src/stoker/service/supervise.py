@@ -224,9 +224,10 @@ class _Member:
             _log.error("worker %s ended with status %d; it is started again", self._name, code)
             dead, self._process = self._name, None
             self._deaths += 1
-            by_itself = code >= 0 and now - self._born < _STEADY_S  # what it cannot bear may last
+            lived_s = now - self._born
+            by_itself = code >= 0 and lived_s < _STEADY_S  # what it cannot bear may last
             self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S) if by_itself else _SHORTEST_WAIT_S
-            self._start_from = now + self._wait_s if by_itself else now
+            self._start_from = now + self._wait_s if by_itself or lived_s < 1.0 else now
         if self._process is None and now >= self._start_from:
             self._name = f"{os.uname().nodename}-{self._slot}-{secrets.token_hex(4)}"  # see abandon_slot
             try:
