@@ -1,8 +1,8 @@
 """Question: how fast are JPEGs decoded and resized into a cache, against a plain DataLoader of two workers?
 
-All contenders read the same files and give uint8 images of 3 x 224 x 224: `precompute` with two readers, which also
-digests, checks and stores them (whole call, into a fresh folder each time), and a torch DataLoader with two worker
-processes over a Dataset that opens, decodes and resizes with Pillow (one epoch, batches of 64). Both with Pillow's
+All contenders read the same files and give uint8 images of 3 x 224 x 224: `precompute` with as many readers as it
+chooses or with two, which also digests, checks and stores them (whole call, into a fresh folder each time), and a torch
+DataLoader with two worker processes over a Dataset that opens, decodes and resizes with Pillow (one epoch, batches of 64). Both with Pillow's
 reduced decoding of JPEG (`draft`) and without. Then a second epoch: batches of the cache, against the DataLoader
 again. Whole wall times, page cache warm, medians of interleaved rounds.
 
@@ -76,11 +76,11 @@ def main() -> None:
 def measure(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     files = prepare(folder / "images", arguments.folder, arguments.count)
 
-    def fill(reduced: bool) -> float:
+    def fill(reduced: bool, readers: int | None) -> float:
         shutil.rmtree(folder / "cache", ignore_errors=True)
         begin = time.perf_counter()
         source = stoker.ImageSource(folder / "images", size=(SIZE, SIZE), reduced=reduced)
-        cache = stoker.precompute(source, None, folder / "cache", name="c", readers=2)
+        cache = stoker.precompute(source, None, folder / "cache", name="c", readers=readers)
         took = time.perf_counter() - begin
         assert len(cache) == len(files)
         return took
@@ -100,9 +100,10 @@ def measure(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]
 
     taken = medians(
         {
-            "precompute": lambda: fill(True),
+            "precompute": lambda: fill(True, None),
+            "precompute, two readers": lambda: fill(True, 2),
             "DataLoader": lambda: load(False),
-            "precompute, full decoding": lambda: fill(False),
+            "precompute, full decoding": lambda: fill(False, None),
             "DataLoader with draft": lambda: load(True),
             "second epoch, from the cache": serve,
         },

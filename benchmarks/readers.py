@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 import stoker
-from measure import publish
+from measure import RESULTS, commit, publish
 from precompute_wall import SPACE, write
 from stoker.pipeline.radio import RadioSpec
 from stoker.pipeline.radio_store import TABLE, radio_columns, write_radio
@@ -107,6 +107,7 @@ def question(kind: str, folder: Path, rounds: int) -> dict[str, Any]:
     best = max((name for name in rates if name != "null"), key=lambda name: rates[name])
     return {
         "source": kind,
+        "commit": commit(),
         "records_s": {("auto" if n == "null" else n): round(rate, 1) for n, rate in rates.items()},
         "best_fixed": int(best),
         "auto_ended_with": [int(one["readers"]) for one in taken["null"]],
@@ -140,7 +141,15 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 make_data(Path(folder), int(counts[kind] * options.scale))
                 rows.append(question(kind, Path(folder), options.rounds))
-    publish("readers", rows, save=options.save)
+    publish("readers", others("readers", rows) + rows, save=options.save)
+
+
+def others(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Saved rows of sources that were not measured now: all four together take longer than a coffee."""
+    saved = RESULTS / f"{name}.jsonl"
+    lines = saved.read_text().splitlines()[1:] if saved.exists() else []
+    measured = {row["source"] for row in rows}
+    return [row for row in map(json.loads, lines) if row["source"] not in measured]
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from stoker.pipeline.served import served_loads
+from stoker.plan import Rates
 from stoker.precompute import trial
 from stoker.sources.hdf5 import HDF5Source
 from tests.cli.commands import run, run_json
@@ -20,7 +21,8 @@ FAST = ("--steps", "3")
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches are served from each tier for a moment, not for seconds."""
+    """Batches are served from each tier for a moment, not for seconds, and no rate is measured."""
+    monkeypatch.setattr("stoker.pipeline.profile.measure_rates", lambda *_, **__: Rates())
     monkeypatch.setattr("stoker.pipeline.profile.served_loads", partial(served_loads, seconds=0.01))
 
 

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
 import json
+import os
+import sqlite3
+import struct
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from stoker.monitor import GpuAbsent
+from stoker.monitor import GpuAbsent, GpuSample
+from stoker.monitor.gpu_watch import GpuWatch
 from stoker.pipeline.tracking import COST, GPU, Phase, RunTracking, Startup, tracking
 from tests.cli.commands import run, run_json
 
@@ -60,11 +67,14 @@ def test_the_page_holds_start_up_tiers_caches_machine_settings_and_recipe(projec
         "Recipe of burgers1d_train",
         "training.batch_size",
         "not measured: training.device",
-        "data:image/png;base64",
+        "validation NRMSE</text>",
     ):
         assert words in page, words
-    assert 'src="http' not in page
-    assert "href=" not in page
+    assert page.count("<svg") == 3
+    assert "src=" not in page
+    outside = page.replace("http://www.w3.org/", "").replace('xlink:href="#', "")
+    assert "http" not in outside.partition("Settings")[0]
+    assert "href=" not in outside
 
 
 def test_an_absent_package_is_refused_before_anything_is_encoded(
@@ -129,3 +139,146 @@ def test_a_gpu_is_given_in_per_cent_and_its_absence_in_words(project: Path) -> N
     assert GPU not in told[1]
     assert tracked.gpu is not None
     assert tracked.gpu.reason == "fell off the bus"
+
+
+NAMES = {
+    "startup/cache_precompute_time_min", "startup/cache_reused", "startup/total_startup_time_min",
+    "training/epoch_time_sec", "training/epoch_loss", "training/stall", "training/samples_per_sec",
+    "tier/host", "validation/nrmse", COST,
+}  # fmt: skip
+"""What a run on a CPU keeps, whoever keeps it."""
+STEPS = {"training/loss", "training/lr", "training/grad_norm"}
+"""What trackers get beside that; in `metrics.jsonl` they are lines of another kind."""
+THEIRS = """
+import json
+
+class Keeper:
+    def start(self, run):
+        self.file = run.folder / "theirs.jsonl"
+    def log(self, step, values):
+        with self.file.open("a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\\n")
+    def end(self, status):
+        self.log(-1, {"status": status})
+"""
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A distribution of somebody else that brings a tracker."""
+    info = tmp_path / "site" / "theirs-1.0.dist-info"
+    info.mkdir(parents=True)
+    (tmp_path / "site" / "keeper_of_theirs.py").write_text(THEIRS)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[stoker.trackers]\ntheirs = keeper_of_theirs:Keeper\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    path = os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    monkeypatch.setenv("PYTHONPATH", path)
+    return "theirs"
+
+
+class Busy:
+    """A GPU of a machine that has one; nothing computes on it."""
+
+    def sample(self) -> GpuSample:
+        return GpuSample(name="a GPU", utilisation=0.5, used_bytes=1, total_bytes=2, power_w=None)
+
+    def close(self) -> None:
+        pass
+
+
+def test_every_figure_reaches_console_metrics_and_a_tracker_of_others(
+    project: Path, theirs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one GPU, without torchrun: by the driver's library, whose figures are made up here."""
+    watch = partial(GpuWatch, opening=lambda uuid: cast("Any", Busy()), every_s=0.001)
+    monkeypatch.setattr("stoker.pipeline.tracking.GpuWatch", watch)
+    monkeypatch.setattr("stoker.pipeline.tracking.device_of", lambda config: "cuda")
+    monkeypatch.setattr("stoker.pipeline.tracking._uuid", lambda device: "GPU-abc")
+
+    _, said = run("train", "c.yaml", f"training.trackers={theirs}", "training.price_per_hour=3600")
+
+    folder = project / "runs" / "burgers1d"
+    kept = rows(folder)
+    own = {name: value for row in kept for name, value in row.items() if "/" in name}
+    told = [json.loads(line) for line in (folder / "theirs.jsonl").read_text().splitlines()]
+    assert own.keys() >= NAMES | {GPU}
+    assert own[GPU] == 50.0
+    assert told[-1] == {"step": -1, "status": "finished"}
+    for row in kept:  # each to the last digit, at its own step
+        values = {name: value for name, value in row.items() if "/" in name}
+        assert {"step": row["step"], **values} in told
+    assert {name for row in told for name in row} >= STEPS
+    for words in ("GPU 50 % busy", "samples/s", "cost so far", "first batch in all", "stall"):
+        assert words in said, words
+
+
+def names_of_tensorboard(folder: Path) -> dict[str, float]:
+    events = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator",
+        reason="needs tensorboard: pip install 'stoker[trackers]'",
+        exc_type=ImportError,
+    )
+    read = events.EventAccumulator(str(folder / "tensorboard"))
+    read.Reload()
+    return {name: read.Scalars(name)[-1].value for name in read.Tags()["scalars"]}
+
+
+def names_of_wandb(folder: Path) -> dict[str, float]:
+    """Of the history rows in the file of the offline run."""
+    protocol = pytest.importorskip("wandb.proto.wandb_internal_pb2", exc_type=ImportError)
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    found: dict[str, float] = {}
+    for data in records_of_a_log(file.read_bytes()):
+        record = protocol.Record()
+        record.ParseFromString(data)
+        for item in record.history.item:
+            found["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+    return found
+
+
+def records_of_a_log(data: bytes) -> Iterator[bytes]:
+    """LevelDB's log format: blocks of 32 KiB, records in pieces of a kind (1 whole, 2 first, 3, 4 last)."""
+    at, whole = 7, b""  # after the file's own header
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):
+            yield whole
+            whole = b""
+
+
+def names_of_mlflow(folder: Path) -> dict[str, float]:
+    with closing(sqlite3.connect(folder / "mlflow.db")) as store:
+        return dict(store.execute("select key, value from metrics order by step"))
+
+
+@pytest.mark.parametrize(
+    ("tracker", "package", "read"),
+    [
+        ("tensorboard", "tensorboard", names_of_tensorboard),
+        ("wandb", "wandb", names_of_wandb),
+        ("mlflow", "mlflow", names_of_mlflow),
+    ],
+)
+def test_every_figure_is_read_back_from_the_real_package(
+    project: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, package: str, read: Any
+) -> None:
+    pytest.importorskip(package, reason=f"needs {package}: pip install 'stoker[trackers]'")
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(project))  # no credentials there
+
+    run("train", "c.yaml", f"training.trackers={tracker}", "training.price_per_hour=3600")
+
+    folder = project / "runs" / "burgers1d"
+    found = read(folder)
+    assert found.keys() >= NAMES | STEPS
+    last = rows(folder)[-1]
+    for name in NAMES & last.keys():
+        assert found[name] == pytest.approx(last[name], rel=1e-6), name

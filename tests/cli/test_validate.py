@@ -19,7 +19,8 @@ def test_validate_has_a_row_for_each_thing(project: Path) -> None:
 
     checks = {row["check"].split()[0]: row["status"] for row in report["rows"]}
     assert checks.keys() == {
-        "config", "training", "data", "encoder", "cache", "windows", "run", "gpu", "memory", "disk",
+        "config", "training", "data", "encoder", "cache", "windows", "run", "gpu", "driver", "shm", "memory",
+        "disk", "inodes",
     }  # fmt: skip
     assert set(checks.values()) <= {"pass", "warn"}
     assert all({"check", "status", "detail"} == row.keys() for row in report["rows"])
@@ -59,7 +60,7 @@ def test_validate_shows_disk_also_when_memory_does_not_suffice(project: Path) ->
         "validate", "c.yaml", "training.reserve_bytes=999999999999999", "training.tier=host", exit_code=6
     )
 
-    assert [row["check"] for row in report["rows"]][-3:] == ["gpu", "memory", "disk"]
+    assert [row["check"] for row in report["rows"]][-3:] == ["memory", "disk", "inodes"]
 
 
 def test_validate_shows_memory_also_when_the_disk_does_not_answer(

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import stoker
 from stoker.compat import GPUCachedDataset, GPUDataLoader, create_gpu_cached_dataloaders
 from stoker.errors import ConfigError
+from tests.encoders.tiny_dinov2 import make_model
 
 
 class Hands(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -105,10 +107,28 @@ def test_the_factory_takes_the_earlier_keys(tmp_path: Path) -> None:
         create_gpu_cached_dataloaders({"gpu_maxsamples": 3})
 
 
+def test_features_of_a_local_model_lie_beside_the_images(tmp_path: Path) -> None:
+    """Under the earlier name, and equal to what the encoder gives; one more setting, another cache."""
+    pytest.importorskip("transformers", reason="pip install 'stoker[features]'")
+    folder = make_model(tmp_path / "model")
+    sized = [{"image": torch.full((3, 14, 28), n, dtype=torch.uint8), "n": n} for n in range(6)]
+    common: dict[str, Any] = {"dataset": sized, "normalize": False}
+
+    dataset = cached(tmp_path, load_dinov2_features=True, dinov2_folder=folder, **common)
+
+    encoder = stoker.FeatureEncoder(folder, "mean")
+    wanted = encoder.encode({"image": torch.stack([one["image"] for one in sized])})["features"]
+    (batch,) = GPUDataLoader(dataset, 6, shuffle=False)
+    torch.testing.assert_close(batch["dinov2_features"], wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(batch["image"][:, 0, 0, 0], torch.arange(6) / 255)
+    assert batch["n"].tolist() == [*range(6)]
+    assert dataset.cache.path != cached(tmp_path, **common).cache.path
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"load_dinov2_features": True}, "features are an encoder of their own"),
+        ({"load_dinov2_features": True}, "needs dinov2_folder=, a local folder"),
         ({"dataset": None}, "where are the images"),
         ({"dataset": [torch.ones(3)] * 4}, "Expected one named 'image'"),
         ({"max_samples": 3}, "draw from it yourself"),

@@ -19,20 +19,13 @@ from stoker.errors import EncoderError
 from stoker.schema import Field, Schema
 from stoker.store import make_recipe
 from stoker.testing import check_encoder
+from tests.encoders.tiny_dinov2 import MEAN, PROCESSOR, STD, make_model
 from tests.sources.images.pictures import encoded, square
 
 pytestmark = pytest.mark.skipif(
     find_spec("transformers") is None, reason="transformers is not installed: pip install 'stoker[features]'"
 )
 
-MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-PROCESSOR = {
-    "image_processor_type": "BitImageProcessor",
-    "do_resize": True, "size": {"shortest_edge": 32}, "resample": 3,
-    "do_center_crop": True, "crop_size": {"height": 28, "width": 28},
-    "do_rescale": True, "rescale_factor": 1 / 255,
-    "do_normalize": True, "image_mean": MEAN, "image_std": STD, "do_convert_rgb": True,
-}  # fmt: skip
 SAMPLES: Schema = {
     "image": Field(shape=(3, 28, 42), dtype="uint8"),
     "boxes": Field(shape=(2, 4), dtype="float32"),
@@ -42,26 +35,6 @@ SAMPLES: Schema = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("dinov2"))
-
-
-def make_model(folder: Path, registers: int = 0) -> Path:
-    from transformers import (
-        Dinov2Config,
-        Dinov2Model,
-        Dinov2WithRegistersConfig,
-        Dinov2WithRegistersModel,
-    )
-
-    torch.manual_seed(0)
-    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28}
-    if registers:
-        config = Dinov2WithRegistersConfig(**small, patch_size=14, num_register_tokens=registers)
-        model = Dinov2WithRegistersModel(config)
-    else:
-        model = Dinov2Model(Dinov2Config(**small, patch_size=14))
-    model.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
-    return folder
 
 
 def images(count: int = 3) -> torch.Tensor:

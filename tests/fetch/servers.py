@@ -72,8 +72,10 @@ def serving() -> Iterator[Files]:
             if fault == "wrong":
                 rest = bytes([rest[0] ^ 1]) + rest[1:]
             half = len(rest) // 2
+            if fault in ("short", "stuck"):  # never more than the first hundred bytes of all
+                rest = rest[: max(0, 100 - start)]
             self.wfile.write(rest if fault not in ("cut", "hang") else rest[:half])
-            if fault == "hang":
+            if fault in ("hang", "stuck"):
                 self.wfile.flush()
                 files.released.wait(30)
 

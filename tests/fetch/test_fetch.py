@@ -74,6 +74,8 @@ def test_files_of_all_kinds_arrive_and_a_second_time_nothing_moves(files: Files,
         pytest.param(["404"] * 9, "answers 404", id="missing"),
         pytest.param(["503"] * 9, "answers 503", id="failing"),
         pytest.param(["silent"] * 9, "", id="silent"),
+        pytest.param(["short"] * 9, "ended after 100 of 16,384 bytes", id="truncated"),
+        pytest.param(["stuck"] * 9, "", id="hanging"),
         pytest.param(["wrong"] * 9, "sha256 is", id="wrong-checksum"),
         pytest.param(["elsewhere"] * 9, "answers 302", id="leads-to-a-file"),
     ],
@@ -84,7 +86,7 @@ def test_one_of_three_that_fails_is_named_and_the_others_are_kept(
     files.content |= {"/a": BODY, "/b": BODY, "/c": BODY}
     files.faults["/b"] = faults
     want = [wanted(name, f"{files.url}/{name}") for name in "abc"]
-    settings = FetchSettings(stall_s=0.3, pause_s=0.02, tries=2, deadline_s=30.0)
+    settings = FetchSettings(stall_s=1.0, pause_s=0.02, tries=2, deadline_s=30.0)
     begin = time.monotonic()
 
     report = fetch_files(want, tmp_path, settings)

@@ -185,7 +185,7 @@ def _provider(box: Box) -> Iterator[None]:
 
 def a_repository(path: Path, files: dict[str, str]) -> str:
     """A repository with these files; returns the commit."""
-    path.mkdir(parents=True)
+    path.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text(text)

@@ -112,7 +112,7 @@ class Onlooker(threading.Thread):
         self._mark, self.seen, self.done = f"BOX={box.root}".encode(), set[bytes](), threading.Event()
 
     def run(self) -> None:
-        while not self.done.wait(0.001):
+        while not self.done.wait(0.01):
             for place in Path("/proc").glob("[0-9]*"):
                 try:
                     if self._mark in (place / "environ").read_bytes():

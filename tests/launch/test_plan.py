@@ -73,6 +73,11 @@ def test_no_secret_is_in_any_output(project: Path, vast: Vast) -> None:
     ):  # fmt: skip
         vast.instances = []
         outputs += run("launch", "vast", "configs/c.yaml", *words)
+    for fault, code in ((401, 3), (500, 1), (b"<html>", 1), (404, 1)):
+        for words in (["--debug"], ["--json"]):
+            vast.faults = [None, fault]
+            outputs += run("launch", "vast", "configs/c.yaml", *words, exit_code=code)
+            assert any("Traceback" in text for text in outputs[-2:]) == (words == ["--debug"])
 
     for secret in (SECRET, SECRET[::-1], "planted-account-key-55555"):
         assert not [text for text in outputs if secret in text]

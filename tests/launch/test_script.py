@@ -31,7 +31,7 @@ def test_every_step_runs_in_order_and_the_machine_is_stopped(box: Box) -> None:
     assert box.stopped()
     assert len(box.asked) == 1
     uploads = [call for call in box.calls() if call[:2] == ["rclone", "copy"]]
-    assert uploads[-1][-4:-1] == ["--", f"{box.workdir}/run.log", f"far:{box.root}/up/run"]
+    assert uploads[-1][-3:] == ["--", f"{box.workdir}/run.log", f"far:{box.root}/up/run"]
 
 
 @pytest.mark.parametrize(

@@ -177,3 +177,18 @@ def test_whatever_the_system_cannot_the_batches_are_the_same(
         assert max(Counter(refused).values()) <= 4, "it is not asked again and again"
     if way == "has none":
         assert len(refused) > 24
+
+
+@pytest.mark.parametrize(("size", "told"), [(100, 0), (1 << 15, 3)], ids=["small", "large"])
+def test_the_system_is_told_once_a_shard_to_read_nothing_around_large_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, told: int
+) -> None:
+    cache = write_cache(tmp_path, {"x": torch.zeros(12, size)}, shards=(4, 4, 4))
+    advice: list[int] = []
+    monkeypatch.setattr("os.posix_fadvise", lambda _fd, _begin, _size, how: advice.append(how))
+
+    loader = Loader(cache, batch_size=4, tier="disk")
+    for _ in range(2):
+        list(loader)
+
+    assert advice.count(os.POSIX_FADV_RANDOM) == told

@@ -245,8 +245,10 @@ def test_a_loader_inside_a_dataloader_is_refused_with_the_cure(cache: Cache) -> 
 
 def test_after_a_fork_it_serves_the_same(cache: Cache) -> None:
     code = f"""
-import os, torch
-torch.set_num_threads(1)
+import os, signal, torch
+torch.set_num_threads(2)
+large = torch.ones(1 << 22)
+large.sum()  # torch has threads now
 from stoker.loader import Loader
 from stoker.store import open_cache
 loader = Loader(open_cache({str(cache.path)!r}), batch_size=5, tier="host")
@@ -257,7 +259,8 @@ before = digest()
 assert len(set(before)) == len(before) > 1
 child = os.fork()
 if not child:
-    os._exit(0 if digest() == before else 1)
+    signal.alarm(60)
+    os._exit(0 if digest() == before and large.sum() == large.numel() else 1)
 assert os.waitpid(child, 0)[1] == 0
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stoker.errors import ConfigError, RecordError
+from stoker.errors import ConfigError, RecordError, StaleStateError
 from stoker.loader import Loader, Mixture, Pad, Windows
 from stoker.store import Cache
 from tests.loader.caches import write_cache
@@ -114,6 +114,69 @@ def test_a_state_goes_on_with_the_same_padded_batches(cache: Cache) -> None:
 
     for got, wanted in zip(other, whole[1:], strict=True):
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Cache:
+    """203 records of 0 to 99 numbers, and some of their first ones."""
+    lengths = [n * 37 % 100 for n in range(203)]
+    fields = {"u": [torch.full((n,), i) for i, n in enumerate(lengths)], "nu": torch.tensor(lengths)}
+    return write_cache(tmp_path_factory.mktemp("many"), fields, shards=(70, 133))
+
+
+def padding(loader: Loader) -> float:
+    """The part of an epoch's padded values that are none."""
+    masks = [batch["u.mask"] for batch in loader]
+    return 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks)
+
+
+def test_batches_of_similar_length_serve_every_record_once_with_little_padding(many: Cache) -> None:
+    loader = Loader(many, 8, order="bucket(10)", seed=1, ragged="pad")
+
+    first, second = list(loader), list(loader)
+
+    for epoch in (first, second):
+        assert sorted(int(n) for batch in epoch for n in batch["index"]) == list(range(203))
+        assert [len(batch["index"]) for batch in epoch] == [8] * 25 + [3]
+    assert not torch.equal(first[0]["index"], second[0]["index"])
+    assert padding(loader) < 0.15 < 0.35 < padding(Loader(many, 8, seed=1, ragged="pad"))
+    longest = [int(batch["nu"].max()) for batch in list(Loader(many, 8, order="bucket"))[:-1]]
+    assert longest != sorted(longest)
+    assert padding(Loader(many, 8, order="bucket(1)", ragged="pad")) > 0.35
+
+
+def test_batches_of_similar_length_are_the_same_for_every_tier_rank_and_stop(many: Cache) -> None:
+    common = {"order": "bucket(5)", "seed": 3, "ragged": "pack"}
+    whole = list(Loader(many, 8, tier="host", **common))
+    assert all(
+        torch.equal(a["u"], b["u"])
+        for a, b in zip(whole, list(Loader(many, 8, tier="disk", **common)), strict=True)
+    )
+
+    halves = [list(Loader(many, 4, rank=rank, world=2, drop_last=False, **common)) for rank in range(2)]
+    for place, pair in enumerate(zip(*halves, strict=False)):
+        assert torch.equal(torch.cat([half["index"] for half in pair]), whole[place]["index"])
+    means = [float(torch.cat([b["nu"] for b in half]).float().mean()) for half in halves]
+    assert abs(means[0] - means[1]) < 5  # sorted inside a batch, the first rank had all of the short ones
+
+    stopped = Loader(many, 8, **common)
+    taken = iter(stopped)
+    [next(taken) for _ in range(7)]
+    other = Loader(many, 4, rank=1, world=2, drop_last=False, **common)
+    other.load_state_dict(stopped.state_dict())
+    rest = [batch["index"].tolist() for batch in other]
+    assert rest == [batch["index"].tolist() for batch in halves[1][7:]]
+    with pytest.raises(StaleStateError, match="global_batch 8 there, 5 here"):
+        Loader(many, 5, **common).load_state_dict(stopped.state_dict(), allow_rebatch=True)
+
+
+def test_an_order_by_length_needs_records_that_have_one(many: Cache, tmp_path: Path) -> None:
+    alike = write_cache(tmp_path, {"x": torch.ones(5, 2)})
+
+    with pytest.raises(ConfigError, match=r"order bucket\(50\) puts records of similar length.*one shape"):
+        Loader(alike, 2, order="bucket")
+    with pytest.raises(ConfigError, match=r"bucket\(0\)' is not a kind of order"):
+        Loader(many, 2, order="bucket(0)")
 
 
 def test_transforms_see_joined_batches_and_mixtures_take_them(cache: Cache, tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from stoker.config import Config, load_config
+from stoker.encoders.features import FeatureEncoder
 from stoker.errors import ConfigError
 from stoker.pipeline.build import tasks_of
 from stoker.pipeline.plan import plan_config
 from stoker.pipeline.precompute import precompute_config
 from stoker.pipeline.train import train_config
 from stoker.pipeline.validate import validate_config
+from tests.encoders.tiny_dinov2 import make_model
 from tests.sources.images.pictures import write_list, write_voc
 
 
@@ -47,6 +49,28 @@ def test_images_are_cached_by_split_under_the_folders_name_and_boxes_keep_their_
     assert caches[0].cache[0]["boxes"].dtype == torch.float32
     assert caches[0].cache[0]["boxes"][0].tolist() == [8, 4, 24, 20.5]
     assert precompute_config(loaded(settings)).caches[0].encoded == 0
+
+
+def test_images_become_features_of_a_local_model(settings: Path, tmp_path: Path) -> None:
+    """As the encoder itself makes them; nothing is asked of a network, which would fail here."""
+    pytest.importorskip("transformers", reason="pip install 'stoker[features]'")
+    folder = make_model(tmp_path / "model")
+    text = settings.read_text().replace("[24, 32]", "[28, 42]").replace("{readers", "{keep: image, readers")
+    settings.write_text(f"{text}encoder: {{kind: features, folder: {folder}, pooling: mean}}\n")
+
+    first = precompute_config(loaded(settings)).caches
+
+    encoder = FeatureEncoder(folder, "mean")
+    for cache in (one.cache for one in first):
+        images = torch.stack([cache[n]["image"] for n in range(len(cache))])
+        found = torch.stack([cache[n]["features"] for n in range(len(cache))])
+        torch.testing.assert_close(found, encoder.encode({"image": images})["features"], rtol=0, atol=1e-5)
+        assert "boxes" in cache.schema
+    assert [one.encoded for one in precompute_config(loaded(settings)).caches] == [0, 0]
+    other = precompute_config(loaded(settings, "encoder.pooling=tokens")).caches[0]
+    assert other.cache[0]["features"].shape == (7, 16)
+    with pytest.raises(ConfigError, match=r"needs encoder\.folder, a local folder"):
+        precompute_config(loaded(settings, "encoder.folder=null"))
 
 
 def test_a_storage_dtype_can_be_given_for_all_or_for_one_field(settings: Path) -> None:

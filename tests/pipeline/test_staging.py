@@ -2,7 +2,9 @@ import fcntl
 import json
 import os
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -10,10 +12,15 @@ import pytest
 
 from stoker.config import load_config
 from stoker.errors import ConfigError, ResourceError, SourceError, StalledError
-from stoker.pipeline import stage_copy, staging
+from stoker.fetch import folder as fetch_folder
+from stoker.fetch import partial
+from stoker.fetch.folder import FileStream
+from stoker.fetch.partial import paths_of
+from stoker.pipeline import stage_prune, staging
 from stoker.pipeline.build import build_source
 from stoker.pipeline.precompute import precompute_config
 from stoker.pipeline.stage_copy import is_staged, look_at, stage_file
+from stoker.pipeline.stage_prune import prune_staged
 from stoker.pipeline.staging import stage_config, stage_task
 from stoker.plan.mounts import Mount
 
@@ -22,8 +29,8 @@ LOCAL = Mount(point="/", kind="ext4", source="/dev/sda")
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_copy, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(stage_copy, "PIECE_BYTES", 300)
+    monkeypatch.setattr(partial, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(fetch_folder, "PIECE_BYTES", 1000)
     monkeypatch.setattr(staging, "RESERVE_BYTES", 0)
 
 
@@ -102,16 +109,16 @@ def test_a_stopped_copy_goes_on_and_damage_in_it_is_found(tmp_path: Path, monkey
     objects.mkdir()
     reads = iter(range(5))
 
-    def stop(*args: object) -> bytes:
+    def stop(stream: FileStream) -> bytes:
         next(reads)
-        return real(*args)
+        return real(stream)
 
-    real = stage_copy._read
-    monkeypatch.setattr(stage_copy, "_read", stop)
+    real = FileStream.read
+    monkeypatch.setattr(FileStream, "read", stop)
     with pytest.raises(StopIteration):
         stage_file(original, objects, deadline_s=20)
-    monkeypatch.setattr(stage_copy, "_read", real)
-    part = objects / f"{original.object}.part"
+    monkeypatch.setattr(FileStream, "read", real)
+    part, _ = paths_of(objects / original.object)
     assert part.stat().st_size == 5000
     with part.open("r+b") as file:  # a block that did not reach the disk
         file.seek(3100)
@@ -122,16 +129,39 @@ def test_a_stopped_copy_goes_on_and_damage_in_it_is_found(tmp_path: Path, monkey
     assert sorted(file.suffix for file in objects.iterdir()) == ["", ".json", ".lock"]
 
 
+def test_a_copy_that_does_not_read_back_gets_no_name(tmp_path: Path, monkeypatch) -> None:
+    path, objects = tmp_path / "a.bin", tmp_path / "objects"
+    path.write_bytes(os.urandom(3500))
+    objects.mkdir()
+    original, real = look_at(path), partial.Partial.keep
+
+    def keep(one: partial.Partial) -> None:
+        real(one)
+        part, _ = paths_of(objects / original.object)
+        if part.exists():
+            with part.open("r+b") as file:  # a disk that does not keep what it was given
+                file.seek(2500)
+                file.write(b"torn")
+
+    monkeypatch.setattr(partial.Partial, "keep", keep)
+    with pytest.raises(SourceError, match="does not read back"):
+        stage_file(original, objects, deadline_s=20)
+    assert not is_staged(original, objects)
+    monkeypatch.setattr(partial.Partial, "keep", real)
+    assert stage_file(original, objects, deadline_s=20) == 1500
+    assert (objects / original.object).read_bytes() == path.read_bytes()
+
+
 def test_a_file_that_changes_meanwhile_is_no_copy(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(bytes(3000))
-    original, real = look_at(path), stage_copy._read
+    original, real = look_at(path), FileStream.read
 
-    def read(*args: object) -> bytes:
+    def read(stream: FileStream) -> bytes:
         os.utime(path, ns=(1, 1))
-        return real(*args)
+        return real(stream)
 
-    monkeypatch.setattr(stage_copy, "_read", read)
+    monkeypatch.setattr(FileStream, "read", read)
     (tmp_path / "o").mkdir()
     with pytest.raises(SourceError, match="changed while it was staged"):
         stage_file(original, tmp_path / "o", deadline_s=20)
@@ -144,7 +174,7 @@ def test_a_read_that_stalls_ends_in_time(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(bytes(3000))
     never = threading.Event()
-    monkeypatch.setattr(stage_copy.os, "pread", lambda *_: never.wait(30))
+    monkeypatch.setattr(os, "pread", lambda *_: never.wait(30))
     (tmp_path / "o").mkdir()
     with pytest.raises(StalledError, match=r"staging .*a\.bin.*was not there after 0\.3 s"):
         stage_file(look_at(path), tmp_path / "o", deadline_s=0.3)
@@ -200,6 +230,80 @@ def test_never_means_never_and_says_so(files: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "cache" / ".staged").exists()
 
 
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two days from now: what is made in the test was not used since."""
+    past = time.time() + 2 * 86400
+    monkeypatch.setattr(stage_prune, "time", SimpleNamespace(time=lambda: past))
+
+
+def test_copies_of_files_that_changed_or_are_gone_are_pruned(files: Path, tmp_path: Path, later) -> None:
+    """And those of unchanged files stay, of whatever set; a dry run removes nothing."""
+    config = settings(files, tmp_path, "data.stage=always")
+    stage_config(config)
+    folder = tmp_path / "cache" / ".staged"
+    assert prune_staged(folder).removed == []
+    (files / "burgers1d_val.h5").touch()
+    (files / "burgers1d_extra.h5").write_bytes(b"more")
+    (files / "burgers1d_extra.h5").rename(files / "burgers1d_test.h5")
+    stage_file(look_at(files / "burgers1d_test.h5"), folder / "objects", deadline_s=5)
+    (files / "burgers1d_test.h5").unlink()
+    before = sorted(path for path in folder.rglob("*"))
+
+    shown = prune_staged(folder, dry_run=True)
+    assert sorted(folder.rglob("*")) == before
+    report = prune_staged(folder)
+
+    assert report.removed == shown.removed
+    assert [item.kind for item in report.removed] == ["view", "copy", "copy"]
+    said = " ".join(item.reason for item in report.removed)
+    assert "burgers1d_val.h5 has changed since" in said
+    assert "burgers1d_test.h5 is gone" in said
+    assert is_staged(look_at(files / "burgers1d_train.h5"), folder / "objects")
+    assert len([path for path in (folder / "objects").iterdir() if not path.name.endswith(".lock")]) == 2
+    assert not any((folder / "views").iterdir())
+    assert prune_staged(folder).removed == []
+    assert stage_config(config).tasks[0].copied_bytes == (files / "burgers1d_val.h5").stat().st_size
+
+
+def test_what_may_still_be_read_is_not_pruned(files: Path, tmp_path: Path, monkeypatch) -> None:
+    stage_config(settings(files, tmp_path, "data.stage=always"))
+    folder = tmp_path / "cache" / ".staged"
+    original = look_at(files / "burgers1d_val.h5")
+    (files / "burgers1d_val.h5").touch()
+
+    report = prune_staged(folder)
+    assert report.removed == []
+    assert [item.reason.partition(";")[0] for item in report.kept] == ["used in the last day"] * 2
+
+    fd = os.open(folder / "objects" / f"{original.object}.lock", os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    locked = prune_staged(folder, dry_run=True, force=True)
+    os.close(fd)
+    assert [(item.kind, item.reason.partition(";")[0]) for item in locked.kept] == [
+        ("copy", "being copied now")
+    ]
+
+    files.rename(files.with_name("unmounted"))
+    assert prune_staged(folder, force=True).removed == []
+    files.with_name("unmounted").rename(files)
+    assert [item.kind for item in prune_staged(folder, force=True).removed] == ["view", "copy"]
+
+
+def test_what_is_left_of_a_copy_is_pruned_and_foreign_folders_are_not(tmp_path: Path, later) -> None:
+    objects = tmp_path / "staged" / "objects"
+    objects.mkdir(parents=True)
+    for ending in ("part", "journal", "lock"):
+        (objects / f"{'a' * 32}.{ending}").write_bytes(b"x")
+
+    assert prune_staged(tmp_path / "none").removed == []
+    (item,) = prune_staged(tmp_path / "staged").removed
+    assert (item.kind, item.bytes, item.reason) == ("copy", 2, "a copy that was never finished")
+    assert list(objects.iterdir()) == []
+    with pytest.raises(SourceError, match="holds no staged copies"):
+        prune_staged(tmp_path)
+
+
 def test_the_command_prints_json(files: Path, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
@@ -211,3 +315,7 @@ def test_the_command_prints_json(files: Path, tmp_path: Path) -> None:
     found = json.loads(result.stdout)["tasks"][0]
     assert found["staged"] is True
     assert found["files"] == 2
+    (files / "burgers1d_val.h5").touch()
+    pruned = CliRunner().invoke(app, ["stage", str(tmp_path / "c.yaml"), "--prune", "--dry-run", "--json"])
+    assert [item["kind"] for item in json.loads(pruned.stdout)["kept"]] == ["view", "copy"]
+    assert CliRunner().invoke(app, ["stage", str(tmp_path / "c.yaml"), "--dry-run"]).exit_code == 2

@@ -60,13 +60,32 @@ def test_three_runs_and_a_fourth(configure: Configure, raw: Path) -> None:
     assert folders(fourth) == folders(second) == folders(first)
 
 
-def test_the_second_training_run_encodes_nothing(configure: Configure, raw: Path) -> None:
-    config = configure(f"data.files={raw}/1D_Burgers_Sols_Nu0.01.hdf5", "training.max_steps=3")
+def test_a_cold_a_warm_and_a_changed_training_run_say_what_starting_took(
+    configure: Configure, raw: Path
+) -> None:
+    one = [f"data.files={raw}/1D_Burgers_Sols_Nu0.01.hdf5", "training.max_steps=3", "data.limit=5"]
+    cold, warm, changed, back = (
+        train_config(configure(*one, *more)) for more in ([], [], ["latent.dim=16"], [])
+    )
 
-    first, second = train_config(config), train_config(config)
-
-    assert (first.cache_reused, second.cache_reused) == (False, True)
-    assert second.report.steps == 3
+    assert [run.cache_reused for run in (cold, warm, changed, back)] == [False, True, False, True]
+    assert [run.metrics["startup/cache_reused"] for run in (cold, warm, changed, back)] == [
+        0.0,
+        1.0,
+        0.0,
+        1.0,
+    ]
+    for run in (cold, warm, changed, back):
+        names = [phase.name for phase in run.phases]
+        assert names == ["program and settings", "caches", "plan and loaders", "first batch"]
+        assert run.report.steps == 3
+        spent_s = sum(phase.seconds for phase in run.phases)
+        assert run.total_s == pytest.approx(spent_s, abs=0.5)
+        assert run.metrics["startup/total_startup_time_min"] >= run.cache_s / 60
+    notes = [run.phases[1].note for run in (cold, warm, changed, back)]
+    assert notes[1] == notes[3] == "nothing to encode"
+    assert all("_train" in note and "_val" in note and "encoded" in note for note in (notes[0], notes[2]))
+    assert folders(back.caches) == folders(cold.caches) != folders(changed.caches)
 
 
 def test_a_moved_root_is_a_hit(configure: Configure, raw: Path, tmp_path: Path) -> None:

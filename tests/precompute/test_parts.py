@@ -183,6 +183,14 @@ def test_a_reader_is_called_back_when_the_encoder_waits_without_it():
     assert windows(Pace(most=8), 4, (0.0, 40, 3), (0.5, 30, 0), (0.5, 30, 0)) == [-1, 1, 0]
 
 
+def test_no_reader_is_tried_while_all_processors_are_in_use():
+    """It would cost a start, and could only take turns with those that are there."""
+    for used, tried in ((2.0, 0), (1.9, 0), (1.5, 1)):
+        pace = Pace(most=8, processors=2.0)
+        pace.step(0.9, 1.0, 40)
+        assert pace.change(2, used) == tried
+
+
 def test_no_reader_is_added_when_the_encoder_is_busy_or_there_are_enough():
     assert windows(Pace(most=2), 1, (0.05, 10, 0)) == [0]
     assert windows(Pace(most=2), 2, (0.9, 10, 0)) == [0]

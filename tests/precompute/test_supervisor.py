@@ -190,10 +190,11 @@ def test_a_reader_that_is_not_needed_gets_no_work_and_comes_back_without_a_new_p
     monkeypatch.setattr(pace, "_WINDOW_S", 0.05)
     change = pace.Pace.change
 
-    def scripted(self, readers):
-        full = self.elapsed_s >= pace._WINDOW_S
-        change(self, readers)
-        return next(plan, 0) if full else 0
+    monkeypatch.setattr(pace, "_WINDOW_GROUPS", 1)
+
+    def scripted(self, readers, processor_s):
+        change(self, readers, processor_s)
+        return next(plan, 0)
 
     monkeypatch.setattr(pace.Pace, "change", scripted)
     hand_out = roster.Worker.hand_out

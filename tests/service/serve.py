@@ -47,6 +47,7 @@ def main() -> None:
         else:
             break
     supervisor.start()
+    (Path(wanted["state"]) / "ready").write_text(str(os.getpid()))
     stop.wait()
     supervisor.stop(limit_s=20.0)
 

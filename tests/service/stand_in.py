@@ -3,6 +3,9 @@
     epochs     epochs of its work (the job's own unless given), each `epoch_s` seconds
     fail_at    epoch in which it fails with a message; `silent` without one
     die_at     epoch in which it is killed by a signal, every time
+    die_at_end it is killed by a signal once it has said that it is done
+    hang_at_end  it goes on for ever after that
+    quiet      it ends with status 0 and says no word of it
     deaf       it does not stop when asked
     memory_mb  what it holds
 
@@ -38,6 +41,8 @@ def main(folder: Path) -> int:
         say(folder, "failed", error="its checkpoint is gone")
         return 1
     say(folder, "started", epoch=done, tier="host", message=f"from epoch {done} with {len(ballast):,} bytes")
+    if done:  # a kill may have come between its checkpoint and its line
+        tell(folder, job, done)
     for epoch in range(done + 1, job["epochs"] + 1):
         until = time.monotonic() + config.get("epoch_s", 0.0)
         while time.monotonic() < until:
@@ -54,13 +59,23 @@ def main(folder: Path) -> int:
         temporary = checkpoint.with_suffix(".part")
         temporary.write_text(str(epoch))
         temporary.replace(checkpoint)
-        say(folder, "metrics", epoch=epoch, val_loss=1.0 / epoch, train_loss=2.0 / epoch,
-            checkpoint="epoch", progress=epoch / job["epochs"])  # fmt: skip
+        tell(folder, job, epoch)
         if stop:
             return 75
+    if config.get("quiet"):
+        return 0
     say(folder, "completed", message="done", result=secrets.token_hex(8))
     note(folder, f"end {os.getpid()}")
+    if config.get("hang_at_end"):
+        time.sleep(600)
+    if config.get("die_at_end"):
+        os.kill(os.getpid(), signal.SIGKILL)
     return 0
+
+
+def tell(folder: Path, job: dict, epoch: int) -> None:
+    say(folder, "metrics", epoch=epoch, val_loss=1.0 / epoch, train_loss=2.0 / epoch,
+        checkpoint="epoch", progress=epoch / job["epochs"])  # fmt: skip
 
 
 def note(folder: Path, text: str) -> None:

@@ -162,7 +162,7 @@ def test_a_job_is_called_what_it_likes_and_runs_nothing_in_the_page(running: Run
         page = browser.get("/").text
 
     assert "&lt;img src=x onerror=alert(1)&gt;" in page
-    assert "<img" not in page
+    assert "<img src=x" not in page
 
 
 def test_no_secret_is_in_what_people_print(tmp_path: Path) -> None:

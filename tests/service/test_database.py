@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from stoker.service.database import Database
 from stoker.service.jobs import Jobs
 from stoker.service.schema import META
 from tests.sources.sql.server import Server
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_new_database_is_for_its_owner_alone(tmp_path: Path) -> None:
@@ -125,7 +129,9 @@ def test_a_server_that_restarts_is_used_again(server: Server, request: pytest.Fi
         server.start()
 
     assert jobs.get(before.id) == before
-    assert jobs.create({}, name="after", epochs=1)[1]
+    server.stop()
+    server.start()
+    assert jobs.create({}, name="nobody noticed", epochs=1)[1]
 
 
 def test_a_connection_cut_mid_transaction_changes_nothing(request: pytest.FixtureRequest) -> None:
@@ -184,3 +190,63 @@ def test_a_disk_that_is_full_leaves_the_jobs_readable_and_is_got_over(tmp_path: 
     found = json.loads(done.stdout)
     assert found.pop("said").endswith("Make room on its disk; what is there can still be read")
     assert found == {"full": True, "readable": True, "again": True}
+
+
+FULL_SERVER = """
+import json, sys
+from pathlib import Path
+from stoker.errors import Degraded
+from stoker.service.database import Database
+from stoker.service.jobs import Jobs
+from tests.sources.sql.server import Server
+
+folder = Path(sys.argv[1])
+server = Server()
+assert folder in server.folder.parents
+database = Database(server.url(), statement_s=5.0)
+jobs, kept, said, read = Jobs(database), [], "", "all"
+ballast = (folder / "ballast").open("wb", buffering=0)
+try:
+    while True:
+        ballast.write(b"x" * 65536)
+except OSError:
+    pass
+for _ in range(3000):
+    try:
+        kept.append(jobs.create({"pad": "x" * 50_000}, name="n", epochs=1)[0].id)
+    except Degraded as error:
+        said = str(error)
+        break
+try:
+    assert jobs.count() == len(kept)
+except Degraded:
+    read = "degraded"
+ballast.truncate(0)
+try:
+    server.start()
+except Exception:
+    pass  # it has not even ended
+again = jobs.create({}, name="again", epochs=1)[1]
+there = {job.id for job in jobs.list(limit=5000)}
+print(json.dumps({"said": said, "read": read, "again": again, "lost": len(set(kept) - there)}))
+database.close()
+server.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+def test_a_server_whose_disk_is_full_loses_no_job_and_is_used_again() -> None:
+    if os.geteuid() or shutil.which("unshare") is None:
+        pytest.skip("a mount of one's own, and a server in it, need root")
+    folder = Path(tempfile.mkdtemp(prefix="full-"))
+    script = 'mount -t tmpfs -o size=150m,mode=777 tmpfs "$1" && TMPDIR="$1" exec "$2" -c "$3" "$1"'
+    command = ["unshare", "-m", "sh", "-c", script, "-", str(folder), sys.executable, FULL_SERVER]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=ROOT)
+    folder.rmdir()
+    assert done.returncode == 0, done.stderr
+
+    found = json.loads(done.stdout)
+    assert "the database does not do it" in found["said"]
+    assert found["read"] in ("all", "degraded")
+    assert (found["again"], found["lost"]) == (True, 0)

@@ -94,7 +94,7 @@ def test_what_no_job_can_have_is_refused(embedded: Database, given: dict, text: 
         make(Jobs(embedded), **given)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(min_size=1, max_size=50))
 @example("'; DROP TABLE jobs; --")
 @example("\0 \ud800 %s %(name)s :name {}")

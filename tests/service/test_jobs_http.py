@@ -58,9 +58,9 @@ def test_one_key_is_one_job_however_often_and_at_once_it_is_sent(running: Runnin
         return answer.status_code, answer.json()["id"]
 
     with ThreadPoolExecutor(20) as pool:
-        answers = list(pool.map(submit, range(40)))
+        answers = list(pool.map(submit, range(24)))
 
-    assert sorted(status for status, _ in answers) == [200] * 39 + [201]
+    assert sorted(status for status, _ in answers) == [200] * 23 + [201]
     assert len({job for _, job in answers}) == 1
     other = running.client.post(
         running.api("/jobs"), json={"config": CONFIG}, headers={"Idempotency-Key": "one"}
@@ -197,3 +197,30 @@ def test_figures_for_prometheus_name_every_state(running: Running) -> None:
     assert 'stoker_jobs{state="queued"}' in text
     assert "stoker_answer_seconds_count" in text
     assert "stoker_disk_free_bytes" in text
+
+
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "../stoker.db", "/proc/self/environ", "x/../../token", "//etc"]
+)
+def test_a_path_outside_the_roots_is_refused(running: Running, path: str) -> None:
+    bodies = (
+        {"kind": "hdf5", "name": "n", "path": path},
+        {"kind": "images", "name": "n", "path": path},
+        {"kind": "radio", "name": "n", "url": f"sqlite:///{path}", "set": CONFIG["dataset_ids"][0]},
+    )
+    for body in bodies:
+        answer = running.client.post(running.api("/datasets"), json=body)
+        assert answer.status_code in (403, 422), body
+    assert answer.status_code == 403 or "sqlite" in answer.json()["error"]
+    assert running.client.get(running.api("/datasets")).json()["total"] == 1
+
+
+def test_caches_are_named_by_what_is_there(running: Running) -> None:
+    mark = "0123456789abcdef"
+    for name in (f"x/{mark}", f"..%2f..%2fstate/{mark}", "a/%2e%2e", f"a%00b/{mark}"):
+        for path in (f"/caches/{name}", f"/caches/{name}/why"):
+            assert running.client.get(running.api(path)).status_code in (400, 404, 422), path
+    answer = running.client.post(running.api("/caches/gc"), json={"keep": 0})
+    assert answer.json()["result"]["dry_run"] is True, "nothing goes unless it is said"
+    operation = running.client.get(running.api(f"/operations/{answer.json()['id']}")).json()
+    assert operation["state"] == "completed"

@@ -87,6 +87,18 @@ def test_jobs_of_a_dead_worker_need_not_wait_for_the_lease(database: Database) -
     assert leases.heartbeat(alive) == State.RUNNING
 
 
+def test_who_takes_a_slot_knows_that_all_before_it_are_dead(database: Database) -> None:
+    make(database, 3)
+    leases = Leases(database, Terms(backoff_s=0.0))
+    (dead, other, own) = (leases.claim(name) for name in ("a_host-1-aa", "a_host-10-aa", "a_host-1-bb"))
+
+    assert leases.abandon_slot("a_host-1-bb") == 1
+
+    assert [job.id for job in leases.sweep()] == [dead.job.id]
+    for alive in (other, own):
+        leases.heartbeat(alive)
+
+
 @pytest.mark.parametrize(
     ("ask", "ends"), [("pause", State.PAUSED), ("cancel", State.CANCELLED)], ids=["pause", "cancel"]
 )

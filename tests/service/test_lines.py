@@ -110,7 +110,7 @@ _DATA = st.dictionaries(st.sampled_from(["epoch", "val_loss", "progress", "messa
 _METRICS = st.builds(lambda data: json.dumps({"kind": "metrics", "data": data}).encode(), _DATA)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=60) | _METRICS)
 def test_nothing_that_a_process_writes_stops_its_worker(text: bytes) -> None:
     json.dumps(parse(text).data, allow_nan=False)

@@ -6,9 +6,12 @@ some order of such steps, and the machine below tries many orders against a smal
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -171,8 +174,46 @@ class Races(RuleBasedStateMachine):
             self.folder.cleanup()
 
 
+def test_what_is_asked_at_once_comes_out_as_one_order(database: Database) -> None:
+    """Threads this time: the events, which are in the order of the commits, are a path through the states."""
+    jobs = Jobs(database)
+    leases = Leases(database, Terms(lease_s=60.0, backoff_s=0.0, max_losses=10_000))
+    id = jobs.create({}, name="n", epochs=3)[0].id
+
+    def user(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(20):
+            with suppress(Conflict):
+                getattr(jobs, rng.choice(["cancel", "pause", "resume", "resume"]))(id)
+
+    def worker(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(20):
+            if (claim := leases.claim(f"w{seed}")) is None:
+                continue
+            with suppress(LeaseLost):
+                if rng.random() < 0.3:
+                    leases.give_back(claim, "why", lost=True)
+                else:
+                    outcome = Outcome(state=rng.choice(OUTCOMES[1:]))
+                    leases.finish(claim, outcome, lines=[], position=0)
+            if rng.random() < 0.5:
+                leases.abandon(claim.worker)
+                leases.sweep()
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda n: (user if n % 2 else worker)(n), range(6)))
+
+    named = {"claimed": State.RUNNING, "resumed": State.QUEUED}
+    path = [named.get(event.kind) or State(event.kind) for event in Outbox(database).read(0, job=id)]
+    for was, now in pairwise(path):
+        waits = now is State.QUEUED and State.PENDING in MOVES[was]
+        assert now in MOVES[was] or waits, (was, now)
+    assert jobs.get(id).state is path[-1]
+
+
 QUICK = settings(
-    max_examples=8, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=4, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestRaces = Races.TestCase
 TestRaces.settings = QUICK

@@ -61,10 +61,13 @@ class Bench:
     def make(self, epochs: int = 3, **config) -> Job:
         return self.jobs.create(config, name="n", epochs=epochs, dataset_ids=["d"])[0]
 
-    def attempt(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+    def attempt(self, meanwhile: Callable[[], object] | None = None) -> None:
         """One attempt at the oldest job, and something that happens once it says something."""
         claim = self.leases.claim("here")
         assert claim is not None
+        if meanwhile is None:
+            self.worker.work(claim)
+            return
         helper = threading.Thread(target=self._then, args=(claim.job.id, meanwhile))
         helper.start()
         try:
@@ -116,7 +119,7 @@ def test_a_paused_job_goes_on_where_it_stopped(bench: Bench) -> None:
     assert (paused.state, paused.message) == (State.PAUSED, "paused with a checkpoint")
     assert bench.jobs.get(job.id).state == State.COMPLETED
     assert [row["epoch"] for row in bench.jobs.metrics(job.id)] == [1, 2, 3, 4]
-    assert bench.kinds(job.id).count("metrics") == 4  # no epoch twice
+    assert bench.witness(job.id) == ["start", "start", "end"]
 
 
 def test_a_job_that_does_not_stop_when_asked_is_ended(embedded: Database, state: StateFolder) -> None:
@@ -167,6 +170,45 @@ def test_a_job_that_is_killed_each_time_fails_in_the_end(bench: Bench) -> None:
     assert failed.error == (
         "3 attempts in a row ended without a finished epoch; the last: its process was ended by SIGKILL"
     )
+
+
+def test_a_job_that_crashes_after_its_last_word_is_done(bench: Bench) -> None:
+    job = bench.make(epochs=1, die_at_end=True)
+    bench.attempt()
+
+    done = bench.jobs.get(job.id)
+    assert (done.state, done.exit_code) == (State.COMPLETED, -9)
+
+
+def test_a_job_that_ends_without_a_word_is_not_done(bench: Bench) -> None:
+    """As by `os._exit(0)` somewhere in a library."""
+    job = bench.make(epochs=1, quiet=True)
+    bench.attempt()
+
+    waiting = bench.jobs.get(job.id)
+    assert waiting.state == State.QUEUED
+    assert waiting.message == "its process ended with status 0 and without a result"
+
+
+def test_a_job_that_hangs_after_its_last_word_is_done(embedded: Database, state: StateFolder) -> None:
+    bench = Bench(embedded, state, Limits(grace_s=0.2))
+    job = bench.make(epochs=1, hang_at_end=True)
+    bench.attempt()
+
+    done = bench.jobs.get(job.id)
+    assert (done.state, done.message, done.exit_code) == (State.COMPLETED, "done", -9)
+
+
+def test_a_job_that_says_nothing_for_long_is_tried_again(embedded: Database, state: StateFolder) -> None:
+    bench = Bench(embedded, state, Limits(quiet_s=0.5, grace_s=0.2))
+    job = bench.make(epoch_s=600.0, deaf=True)
+    bench.attempt()
+
+    waiting = bench.jobs.get(job.id)
+    assert waiting.state == State.QUEUED
+    assert waiting.message.startswith("it has said nothing for ")
+    with embedded.reading() as connection:
+        assert connection.exec_driver_sql("SELECT losses FROM jobs").scalar_one() == 1
 
 
 def test_a_job_over_a_limit_fails_with_the_figure(embedded: Database, state: StateFolder) -> None:
@@ -279,6 +321,27 @@ def test_a_state_folder_has_one_service_and_a_database_one_folder(
     Supervisor(embedded, state, staff(workers=0), os.environ).stop()
 
 
+def test_workers_get_a_lease_to_speak_up_after_the_database_was_away(
+    embedded: Database, state: StateFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise every job would be taken away from a worker that could not renew its lease meanwhile."""
+    job = Jobs(embedded).create({}, name="n", epochs=1)[0]
+    supervisor = Supervisor(embedded, state, staff(workers=0, terms=Terms(lease_s=60.0)), os.environ)
+    Leases(embedded, Terms(lease_s=-1.0)).claim("alive")
+    newest = Outbox.newest
+    monkeypatch.setattr(Outbox, "newest", lambda self: (_ for _ in ()).throw(Degraded("not now")))
+    supervisor.step()
+    assert supervisor.degraded == "not now"
+    monkeypatch.setattr(Outbox, "newest", newest)
+
+    monkeypatch.setattr(time, "monotonic", lambda real=time.monotonic: real() + 2.0)
+    supervisor.step()
+
+    assert supervisor.degraded is None
+    assert Jobs(embedded).get(job.id).state == State.RUNNING
+    supervisor.stop()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_service_whose_thread_dies_says_so(
     embedded: Database, state: StateFolder, monkeypatch: pytest.MonkeyPatch
@@ -306,6 +369,7 @@ def test_folders_of_deleted_jobs_are_removed_later(bench: Bench) -> None:
     assert young.path.exists()
 
 
+@pytest.mark.slow  # the quick storm starts a service too
 def test_a_service_runs_jobs_and_replaces_dead_workers(embedded: Database, state: StateFolder) -> None:
     jobs = Jobs(embedded)
     supervisor = Supervisor(embedded, state, staff(workers=1), os.environ)

@@ -1,8 +1,10 @@
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import h5py
 import numpy as np
 import pytest
@@ -173,6 +175,54 @@ def test_a_missing_zarr_chunk_is_named_and_not_read_as_zeros(tmp_path: Path) -> 
     cache = precompute(source, None, tmp_path / "c", name="u", readers=0, max_quarantined=0.5)
     assert list(cache.quarantined) == [2]
     assert "chunk t2/u/c/1/0" in cache.quarantined[2].error
+
+
+def zipped(folder: Path, **how: Any) -> Path:
+    """A Zarr folder as one file."""
+    path = folder.with_name(f"{folder.name}.zip")
+    with zipfile.ZipFile(path, "w", **how) as archive:
+        for one in sorted(folder.rglob("*")):
+            if one.is_file():
+                archive.write(one, one.relative_to(folder))
+    return path
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_zipped_zarr_folder_is_what_the_folder_is(tmp_path: Path, version: int) -> None:
+    folder = grouped(write_zarr(version), tmp_path)
+    plain = ArraySource(folder, attributes=["nu"])
+    source = ArraySource(zipped(folder), attributes=["nu"])
+
+    assert source.schema() == plain.schema()
+    for number in range(len(LENGTHS)):
+        found, wanted = source.read(number), plain.read(number)
+        assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+    assert [file.name for part in source.identity().parts for file in part.files] == ["a.zarr.zip"]
+    copy = cloudpickle.loads(cloudpickle.dumps(source))
+    assert np.array_equal(copy.read(5)["u"], trajectories()[5]["u"])
+
+
+def test_what_is_wrong_with_a_zipped_zarr_folder_is_named(tmp_path: Path) -> None:
+    folder = grouped(write_zarr(3), tmp_path)
+    chunk = folder / "t2" / "u" / "c" / "1" / "0"
+    whole = zipped(folder, compression=zipfile.ZIP_DEFLATED)
+    at = whole.read_bytes().index(b"t2/u/c/1/0") + 12
+    data = bytearray(whole.read_bytes())
+    data[at : at + 8] = bytes(8)
+    whole.write_bytes(data)
+    with pytest.raises(SourceError, match="array 'u' of sample 't2' cannot be read"):
+        ArraySource(whole, fields={"u": "u"}).read(2)
+    chunk.unlink()
+    source = ArraySource(zipped(folder), fields={"u": "u"})
+    with pytest.raises(SourceError, match=r"sample 't2': chunk t2/u/c/1/0 is not there"):
+        source.read(2)
+    whole.write_bytes(whole.read_bytes()[:-30])
+    with pytest.raises(SourceError, match=r"a\.zarr\.zip is no readable zip file"):
+        len(ArraySource(whole))
+    with zipfile.ZipFile(whole, "w") as archive:
+        archive.write(folder / "zarr.json", "a.zarr/zarr.json")
+    with pytest.raises(SourceError, match="Zip what is in the folder, not the folder"):
+        len(ArraySource(whole))
 
 
 def test_damaged_chunks_are_errors_that_name_the_sample(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ import torch
 
 from stoker.errors import ConfigError, FormatError, IncompleteError, MissingRecordError, RecordError
 from stoker.schema import Field
-from stoker.store import FileDigest, make_recipe, open_cache, open_folder
+from stoker.store import FileDigest, make_recipe, open_cache, open_folder, shard_read
 from stoker.store.cache import Cache
 from stoker.store.index import LISTED_SEGMENTS
+from tests.loader.caches import write_cache
 from tests.store.fakes import RAGGED, FakeSource, assert_whole, fill, make_cache
 
 ROOT = Path(__file__).parents[2]
@@ -210,3 +211,23 @@ def test_a_cache_that_may_not_be_read_says_how_its_owner_shares_it(
 
     with pytest.raises(FormatError, match=rf"{cache.path}.* Permission denied.*chmod -R g\+rX"):
         open_cache(cache.path)
+
+
+def test_a_column_that_is_read_whole_is_announced_once_from_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loader may have told the system to read nothing ahead by itself."""
+    monkeypatch.setattr(shard_read, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(shard_read, "AHEAD_BYTES", 4000)
+    cache = write_cache(tmp_path, {"x": torch.arange(12_345, dtype=torch.uint8)})
+    announced: list[tuple[int, int]] = []
+    monkeypatch.setattr("os.posix_fadvise", lambda _fd, begin, size, _how: announced.append((begin, size)))
+
+    cache.shard(0).verify_column("x")
+
+    at = cache.shard(0).columns["x"].offset
+    assert announced[0] == (at, 4000)
+    for begin, size in announced:
+        assert begin == at
+        at += size
+    assert sum(size for _, size in announced) == 12_345

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import matplotlib.figure
 import pytest
 
-from stoker.train.curves import draw_curves
+from stoker.train.curves import curves_as_svg, draw_curves
 
 
 def epoch(number: int, **changes: Any) -> dict[str, Any]:
@@ -51,6 +52,17 @@ def test_each_error_is_drawn_beside_its_own_persistence(figures: list[Any], tmp_
     assert set(lines["one step, persistence"][0]) == {0.07}
     assert set(lines["roll-out, persistence"][0]) == {1.7}
     assert lines["roll-out"][1] == lines["roll-out, persistence"][1] != lines["one step"][1]
+
+
+def test_pictures_of_the_page_take_its_colour_and_share_no_name() -> None:
+    loss, error, stall = curves_as_svg([epoch(1), epoch(2)])
+
+    for svg, words in ((loss, "training loss"), (error, "roll-out, persistence"), (stall, "stall: 0.3 %")):
+        assert words in svg
+        assert "currentColor" in svg
+        assert "#24313f" not in svg
+    names = [re.findall(r'\bid="([^"]+)"', svg) for svg in (loss, error, stall)]
+    assert len({name for some in names for name in some}) == sum(map(len, names))
 
 
 def test_the_loss_says_what_its_unit_is(figures: list[Any], tmp_path: Path) -> None:

@@ -185,7 +185,21 @@ def import_pt(  # noqa: PLR0913, PLR0917 (one parameter per flag)
             raise typer.Exit(IncompleteError.exit_code)
 
 
-def stage(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
+def stage(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    config: Config,
+    overrides: Overrides = None,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Remove copies of files that changed or are gone; copy nothing.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --prune: only show what would go.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="With --prune: also what was used in the last day.")
+    ] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
     """Copy a configuration's files to local storage.
 
     As data.stage says: `auto` those on network storage, `always` all. Copies are verified, a stopped one
@@ -194,10 +208,18 @@ def stage(config: Config, overrides: Overrides = None, as_json: Json = False, de
     \b
     Example:
       stoker stage configs/train_burgers_32dim.yaml data.stage=auto data.stage_dir=/scratch/staged
+      stoker stage configs/train_burgers_32dim.yaml data.stage_dir=/scratch/staged --prune --dry-run
     """
+    if (dry_run or force) and not prune:
+        raise typer.BadParameter("--dry-run and --force go with --prune")
     with edge(as_json=as_json, debug=debug) as out:
         from stoker.cli import render_keeping
         from stoker.config import load_config
-        from stoker.pipeline.staging import stage_config
+        from stoker.pipeline.stage_prune import prune_staged
+        from stoker.pipeline.staging import stage_config, stage_folder
 
+        if prune:
+            folder = stage_folder(load_config(config, overrides or []))
+            out.show(prune_staged(folder, dry_run=dry_run, force=force), render_keeping.gc)
+            return
         out.show(stage_config(load_config(config, overrides or [])), render_keeping.stage)

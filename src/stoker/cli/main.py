@@ -299,8 +299,8 @@ def validate(
 ) -> None:
     """Check everything before a long run.
 
-    Configuration, data files, encoder, cache, memory, disk and GPU, a row each: pass, warn or
-    fail. Exit code 3 when a setting or file is wrong, 6 when memory, disk or device do not suffice.
+    Configuration, data files, encoder, cache, trackers, GPU and driver, memory, disk and launch settings, a
+    row each: pass, warn or fail. Exit code 3 when a setting or file is wrong, 6 when the machine does not do.
 
     \b
     Example:
@@ -315,9 +315,11 @@ def validate(
                 out.write(settings.to_yaml())
             return
         from stoker.cli import render
+        from stoker.launch.validate import launch_rows
         from stoker.pipeline.validate import validate_config
 
-        result = validate_config(config, overrides or [])
+        result = validate_config(config, overrides or [], environment=os.environ)
+        result = result.and_these(launch_rows(config, overrides or [], os.environ))
         out.show(result, render.validate)
         if result.exit_code:
             raise typer.Exit(result.exit_code)

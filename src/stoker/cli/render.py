@@ -16,12 +16,12 @@ from rich.text import Text
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
+    from stoker.pipeline.checks import Validation
     from stoker.pipeline.demo import DemoResult
     from stoker.pipeline.inspect import CacheSummary
     from stoker.pipeline.plan import PlanResult
     from stoker.pipeline.precompute import CacheResult, PrecomputeResult
     from stoker.pipeline.train import TrainResult
-    from stoker.pipeline.validate import Validation
     from stoker.pipeline.why import Explanation
     from stoker.schema import Field, Json, Schema
     from stoker.train.config import EventSink, TrainReport

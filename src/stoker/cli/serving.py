@@ -8,6 +8,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -156,44 +157,62 @@ def job(  # noqa: PLR0913, PLR0917 (one parameter per flag)
       stoker job pause 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b
     """
     with edge(as_json=as_json, debug=debug) as out:
+        asked = _Asked(
+            verb=verb, words=words or [], name=name, key=key, status=status, lines=lines, epochs=epochs,
+            follow=follow,
+        )  # fmt: skip
         if verb not in VERBS:
             raise ConfigError(f"{verb!r} is nothing to do with a job. Expected {', '.join(VERBS)}")
-        client = _client(server, state_dir, token_file)
-        if verb == "submit":
-            made = _submit(client, words or [], name, key)
-            out.show(_Shown(made, _render_jobs), _render)
-            _follow(out, client, made["id"], wanted=follow)
-        elif verb == "list":
-            out.show(_Shown(client.jobs(status=status, limit=min(lines, 500)), _render_jobs), _render)
-        elif verb == "login":
-            address = client.address + client.login_path()
-            out.show(
-                _Shown({"login": address}, lambda _found, console: console.print(address, soft_wrap=True)),
-                _render,
+        _do(out, _client(server, state_dir, token_file), asked)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What was typed."""
+
+    verb: str
+    words: list[str]
+    name: str | None
+    key: str | None
+    status: str | None
+    lines: int
+    epochs: int | None
+    follow: bool
+
+    @property
+    def id(self) -> str:
+        """The one job that it is about."""
+        if len(self.words) != 1:
+            raise ConfigError(
+                f"stoker job {self.verb} takes one job, found {len(self.words)}. `stoker job list` shows them"
             )
-        else:
-            _about_one(out, client, (verb, _one(verb, words)), (lines, epochs), follow=follow)
+        return self.words[0]
 
 
-def _about_one(
-    out: Edge, client: ServiceClient, what: tuple[str, str], numbers: tuple[int, int | None], *, follow: bool
-) -> None:
-    verb, id = what
-    lines, epochs = numbers
-    if verb == "show":
-        out.show(_Shown(client.job(id), _render_job), _render)
-    elif verb == "logs":
-        out.show(_Shown(client.log(id, tail=lines), _render_log), _render)
-        _follow(out, client, id, wanted=follow)
-    elif verb == "delete":
-        client.delete(id)
-        out.show(_Shown({"deleted": id}, lambda _found, console: console.print(f"{id} is gone")), _render)
-    elif verb == "continue":
-        if epochs is None:
+def _do(out: Edge, client: ServiceClient, asked: _Asked) -> None:
+    if asked.verb == "submit":
+        made = _submit(client, asked)
+        out.show(_Shown(made, _render_jobs), _render)
+        _follow(out, client, made["id"], wanted=asked.follow)
+    elif asked.verb == "list":
+        found = client.jobs(status=asked.status, limit=min(asked.lines, 500))
+        out.show(_Shown(found, _render_jobs), _render)
+    elif asked.verb == "login":
+        out.show(_Shown({"login": client.address + client.login_path()}, _render_values), _render)
+    elif asked.verb == "show":
+        out.show(_Shown(client.job(asked.id), _render_job), _render)
+    elif asked.verb == "logs":
+        out.show(_Shown(client.log(asked.id, tail=asked.lines), _render_log), _render)
+        _follow(out, client, asked.id, wanted=asked.follow)
+    elif asked.verb == "delete":
+        client.delete(asked.id)
+        out.show(_Shown({"deleted": asked.id}, _render_values), _render)
+    elif asked.verb == "continue":
+        if asked.epochs is None:
             raise ConfigError("how many more epochs? Give --epochs N")
-        out.show(_Shown(client.more(id, epochs), _render_jobs), _render)
+        out.show(_Shown(client.more(asked.id, asked.epochs), _render_jobs), _render)
     else:
-        out.show(_Shown(client.act(id, cast("Act", verb)), _render_jobs), _render)
+        out.show(_Shown(client.act(asked.id, cast("Act", asked.verb)), _render_jobs), _render)
 
 
 def _client(server: str | None, state_dir: Path, token_file: Path | None) -> ServiceClient:
@@ -204,20 +223,12 @@ def _client(server: str | None, state_dir: Path, token_file: Path | None) -> Ser
     return ServiceClient(address, named or read_token(token_file or state_dir / "token"))
 
 
-def _one(verb: str, words: list[str] | None) -> str:
-    if words is None or len(words) != 1:
-        raise ConfigError(
-            f"stoker job {verb} takes one job, found {len(words or [])}. `stoker job list` shows them"
-        )
-    return words[0]
-
-
-def _submit(client: ServiceClient, words: list[str], name: str | None, key: str | None) -> dict[str, Any]:
+def _submit(client: ServiceClient, asked: _Asked) -> dict[str, Any]:
     """Make the job; a service that does not answer is asked again, with the same key."""
-    body = _body(words)
-    if name is not None:
-        body["job_name"] = name
-    key = key or secrets.token_hex(16)
+    body = _body(asked.words)
+    if asked.name is not None:
+        body["job_name"] = asked.name
+    key = asked.key or secrets.token_hex(16)
     for left in reversed(range(TRIES)):
         try:
             return client.submit(body, key=key)
@@ -327,6 +338,11 @@ def _render_job(found: Mapping[str, Any], console: Console) -> None:
     ]
     if rows:
         table(console, [bold(*shown), *rows], fixed=5, right=range(5), gap=2)
+
+
+def _render_values(found: Mapping[str, Any], console: Console) -> None:
+    for name, value in found.items():
+        console.print(escape(f"{name}: {value}"), soft_wrap=True)
 
 
 def _render_log(found: Mapping[str, Any], console: Console) -> None:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from stoker.cached import name_of
+from stoker.encoders.features import FeatureEncoder
+from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError
 from stoker.loader import Loader
 from stoker.loader.fused import Normalise
@@ -26,6 +28,7 @@ from stoker.store.layout import record_bytes
 
 IMAGE = "image"
 """The field that is normalised and cast."""
+FEATURES = "dinov2_features"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """ImageNet's, for bytes divided by 255, which the earlier system used."""
 
@@ -43,13 +46,15 @@ class GPUCachedDataset:
         dtype: Of served images alone; joints, cameras and masks keep their own.
         cache_path: Folder of the caches.
         normalize: By ImageNet's mean and deviation; False: bytes / 255.
-        load_dinov2_features: Refused: features are an encoder of their own, see docs/migration.md.
+        load_dinov2_features: Give every image its `dinov2_features`, the mean of its patches, by the model in
+            `dinov2_folder`.
         data_dir: Folder of the images, in DexYCB's layout (it was the variable DEX_YCB_DIR).
         dataset: A `Source` or map-style Dataset with a field `image`, in place of `data_dir`.
         precompute: How to fill the cache, as for `stoker.cached`.
+        dinov2_folder: Local folder of the model, see `stoker.FeatureEncoder`; nothing is downloaded.
 
     Raises:
-        ConfigError: Neither `data_dir` nor `dataset` is given.
+        ConfigError: Neither `data_dir` nor `dataset` is given, or features are asked for without a folder.
         StokerError: As `precompute`.
     """
 
@@ -67,15 +72,21 @@ class GPUCachedDataset:
         data_dir: str | Path | None = None,
         dataset: Any = None,
         precompute: Mapping[str, Any] | None = None,
+        dinov2_folder: str | Path | None = None,
     ) -> None:
-        if load_dinov2_features:
+        if load_dinov2_features and dinov2_folder is None:
             raise ConfigError(
-                "load_dinov2_features=True: features are an encoder of their own here, with a cache of their "
-                "own. Give a feature encoder to stoker.cached(dataset, encoder) (docs/migration.md)"
+                "load_dinov2_features=True needs dinov2_folder=, a local folder with the model and its "
+                "processor, as save_pretrained() writes it; nothing is downloaded (docs/migration.md)"
             )
         self.split, self.device, self.dtype, self.normalize = split, torch.device(device), dtype, normalize
         source = _source(split, max_samples, image_size, data_dir, dataset)
-        self.cache = _filled(source, cache_path, f"{_called(source, dataset)}_{split}", precompute)
+        settings: dict[str, Any] = {**(precompute or {})}
+        encoder = None
+        if load_dinov2_features:
+            encoder = FeatureEncoder(str(dinov2_folder), "mean", field=IMAGE, output=FEATURES)
+            settings = {"device": str(device), "keep": (IMAGE,), **settings}
+        self.cache = _filled(source, encoder, cache_path, f"{_called(source, dataset)}_{split}", settings)
         self.image_size = image_size
 
     def __len__(self) -> int:
@@ -179,7 +190,7 @@ def create_gpu_cached_dataloaders(config: Mapping[str, Any]) -> tuple[GPUDataLoa
     Args:
         config: `gpu_max_samples` (100,000), `gpu_max_samples_val` (10,000), `gpu_cache_path` (`./gpu_cache`),
             `use_bfloat16` (True), `preload_dinov2` (False), `batch_size` (32); and, new, `data_dir` or
-            `datasets` (`{"train": ..., "val": ...}`), `image_size`, `device`, `precompute`.
+            `datasets` (`{"train": ..., "val": ...}`), `image_size`, `device`, `precompute`, `dinov2_folder`.
 
     Raises:
         ConfigError: A key is unknown.
@@ -201,6 +212,7 @@ def create_gpu_cached_dataloaders(config: Mapping[str, Any]) -> tuple[GPUDataLoa
             data_dir=config.get("data_dir"),
             dataset=datasets.get(split),
             precompute=config.get("precompute"),
+            dinov2_folder=config.get("dinov2_folder"),
         )
         train = split == "train"
         loaders.append(GPUDataLoader(dataset, config.get("batch_size", 32), shuffle=train, drop_last=train))
@@ -212,7 +224,7 @@ def create_gpu_cached_dataloaders(config: Mapping[str, Any]) -> tuple[GPUDataLoa
 
 _KEYS = {
     *("gpu_max_samples", "gpu_max_samples_val", "gpu_cache_path", "use_bfloat16", "preload_dinov2"),
-    *("batch_size", "data_dir", "datasets", "image_size", "device", "precompute"),
+    *("batch_size", "data_dir", "datasets", "image_size", "device", "precompute", "dinov2_folder"),
 }
 
 
@@ -245,5 +257,7 @@ def _called(source: Source, dataset: Any) -> str:
     return "dexycb" if dataset is None else name_of(source if isinstance(dataset, Source) else dataset)
 
 
-def _filled(source: Source, folder: str | Path, name: str, settings: Mapping[str, Any] | None) -> Cache:
-    return precompute(source, None, folder, name=name, **(settings or {}))
+def _filled(
+    source: Source, encoder: Encoder | None, folder: str | Path, name: str, settings: Mapping[str, Any]
+) -> Cache:
+    return precompute(source, encoder, folder, name=name, **settings)

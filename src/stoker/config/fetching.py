@@ -11,7 +11,7 @@ class FetchConfig(SettingsSection):
     """Files that `stoker fetch` brings here (docs/fetch.md)."""
 
     files: dict[str, dict[str, JsonValue]] | None = None
-    """By the name they get, as `{a.h5: {from: "b2:bucket/a.h5", bytes: 123, sha256: "..."}}`."""
+    """By the name they get, as `{a.h5: {from: "b2:bucket/a.h5", sha256: "..."}}`; `a/` is a whole folder."""
     manifest: Place | None = None
     """A JSON file with more of them."""
     folder: Place | None = None

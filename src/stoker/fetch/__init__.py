@@ -5,6 +5,7 @@ wanted ──▶ run ──▶ attempt ──▶ origin (http, rclone, folder) �
             ▲ deadlines, retries              bytes                 journal, digest, rename
 ```
 wanted.py      which files, from where; names are checked, never trusted
+listing.py     the files of a folder that is wanted as a whole
 origin.py      what a place to fetch from has to offer, and which place an address means
 http.py        http and https
 rclone.py      remotes of the rclone binary
@@ -16,7 +17,7 @@ run.py         all files: how many at once, deadlines, retries
 """
 
 from stoker.fetch.run import Fetched, FetchReport, FetchSettings, Progress, fetch_files
-from stoker.fetch.wanted import Wanted, parse_wanted, read_manifest
+from stoker.fetch.wanted import Wanted, WantedFolder, parse_wanted, read_manifest
 
 __all__ = [
     "FetchReport",
@@ -24,6 +25,7 @@ __all__ = [
     "Fetched",
     "Progress",
     "Wanted",
+    "WantedFolder",
     "fetch_files",
     "parse_wanted",
     "read_manifest",

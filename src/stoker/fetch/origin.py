@@ -9,6 +9,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from stoker.errors import ConfigError
+from stoker.fetch.wanted import Algorithm
 from stoker.units import MIB
 
 PIECE_BYTES = MIB
@@ -23,6 +24,17 @@ class Version:
     """Its size; None: not said."""
     tag: str
     """Changes with the content; empty: the place says nothing of the kind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """A file as a place lists it."""
+
+    name: str
+    """Below the folder that was listed."""
+    bytes: int | None = None
+    algorithm: Algorithm | None = None
+    digest: str = ""
 
 
 class Stream(Protocol):
@@ -65,6 +77,11 @@ class Origin(Protocol):
         ...
 
 
+def is_remote(source: str) -> bool:
+    """Whether an address is one of rclone: `remote:path`."""
+    return _REMOTE.match(source) is not None
+
+
 def origin_of(source: str, base: Path) -> Origin:
     """The place that an address means.
 
@@ -99,7 +116,7 @@ def origin_of(source: str, base: Path) -> Origin:
             "an rclone remote written out in full (:s3,...:) would show its settings to everybody. Give it a "
             "name: `rclone config`, or RCLONE_CONFIG_<NAME>_TYPE and so on in the environment"
         )
-    if _REMOTE.match(source):
+    if is_remote(source):
         return RcloneOrigin(source)
     return FolderOrigin(base / Path(source).expanduser())
 

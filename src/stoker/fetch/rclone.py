@@ -12,7 +12,8 @@ from contextlib import suppress
 from typing import Any
 
 from stoker.errors import TransferError
-from stoker.fetch.origin import PIECE_BYTES, Version
+from stoker.fetch.origin import PIECE_BYTES, Listed, Version
+from stoker.fetch.wanted import ALGORITHMS
 
 MISSING = (3, 4)
 """Exit codes of rclone: a folder or a file is not there."""
@@ -33,7 +34,7 @@ class RcloneOrigin:
         """See `Origin`."""
         found = self._look(stall_s)
         if found.get("IsDir"):
-            raise TransferError(f"{self._source} is a folder. Name its files")
+            raise TransferError(f"{self._source} is a folder, or is not there. Name a file")
         size = int(found["Size"])
         version = Version(bytes=None if size < 0 else size, tag=f"{size} {found.get('ModTime', '')}")
         offset = offset if tag in ("", version.tag) else 0
@@ -42,23 +43,47 @@ class RcloneOrigin:
 
     def _look(self, stall_s: float) -> dict[str, Any]:
         words = [*_base(stall_s), "lsjson", "--stat", "--", self._source]
-        process = _start(words)
-        try:
-            output, errors = process.communicate(timeout=stall_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=END_S)
-            raise TransferError(
-                f"{self._source}: rclone did not answer for {stall_s:g} s", passing=True
-            ) from None
-        if process.returncode:
-            raise failure(self._source, process.returncode, errors)
+        output = _answer(words, self._source, stall_s)
         try:
             found = json.loads(output)
             return found if isinstance(found, dict) and isinstance(found.get("Size"), int) else {}["Size"]
         except (ValueError, KeyError):
             raise TransferError(f"{self._source}: rclone's answer cannot be read", passing=True) from None
+
+
+def list_remote(source: str, deadline_s: float) -> list[Listed]:
+    """All files below a folder of a remote, with the digests that it keeps."""
+    kinds = [word for algorithm in ALGORITHMS for word in ("--hash-type", algorithm)]
+    words = [*_base(min(60.0, deadline_s)), "lsjson", "-R", "--files-only", "--hash", *kinds, "--", source]
+    output = _answer(words, source, deadline_s)
+    try:
+        return [_listed(one) for one in json.loads(output)]
+    except (ValueError, KeyError, TypeError):
+        raise TransferError(f"{source}: rclone's list cannot be read", passing=True) from None
+
+
+def _listed(entry: dict[str, Any]) -> Listed:
+    size, digests = int(entry["Size"]), entry.get("Hashes") or {}
+    for algorithm, digits in ALGORITHMS.items():
+        digest = digests.get(algorithm)
+        if isinstance(digest, str) and len(digest) == digits:
+            return Listed(name=str(entry["Path"]), bytes=size, algorithm=algorithm, digest=digest.lower())
+    return Listed(name=str(entry["Path"]), bytes=None if size < 0 else size)
+
+
+def _answer(words: list[str], source: str, deadline_s: float) -> bytes:
+    """What a call of rclone puts out."""
+    process = _start(words)
+    try:
+        output, errors = process.communicate(timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=END_S)
+        raise TransferError(f"{source}: rclone did not answer for {deadline_s:g} s", passing=True) from None
+    if process.returncode:
+        raise failure(source, process.returncode, errors)
+    return output
 
 
 class RcloneStream:
@@ -137,7 +162,8 @@ def failure(source: str, code: int, said: bytes) -> TransferError:
 def _base(stall_s: float) -> list[str]:
     """One try of its own: how often and when to try again is decided here."""
     limit = f"{max(1, round(stall_s))}s"
-    return ["rclone", "--retries", "1", "--contimeout", limit, "--timeout", limit, "--log-level", "ERROR"]
+    once = ["--retries", "1", "--low-level-retries", "1"]
+    return ["rclone", *once, "--contimeout", limit, "--timeout", limit, "--log-level", "ERROR"]
 
 
 def _start(words: list[str]) -> subprocess.Popen[bytes]:

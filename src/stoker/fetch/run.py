@@ -18,9 +18,10 @@ from typing import Literal, TypeAlias
 from stoker.atomic import explained
 from stoker.errors import ConfigError, ResourceError, SourceError, StalledError, StokerError, TransferError
 from stoker.fetch.attempt import LOCAL_STAGES, RESERVE_BYTES, Attempt
+from stoker.fetch.listing import expand
 from stoker.fetch.origin import Origin, origin_of, shown_source
 from stoker.fetch.record import Record, alone, look
-from stoker.fetch.wanted import Wanted
+from stoker.fetch.wanted import Wanted, WantedFolder
 from stoker.schema import Json
 from stoker.units import format_bytes, format_seconds
 
@@ -149,7 +150,7 @@ class _Job:
 
 
 def fetch_files(
-    wanted: Sequence[Wanted],
+    wanted: Sequence[Wanted | WantedFolder],
     folder: Path,
     settings: FetchSettings = FetchSettings(),
     *,
@@ -168,15 +169,30 @@ def fetch_files(
     begin = time.monotonic()
     with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
+
+    def tell(text: str) -> None:
+        listen(settings.redact(text))
+
+    every, unlisted = expand(wanted, base, tries=settings.tries, pause_s=settings.pause_s, tell=tell)
     jobs = [
         _Job(wanted=one, target=_target(folder, one.name), origin=origin_of(one.source, base))
-        for one in wanted
+        for one in every
     ]
     with alone(folder):
         _check_room(jobs, folder)
         _Run(jobs, Record(folder), settings, listen).run()
     files = tuple(job.done for job in jobs if job.done is not None)
+    files += tuple(_unlisted(one, error, settings) for one, error in unlisted.items())
     return FetchReport(folder=folder, files=files, seconds=time.monotonic() - begin)
+
+
+def _unlisted(one: WantedFolder, error: StokerError, settings: FetchSettings) -> Fetched:
+    """A folder that could not be listed."""
+    return Fetched(
+        name=one.name, source=shown_source(one.source), status="failed", bytes=0, received=0, resumed=0,
+        tries=settings.tries, seconds=0.0, verified="", why=settings.redact(str(error)),
+        exit_code=error.exit_code,
+    )  # fmt: skip
 
 
 def _target(folder: Path, name: str) -> Path:

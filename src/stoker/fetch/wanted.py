@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,29 +52,69 @@ class Wanted:
     """Of its content, lower case; empty where none is declared."""
 
 
-def parse_wanted(files: Mapping[str, Mapping[str, Any]], where: str) -> tuple[Wanted, ...]:
-    """The files of a mapping of names to `{from, bytes, sha256}`.
+class _FolderEntry(BaseModel):
+    """One folder as it is written down."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    source: Annotated[str, Field(alias="from", min_length=1, max_length=8192)]
+    match: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    count: Annotated[int, Field(ge=1)] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedFolder:
+    """A folder of which all files should be there."""
+
+    name: str
+    """Where below the folder of all; ends in a slash."""
+    source: str
+    """Where it comes from: `remote:path`, or a path."""
+    match: str | None = None
+    """A pattern that the names of files end in, as `*_train_*.h5`; None: all."""
+    count: int | None = None
+    """How many files that has to be, where declared."""
+
+
+def parse_wanted(files: Mapping[str, Mapping[str, Any]], where: str) -> tuple[Wanted | WantedFolder, ...]:
+    """The files of a mapping of names to `{from, bytes, sha256}`; a name with a slash at its end is a folder.
 
     Raises:
         ConfigError: An entry or a name is not as it should be; names all that are wrong.
     """
     problems: list[str] = []
-    found: list[Wanted] = []
+    found: list[Wanted | WantedFolder] = []
     for name, entry in files.items():
-        if why := _wrong_name(name):
+        folder = name.endswith("/")
+        if why := _wrong_name(name.removesuffix("/")) if name != "./" else None:
             problems.append(f"{where}: the name {name!r} {why}")
             continue
         try:
-            found.append(_wanted(name, _Entry.model_validate(dict(entry))))
+            kind = _FolderEntry if folder else _Entry
+            found.append(_wanted(name, kind.model_validate(dict(entry))))
         except ValidationError as error:
-            problems += [f"{where}: {name}: {_say(one)}" for one in error.errors()]
-    problems += [f"{where}: {line}" for line in _clashes(one.name for one in found)]
+            problems += [f"{where}: {name}: {_say(one, folder)}" for one in error.errors()]
+    problems += [f"{where}: {line}" for line in _clashes(one.name.removesuffix("/") for one in found)]
     if problems:
         raise ConfigError("\n".join(problems))
     return tuple(found)
 
 
-def read_manifest(path: Path) -> tuple[Wanted, ...]:
+def check_names(files: Iterable[Wanted]) -> None:
+    """Compare the names of all files, those of listings among them.
+
+    Raises:
+        ConfigError: One leads out, is there twice, or is a file here and a folder there.
+    """
+    names = [one.name for one in files]
+    problems = [f"the name {name!r} {why}" for name in names if (why := _wrong_name(name))]
+    problems += [f"{name!r} is wanted twice" for name, count in Counter(names).items() if count > 1]
+    problems += _clashes(names)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def read_manifest(path: Path) -> tuple[Wanted | WantedFolder, ...]:
     """The files of a JSON manifest, `{"files": {name: {"from": ..., "bytes": ..., "sha256": ...}}}`.
 
     Raises:
@@ -109,7 +150,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _wanted(name: str, entry: _Entry) -> Wanted:
+def _wanted(name: str, entry: _Entry | _FolderEntry) -> Wanted | WantedFolder:
+    if isinstance(entry, _FolderEntry):
+        return WantedFolder(name=name, source=entry.source, match=entry.match, count=entry.count)
     for algorithm in ALGORITHMS:
         digest = getattr(entry, algorithm)
         if digest is not None:
@@ -123,9 +166,9 @@ def _wanted(name: str, entry: _Entry) -> Wanted:
     return Wanted(name=name, source=entry.source, bytes=entry.bytes)
 
 
-def _say(problem: Any) -> str:
+def _say(problem: Any, folder: bool) -> str:
     place = ".".join(map(str, problem["loc"]))
-    known = "from, bytes, sha256, sha1, md5"
+    known = "from, match, count" if folder else "from, bytes, sha256, sha1, md5"
     said = f"is not known (there are: {known})" if problem["type"] == "extra_forbidden" else problem["msg"]
     return f"{place}: {said}"
 

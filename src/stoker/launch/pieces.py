@@ -145,11 +145,11 @@ upload() { :; }
 """
 
 UPLOAD = """\
-far() { timeout $((E > SECONDS ? E - SECONDS : 1)) rclone "$@" --local-no-check-updated; }
+far() { timeout $((E > SECONDS ? E - SECONDS : 1)) rclone "$1" -q --local-no-check-updated -- "$2" "$3"; }
 upload() {
   [ -f "$LOG" ] || return 0
-  far copy -q -- "$LOG" "$UP" || return 1
-  [ -z "$R" ] || [ ! -d "$RUN" ] || far sync -q -- "$RUN" "$UP/run"
+  far copy "$LOG" "$UP" || return 1
+  [ -z "$R" ] || [ ! -d "$RUN" ] || far sync "$RUN" "$UP/run"
 }
 uploads() {
   while sleep "$EVERY" && kill -0 $PPID; do

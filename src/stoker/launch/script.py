@@ -105,6 +105,7 @@ class StartScript(BaseModel):
             pieces.BEGIN,
             self._steps(),
         ]
+        # Half the indentation of what is fixed; values may hold anything, and stay as they are.
         text = "".join(before) + self._variables() + re.sub(r"(?m)^( +)\1", r"\1", "".join(after))
         size = len(text.encode())
         if self.target == "vast" and size > ONSTART_BYTES:
@@ -157,6 +158,7 @@ class StartScript(BaseModel):
         return min(30.0, self.stall_minutes * 15)
 
     def _asks(self) -> bool:
+        """Whether git may be asked for a token."""
         return self.target != "vast" or "GIT_TOKEN" in self.secrets
 
     def _needs(self) -> list[str]:
@@ -186,17 +188,15 @@ class StartScript(BaseModel):
             "PY=$W/venv/bin/python",
             'step dependencies "$PY" -m pip install "${PIP[@]}"',
         ]
-        lines += ["run fetch"] if self.fetch else []
-        lines += ['pull cache "$FAR" "$CACHE"'] if self.cache else []
-        lines += (
-            ['pull resume "$UP/run" "$RUN"', "R=1", "setsid bash -c uploads & U=$!; disown"]
-            if self.upload
-            else []
-        )
+        if self.fetch:
+            lines.append("run fetch")
+        if self.cache:
+            lines.append('pull cache "$FAR" "$CACHE"')
+        if self.upload:
+            lines += ['pull resume "$UP/run" "$RUN"', "R=1", "setsid bash -c uploads & U=$!; disown"]
         lines += ["run validate", "ranks precompute"]
-        lines += (
-            ['step cache rclone copy -uv --exclude \'.staged/**\' -- "$CACHE" "$FAR"'] if self.cache else []
-        )
+        if self.cache:
+            lines.append('step cache rclone copy -uv --exclude \'.staged/**\' -- "$CACHE" "$FAR"')
         lines += ["ranks train", 'echo "$K" >"$W/finished"', "exit 0"]
         return "\n".join(lines) + "\n"
 

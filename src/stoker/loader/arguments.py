@@ -101,7 +101,7 @@ def take_dataloader_arguments(
             f"shuffle={shuffle} and order={order!r} say the same thing twice. Give order= alone"
         )
     if order is not None and not isinstance(cast(object, order), str):
-        raise ConfigError(f"order is {order!r}. Expected full, sequential, block, static or None")
+        raise ConfigError(f"order is {order!r}. Expected full, sequential, block, bucket, static or None")
     if order is None:
         order = "full" if shuffle is None or shuffle else "sequential"
     timeout = given.get("timeout")

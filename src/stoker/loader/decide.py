@@ -103,7 +103,8 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
     check_lengths(make_join(wishes.ragged, outputs), cache, places)
     examples = _number(cache, places, wishes.windows)
     draws = None if wishes.weights is None else weighted(wishes.weights, places, examples)
-    order = order_of(wishes, outputs, examples.count, draws)
+    lengths = _sizes(cache, places, outputs) if wishes.order.startswith("bucket") else None
+    order = order_of(wishes, outputs, examples.count, draws, lengths)
     places = replace(places, own=own_records(order, examples, wishes.rank, wishes.world))
     found = Found(
         places=places,
@@ -125,8 +126,14 @@ def outputs_of(cache: Cache, wishes: Wishes) -> tuple[Output, ...]:
     )
 
 
-def order_of(wishes: Wishes, outputs: tuple[Output, ...], count: int, draws: Draws | None) -> Order:
-    """The order of `count` examples that was asked for."""
+def order_of(
+    wishes: Wishes,
+    outputs: tuple[Output, ...],
+    count: int,
+    draws: Draws | None,
+    lengths: NDArray[np.int64] | None = None,
+) -> Order:
+    """The order of `count` examples that was asked for; `lengths`: of each, where they differ."""
     example_bytes = sum(output.example_bytes for output in outputs)
     return Order(
         kind=parse_order(wishes.order, world=wishes.world, example_bytes=example_bytes),
@@ -134,6 +141,7 @@ def order_of(wishes: Wishes, outputs: tuple[Output, ...], count: int, draws: Dra
         seed=wishes.seed,
         global_batch=wishes.batch_size * wishes.world,
         draws=draws,
+        lengths=lengths,
     )
 
 
@@ -201,7 +209,10 @@ def check_beside(cache: Cache, wishes: Wishes) -> None:
             "ranks would have to agree on what is quarantined before each batch, and loaders do not talk",
         ),
         "static=True": (wishes.static, "batches at fixed addresses are gathered on a device that holds all"),
-        f"order={wishes.order!r}": (wishes.order.startswith("static"), "its parts are of all examples"),
+        f"order={wishes.order!r}": (
+            wishes.order.startswith(("static", "bucket")),
+            "its parts are of all examples",
+        ),
         "Weights(replacement=False)": (drawn, "what is left to draw depends on all examples"),
         "weights= over windows of trajectories of varying length": (
             varying and wishes.weights is not None,
@@ -261,6 +272,15 @@ def _number(cache: Cache, places: Places, windows: Windows | None) -> Examples:
     if windows is not None:
         lengths = trajectory_lengths(cache, places, windows)
     return number_examples(lengths, len(places.numbers), windows)
+
+
+def _sizes(cache: Cache, places: Places, outputs: tuple[Output, ...]) -> NDArray[np.int64] | None:
+    """Bytes of each record in fields of varying length; None where there is no such field."""
+    fields = {output.field: cache.recipe.columns[output.field] for output in outputs if output.ragged}
+    if not fields:
+        return None
+    sizes = [lengths_of(cache, places, name) * field.row_bytes for name, field in fields.items()]
+    return np.stack(sizes).sum(axis=0, dtype=np.int64)
 
 
 def trajectory_lengths(cache: Cache, places: Places, windows: Windows) -> NDArray[np.int64]:

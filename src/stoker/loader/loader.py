@@ -86,7 +86,8 @@ class Loader:
             tier: `auto`, or the tier that shall hold everything: `device`, `host`, `disk`, `encode`.
             device: Where batches are wanted: `cpu`, or `cuda[:i]`.
             seed, rank, world: The order's seed; this process's part of every global batch.
-            order: `full` (default), `sequential` (evaluation), `block`, `block(block,window)`, `static`.
+            order: `full` (default), `sequential` (evaluation), `block`, `block(block,window)`, `static`, or
+                `bucket`, `bucket(batches)`: records of similar length in a batch.
             indices: Sample numbers to serve, repeats allowed; None: all that are stored.
             weights: Draw with replacement, in proportion to one weight per record (or per sample, where some
                 are quarantined or not encoded yet); or `Weights`.

@@ -132,7 +132,8 @@ def _loaders(
             continue
         loader = Loader(one, seed=member_seed(seed, place), **settings)
         lap = _lap_of(loader)
-        if full_batches and lap.whole and lap.tail and settings.get("drop_last") is None:
+        short = lap.tail > 0 or is_beside(loader)  # where samples may yet prove to be quarantined
+        if full_batches and lap.whole and short and settings.get("drop_last") is None:
             full: dict[str, Any] = {**settings, "drop_last": True}
             loader = Loader(one, seed=member_seed(seed, place), **full)
         loaders[name] = loader

@@ -242,10 +242,7 @@ class Mixture:
         """The steps from `step` on that this rank has a batch for: step, member, its pass and place there."""
         turns = self._turns
         had = turns.before(epoch, step)
-        here = [
-            lap if is_beside(loader) else len(loader)
-            for lap, loader in zip(turns.laps, self.loaders.values(), strict=True)
-        ]
+        here = [len(loader) for loader in self.loaders.values()]
         for piece in turns.members(epoch, step):
             for member in piece.tolist():
                 lap, place = turns.place(epoch, member, had[member])

@@ -38,11 +38,13 @@ FEISTEL_ROUNDS = 6
 DEFAULT_BLOCK_BYTES = 128 * 1024
 """Reads below this size are bound by the number of requests, not by bytes."""
 DEFAULT_WINDOW_BLOCKS = 256
+BUCKET_BATCHES = 50
+"""Global batches of a window of `bucket`."""
 
 Ids: TypeAlias = "Callable[[int, int], Any]"
 """`ids(start, stop)`: the examples at these positions, int64, numpy or on the order's device."""
 
-Kind: TypeAlias = Literal["full", "block", "static", "sequential"]
+Kind: TypeAlias = Literal["full", "block", "bucket", "static", "sequential"]
 
 
 def mix(value: int) -> int:
@@ -129,6 +131,8 @@ class OrderKind:
     """Examples that lie together and are read together (`block`)."""
     window: int = 0
     """Examples that are shuffled among themselves; a multiple of `block`."""
+    batches: int = 0
+    """Global batches whose examples are sorted by length among themselves (`bucket`)."""
     parts: int = 0
     """Equal parts of the examples, one for each rank (`static`)."""
 
@@ -136,11 +140,13 @@ class OrderKind:
         """The text that `parse_order` reads back."""
         if self.kind == "block":
             return f"block({self.block},{self.window})"
+        if self.kind == "bucket":
+            return f"bucket({self.batches})"
         return f"static({self.parts})" if self.kind == "static" else self.kind
 
 
 def parse_order(text: str, *, world: int, example_bytes: int) -> OrderKind:
-    """Read `full`, `block`, `block(64,4096)`, `static`, `static(8)` or `sequential`.
+    """Read `full`, `block`, `block(64,4096)`, `bucket`, `bucket(50)`, `static`, `static(8)` or `sequential`.
 
     Args:
         text: The kind; numbers left out are chosen from the other arguments.
@@ -154,11 +160,14 @@ def parse_order(text: str, *, world: int, example_bytes: int) -> OrderKind:
         return OrderKind(kind="full")
     if text == "sequential":
         return OrderKind(kind="sequential")
+    if found := re.fullmatch(r"bucket(?:\(([1-9]\d*)\))?", text):
+        return OrderKind(kind="bucket", batches=int(found[1] or BUCKET_BATCHES))
     found = re.fullmatch(r"(block)(?:\((\d+),\s*(\d+)\))?|(static)(?:\((\d+)\))?", text)
     if not found:
         raise ConfigError(
             f"order {text!r} is not a kind of order. "
-            "Known: full, sequential, block, block(block,window), static, static(parts)"
+            "Known: full, sequential, block, block(block,window), bucket, bucket(batches), static, "
+            "static(parts)"
         )
     block_kind, block, window, _, parts = found.groups()
     if not block_kind:
@@ -193,9 +202,11 @@ class Order:
     """Examples to order."""
     seed: int
     global_batch: int
-    """Examples per step over all ranks; decides a `static` order, no other."""
+    """Examples per step over all ranks; decides a `static` and a `bucket` order, no other."""
     draws: Draws | None = None
     """Set when examples are drawn by weight instead of permuted."""
+    lengths: NDArray[np.int64] | None = None
+    """Of each example, for `bucket`; None: they have one shape."""
 
     def __post_init__(self) -> None:
         """Refuse combinations that have no meaning."""
@@ -207,6 +218,11 @@ class Order:
             )
         if self.draws is not None and self.kind.kind != "full":
             raise ConfigError(f"weights= draw examples at random, so order must be full, not {self.kind}")
+        if self.kind.kind == "bucket" and self.lengths is None:
+            raise ConfigError(
+                f"order {self.kind} puts records of similar length into a batch, and examples here have one "
+                "shape. Use order='full'"
+            )
 
     @property
     def positions(self) -> int:
@@ -239,6 +255,10 @@ class Order:
             return _drawn(self.draws, base)
         if self.kind.kind == "full":
             return _shuffled(self.count, base)
+        if self.kind.kind == "bucket":
+            from stoker.loader.order_bucket import bucketed
+
+            return partial(_between, bucketed(self, epoch))
         if self.kind.kind == "sequential":
             return lambda start, stop: np.arange(start, stop, dtype=np.int64)
         if self.kind.kind == "static":

@@ -31,7 +31,7 @@ LOWEST = -(1 << 63)
 def epoch_on(order: Order, epoch: int, device: torch.device) -> Ids:
     """`order.epoch(epoch)` on `device`: the result gives examples by position, `(stop - start,)` int64."""
     base, kind = stream(order.seed, epoch), order.kind.kind
-    if order.draws is not None and order.draws.weights is not None:
+    if kind == "bucket" or (order.draws is not None and order.draws.weights is not None):
         # Sorted as a whole, by numbers of the host's making: one copy for each epoch.
         drawn = torch.as_tensor(order.epoch(epoch)(0, order.positions)).to(device)
         return lambda start, stop: drawn[start:stop]

@@ -7,6 +7,7 @@ before the first of it is read, so that more reads are under way than there are 
 from __future__ import annotations
 
 import os
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 
 ADVISED = hasattr(os, "posix_fadvise")
 """Whether the system can be told what is about to be read."""
+ALONE_FROM_BYTES = 64 * KIB
+"""Reads from this size on are cheap enough one by one. What the system reads beyond them, guessing from what
+lies in the page cache around, made batches up to twice as long.
+
+Source: docs/design/026-plan-against-measured.md.
+"""
 JOINED_GAP_BYTES = 64 * KIB
 """Steps of a window closer than this are read in one go."""
 JOINED_BYTES = 256 * KIB
@@ -135,6 +142,10 @@ class Pieces:
         self._whole = [i for i, output in enumerate(outputs) if output.index == RECORD]
         self._sizes = [output.example_bytes for output in outputs]
         self._runs = _plan_runs(schema, outputs)
+        runs = ((run.stop - run.first) * schema[run.field].row_bytes for run in self._runs)
+        self._alone = ADVISED and max([0, *(self._sizes[i] for i in self._whole), *runs]) >= ALONE_FROM_BYTES
+        self._told: weakref.WeakSet[Shard] = weakref.WeakSet()
+        """Shards of which nothing is read on by the system."""
 
     def read(self, cache: Cache, piece: NDArray[np.int64], wanted: Wanted, verify: Verify) -> int:
         """Read the examples at these places of a batch, sorted by shard and row, into their outputs.
@@ -163,6 +174,10 @@ class Pieces:
             if shard is None or number != last:
                 shard, last = cache.shard(number), number
                 open_rows.clear()
+                if self._alone and shard not in self._told:
+                    self._told.add(shard)
+                    with suppress(OSError):
+                        os.posix_fadvise(shard.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             for i in self._whole:
                 out = self._place(shard, i, row, wanted, j)
                 if i not in open_rows or not open_rows[i].took(row, out):

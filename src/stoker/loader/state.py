@@ -92,7 +92,7 @@ def restore(state: object, terms: Terms, *, allow_rebatch: bool) -> tuple[int, i
     ignored = {"version", "epoch", "position", "generation", NOTED}
     if terms.order != "sequential" or not at[1]:
         ignored.add("world")
-    if allow_rebatch and not terms.order.startswith("static"):
+    if allow_rebatch and not terms.order.startswith(("static", "bucket")):
         ignored.add("global_batch")
     differing = [name for name in here if name not in ignored and there[name] != here[name]]
     if differing:

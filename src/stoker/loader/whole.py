@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -92,7 +93,7 @@ class Whole:
         """What makes batches in this process, since the first was asked for."""
         self.ahead = self._new_ahead()
         self._stop: weakref.finalize[[], Whole] | None = None
-        self._process = 0
+        self._process, self._known_to = 0, os.getpid()
         self._building: dict[int, threading.Lock] = {}
         """By process, since a lock that another thread held at a fork is never released in the child."""
 
@@ -150,6 +151,9 @@ class Whole:
         with self._building.setdefault(os.getpid(), threading.Lock()):
             if self.engine is None or self._process != os.getpid():
                 cache = self.design.cache
+                if self._known_to != os.getpid():
+                    _after_fork()
+                    self._known_to = os.getpid()
                 if self.engine is not None:
                     cache = reopened(cache)
                 with torch.inference_mode(False):  # memory outlives the caller's mode, and a thread fills it
@@ -190,3 +194,18 @@ class Whole:
         if self._stop is not None:
             self._stop()
         self.engine = self._stop = None
+
+
+def _after_fork() -> None:
+    """Have torch compute on one thread in a process that was forked: those it had did not come along, and an
+    operation that shares its work with them waits for ever.
+    """
+    threads = torch.get_num_threads()
+    if threads > 1:
+        torch.set_num_threads(1)
+        logging.getLogger("stoker").warning(
+            "process %d was forked, and the threads of torch were not: it computes on one here, where there "
+            "were %d. Start processes by 'spawn' to have as many",
+            os.getpid(),
+            threads,
+        )

@@ -41,6 +41,15 @@ class GpuAbsent:
         return {"absent": self.reason}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuDriver:
+    """The driver of this machine's GPUs."""
+
+    version: str
+    cuda: tuple[int, int]
+    """The newest version of CUDA that it runs."""
+
+
 class GpuSampler:
     """One GPU, held open; made by `open_gpu`. Close it when done."""
 
@@ -98,3 +107,20 @@ def open_gpu(uuid: str | None = None) -> GpuSampler | GpuAbsent:
     except pynvml.NVMLError as error:
         pynvml.nvmlShutdown()
         return GpuAbsent(reason=f"the driver has no such GPU ({error})")
+
+
+def find_driver() -> GpuDriver | GpuAbsent:
+    """The driver that is loaded, as its own library says."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return GpuAbsent(reason=f"no NVIDIA driver ({error})")
+    try:
+        version = pynvml.nvmlSystemGetDriverVersion()
+        cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
+    except pynvml.NVMLError as error:
+        return GpuAbsent(reason=f"the driver does not say what it is ({error})")
+    finally:
+        pynvml.nvmlShutdown()
+    text = version if isinstance(version, str) else bytes(version).decode()
+    return GpuDriver(version=text, cuda=(cuda // 1000, cuda % 1000 // 10))

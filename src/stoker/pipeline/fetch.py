@@ -8,7 +8,15 @@ from pathlib import Path
 from stoker.config import load_config
 from stoker.config.models import Config
 from stoker.errors import ConfigError
-from stoker.fetch import FetchReport, FetchSettings, Wanted, fetch_files, parse_wanted, read_manifest
+from stoker.fetch import (
+    FetchReport,
+    FetchSettings,
+    Wanted,
+    WantedFolder,
+    fetch_files,
+    parse_wanted,
+    read_manifest,
+)
 from stoker.fetch.run import Listener
 
 
@@ -60,8 +68,8 @@ def fetch_config(
     return fetch_files(wanted, where, settings, listen=listen)
 
 
-def wanted_files(config: Config) -> tuple[Wanted, ...]:
-    """All files that the settings want, those of the manifest after their own.
+def wanted_files(config: Config) -> tuple[Wanted | WantedFolder, ...]:
+    """All files and folders that the settings want, those of the manifest after their own.
 
     Raises:
         ConfigError: An entry is wrong, or both name the same file.

@@ -101,7 +101,9 @@ def profile_config(
         beside = joined(own, cache, task, split) if complete else cache
         loader = _loader(own, beside, complete=complete)
         with deadline(timeout_s, f"{own.where} did not get through {3 * steps} steps"):
-            loop = _loop(own, loader, located, steps=steps, cache=cache, folder=Path(folder) / "run")
+            loop = _loop(own, loader, steps=steps, folder=Path(folder) / "run")
+        if not complete:
+            loop = replace(loop, examples=round(loop.examples * located.recipe.count / len(cache)))
         loop = replace(loop, samples_s=tried.trial.reads_s, names=tried.trial.names)
         demand, resources = demand_of(own, located, device), probe(device=device, path=Path(folder))
         step = Step(seconds=loop.compute_s, cpus=demand.step_cpus)
@@ -187,21 +189,17 @@ def _loader(config: Config, cache: Cache, *, complete: bool) -> Loader:
     )
 
 
-def _loop(
-    config: Config, loader: Loader, located: Located, *, steps: int, cache: Cache, folder: Path
-) -> Loop:
+def _loop(config: Config, loader: Loader, *, steps: int, folder: Path) -> Loop:
     """Whole training steps on the loader's batches."""
     if not len(loader):
         raise ConfigError(
-            f"{len(cache)} records make no batch of {loader.batch_size}. Use a smaller training.batch_size"
+            f"{loader.dataset.path} makes no batch of {loader.batch_size}. Use a smaller training.batch_size"
         )
     where = torch.device(device_of(config))
     watched = Probe(_Passes(loader), steps=steps, device=where)
     take(watched, steps_of(loader, loop_settings(config, len(loader), resume=False), folder))
-    examples = len(loader) * loader.batch_size
-    if len(cache) < located.recipe.count:
-        examples = round(examples * located.recipe.count / len(cache))
-    return measured(watched, where, examples=examples, batch_examples=loader.batch_size)
+    size = loader.batch_size
+    return measured(watched, where, examples=len(loader) * size, batch_examples=size)
 
 
 def _batch_size(config: Config, cache: Cache) -> int:
@@ -250,7 +248,7 @@ def _unkept(loop: Loop, demand: Demand, stages: tuple[Stage, ...], resources: Re
         wall_s=loop.compute_s / (1 - stall) if stall < 1 else load_s,
         stall=stall,
         fits=True,
-        why="no cache: each sample is read and encoded once an epoch",
+        why="each sample is read and encoded once an epoch",
     )
 
 

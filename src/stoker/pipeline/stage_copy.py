@@ -1,8 +1,8 @@
 """Copy one file to local storage: verified, resumable, by one process at a time, with a deadline.
 
 A copy is an object named by where its file lies, its size and its time, so a file that changes gets another.
-`<name>.part` grows beside `<name>.journal`, a line for each block that is on the disk, with its digest: what
-a killed run left is checked and kept. The object appears under its name once all of it was read back.
+It grows as files that are fetched do (`stoker.fetch.partial`): what a killed run left is checked and kept.
+The object appears under its name once all of it was read back.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
-from stoker.atomic import explained, publish
+from stoker.atomic import explained, replacing
 from stoker.errors import SourceError, StalledError
+from stoker.fetch.folder import FolderOrigin
+from stoker.fetch.partial import Partial, paths_of
+from stoker.fetch.wanted import Wanted
 from stoker.sources.watched import watched
-from stoker.units import MIB, format_bytes
+from stoker.units import format_bytes
 
-BLOCK_BYTES = 32 * MIB
-PIECE_BYTES = 4 * MIB
 POLL_S = 0.1
 
 
@@ -85,12 +84,12 @@ def stage_file(original: Original, objects: Path, *, deadline_s: float) -> int:
 @contextmanager
 def _alone(original: Original, objects: Path, deadline_s: float) -> Generator[None]:
     """Hold the lock of an object; the wait ends when its partial copy has not grown for `deadline_s`."""
-    path, part = objects / f"{original.object}.lock", objects / f"{original.object}.part"
+    path, (part, _) = objects / f"{original.object}.lock", paths_of(objects / original.object)
     with explained(objects):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         since, size = time.monotonic(), -1
-        while not _locked(fd):
+        while not locked(fd):
             grown = part.stat().st_size if part.exists() else -1
             if grown != size:
                 since, size = time.monotonic(), grown
@@ -105,7 +104,8 @@ def _alone(original: Original, objects: Path, deadline_s: float) -> Generator[No
         os.close(fd)
 
 
-def _locked(fd: int) -> bool:
+def locked(fd: int) -> bool:
+    """Whether the lock of an open file was free; it is held from then on."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -114,112 +114,66 @@ def _locked(fd: int) -> bool:
 
 
 def _copy(original: Original, objects: Path, deadline_s: float) -> int:
-    name = original.object
-    part, journal = objects / f"{name}.part", objects / f"{name}.journal"
-    with explained(objects), part.open("ab"):
-        pass
-    digest = xxhash.xxh3_128()
-    with part.open("r+b", buffering=0) as copy:
-        begin = _resume(copy.fileno(), journal, digest)
-        copied = _fetch(original, copy.fileno(), journal, digest, begin, deadline_s)
-    if look_at(original.path) != original:
-        for path in (part, journal):
-            path.unlink(missing_ok=True)
-        raise SourceError(f"{original.path} changed while it was staged. Run again once it is written")
-    _read_back(part, digest.hexdigest(), original)
-    with explained(objects):
-        publish(part, objects / name)
-        found = (objects / name).stat()
-        note = {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "xxh3_128": digest.hexdigest()}
-        temporary = objects / f"{name}.json.part"
-        temporary.write_text(json.dumps({**note, "path": str(original.path)}))
-        publish(temporary, objects / f"{name}.json")
-    journal.unlink(missing_ok=True)
-    return copied
-
-
-def _resume(fd: int, journal: Path, digest: xxhash.xxh3_128) -> int:
-    """Bytes of the partial copy that are right; the rest is cut off, and `digest` has seen them."""
-    at = 0
-    with suppress(OSError, ValueError):
-        for line in journal.read_text().splitlines():
-            size, wanted = line.split()
-            block = os.pread(fd, int(size), at)
-            if len(block) != int(size) or xxhash.xxh3_128_hexdigest(block) != wanted:
-                break
-            digest.update(block)
-            at += len(block)
-    os.ftruncate(fd, at)
-    return at
-
-
-def _fetch(
-    original: Original, fd: int, journal: Path, digest: xxhash.xxh3_128, begin: int, deadline_s: float
-) -> int:
-    """Copy what is missing, block by block; returns how many bytes that were."""
-    source = watched(
-        lambda _: os.open(original.path, os.O_RDONLY | os.O_CLOEXEC),
-        deadline_s,
-        where=f"opening {original.path}",
-        advice="Is the mount reachable? Run again: what was copied is kept",
-    )
-    lines: list[str] = []
-    if begin:
-        lines = journal.read_text().splitlines()[: -(-begin // BLOCK_BYTES)]
-    at = begin
+    target = objects / original.object
+    wanted = Wanted(name=original.object, source=str(original.path), bytes=original.bytes)
+    partial = Partial(wanted, target, _not_told)
+    begun = partial.at
     try:
-        while at < original.bytes:
-            block = _read(original, source, at, min(BLOCK_BYTES, original.bytes - at), deadline_s)
-            with explained(journal.parent):
-                view, done = memoryview(block), 0
-                while done < len(block):
-                    done += os.pwrite(fd, view[done:], at + done)
-                os.fsync(fd)  # the journal must not know of what a power cut would take
-                lines.append(f"{len(block)} {xxhash.xxh3_128_hexdigest(block)}")
-                journal.write_text("\n".join(lines))
-            digest.update(block)
-            at += len(block)
-    finally:
-        os.close(source)
-    return at - begin
-
-
-def _read(original: Original, fd: int, offset: int, size: int, deadline_s: float) -> bytes:
-    """One block of the original; each piece has `deadline_s`."""
-
-    def work(begin: object) -> bytes:
-        pieces: list[bytes] = []
-        at = offset
-        while at < offset + size:
-            begin(at)  # type: ignore[operator]
-            piece = os.pread(fd, min(PIECE_BYTES, offset + size - at), at)
-            if not piece:
-                raise SourceError(
-                    f"{original.path} ends at byte {at:,}, it had {original.bytes:,}: cut short"
-                )
-            pieces.append(piece)
-            at += len(piece)
-        return b"".join(pieces)
-
-    try:
-        return watched(
-            work,
+        watched(
+            lambda begin: _receive(original, partial, begin, deadline_s),
             deadline_s,
             where=f"staging {original.path}",
             advice="Is the mount reachable? Run again: what was copied is kept",
         )
-    except OSError as error:
-        raise SourceError(f"{original.path} cannot be read at byte {offset:,}: {error.strerror}") from error
+    except StalledError:
+        partial.abandon()  # by the thread that is left behind
+        raise
+    except BaseException:
+        partial.keep()
+        raise
+    partial.keep()
+    if look_at(original.path) != original:
+        for path in paths_of(target):
+            path.unlink(missing_ok=True)
+        raise SourceError(f"{original.path} changed while it was staged. Run again once it is written")
+    _publish(original, Partial(wanted, target, _not_told), target)
+    return original.bytes - begun
 
 
-def _read_back(part: Path, wanted: str, original: Original) -> None:
-    found = xxhash.xxh3_128()
-    with part.open("rb") as file:
-        while piece := file.read(PIECE_BYTES):
-            found.update(piece)
-    if found.hexdigest() != wanted:
-        part.unlink()
+def _receive(original: Original, partial: Partial, begin: Callable[[int], None], deadline_s: float) -> None:
+    """Copy what is missing; each piece of the original has `deadline_s`."""
+    stream = FolderOrigin(original.path).open(partial.at, "", stall_s=deadline_s)
+    try:
+        partial.begin(stream.offset, stream.version.tag)
+        begin(partial.at)
+        while piece := stream.read():
+            partial.write(piece)
+            begin(partial.at)
+    finally:
+        stream.close()
+    if partial.at < original.bytes:
         raise SourceError(
-            f"the copy of {original.path} does not read back as it was written. Check the disk below "
-            f"{part.parent}, or choose another data.stage_dir"
+            f"{original.path} ends at byte {partial.at:,}, it had {original.bytes:,}: cut short"
         )
+
+
+def _publish(original: Original, whole: Partial, target: Path) -> None:
+    """Name the copy, once opening it again has read every block back."""
+    try:
+        if whole.at < original.bytes:
+            raise SourceError(
+                f"the copy of {original.path} does not read back as it was written. Check the disk below "
+                f"{target.parent}, or choose another data.stage_dir"
+            )
+        whole.finish()
+    finally:
+        whole.keep()
+    with explained(target.parent):
+        found = target.stat()
+        note = {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "path": str(original.path)}
+        with replacing(target.with_name(f"{target.name}.json")) as temporary:
+            temporary.write_text(json.dumps(note))
+
+
+def _not_told(_: int) -> None:
+    """How far a copy is read back interests nobody."""

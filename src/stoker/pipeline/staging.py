@@ -21,6 +21,7 @@ from stoker.atomic import explained
 from stoker.config import Config
 from stoker.config.models import DataConfig
 from stoker.errors import ConfigError, ResourceError, SourceError
+from stoker.fetch.partial import paths_of
 from stoker.pipeline.stage_copy import Original, is_staged, look_at, stage_file
 from stoker.plan.resources import storage_of
 from stoker.schema import Json
@@ -210,7 +211,7 @@ def _check_room(files: Sequence[Original], objects: Path) -> None:
     for file in missing:
         needed += file.bytes
         with suppress(OSError):
-            needed -= (objects / f"{file.object}.part").stat().st_size
+            needed -= paths_of(objects / file.object)[0].stat().st_size
     free = os.statvfs(objects)
     room = free.f_bavail * free.f_frsize
     if missing and needed + RESERVE_BYTES > room:

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from types import MappingProxyType
 
 from stoker.config import Config, load_config
-from stoker.config.remedies import in_settings
-from stoker.errors import ConfigError, EncoderError, ResourceError, StalledError, StokerError
-from stoker.monitor import GpuAbsent, open_gpu
-from stoker.monitor.trackers import check_trackers
+from stoker.errors import ConfigError, EncoderError, ResourceError, StokerError
 from stoker.pipeline.build import Job, build_jobs, device_of, tasks_of
+from stoker.pipeline.checks import Row, Validation, failed
 from stoker.pipeline.diary import run_dir_of
 from stoker.pipeline.folders import require_writable
 from stoker.pipeline.locate import (
@@ -30,57 +27,35 @@ from stoker.pipeline.locate import (
     windows_of,
 )
 from stoker.pipeline.mixed import check_together
-from stoker.pipeline.plan import demand_of, left_by
 from stoker.pipeline.train import training_splits
-from stoker.plan import Resources, plan_tiers, probe
-from stoker.precompute.space import check_space, needed_bytes
-from stoker.schema import Json
+from stoker.pipeline.validate_machine import check_device, check_driver, check_room, check_shared_memory
+from stoker.pipeline.validate_trackers import check_each
+from stoker.pipeline.why import nearest_differences
+from stoker.precompute.probe_encoder import try_encoder
 from stoker.sources.files import canonical_split
-from stoker.units import format_bytes, format_count
+from stoker.store import Difference
+from stoker.units import format_count, format_seconds
 
-Status: TypeAlias = Literal["pass", "warn", "fail"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One thing that was checked."""
-
-    check: str
-    """What: `config`, `training`, `data train`, `encoder`, `cache`, `windows`, `tasks`, `run folder`,
-    `trackers`, `gpu`, `memory`, `disk`."""
-    status: Status
-    detail: str
-    """What was found, with figures; for warn and fail also what to do."""
-    exit_code: int = 0
-    """What a `fail` of this row makes the command return."""
+LONGEST = 24
+"""Letters of a value that a row shows."""
+SHOWN = 3
+"""Differences to the nearest cache that a row names."""
+NOTHING_SET: Mapping[str, str] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Validation:
-    """All rows."""
+def validate_config(
+    path: Path | str, overrides: Sequence[str] = (), *, environment: Mapping[str, str] = NOTHING_SET
+) -> Validation:
+    """Check a settings file and all that it names; no sample is encoded and no record is read.
 
-    rows: tuple[Row, ...]
-
-    @property
-    def exit_code(self) -> int:
-        """0 without a failed row; 3 when a setting or file is wrong, else 6 when resources do not suffice."""
-        codes = {row.exit_code for row in self.rows if row.status == "fail"}
-        return ConfigError.exit_code if codes - {ResourceError.exit_code} else max(codes, default=0)
-
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {
-            "rows": [{"check": row.check, "status": row.status, "detail": row.detail} for row in self.rows],
-            "exit_code": self.exit_code,
-        }
-
-
-def validate_config(path: Path | str, overrides: Sequence[str] = ()) -> Validation:
-    """Check a settings file and all that it names; nothing is encoded and no record is read."""
+    Args:
+        path, overrides: The settings.
+        environment: In which trackers find their servers and credentials.
+    """
     try:
         config = load_config(path, overrides)
     except ConfigError as error:
-        return Validation(rows=(_failed("config", error),))
+        return Validation(rows=(failed("config", error),))
     rows = [Row(check="config", status="pass", detail=f"{path}, {len(config.notes)} notes")]
     rows += [Row(check="config", status="warn", detail=note) for note in config.notes]
     rows.append(_training_row(config))
@@ -95,9 +70,10 @@ def validate_config(path: Path | str, overrides: Sequence[str] = ()) -> Validati
     rows += [_windows_row(config.for_task(task), first) for task, first in trained.items()]
     rows += _together_rows(trained)
     rows.append(_run_dir_row(config))
-    rows += _tracker_rows(config)
-    device = _check_device(config, rows)
-    rows += _check_room(config, located, trained, device)
+    rows += check_each(config.training.trackers, environment)
+    device = check_device(config, rows)
+    rows += [check_driver(), check_shared_memory()]
+    rows += check_room(config, located, trained, device)
     return Validation(rows=tuple(rows))
 
 
@@ -105,7 +81,7 @@ def _training_row(config: Config) -> Row:
     try:
         split, other = training_splits(config)
     except ConfigError as error:
-        return _failed("training", error)
+        return failed("training", error)
     names = ", ".join(f"{task}_{split}" for task in tasks_of(config))
     return Row(check="training", status="pass", detail=f"on {names}, judged on {other}")
 
@@ -119,7 +95,23 @@ def _check_task(config: Config, task: str, located: list[Located]) -> list[Row]:
     rows: list[Row] = []
     for split in splits:
         rows += _check_cache(config, (task, split), jobs.get(split), located)
-    return rows
+    # All splits share the encoder, so that trying it once will do.
+    return [*rows, *([_encoder_row(config, next(iter(jobs.values())))] if jobs else [])]
+
+
+def _encoder_row(config: Config, job: Job) -> Row:
+    """Whether the encoder takes a sample of zeros on its device."""
+    check = f"encoder {job.name.removesuffix(f'_{job.split}')}"
+    if job.encoder is None:
+        return Row(check=check, status="pass", detail="none: samples are stored as they are")
+    device, deadline_s = device_of(config), config.precompute.deadlines.encode
+    try:
+        took_s = try_encoder(job.encoder, job.source.schema(), device, deadline_s)
+    except StokerError as error:
+        code = error.exit_code if isinstance(error, ResourceError) else ConfigError.exit_code
+        return failed(check, error, code)
+    detail = f"loads on {device} and encodes a sample of zeros in {format_seconds(took_s)}"
+    return Row(check=check, status="pass", detail=detail)
 
 
 def _check_cache(config: Config, key: tuple[str, str], job: Job | None, located: list[Located]) -> list[Row]:
@@ -128,9 +120,9 @@ def _check_cache(config: Config, key: tuple[str, str], job: Job | None, located:
     try:
         found = locate(config, *key) if job is None else locate_job(config, job)
     except EncoderError as error:
-        return [_failed(f"encoder {name}", error)]
+        return [failed(f"encoder {name}", error)]
     except (StokerError, OSError) as error:
-        return [_failed(f"data {name}", error)]
+        return [failed(f"data {name}", error)]
     located.append(found)
     count = format_count(found.recipe.count)
     if found.source_gone:
@@ -149,7 +141,7 @@ def _together_rows(trained: Mapping[str, Located]) -> list[Row]:
     try:
         check_together({task: found.recipe.schema for task, found in trained.items()})
     except ConfigError as error:
-        return [_failed("tasks", error)]
+        return [failed("tasks", error)]
     return [Row(check="tasks", status="pass", detail=f"one operator for {', '.join(trained)}")]
 
 
@@ -159,7 +151,7 @@ def _windows_row(config: Config, found: Located) -> Row:
     try:
         count = windows_in(config, found.recipe.schema)
     except ConfigError as error:
-        return _failed("windows", error)
+        return failed("windows", error)
     many = "as many as fit" if count is None else format_count(count)
     detail = f"{many} in each trajectory, over {windows_of(config).span + 1} steps each"
     return Row(check="windows", status="pass", detail=detail)
@@ -170,19 +162,8 @@ def _run_dir_row(config: Config) -> Row:
     try:
         require_writable(run_dir, "training.run_dir")
     except StokerError as error:
-        return _failed("run folder", error, ConfigError.exit_code)
+        return failed("run folder", error, ConfigError.exit_code)
     return Row(check="run folder", status="pass", detail=f"{run_dir} can be written")
-
-
-def _tracker_rows(config: Config) -> list[Row]:
-    """Whether whoever shall have the figures of a run can be started; nothing where nobody is named."""
-    names = config.training.trackers
-    try:
-        check_trackers(names)
-    except ConfigError as error:
-        return [_failed("trackers", error)]
-    detail = f"{', '.join(names)}: packages found; none of them can end a run"
-    return [Row(check="trackers", status="pass", detail=detail)] if names else []
 
 
 def _parts(found: Located) -> str:
@@ -194,7 +175,7 @@ def _cache_row(name: str, found: Located) -> Row:
     check, cache = f"cache {name}", found.cache
     if cache is None:
         detail = f"none yet for {found.recipe.fingerprint}; `stoker precompute` or `train` makes it"
-        return Row(check=check, status="warn", detail=detail)
+        return Row(check=check, status="warn", detail=detail + _why_not(found))
     if found.missing:
         detail = (
             f"{format_count(found.missing)} of {format_count(found.recipe.count)} records are missing in "
@@ -208,88 +189,21 @@ def _cache_row(name: str, found: Located) -> Row:
     return Row(check=check, status="pass", detail=detail)
 
 
-def _check_device(config: Config, rows: list[Row]) -> str:
-    """Add the GPU's row; returns the device to plan for."""
-    gpu = open_gpu()
-    described = "" if isinstance(gpu, GpuAbsent) else "NVIDIA driver found"
-    if not isinstance(gpu, GpuAbsent):
-        sample = gpu.sample()
-        gpu.close()
-        if not isinstance(sample, GpuAbsent):
-            described = f"{sample.name}, {format_bytes(sample.total_bytes - sample.used_bytes)} free"
-    device = device_of(config)
-    try:
-        resources = probe(device=device)
-    except ResourceError as error:
-        rows.append(_failed("gpu", error))
-        return "cpu"
-    if device == "cpu":
-        detail = f"{described or 'none'}; device is cpu"
-        unused = bool(described) and config.training.device == "auto"
-        rows.append(Row(check="gpu", status="warn" if unused else "pass", detail=detail))
-    else:
-        free = format_bytes(resources.device_bytes)
-        rows.append(Row(check="gpu", status="pass", detail=f"{resources.device_name}, {free} free"))
-    return device
+def _why_not(found: Located) -> str:
+    """In what the nearest cache of that name differs; empty where there is none."""
+    nearest = nearest_differences(found.recipe, found.folder)
+    if nearest is None:
+        return ""
+    folder, differences = nearest
+    more = "" if len(differences) <= SHOWN else f", and {len(differences) - SHOWN} more (`stoker why`)"
+    return f". {folder.name} is of another recipe: {', '.join(map(_say, differences[:SHOWN]))}{more}"
 
 
-def _check_room(
-    config: Config, located: list[Located], trained: Mapping[str, Located], device: str
-) -> list[Row]:
-    """The rows of memory and disk, neither of which waits for the other."""
-    cache_dir = Path(config.training.latent_cache_dir)
-    try:
-        resources = probe(device=device, path=cache_dir)
-        disk = _disk_row(config, located, resources)
-    except StalledError as error:
-        resources = probe(device=device)
-        disk = _failed("disk", error, ResourceError.exit_code)
-    if not trained:
-        detail = "not checked, since no data was found. Mend the rows above and validate again"
-        return [Row(check="memory", status="warn", detail=detail), disk]
-    memory: list[Row] = []
-    for task, found in trained.items():
-        row, resources = _memory_row(config.for_task(task), found, resources, device)
-        memory.append(row)
-    return [*memory, disk]
+def _say(difference: Difference) -> str:
+    a, b = (_brief(side) for side in (difference.a, difference.b))
+    return f"{difference.entry} is {b}, was {a}"
 
 
-def _memory_row(config: Config, found: Located, resources: Resources, device: str) -> tuple[Row, Resources]:
-    """The row, and what is left to the next task."""
-    training = config.training
-    demand = demand_of(config, found, device)
-    try:
-        plan = plan_tiers(demand, resources, tier=training.tier, reserve_bytes=training.reserve_bytes)
-    except ResourceError as error:
-        return _failed("memory", error), resources
-    served = plan.tier in ("host", "device") or training.tier in ("disk", "encode")
-    detail = "; ".join(plan.reason.split("; ")[:2])
-    row = Row(check="memory", status="pass" if served else "warn", detail=detail)
-    return row, left_by(plan, resources)
-
-
-def _disk_row(config: Config, located: list[Located], resources: Resources) -> Row:
-    """Whether each cache in turn would find the room that precompute asks for."""
-    cache_dir, needed, left = Path(config.training.latent_cache_dir), 0, resources
-    try:
-        for found in located:
-            if found.missing:
-                require_writable(cache_dir, "training.latent_cache_dir")
-                check_space(cache_dir, found.recipe.schema, found.missing, left)
-                takes = needed_bytes(found.recipe.schema, found.missing)
-                needed += takes
-                left = left if left.disk_bytes is None else replace(left, disk_bytes=left.disk_bytes - takes)
-    except StokerError as error:
-        return _failed("disk", error)
-    detail = f"{format_bytes(needed)} to write below {cache_dir}"
-    if resources.disk_bytes is None:
-        return Row(check="disk", status="warn", detail=f"{detail}; free space is not known")
-    return Row(check="disk", status="pass", detail=f"{detail}, {format_bytes(resources.disk_bytes)} free")
-
-
-def _failed(check: str, error: StokerError | OSError, exit_code: int | None = None) -> Row:
-    if isinstance(error, StokerError):
-        detail, code = in_settings(str(error)), exit_code or error.exit_code
-        return Row(check=check, status="fail", detail=detail, exit_code=code)
-    detail = f"{error.filename}: {error.strerror}. Mend that, or name another"
-    return Row(check=check, status="fail", detail=detail, exit_code=exit_code or ConfigError.exit_code)
+def _brief(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}…"

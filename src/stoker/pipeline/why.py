@@ -152,5 +152,15 @@ def _nearest(side: _Side) -> _Side:
     return min(found, key=lambda item: item[:2])[2]
 
 
+def nearest_differences(recipe: Recipe, folder: Path) -> tuple[Path, list[Difference]] | None:
+    """The recipe beside `folder` that differs least from `recipe`, and in what; None: there is no other."""
+    side = _Side(label=str(folder), recipe=recipe, folder=folder)
+    try:
+        other = _nearest(side)
+    except FormatError:
+        return None
+    return other.folder, differences_of(other.recipe, recipe)
+
+
 def _is_from_config(side: _Side) -> bool:
     return side.label != str(side.folder)

@@ -12,6 +12,7 @@ The path of a sample:
 stages, `run.py` is the loop over them (pace, progress, live), `in_process.py` reads without readers.
 `clock.py` says where the encoder stands: to `watchdog.py`, or through `guarded.py` to the guardian.
 `filler.py` encodes single groups for a loader, `spot_check.py` compares some with what is stored.
+`trial.py` times the stages one after another on a few samples, `probe_encoder.py` tries an encoder on zeros.
 `background.py` runs all of it in `fill_process.py`, beside a training that serves what is there.
 
 `reader.py` must start in a tenth of a second, so importing this package imports none of the rest.

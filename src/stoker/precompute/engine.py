@@ -214,7 +214,8 @@ def _fill(
             check_space(folder.path, folder.recipe.schema, len(missing), resources)
             fitting, most = fit_memory(source.schema(), folder.recipe, settings, resources)
             most = max(1, min(most, copies, _useful(resources, settings)))
-            _pass(Bench(source, encoder, folder, fitting, missing=own), context, most=most)
+            pace = Pace(most=most, processors=resources.cpus / settings.beside)
+            _pass(Bench(source, encoder, folder, fitting, missing=own), context, pace)
 
     lost = 0
     for _ in range(MOST_PASSES):
@@ -250,11 +251,11 @@ def _quiet_s(settings: PrecomputeSettings) -> float:
     return sum(getattr(settings.deadlines, stage) for stage in Deadlines.__slots__)
 
 
-def _pass(bench: Bench, context: tuple[Interrupts, _Tally], *, most: int) -> None:
+def _pass(bench: Bench, context: tuple[Interrupts, _Tally], pace: Pace) -> None:
     """Encode what `bench` lacks."""
     sink = automatic() if bench.settings.progress == "auto" else bench.settings.progress
     try:
-        _encode(bench, sink, *context, most=most)
+        _encode(bench, sink, *context, pace)
     finally:
         if sink is not None:
             sink.close()
@@ -264,12 +265,13 @@ def _pass(bench: Bench, context: tuple[Interrupts, _Tally], *, most: int) -> Non
 
 
 def _encode(
-    bench: Bench, sink: ProgressSink | None, interrupts: Interrupts, tally: _Tally, *, most: int
+    bench: Bench, sink: ProgressSink | None, interrupts: Interrupts, tally: _Tally, pace: Pace
 ) -> None:
     """Start the stages, run them, and end them in an order that keeps what was encoded."""
     keep_freed_memory()
     settings = bench.settings
-    feed = bench.feed(cores=most // _READERS_A_CORE)
+    feed = bench.feed(cores=pace.most // _READERS_A_CORE)
+    pace.most = min(pace.most, bench.most_readers)
     writer = None
     try:
         if isinstance(feed, Supervisor):
@@ -290,7 +292,7 @@ def _encode(
             ),
             interrupts=interrupts,
             sink=sink,
-            pace=Pace(most=min(most, bench.most_readers)) if settings.readers is None else None,
+            pace=pace if settings.readers is None else None,
         )
         try:
             with bench.watchdog(group_encoder):

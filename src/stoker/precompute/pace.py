@@ -11,6 +11,7 @@ _WAITS_MUCH = 0.15
 _WAITS_LITTLE = 0.02
 _GAIN = 1.05
 _IDLE_READERS = 1.25
+_SPARE_PROCESSOR = 0.25
 _FIRST_REST = 8
 _LONGEST_REST = 64
 
@@ -23,13 +24,16 @@ class Pace:
 
     A window of time ends when it is long enough and enough groups came through. A reader is added when the
     encoder spent more than 15 % of the window waiting, and taken back when the next window was not 5 %
-    faster: then this source gives no more, or something else is the limit. One is taken away when the encoder
-    hardly waited while more than one reader stood before a full arena. After a change that did not pay, the
-    next trial comes 8 windows later, then 16, up to 64: a later file may be slower to read.
+    faster: then this source gives no more, or something else is the limit. None is tried while this process
+    and its readers use all processors: it would cost a start and bring nothing. One is taken away when the
+    encoder hardly waited while more than one reader stood before a full arena. After a change that did not
+    pay, the next trial comes 8 windows later, then 16, up to 64: a later file may be slower to read.
     """
 
     most: int
     """Upper bound: by cores, and by what the memory in flight allows."""
+    processors: float = float("inf")
+    """Processors that there are for us."""
     waited_s: float = 0.0
     elapsed_s: float = 0.0
     idle_s: float = 0.0
@@ -53,10 +57,20 @@ class Pace:
         self.idle_s += idle * elapsed_s
         self.groups += groups
 
-    def change(self, readers: int) -> Change:
-        """How many to add to the `readers` there are, or to do without; ends the window if it is full."""
-        if self.elapsed_s < _WINDOW_S or self.groups < _WINDOW_GROUPS * readers:
+    def full(self, readers: int) -> bool:
+        """Whether the window is long enough to decide on."""
+        return self.elapsed_s >= _WINDOW_S and self.groups >= _WINDOW_GROUPS * readers
+
+    def change(self, readers: int, processor_s: float = 0.0) -> Change:
+        """How many to add to the `readers` there are, or to do without; ends the window if it is full.
+
+        Args:
+            readers: At work.
+            processor_s: Processor time used in the window, by this process and them.
+        """
+        if not self.full(readers):
             return 0
+        spare = self.processors - processor_s / self.elapsed_s
         rate, waits, idle = (x / self.elapsed_s for x in (self.groups, self.waited_s, self.idle_s))
         self.restart()
         trial, self._trial = self._trial, 0
@@ -68,7 +82,7 @@ class Pace:
         if trial:
             self._next_rest = _FIRST_REST
         self._before = rate
-        if waits > _WAITS_MUCH and readers < self.most and not self._rest:
+        if waits > _WAITS_MUCH and readers < self.most and not self._rest and spare > _SPARE_PROCESSOR:
             self._trial = 1
         elif waits < _WAITS_LITTLE and idle > _IDLE_READERS and readers > 1 and not self._rest:
             self._trial = -1

@@ -43,6 +43,8 @@ class ReaderView:
     """Sample in hand, or -1."""
     seconds: float
     """Time since its last sign of life."""
+    processor_s: float = 0.0
+    """Processor time that it has used so far."""
 
 
 class Feed(Protocol):

@@ -104,6 +104,14 @@ class ReaderProcess:
         """Whether it is gone; its exit code is collected then."""
         return self._process.poll() is not None
 
+    def processor_s(self) -> float:
+        """Processor time that it has used so far; 0 where the kernel does not say."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # in user and kernel mode
+
     def kernel_view(self) -> str:
         """Its number, its state, and what it waits for in the kernel."""
         try:

@@ -68,6 +68,8 @@ class Run:
         self._parcels: deque[Parcel] = deque()
         self._begun = time.monotonic()
         self._first: float | None = None
+        self._processor_s: float | None = None
+        """Processor time used when the window of `pace` began."""
         self._shown = 0.0
         self._rate = Rate(self._begun)
         self.encoded = 0
@@ -131,9 +133,16 @@ class Run:
             pace.settle()
         if not feed.all_delivering:
             pace.restart()
+            self._processor_s = None
             return
+        if self._processor_s is None:
+            self._processor_s = _processor_s(feed)
         pace.step(waited_s, elapsed_s, groups, feed.idle)
-        change = pace.change(feed.readers)
+        if not pace.full(feed.readers):
+            return
+        used = _processor_s(feed)
+        change = pace.change(feed.readers, used - self._processor_s)
+        self._processor_s = used
         if change > 0:
             feed.start(1)
         elif change < 0:
@@ -169,3 +178,8 @@ class Run:
             quarantined=standing.quarantined + len(failures),
             last_failure=last,
         )
+
+
+def _processor_s(feed: Supervisor) -> float:
+    """Processor time that this process and its readers have used so far."""
+    return time.process_time() + sum(view.processor_s for view in feed.views())

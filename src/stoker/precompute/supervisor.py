@@ -180,13 +180,7 @@ class Supervisor:
     def views(self) -> list[ReaderView]:
         """See `Feed.views`."""
         now = time.monotonic_ns()
-        looks = [(number, worker.beat.look()) for number, worker in sorted(self._roster.working.items())]
-        return [
-            ReaderView(
-                number=n, stage=b.stage, sample=b.number, seconds=max(0, now - (b.time_ns or now)) / 1e9
-            )
-            for n, b in looks
-        ]
+        return [worker.view(now) for _, worker in sorted(self._roster.working.items())]
 
     def close(self) -> None:
         """End every reader: close its socket, kill it, and wait a moment for it to vanish."""

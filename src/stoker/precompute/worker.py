@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stoker.precompute.beat import Beat
+from stoker.precompute.parcel import ReaderView
 from stoker.precompute.patience import Patience
 from stoker.precompute.process import Launch, ReaderProcess
 from stoker.precompute.queue import GroupWork
@@ -71,6 +72,18 @@ class Worker:
         if self.state == "starting":
             self.state = "ready"
         self.touch()
+
+    def view(self, now_ns: int) -> ReaderView:
+        """Where it stands, by its own word; `now_ns` is `time.monotonic_ns()`."""
+        beat = self.beat.look()
+        seconds = max(0, now_ns - (beat.time_ns or now_ns)) / 1e9
+        return ReaderView(
+            number=self.number,
+            stage=beat.stage,
+            sample=beat.number,
+            seconds=seconds,
+            processor_s=self.process.processor_s(),
+        )
 
     def touch(self) -> None:
         """We have just heard from it or sent it something: its clock starts anew."""

@@ -57,7 +57,7 @@ def write_page(profile: Profile, path: Path, *, title: str = "") -> None:
         ),
         _lines("Samples that take far longer than others", straggler_lines(profile)),
         _lines("Remarks", profile.remarks),
-        "<h2>Where reading samples passes its time</h2>",
+        "<h2>Where making samples passes its time</h2>",
         "<p>Callers above, what they call below, as wide as they take time; looked at every millisecond.</p>",
         flame(profile.stacks),
     ]

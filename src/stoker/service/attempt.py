@@ -63,7 +63,11 @@ class Reason(Enum):
     SILENCE = auto()
     """The database does not answer."""
     LIMIT = auto()
-    """It used more than it may: the only one of these that is the job's fault."""
+    """It used more than it may: the job fails."""
+    QUIET = auto()
+    """It says nothing, as one that hangs: another attempt is made."""
+    SAID = auto()
+    """It has said its last word and is only to end."""
 
 
 class Attempt:
@@ -86,7 +90,7 @@ class Attempt:
         self._untold: list[Line] = []
         self._said: Line | None = None
         self._wanted = State.RUNNING
-        self._heard = self._held = time.monotonic()
+        self._heard = self._held = self._spoke = time.monotonic()
         self._reason: Reason | None = None
         self._why = ""
         self._asked = 0.0
@@ -111,9 +115,8 @@ class Attempt:
     def _attempt(self, hold: Hold) -> None:
         end_line(self._work.folder.events)
         self._drain()
-        if self._said is not None:  # an earlier attempt came to its end unseen
-            code = int(self._said.kind != "completed")
-        else:
+        code = None
+        if self._said is None:  # else an earlier attempt came to its end unseen
             process = hold.start(self._work.command, self._work.limits)
             try:
                 code = self._watch(process)
@@ -141,7 +144,11 @@ class Attempt:
             if time.monotonic() - self._asked > self._work.limits.grace_s:
                 process.kill()
             return
-        silent_s = time.monotonic() - self._heard
+        now, limits = time.monotonic(), self._work.limits
+        silent_s, quiet_s = now - self._heard, now - self._spoke
+        if self._said is not None:
+            self._reason, self._asked = Reason.SAID, now
+            return
         if self._wanted is not State.RUNNING:
             self._reason, self._why = Reason.ASKED, "it was asked for"
         elif self._stopping():
@@ -151,16 +158,18 @@ class Attempt:
             self._why = f"the database did not answer for {format_seconds(silent_s)}"
         elif passed := process.exceeded():
             self._reason, self._why = Reason.LIMIT, passed
+        elif limits.quiet_s is not None and quiet_s > limits.quiet_s:
+            self._reason, self._why = Reason.QUIET, f"it has said nothing for {format_seconds(quiet_s)}"
         else:
             return
-        self._asked = time.monotonic()
+        self._asked = now
         process.terminate()
 
     def _read(self) -> bool:
         """Take the next lines of the process; whether there were any."""
         lines, position = read_lines(self._work.folder.events, self._position)
         if more := position > self._position:
-            self._untold, self._position = lines, position
+            self._untold, self._position, self._spoke = lines, position, time.monotonic()
             self._said = next((line for line in lines if line.kind in ("completed", "failed")), None)
         return more
 
@@ -210,13 +219,13 @@ class Attempt:
             else:
                 return
 
-    def _conclude(self, code: int) -> None:
+    def _conclude(self, code: int | None) -> None:
         while True:  # at most twice again: from running to pausing to cancelling
             self._wanted = self._leases.heartbeat(self._claim)
             if (outcome := self._outcome(code)) is None:
                 self._report()
-                lost = self._reason is None
-                self._give_back(_ended_by(code) if lost else self._why, lost=lost, wait_s=0.0)
+                lost = self._reason in (None, Reason.QUIET)
+                self._give_back(self._why or _ended_by(code), lost=lost, wait_s=0.0)
                 return
             try:
                 self._leases.finish(self._claim, outcome, lines=self._untold, position=self._position)
@@ -224,32 +233,31 @@ class Attempt:
                 continue
             return
 
-    def _outcome(self, code: int) -> Outcome | None:
-        """What the job comes to; None: it is to go on in another attempt."""
-        said = {} if self._said is None else self._said.data
-        message = str(said.get("message", ""))
-        stopped = code == STOPPED or code < 0
-        if code == 0:
-            return Outcome(state=State.COMPLETED, message=message, exit_code=code, data=said)
+    def _outcome(self, code: int | None) -> Outcome | None:
+        """What the job comes to; None: it is to go on in another attempt.
+
+        The last word of the process counts, not its status: one that has said that it is done may still
+        crash while it ends, and one that ends with 0 without a word was cut short.
+        """
+        said, exceeded = self._said, self._reason is Reason.LIMIT
+        data = {} if said is None else said.data
+        message = str(data.get("message", ""))
+        if said is not None and said.kind == "completed":
+            return Outcome(state=State.COMPLETED, message=message, exit_code=code, data=data)
         if self._wanted is State.CANCELLING:
             return Outcome(state=State.CANCELLED, message="cancelled", exit_code=code)
-        if self._wanted is State.PAUSING and stopped:
-            how = (
-                "with a checkpoint" if code == STOPPED else "at its last checkpoint: it did not stop in time"
+        if said is not None or exceeded or (code is not None and code > 0 and code != STOPPED):
+            error = self._why if exceeded else str(data.get("error") or message) or self._last_words(code)
+            return Outcome(
+                state=State.FAILED, message=message or "failed", error=error, exit_code=code, data=data
             )
+        if self._wanted is State.PAUSING:
+            stopped = code == STOPPED
+            how = "with a checkpoint" if stopped else "at its last checkpoint: it did not stop in time"
             return Outcome(state=State.PAUSED, message=f"paused {how}", exit_code=code)
-        if stopped and self._reason is not Reason.LIMIT:
-            return None
-        error = self._why if self._reason is Reason.LIMIT else str(said.get("error") or message)
-        return Outcome(
-            state=State.FAILED,
-            message=message or "failed",
-            error=error or self._last_words(code),
-            exit_code=code,
-            data=said,
-        )
+        return None
 
-    def _last_words(self, code: int) -> str:
+    def _last_words(self, code: int | None) -> str:
         """The end of the log of a process that failed without a word."""
         try:
             with self._work.folder.log.open("rb") as file:
@@ -277,9 +285,11 @@ def _end_now(process: Run) -> None:
         time.sleep(0.02)
 
 
-def _ended_by(code: int) -> str:
+def _ended_by(code: int | None) -> str:
     if code == STOPPED:
         return "its process stopped by itself, with a checkpoint"
+    if code is None or code >= 0:
+        return f"its process ended with status {code} and without a result"
     try:
         name = signal.Signals(-code).name
     except ValueError:

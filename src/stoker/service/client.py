@@ -83,6 +83,10 @@ class ServiceClient:
         """The end of a job's log: `lines`, `offset`."""
         return self._ask("GET", f"/jobs/{quote(id, safe='')}/logs?tail={tail}")
 
+    def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Have a data set made: `dataset`, and the `job` that makes it."""
+        return self._ask("POST", "/datasets/generate", body=body)
+
     def login_path(self) -> str:
         """The path of a page that opens a session in one browser, once."""
         return self._ask("POST", "/login-codes")["path"]

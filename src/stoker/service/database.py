@@ -24,7 +24,7 @@ from sqlalchemy import event, exc
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
 
-from stoker.errors import ConfigError, Degraded
+from stoker.errors import ConfigError, Degraded, StokerError
 from stoker.service import upgrade
 
 STATEMENT_S = 10.0
@@ -64,8 +64,12 @@ class Database:
         if self.is_sqlite:
             event.listen(self._engine, "connect", self._on_connect)
             event.listen(self._engine, "begin", _on_begin)
-        with self.writing() as connection:
-            upgrade.bring_up_to_date(connection, self.boot())
+        try:
+            with self.writing() as connection:
+                upgrade.bring_up_to_date(connection, self.boot())
+        except StokerError:
+            self.close()
+            raise
 
     @property
     def wall(self) -> sa.ColumnElement[float]:

@@ -24,7 +24,9 @@ class Limits:
     wall_s: float | None = None
     """How long one attempt may run; then it is stopped with a checkpoint and fails."""
     grace_s: float = 30.0
-    """How long it may take to make its checkpoint when asked to stop."""
+    """How long it may take to make its checkpoint when asked to stop, and to end after its last word."""
+    quiet_s: float | None = 3600.0
+    """How long it may say nothing at all; then it is taken to hang and is tried again."""
     devices: str | None = None
     """`CUDA_VISIBLE_DEVICES`; None: as the service itself, empty: none."""
 

@@ -260,7 +260,7 @@ class Guard:
     async def _refuse(
         self, request: _Request, refusal: Refusal, receive: Receive, send: Send, *, unread: bool = False
     ) -> None:
-        """Answer with a refusal; what is `unread` of the body is read and dropped, as far as that is little."""
+        """Answer with a refusal; what is `unread` of the body is read and dropped, if that is little."""
         self._traffic.note(refusal.status, 0.0)
         stranger = self._rules.stranger
         if refusal.status == 401 and stranger is not None and request.wants_page:

@@ -190,10 +190,19 @@ class Leases:
 
     def abandon(self, worker: str) -> int:
         """End the leases of a worker that is known to be dead, so that `sweep` need not wait; how many."""
+        return self._abandon(JOBS.c.worker == worker)
+
+    def abandon_slot(self, worker: str) -> int:
+        """The same for all that had a worker's slot before it: named alike up to the last dash."""
+        slot = worker.rpartition("-")[0] + "-"
+        alike = JOBS.c.worker.startswith(slot, autoescape=True)
+        return self._abandon(sa.and_(alike, JOBS.c.worker != worker))
+
+    def _abandon(self, workers: sa.ColumnElement[bool]) -> int:
         with self._database.writing() as connection:
             ended = connection.execute(
                 JOBS.update()
-                .where(JOBS.c.worker == worker, JOBS.c.state.in_(tuple(HELD)))
+                .where(workers, JOBS.c.state.in_(tuple(HELD)))
                 .values(lease_until=self._database.lease_clock - 1.0)
             )
             return ended.rowcount
@@ -326,17 +335,18 @@ def _power_of_two(losses: sa.ColumnElement[int]) -> sa.ColumnElement[float]:
 def _shown(lines: Sequence[Line]) -> dict[str, Any]:
     """What lines change in the row of their job: the newest of each, and the best epoch there was."""
     values: dict[str, Any] = {}
-    best: tuple[float, int] | None = None
+    measured: list[tuple[int, float]] = []
     for line in lines:
         values.update({name: line.data[name] for name in SHOWN if name in line.data})
-        if line.kind != "metrics":
-            continue
-        values["losses"] = 0  # it gets on
-        loss, epoch = line.data.get("val_loss"), line.data.get("epoch")
-        if isinstance(loss, int | float) and isinstance(epoch, int) and loss < (best or (math.inf,))[0]:
-            best = (loss, epoch)
-    if best is not None:
-        better = sa.or_(JOBS.c.best_val_loss.is_(None), JOBS.c.best_val_loss > best[0])
-        values["best_val_loss"] = sa.case((better, best[0]), else_=JOBS.c.best_val_loss)
-        values["best_epoch"] = sa.case((better, best[1]), else_=JOBS.c.best_epoch)
+        epoch, loss = line.data.get("epoch"), line.data.get("val_loss")
+        if line.kind == "metrics" and isinstance(epoch, int):
+            measured.append((epoch, float(loss) if isinstance(loss, int | float) else math.inf))
+    if measured:
+        told = sa.select(sa.func.max(METRICS.c.epoch)).where(METRICS.c.job == JOBS.c.id).scalar_subquery()
+        gets_on = sa.func.coalesce(told, 0) < max(measured)[0]  # an epoch told again is no progress
+        values["losses"] = sa.case((gets_on, 0), else_=JOBS.c.losses)
+        epoch, loss = min(measured, key=lambda pair: pair[1])
+        better = sa.func.coalesce(JOBS.c.best_val_loss, math.inf) > loss
+        values["best_val_loss"] = sa.case((better, loss), else_=JOBS.c.best_val_loss)
+        values["best_epoch"] = sa.case((better, epoch), else_=JOBS.c.best_epoch)
     return values

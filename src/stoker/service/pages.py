@@ -85,12 +85,6 @@ async def post_login(request: Request, here: Here) -> Response:
     return _log_in(here, secret.strip(), wanted, secure=request.url.scheme == "https")
 
 
-@router.get("/")
-def index(request: Request, here: Here) -> Response:
-    """The jobs."""
-    return page(request, "index.html", jobs=here.jobs.list(limit=100))
-
-
 @router.post("/logout")
 def post_logout(request: Request, here: Here) -> Response:
     """End the session."""

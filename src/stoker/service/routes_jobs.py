@@ -48,7 +48,7 @@ Key = Annotated[
 @router.post(
     "/jobs",
     status_code=201,
-    responses={200: {"model": JobOut, "description": "The job of that key."}, **faults(409, 429)},
+    responses={200: {"model": JobOut, "description": "The job of that key."}, **faults(409)},
 )
 def create_job(body: JobRequest, here: Here, response: Response, key: Key = None) -> JobOut:
     """Make a training job; it is queued at once."""

@@ -67,6 +67,9 @@ class Feed:
             except Degraded as error:
                 log.warning("no events for now: %s", error)
                 await asyncio.sleep(DEGRADED_S)
+            except Exception:  # the edge of the task: every reader waits for what it brings
+                log.exception("events cannot be read")
+                await asyncio.sleep(DEGRADED_S)
 
     def close(self) -> None:
         """Let every reader go."""
@@ -100,8 +103,11 @@ class Feed:
             after: The number seen last; None: from now on.
             job: Of this one alone.
         """
-        while self._newest < 0 and not self.closing:
-            await self._wait(-1)
+        while self._newest < 0:
+            if not await self._wait(-1):
+                yield None
+            if self.closing:
+                return
         place = self._newest if after is None else after
         if place > self._newest:
             yield _gap(1, self._newest, job, f"number {place} is not known here: another database")

@@ -18,8 +18,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
+from stoker.atomic import replacing
 from stoker.errors import ConfigError, Degraded, StokerError
 from stoker.service.attempt import Pace
 from stoker.service.database import Database
@@ -102,8 +102,8 @@ class Supervisor:
         self._leases = Leases(database, staff.terms)
         self._crew = [_Member(self, slot, staff) for slot in range(staff.workers)]
         self._stopping = threading.Event()
-        self._sweep_from = self._chores_from = 0.0
-        self._thread = threading.Thread(target=self._run, name="stoker-supervisor")
+        self._look_from = self._sweep_from = self._chores_from = 0.0
+        self._thread = threading.Thread(target=self._run, name="stoker-supervisor", daemon=True)
         self.degraded: str | None = None
         """Why the database could not be used when it was last tried; None: it could."""
 
@@ -152,28 +152,27 @@ class Supervisor:
         """What is due: start workers, take jobs from dead ones, remove what is too old. Waits for nothing."""
         now = time.monotonic()
         dead = [name for member in self._crew if (name := member.look(now))]
+        if not dead and now < self._look_from:
+            return
+        self._look_from = now + min(1.0, self._leases.terms.lease_s / 4)
         try:
+            Outbox(self._database).newest()
+            if self.degraded is not None:
+                # workers could not say that they live either: they get a lease for it before anyone judges
+                self.degraded, self._sweep_from = None, now + self._leases.terms.lease_s
             for name in dead:
                 self._leases.abandon(name)
-            if dead or now >= self._sweep_from:
-                self._sweep_from = now + min(1.0, self._leases.terms.lease_s / 4)
+            if now >= self._sweep_from:
                 for job in self._leases.sweep():
                     _log.warning("job %s lost its worker and is now %s", job.id, job.state)
             if now >= self._chores_from:
                 self._chores_from = now + CHORES_EVERY_S
-                self._chores()
+                Outbox(self._database).prune(max_age_s=KEEP_EVENTS_S, max_count=KEEP_EVENTS)
+                remove_orphans(self._folder, Jobs(self._database))
         except Degraded as error:
-            # workers could not say that they are alive either: give them a lease to do it before judging
-            self._sweep_from = time.monotonic() + self._leases.terms.lease_s
             if self.degraded is None:
                 _log.error("%s", error)
             self.degraded = str(error)
-        else:
-            self.degraded = None
-
-    def _chores(self) -> None:
-        Outbox(self._database).prune(max_age_s=KEEP_EVENTS_S, max_count=KEEP_EVENTS)
-        remove_orphans(self._folder, Jobs(self._database))
 
     def launch(self, settings: Settings) -> subprocess.Popen[bytes]:
         """Start the process of a worker."""
@@ -229,7 +228,7 @@ class _Member:
             self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S) if by_itself else _SHORTEST_WAIT_S
             self._start_from = now + self._wait_s if by_itself else now
         if self._process is None and now >= self._start_from:
-            self._name = f"{os.uname().nodename}-{self._slot}-{secrets.token_hex(4)}"
+            self._name = f"{os.uname().nodename}-{self._slot}-{secrets.token_hex(4)}"  # see abandon_slot
             try:
                 self._process = self._supervisor.launch(replace(self._settings, name=self._name))
             except OSError as error:
@@ -264,7 +263,8 @@ class _Member:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(10.0)
+            with suppress(subprocess.TimeoutExpired):  # what hangs in the system is left to it
+                self._process.wait(10.0)
             return False
         return True
 
@@ -299,8 +299,7 @@ def _sole_service(folder: StateFolder) -> int:
 def _identity(folder: StateFolder) -> str:
     """What a state folder is known by, wherever it is moved to."""
     path = folder.path / "folder-id"
-    with suppress(FileExistsError):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(secrets.token_hex(16))
-    return Path(path).read_text().strip()
+    if not path.exists():
+        with replacing(path) as temporary:
+            temporary.write_text(secrets.token_hex(16))
+    return path.read_text()

@@ -19,11 +19,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.errors import Degraded, ResourceError, StokerError
+from stoker.errors import Degraded, LeaseLost, ResourceError, StokerError
 from stoker.precompute.guarded import tie_to_parent
 from stoker.service.attempt import Attempt, Pace, Work
 from stoker.service.database import Database
-from stoker.service.datasets import describe
 from stoker.service.executor import Limits
 from stoker.service.folders import StateFolder
 from stoker.service.job_file import JobFile
@@ -110,7 +109,7 @@ class Worker:
                 if claim is not None:
                     self.work(claim)
                     continue
-            except Degraded as error:
+            except (Degraded, LeaseLost) as error:
                 _log.warning("%s", error)
             time.sleep(self._settings.pace.look_s)
 
@@ -207,6 +206,7 @@ def main() -> int:
     try:
         _slot = take_slot(StateFolder(Path(settings.state)), settings.slot, lambda: bool(stopped))
         database = Database(settings.url, pool=1)
+        Leases(database, settings.terms).abandon_slot(settings.name)
     except StokerError as error:
         _log.error("%s", error)
         return 1
@@ -217,6 +217,15 @@ def main() -> int:
     worker.run()
     database.close()
     return 0
+
+
+def describe(database: Database, ids: list[str]) -> list[dict[str, Json]]:
+    """See `stoker.service.datasets`, which a worker without such jobs need not load."""
+    if not ids:
+        return []
+    from stoker.service import datasets
+
+    return datasets.describe(database, ids)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Protocol, TypeAlias
 
 import h5py  # pyright: ignore[reportMissingTypeStubs]
@@ -25,12 +26,14 @@ from stoker.sources.protocol import FileRef
 Kind: TypeAlias = Literal["hdf5", "zarr", "npy"]
 ZARR_MARKS = (".zgroup", ".zarray", "zarr.json")
 """One of these lies in every Zarr folder, of format 2 and 3."""
+ZIPPED = ".zarr.zip"
+"""Ends the name of a Zarr folder that was put into one file."""
 _MAGIC = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """One file, or one Zarr folder, with named arrays."""
+    """One file, or one Zarr folder, with named arrays; a zipped folder is one file."""
 
     name: str
     """Relative to the root of the source, with `/`."""
@@ -39,7 +42,7 @@ class Container:
 
     def files(self) -> tuple[FileRef, ...]:
         """All files whose bytes decide what it holds, in the order of their names."""
-        if self.kind != "zarr":
+        if self.path.is_file():
             return (FileRef(name=self.name, path=self.path),)
         found = sorted(path for path in self.path.rglob("*") if path.is_file())
         return tuple(
@@ -121,6 +124,8 @@ def kind_of(path: Path) -> Kind | None:
         return "zarr" if any((path / mark).is_file() for mark in ZARR_MARKS) else None
     if not path.is_file():
         return None
+    if path.name.lower().endswith(ZIPPED):
+        return "zarr"
     suffix = path.suffix.lower()
     return "hdf5" if suffix in SUFFIXES else "npy" if suffix == ".npy" else None
 
@@ -189,8 +194,12 @@ class _Zarr:
             raise ConfigError(
                 f"{path} is a Zarr folder, and zarr is not installed. Run pip install 'stoker[zarr]'"
             ) from error
+        self._names = zipped_names(path) if path.is_file() else None
+        self._store: Any = None
         try:
-            self._root: Any = self._zarr.open(str(path), mode="r")
+            if self._names is not None:
+                self._store = self._zarr.storage.ZipStore(path, mode="r")
+            self._root: Any = self._zarr.open(self._store or str(path), mode="r")
         except FOREIGN_ERRORS as error:
             raise SourceError(f"{path} is no readable Zarr folder ({_said(error)})") from error
 
@@ -200,7 +209,7 @@ class _Zarr:
     def _members(self, name: str) -> Iterator[tuple[str, Any]]:
         group = self._group(name)
         if isinstance(group, self._zarr.Array):
-            yield self._path.stem, group
+            yield Path(self._path.name.removesuffix(".zip")).stem, group
             return
         try:
             yield from group.members()
@@ -240,13 +249,41 @@ class _Zarr:
         ranges = [range(low // sizes[0], -(-high // sizes[0])), *(range(count) for count in counts[1:])]
         for place in np.ndindex(*(len(one) for one in ranges)):
             key = array.metadata.encode_chunk_key(tuple(r[i] for r, i in zip(ranges, place, strict=True)))
-            file = self._path / array.path / key
-            if not file.is_file():
-                return file.relative_to(self._path).as_posix()
+            name = PurePosixPath(array.path, key).as_posix()
+            there = name in self._names if self._names is not None else (self._path / name).is_file()
+            if not there:
+                return name
         return None
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        if self._store is not None:
+            self._store.close()
+
+
+def zipped_names(path: Path) -> frozenset[str]:
+    """What lies in a zipped Zarr folder.
+
+    Raises:
+        SourceError: It is damaged, holds a name twice, or no Zarr folder at its root.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        size = path.stat().st_size if path.exists() else 0
+        raise SourceError(
+            f"{path} is no readable zip file, {size:,} bytes ({error}). Copy it again"
+        ) from error
+    found = frozenset(names)
+    if len(found) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise SourceError(f"{path} holds {twice!r} twice. Write it again from the folder")
+    if not found & {*ZARR_MARKS}:
+        raise SourceError(
+            f"{path} has no {', '.join(ZARR_MARKS)} at its root. Zip what is in the folder, not the folder: "
+            f"cd {path.name.removesuffix('.zip')} && zip -0 -r ../{path.name} ."
+        )
+    return found
 
 
 class _Npy:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import re
 import time
+import zipfile
+import zlib
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,11 @@ FOREIGN_ERRORS = (
     AssertionError,
     SystemError,
     EOFError,
+    zipfile.BadZipFile,
+    zlib.error,
 )
-"""What h5py may raise for damaged, truncated or locked files: all but a lack of memory."""
+"""What h5py, and zarr of a zip file, may raise for damaged, truncated or locked files: all but a lack of
+memory."""
 
 OPEN_FILES = 16
 """Files one copy of a source keeps open. Leaves room under a limit of 64 descriptors."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +25,8 @@ from stoker.units import MIB
 
 PIECE_BYTES = MIB
 """Bytes read and hashed at a time: the piece is still in the core's cache when it is hashed."""
+AHEAD_BYTES = 4 * MIB
+"""Bytes of a column that the system is asked to read ahead of them."""
 
 
 class Shard:
@@ -154,6 +158,7 @@ class Shard:
         scratch = memoryview(bytearray(min(PIECE_BYTES, column.nbytes))) if sink is None else None
         for begin in range(0, column.nbytes, PIECE_BYTES):
             size = min(PIECE_BYTES, column.nbytes - begin)
+            self._announce(column.offset, begin, column.nbytes)
             piece = scratch[:size] if scratch is not None else cast(ColumnSink, sink).room(begin, size)
             self._bytes.read(column.offset + begin, piece, field)
             digest.update(piece)
@@ -166,6 +171,16 @@ class Shard:
                 f"{self._path}: field {field!r} does not match its digest; damaged samples: "
                 f"{', '.join(map(str, bad[:10]))}{f' and {len(bad) - 10} more' if len(bad) > 10 else ''}"
             )
+
+    def _announce(self, offset: int, begin: int, size: int) -> None:
+        """Have the system read ahead of piece `begin` of a column: it may have been told not to by itself."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        first = begin + AHEAD_BYTES - PIECE_BYTES if begin else 0
+        count = min(begin + AHEAD_BYTES, size) - first
+        if count > 0:
+            with suppress(OSError):  # a file system that takes no advice, or bytes in several files
+                os.posix_fadvise(self.fileno(), offset + first, count, os.POSIX_FADV_WILLNEED)
 
     def damage(self, field: str) -> dict[int, str]:
         """Rows of a column that cannot be served, each with why; all if only the column's digest differs."""

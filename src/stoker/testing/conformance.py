@@ -14,7 +14,7 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 from stoker.encoders.protocol import Encoder, Group
 from stoker.errors import StokerError
 from stoker.schema import FLOATS, Field, Json, Sample, Schema, canonical_json, check_sample
-from stoker.sources.protocol import Source, SourceIdentity
+from stoker.sources.protocol import ReadsMany, Source, SourceIdentity
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +51,7 @@ def check_source(source: Source, *, samples: int = 4) -> None:
             f"sample {number} changes when its arrays are written to"
         )
         _check_ranges(source, number, first[number], schema)
+    _check_many(source, first)
     _check_copy(source, copied, first)
     _check_copy(source, _copied(source), first)
     for number in (-1, count):
@@ -59,6 +60,19 @@ def check_source(source: Source, *, samples: int = 4) -> None:
         except (IndexError, StokerError):
             continue
         raise AssertionError(f"read({number}) answers although there are {count} samples; raise IndexError")
+
+
+def _check_many(source: Source, first: dict[int, Sample]) -> None:
+    """Where samples can be read at once, each is what it is alone."""
+    if not isinstance(source, ReadsMany):
+        return
+    for number, sample in first.items():
+        numbers = range(max(0, number - 2), min(len(source), number + 3))
+        many = source.read_many(numbers)
+        place = number - numbers.start
+        assert many is None or _same(sample, {name: array[place, ...] for name, array in many.items()}), (
+            f"sample {number} differs between read() and read_many({numbers})"
+        )
 
 
 def _check_numbering(source: Source, count: int) -> None:

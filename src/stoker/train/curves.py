@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,22 +32,59 @@ def draw_curves(rows: Rows, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    steps = [row for row in rows if row.get("kind") == "step"]
-    epochs = [row for row in rows if row.get("kind") == "epoch"]
     figure: Any = Figure(figsize=(12, 3.8), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.04)
-    loss, error, stall = figure.subplots(1, 3)
-    for axes in (loss, error, stall):
-        axes.tick_params(which="both", labelsize=8, color=GREY)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(GREY)
-        axes.grid(which="major", color=GREY, alpha=0.25, linewidth=0.6)
-    _draw_loss(loss, steps, epochs)
-    _draw_errors(error, epochs)
-    _draw_stall(stall, epochs)
+    for axes, draw in zip(figure.subplots(1, 3), _panels(rows), strict=True):
+        _prepare(axes)
+        draw(axes)
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png")
+
+
+def curves_as_svg(rows: Rows) -> list[str]:
+    """The same three as SVG without a background, their text in the colour of the page around them."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    drawn: list[str] = []
+    for number, draw in enumerate(_panels(rows)):
+        figure: Any = Figure(figsize=(4.4, 3.3), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.subplots()
+        _prepare(axes)
+        draw(axes)
+        text = io.StringIO()
+        # Names within the picture must differ from those of the others on the page.
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": str(number), "font.family": "sans-serif"}):
+            about = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+            figure.savefig(text, format="svg", transparent=True, metadata=about)
+        svg = text.getvalue()
+        svg = svg[svg.index("<svg") :]
+        svg = re.sub(r'\bid="([\w.]+_\d+)"', rf'id="{number}-\1"', svg)
+        for ink in (TEXT, "#000000", "#262626"):
+            svg = svg.replace(ink, "currentColor")
+        drawn.append(svg)
+    return drawn
+
+
+def _panels(rows: Rows) -> tuple[Callable[[Any], None], ...]:
+    """What draws each of the three pictures."""
+    steps = [row for row in rows if row.get("kind") == "step"]
+    epochs = [row for row in rows if row.get("kind") == "epoch"]
+    return (
+        lambda axes: _draw_loss(axes, steps, epochs),
+        lambda axes: _draw_errors(axes, epochs),
+        lambda axes: _draw_stall(axes, epochs),
+    )
+
+
+def _prepare(axes: Any) -> None:
+    axes.tick_params(which="both", labelsize=8, color=GREY)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GREY)
+    axes.grid(which="major", color=GREY, alpha=0.25, linewidth=0.6)
 
 
 def _draw_loss(axes: Any, steps: Rows, epochs: Rows) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,21 +10,26 @@ from typing import Any
 
 from stoker.atomic import replacing
 from stoker.train.config import TrainReport
-from stoker.train.curves import draw_curves
+from stoker.train.curves import curves_as_svg, draw_curves
 from stoker.units import format_count, format_percent, format_seconds
 
 STYLE = """
-:root { color-scheme: light dark; --line: #9995; --dim: #888; }
+:root { color-scheme: light dark; --line: #9995; --dim: #6b6b6b; }
+@media (prefers-color-scheme: dark) { :root { --dim: #9a9a9a; } }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(12rem, 1fr)); gap: 1rem; }
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: 1rem; }
 dt { color: var(--dim); font-size: .85rem; } dd { margin: 0; font-size: 1.25rem; }
 dd small { color: var(--dim); font-size: .85rem; }
-img { width: 100%; background: #fff; border-radius: .4rem; }
+.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); gap: 1rem; }
+.curves svg { width: 100%; height: auto; } .curves text { fill: currentColor; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-td, th { padding: .15rem 1.2rem .15rem 0; text-align: right; border-bottom: 1px solid var(--line); }
-th { font-weight: 600; } .names td { text-align: left; } .names td:first-child { color: var(--dim); }
+td, th { padding: .15rem 1.2rem .15rem 0; text-align: right; border-bottom: 1px solid var(--line);
+white-space: nowrap; vertical-align: top; }
+th { font-weight: 600; } .names td, .names th { text-align: left; }
+.names td:first-child { color: var(--dim); }
+.names td:last-child { white-space: normal; overflow-wrap: anywhere; min-width: 12rem; }
 summary { margin-top: 1rem; cursor: pointer; font-weight: 600; }
 """
 
@@ -78,9 +82,7 @@ class Section:
         )
         table = f'<div class="wide"><table class="names">{head and f"<tr>{head}</tr>"}{body}</table></div>'
         title = html.escape(self.title)
-        if self.folded:
-            return f"<details><summary>{title}</summary>{table}</details>"
-        return f"<h2>{title}</h2>{table}"
+        return _folded(title, table) if self.folded else f"<h2>{title}</h2>{table}"
 
 
 def write_report(
@@ -90,7 +92,7 @@ def write_report(
     config: Mapping[str, Any],
     more: Sequence[Section] = (),
 ) -> None:
-    """Draw `curves.png` in a run's folder, and write `report.html`, which holds it.
+    """Draw `curves.png` in a run's folder, and write `report.html`, which holds the same curves.
 
     Args:
         rows: Lines of `metrics.jsonl`.
@@ -104,12 +106,12 @@ def write_report(
     parts = [
         f"<h1>{title}</h1>",
         _summary(report),
-        _picture(curves),
+        f'<div class="curves">{"".join(curves_as_svg(rows))}</div>',
         _tasks(report),
         f"<h2>Epochs</h2>{_epochs([row for row in rows if row.get('kind') == 'epoch'])}",
         *(section.to_html() for section in more),
-        f"<h2>Training</h2>{_names(config)}",
-        *(f"<h2>From step {row['step']:,} on</h2>{_names(row, without=('kind', 'step'))}" for row in starts),
+        _folded("Training", _names(config)),
+        *(_folded(f"From step {row['step']:,} on", _names(row, without=("kind", "step"))) for row in starts),
     ]
     page = (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
@@ -129,7 +131,7 @@ def _summary(report: TrainReport) -> str:
         "roll-out NRMSE": _error(report.rollout_nrmse, report.rollout_persistence_nrmse),
         **_physical(report),
         "stall": stall + (f" <small>{html.escape(report.tier)} tier</small>" if report.tier else ""),
-        "time of a step": _or_dash(report.step_s, format_seconds)
+        "time of a step": _or_dash(report.step_s or None, format_seconds)
         + ("" if report.ceiling_step_s is None else _alone(report.ceiling_step_s)),
         "epochs, steps": f"{format_count(report.epochs)}, {format_count(report.steps)}",
     }
@@ -176,9 +178,9 @@ def _error(error: float | None, persistence: float | None) -> str:
     return _or_dash(error, _figure) + beside
 
 
-def _picture(path: Path) -> str:
-    data = base64.b64encode(path.read_bytes()).decode()
-    return f'<img alt="loss, validation errors and stall over the run" src="data:image/png;base64,{data}">'
+def _folded(title: str, body: str) -> str:
+    """Shown when it is asked for."""
+    return f"<details><summary>{title}</summary>{body}</details>"
 
 
 def _epochs(rows: Sequence[Mapping[str, Any]]) -> str:

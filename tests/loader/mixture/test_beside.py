@@ -33,7 +33,7 @@ def steps_in(folder: Path, chance: int | None = None) -> dict[str, Steps]:
 
 
 def mixture(caches: list[Cache], mode: dict[str, Any]) -> Mixture:
-    return Mixture(caches, 3, names=list("abc"), windows=WINDOWS, seed=3, **mode)
+    return Mixture(caches, 3, names=list("abc"), windows=WINDOWS, seed=5, **mode)
 
 
 def complete(folder: Path) -> list[Cache]:
@@ -108,6 +108,21 @@ def test_a_place_beside_the_filling_goes_on_whatever_was_ready_when(
     for other in (beside, after):
         assert all(same(a, b) for a, b in zip(other, rest, strict=True))
         assert all(same(a, b) for a, b in zip(other, second, strict=True))
+
+
+def test_a_second_pass_in_the_same_epoch_is_over_the_complete_cache(tmp_path: Path) -> None:
+    own = {"a": Steps(tmp_path / "a", trajectories(20, 9)), "b": Steps(tmp_path / "b", trajectories(6, 9))}
+    settings: Any = {"names": ["a", "b"], "mode": "round_robin", "exhausted": "longest", "windows": WINDOWS}
+    mixed = Mixture([one.cache() for one in own.values()], 3, **settings)
+    ours = [batch for batch in mixed if batch.task == "b"]
+    plain = Mixture([open_cache(tmp_path / name / "c") for name in own], 3, **settings)
+    theirs = [batch for batch in plain if batch.task == "b"]
+
+    lap = 6 * 2 // 3
+    assert len(ours) == len(theirs) > lap
+    assert examples(ours[:lap]) == examples(theirs[:lap])
+    assert not all(same(a, b) for a, b in zip(ours[:lap], theirs[:lap], strict=True))
+    assert all(same(a, b) for a, b in zip(ours[lap:], theirs[lap:], strict=True))
 
 
 def test_a_place_between_epochs_is_one_of_complete_caches(tmp_path: Path) -> None:

@@ -4,11 +4,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 
 import stoker
 from stoker.errors import ConfigError, DecodeError
 from stoker.testing import check_source, write_dexycb
+
+FIELDS = {
+    "image", "original_size", "hand_joints", "hand_joints_2d", "hand_joints_valid", "has_hand", "mano_pose",
+    "mano_shape", "mano_side", "object_poses", "object_ids", "objects_valid", "num_objects", "grasped_object",
+    "camera_intrinsics", "depth", "segmentation",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +35,7 @@ def test_every_field_is_as_the_files_have_it(root: Path) -> None:
 
     sample = everything.read(number)
 
+    assert sample.keys() == everything.schema().keys() == FIELDS
     assert np.array_equal(sample["hand_joints"], labels["joint_3d"][0])
     assert np.array_equal(sample["mano_pose"], labels["pose_m"][0])
     assert sample["hand_joints_valid"].all()
@@ -36,10 +44,21 @@ def test_every_field_is_as_the_files_have_it(root: Path) -> None:
     assert sample["object_ids"].tolist() == [3, 4, 5, 6, 0, 0, 0, 0, 0, 0]
     assert sample["objects_valid"].tolist() == [True] * 4 + [False] * 6
     assert (int(sample["num_objects"]), int(sample["grasped_object"]), int(sample["mano_side"])) == (4, 2, 1)
-    assert sample["mano_shape"].shape == (10,)
+    betas = yaml.safe_load((root / "calibration/mano_20200709_000001_right/mano.yml").read_text())["betas"]
+    assert sample["mano_shape"].tolist() == np.float32(betas).tolist()
+    assert sample["original_size"].tolist() == [48, 64]
     depth = np.asarray(Image.open(folder / "aligned_depth_to_color_000001.png"))
-    assert set(np.unique(sample["depth"])) <= set(np.unique(depth))
-    assert sample["segmentation"].shape == (36, 40)
+    for name, wanted in (("depth", depth), ("segmentation", labels["seg"])):
+        rows, columns = np.arange(36) * 48 // 36, np.arange(40) * 64 // 40
+        near = [wanted[rows + down][:, columns + right] for down in (0, 1) for right in (0, 1)]
+        assert np.any([sample[name] == one for one in near], axis=0).all()
+    whole = stoker.ImageSource(root, "dexycb", (48, 64), labels={"extras": ["depth", "segmentation"]})
+    plain = whole.read(number)
+    assert np.array_equal(plain["depth"], depth)
+    assert np.array_equal(plain["segmentation"], labels["seg"])
+    assert np.allclose(plain["hand_joints_2d"], labels["joint_2d"][0], atol=1e-4)
+    colour = np.asarray(Image.open(folder / "color_000001.jpg")).transpose(2, 0, 1)
+    assert np.array_equal(plain["image"], colour)
     check_source(everything)
 
 
@@ -79,13 +98,15 @@ def test_setups_divide_the_samples(root: Path, setup: str, counts: dict[str, int
 
 def test_dtypes_survive_the_cache(root: Path, tmp_path: Path) -> None:
     """A cache of floats that swallowed masks and numbers is what this replaces."""
-    own = source(root, max_samples=6)
+    own = source(root, max_samples=6, labels={"extras": ["depth", "segmentation"]})
 
     cache = stoker.precompute(own, None, tmp_path, name="c", readers=0)
 
+    (batch,) = stoker.Loader(cache, 6, order="sequential")
+    assert batch.keys() == FIELDS | {"index"}
     for name, field in own.schema().items():
-        assert str(cache[0][name].dtype).removeprefix("torch.") == field.dtype, name
-        assert np.array_equal(cache[0][name].numpy(), own.read(0)[name]), name
+        assert str(batch[name].dtype).removeprefix("torch.") == field.dtype, name
+        assert np.array_equal(batch[name].numpy(), np.stack([own.read(n)[name] for n in range(6)])), name
 
 
 def test_labels_that_contradict_each_other_are_named(tmp_path: Path) -> None:

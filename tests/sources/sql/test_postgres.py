@@ -132,7 +132,7 @@ def killing(server: Server, monkeypatch: pytest.MonkeyPatch, times: int) -> list
     cut: list[int] = []
     batches = postgres.PostgresSession.batches
 
-    monkeypatch.setattr(postgres, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(postgres, "COPY_BYTES", 1000)
     monkeypatch.setattr(postgres, "next_size", lambda *_: 4)
 
     def cutting(self: Any) -> Iterator[Any]:

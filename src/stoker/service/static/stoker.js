@@ -6,6 +6,7 @@ const KINDS = ["queued", "claimed", "started", "progress", "batch", "metrics", "
   "cancelling", "cancelled", "completed", "failed", "deleted", "gap"];
 const RETRY_MS = 3000;
 const POLL_MS = 1000;
+const NEWS_MS = 700;
 const COLOURS = ["--one", "--two", "--three", "--four"];
 
 const toast = document.getElementById("toast");
@@ -15,8 +16,17 @@ function say(text) {
   toast.hidden = !text;
 }
 
+// Parts of the page are asked for again at most every `NEWS_MS`, and always once after the last event.
+let planned = 0;
+let latest = 0;
+
 function news() {
-  htmx.trigger(document.body, "news");
+  if (planned) return;
+  planned = setTimeout(() => {
+    planned = 0;
+    latest = Date.now();
+    htmx.trigger(document.body, "news");
+  }, Math.max(0, latest + NEWS_MS - Date.now()));
 }
 
 // Events. One connection a page, and none while the page is hidden: a browser has six for a service.
@@ -216,7 +226,7 @@ async function finish(operation, place) {
 
 function told(result) {
   if ("ok" in result && "bad" in result) {
-    if (!result.bad.length) return `All ${result.ok.toLocaleString("en")} records match their checksums.`;
+    if (!result.bad.length) return `All ${result.records.toLocaleString("en")} records match their checksums.`;
     const some = result.bad.slice(0, 5).map((one) => `record ${one.index} in ${one.shard}: ${one.why}`).join("\n");
     return `${result.bad.length} of ${result.records} records are damaged.\n${some}`;
   }
@@ -244,7 +254,8 @@ document.addEventListener("submit", async (event) => {
     if (!ok) {
       if ("once" in form.dataset) form.dataset.once = "";
       if (!showFaults(form, answer.fields || [])) say(answer.error || "the service refused this");
-    } else if ("thenJob" in form.dataset) location.assign(`/jobs/${answer.id}`);
+    } else if (form.dataset.then) location.assign(form.dataset.then);
+    else if ("thenJob" in form.dataset) location.assign(`/jobs/${answer.id}`);
     else if (form.dataset.operation) await finish(answer, document.querySelector(form.dataset.operation));
     else if (form.matches(".leave")) location.assign(address);
     else news();

@@ -93,29 +93,24 @@ def _rows(data: bytes, types: Sequence[int]) -> tuple[list[Column], int]:
     fixed = _even(data, types) if all(number in FIXED_TYPES for number in types) else None
     if fixed is not None:
         return fixed
-    rows: list[list[bytes | None]] = []
-    used, size, width = 0, len(data), len(types)
-    while used + 2 <= size:
-        (fields,) = _TWO(data, used)
-        if fields < 0:
-            break
-        if fields != width:
-            raise MalformedCopyError(f"it has a row of {fields} fields, expected {width}")
-        row: list[bytes | None] = []
+    columns: list[list[bytes | None]] = [[] for _ in types]
+    used, size, rows = 0, len(data), 0
+    while used + 2 <= size and (fields := _TWO(data, used)[0]) >= 0:
+        if fields != len(types):
+            raise MalformedCopyError(f"it has a row of {fields} fields, expected {len(types)}")
         at = used + 2
-        for _ in range(width):
+        for column in columns:
             if at + 4 > size:
+                at = size + 1
                 break
             (length,) = _FOUR(data, at)
             at += 4
-            row.append(None if length < 0 else data[at : at + length])
+            column.append(None if length < 0 else data[at : at + length])
             at += max(0, length)
-        if len(row) < width or at > size:
+        if at > size:
             break
-        rows.append(row)
-        used = at
-    columns = zip(*rows, strict=True) if rows else ()
-    return [_column(column, number) for column, number in zip(columns, types, strict=bool(rows))], used
+        rows, used = rows + 1, at
+    return [_column(column[:rows], number) for column, number in zip(columns, types, strict=True)], used
 
 
 def _even(data: bytes, types: Sequence[int]) -> tuple[list[Column], int] | None:

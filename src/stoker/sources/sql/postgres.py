@@ -20,8 +20,11 @@ from stoker.sources.sql.rows import (
     as_list,
     pack_columns,
 )
-from stoker.sources.sql.sqlite import BATCH_BYTES, next_size
+from stoker.sources.sql.sqlite import next_size
+from stoker.units import KIB
 
+COPY_BYTES = 256 * KIB
+"""Taken up at a time, while the server makes more."""
 _SORTED_AS_BYTES = frozenset({25, 1042, 1043, 18, 19})
 """text, bpchar, varchar, char, name: whose order would else follow the database's language."""
 _PASSING = ("08", "57P", "53")
@@ -96,7 +99,7 @@ class PostgresSession:
             self._connection.cursor() as cursor,
             cursor.copy(f"COPY ({sql}) TO STDOUT (FORMAT BINARY)") as copy,
         ):
-            for columns in copied_columns(copy, types, BATCH_BYTES):
+            for columns in copied_columns(copy, types, COPY_BYTES):
                 yield self._packed(columns, picked)
 
     def _fetched(self, sql: str, picked: Collection[str]) -> Iterator[tuple[Packed, list[tuple[Any, ...]]]]:

@@ -31,6 +31,8 @@ _RUN_ROWS = 256
 _RUN_BYTES = 8 * MIB
 _CHUNK = 1024
 """Rows made at a time for statistics."""
+_KEPT_BYTES = 64 * MIB
+"""Training samples that were made for statistics are kept for reading up to this size."""
 
 
 class SQLSource:
@@ -109,7 +111,7 @@ class SQLSource:
     def __getstate__(self) -> dict[str, Any]:
         """What is derived from all training rows is derived here, once, not in every reader."""
         self._standards()
-        return self.__dict__.copy()
+        return {**self.__dict__, "_kept": None}
 
     def __len__(self) -> int:
         """Rows of the split."""
@@ -164,8 +166,10 @@ class SQLSource:
         """
         if not 0 <= numbers.start < numbers.stop <= len(self):
             raise IndexError(f"samples {numbers} do not exist: this source has {len(self)}")
-        samples = self._made(self._rows()[numbers.start : numbers.stop])
-        for standard in self._standards():
+        standards = self._standards()
+        rows = self._rows()[numbers.start : numbers.stop]
+        samples = dict(self._kept_of(rows) or self._made(rows))
+        for standard in standards:
             standard.apply(samples)
         return plain(samples, self._bulk.schema)
 
@@ -208,7 +212,7 @@ class SQLSource:
     def close(self) -> None:
         """Give the rows back; they are read again when they are needed."""
         self._bulk.close()
-        self._numbers = None
+        self._numbers = self._kept = None
         self._digests.clear()
 
     def _set_split(self, split: str | None) -> None:
@@ -216,6 +220,7 @@ class SQLSource:
         self._shares = dict(DEFAULT_SPLITS if self._splits is None else self._splits)
         self._numbers: NDArray[np.int64] | None = None
         self._fitted: tuple[Standard, ...] | None = None
+        self._kept: tuple[NDArray[np.int64], Sample] | None = None
         if self._split is not None and self._split not in {canonical_split(name) for name in self._shares}:
             raise SplitError(
                 f"split {split!r} is not among the fractions {', '.join(self._shares)}. Add it to splits, "
@@ -284,12 +289,33 @@ class SQLSource:
 
     def _sound_training_samples(self) -> Iterator[Sample]:
         """Malformed rows have no part in statistics; they are quarantined when their turn comes."""
-        rows = self._training()._rows()
+        training = self._training()
+        rows = training._rows()
+        size = len(rows) * sum(field.size_bytes() for field in self._bulk.schema.values())
+        kept: list[Sample] | None = [] if training is self and size <= _KEPT_BYTES else None
         for first in range(0, len(rows), _CHUNK):
             chunk = rows[first : first + _CHUNK]
             try:
-                yield self._made(chunk)
+                batches = [self._made(chunk)]
             except SourceError:
-                for place in range(len(chunk)):
-                    with suppress(SourceError):
-                        yield self._made(chunk[place : place + 1])
+                batches, kept = list(self._sound(chunk)), None
+            yield from batches
+            if kept is not None:
+                kept += batches
+        if kept:
+            self._kept = rows, {name: np.concatenate([own[name] for own in kept]) for name in kept[0]}
+
+    def _sound(self, rows: NDArray[np.int64]) -> Iterator[Sample]:
+        for place in range(len(rows)):
+            with suppress(SourceError):
+                yield self._made(rows[place : place + 1])
+
+    def _kept_of(self, rows: NDArray[np.int64]) -> Sample | None:
+        """Fields of rows that were all made before."""
+        if self._kept is None:
+            return None
+        known, samples = self._kept
+        first = int(np.searchsorted(known, rows[0]))
+        if not np.array_equal(known[first : first + len(rows)], rows):
+            return None
+        return {name: array[first : first + len(rows)] for name, array in samples.items()}

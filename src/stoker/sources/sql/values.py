@@ -6,6 +6,7 @@ import datetime
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -254,16 +255,28 @@ def numbers_of(column: Values, dtype: str, name: str, *, nan: bool = False, null
     Raises:
         MalformedError: A value is no such number.
     """
+    values = column.values
     tags = {*column.tags}
-    if tags == {FLOAT} and dtype in FLOATS:  # nearly all are
-        found = np.array(column.values)
+    if null is not None and NULL in tags:
+        values = [null if value is None else value for value in values]
+        tags.discard(NULL)
+    if tags == {FLOAT} and dtype in FLOATS and not nan:
+        found = np.array(values, np.float64)
         if (np.abs(found) <= _LARGEST[dtype]).all():
             return found
-    absent = tags.intersection({NULL} if null is not None else ())
-    numbers = [
-        null if value.tag in absent else number_of(value, dtype, name, nan=nan) for value in column.each()
-    ]
-    return np.array(numbers, "float64" if dtype in FLOATS else dtype)
+    elif tags == {INT} and dtype not in FLOATS:
+        low, high = _whole_range(dtype)
+        if all(low <= value <= high for value in values):
+            return np.array(values, dtype)
+    # One by one, to say which is no such number.
+    known = (v if t == NULL and null is not None else number_of(Value(t, v), dtype, name, nan=nan)
+             for t, v in zip(column.tags, values, strict=True))  # fmt: skip
+    return np.array([*known], "float64" if dtype in FLOATS else dtype)
+
+
+@cache
+def _whole_range(dtype: str) -> tuple[int, int]:
+    return (0, 1) if dtype == "bool" else (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
 
 
 def number_of(value: Value, dtype: str, column: str, *, nan: bool = False) -> Any:
@@ -283,7 +296,7 @@ def number_of(value: Value, dtype: str, column: str, *, nan: bool = False) -> An
     if isinstance(found, float) and not found.is_integer():
         raise MalformedError(column, f"is {found}, expected a whole number ({dtype})")
     whole = int(found)
-    low, high = (0, 1) if dtype == "bool" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    low, high = _whole_range(dtype)
     if not low <= whole <= high:
         raise MalformedError(column, f"is {whole}, expected {low} to {high} ({dtype})")
     return whole

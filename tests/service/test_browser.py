@@ -1,0 +1,258 @@
+"""The pages in a real browser: live, by mouse and by keyboard, light and dark, on a phone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stoker.service.leases import Claim, Leases, Outcome
+from stoker.service.lines import Line
+from stoker.service.states import State
+from tests.service.running import CONFIG, Running, note_radio, serving
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="pip install 'stoker[browser]'")
+CHROMIUM = os.environ.get("STOKER_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
+WAIT_MS = 20_000
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (apt install chromium)"),
+]
+STARTED = {"tier": "device", "tiers": {"device": 300, "disk": 100}, "reason": "300 of 400 records fit"}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("browser") / "state") as found:
+        note_radio(found.services, CONFIG["dataset_ids"][0])
+        yield found
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with sync_api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(running: Running, chromium: Any) -> Iterator[Any]:
+    """Logged in, and any error of a script fails the test."""
+    context = chromium.new_context(base_url=running.address)
+    context.set_default_timeout(WAIT_MS)
+    found, errors = context.new_page(), list[str]()
+    found.on("pageerror", lambda error: errors.append(str(error)))
+    found.on("console", lambda said: errors.append(said.text) if "Content Security" in said.text else None)
+    found.goto(running.client.post(running.api("/login-codes")).json()["path"])
+    yield found
+    context.close()
+    assert errors == []
+
+
+def claimed(running: Running, name: str) -> tuple[str, Claim, Leases]:
+    """A job that a worker holds."""
+    jobs = running.services.jobs
+    for job in jobs.list(State.QUEUED):
+        jobs.cancel(job.id)
+    id = jobs.create(CONFIG, name=name, epochs=3, dataset_ids=CONFIG["dataset_ids"])[0].id
+    leases = Leases(running.services.database)
+    claim = leases.claim("worker")
+    assert claim is not None
+    assert claim.job.id == id
+    return id, claim, leases
+
+
+def metrics(epoch: int) -> Line:
+    data = {
+        "epoch": epoch,
+        "train_loss": 2 / epoch,
+        "val_loss": 1 / epoch,
+        "stall": 0.01,
+        "p50_m": 10 / epoch,
+    }
+    return Line(kind="metrics", data={**data, "progress": epoch / 3, "message": f"epoch {epoch} of 3"})
+
+
+def two_caches(running: Running) -> tuple[str, str]:
+    """Two caches of one name that differ in a number of their recipe."""
+    import stoker
+
+    class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+        def __init__(self, factor: int) -> None:
+            self.factor = factor
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return {"x": torch.full((4,), float(index * self.factor))}
+
+    found = [
+        stoker.precompute(
+            stoker.TorchSource(Rows(factor), identity=f"rows {factor}"),
+            None,
+            running.services.folder.caches,
+            name="rows",
+            readers=0,
+        )
+        for factor in (1, 2)
+    ]
+    return found[0].fingerprint, found[1].fingerprint
+
+
+def test_a_job_is_submitted_and_a_wrong_field_is_named_beside_it(running: Running, page: Any) -> None:
+    page.goto("/")
+    page.get_by_role("link", name="New job").click()
+    page.get_by_label("name", exact=True).fill("from the form")
+    page.get_by_text("More settings").click()
+    page.get_by_label("validation split").fill("0")
+    page.get_by_role("button", name="Submit").click()
+    page.locator("#toast", has_text="early_stop_patience").wait_for()
+
+    page.get_by_label("validation split").fill("0.2")
+    page.get_by_label("epochs", exact=True).fill("7")
+    page.get_by_role("button", name="Submit").click()
+    page.get_by_role("heading", name="from the form").wait_for()
+
+    job = running.services.jobs.list()[0]
+    assert (job.name, job.epochs, job.config["dataset_ids"]) == ("from the form", 7, CONFIG["dataset_ids"])
+
+
+def test_progress_and_curves_come_by_themselves(running: Running, page: Any) -> None:
+    id, claim, leases = claimed(running, "live")
+    page.goto(f"/jobs/{id}")
+    page.locator("#no-curves").wait_for()
+
+    leases.report(claim, [Line(kind="started", data=STARTED), metrics(1)], 1)
+    page.get_by_text("epoch 1 of 3").first.wait_for()
+    leases.report(claim, [metrics(2)], 2)
+    page.get_by_text("epoch 2 of 3").first.wait_for()
+
+    page.get_by_role("img", name="Loss by epoch; last: training 1, validation 0.5").wait_for()
+    page.get_by_role("img", name="Records by tier: device 300 records, disk 100 records").wait_for()
+    leases.finish(claim, Outcome(state=State.COMPLETED, exit_code=0), lines=[metrics(3)], position=3)
+    page.locator("#job .state", has_text="completed").wait_for()
+    page.get_by_role("button", name="Continue").wait_for()
+
+
+def test_pause_resume_and_cancel(running: Running, page: Any) -> None:
+    id, claim, leases = claimed(running, "stopped and gone on")
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.goto(f"/jobs/{id}")
+
+    page.get_by_role("button", name="Pause").click()
+    page.locator("#job .state", has_text="pausing").wait_for()
+    leases.finish(claim, Outcome(state=State.PAUSED, exit_code=75), lines=[], position=0)
+    page.locator("#job .state", has_text="paused").wait_for()
+    page.get_by_role("button", name="Resume").click()
+    page.locator("#job .state", has_text="queued").wait_for()
+    page.get_by_role("button", name="Cancel").click()
+    page.locator("#job .state", has_text="cancelled").wait_for()
+
+    assert running.services.jobs.get(id).state is State.CANCELLED
+
+
+def test_a_refusal_is_said_in_words(running: Running, page: Any) -> None:
+    id, _, _ = claimed(running, "gone meanwhile")
+    page.goto(f"/jobs/{id}")
+    page.route("**/events?**", lambda route: route.abort())
+    page.reload()
+    page.get_by_role("button", name="Pause").wait_for()
+    running.services.jobs.cancel(id)
+
+    page.get_by_role("button", name="Pause").click()
+
+    page.get_by_role("alert").get_by_text("cannot be paused").wait_for()
+
+
+def test_caches_are_verified_and_their_difference_is_shown(running: Running, page: Any) -> None:
+    first, second = two_caches(running)
+    page.goto("/caches")
+    row = page.get_by_role("row", name=first)
+    row.get_by_role("link", name="rows").click()
+
+    page.get_by_role("button", name="Read every record").click()
+    page.get_by_text("All 8 records match their checksums.").wait_for()
+    page.get_by_label("compared with").select_option(second)
+    page.get_by_role("button", name="Compare", exact=True).click()
+    page.get_by_role("region", name="Differences").get_by_text("rows 2").wait_for()
+
+    shard = next((running.services.folder.caches / "rows" / first).rglob("*.safetensors"))
+    last = struct.pack("<f", 7.0) * 4
+    shard.write_bytes(shard.read_bytes().replace(last, last[::-1]))
+    page.get_by_role("button", name="Read every record").click()
+    page.get_by_text("1 of 8 records are damaged").wait_for()
+
+
+def test_everything_is_reached_by_keyboard(running: Running, page: Any) -> None:
+    id, _, _ = claimed(running, "by keyboard")
+    page.goto(f"/jobs/{id}")
+    reached = list[str]()
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.textContent.trim()"))
+
+    assert reached[0] == "Skip to content"
+    assert {"Caches", "Machine", "Pause", "Cancel"} <= set(reached)
+    page.get_by_role("button", name="Pause").focus()
+    page.keyboard.press("Enter")
+    page.locator("#job .state", has_text="pausing").wait_for()
+
+
+def test_a_connection_that_was_cut_misses_nothing(running: Running, page: Any) -> None:
+    id, claim, leases = claimed(running, "cut off")
+    leases.report(claim, [metrics(1)], 1)
+    page.goto(f"/jobs/{id}")
+    page.get_by_role("img", name="Loss by epoch").wait_for()
+    page.context.set_offline(True)
+    leases.report(claim, [metrics(2)], 2)
+    page.context.set_offline(False)
+    leases.report(claim, [metrics(3)], 3)
+
+    page.get_by_role("img", name="last: training 0.6667, validation 0.3333").wait_for()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)]
+)
+def test_pages_are_accessible_and_as_wide_as_the_screen(
+    running: Running, chromium: Any, scheme: str, width: int
+) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install 'stoker[browser]'")
+    id, claim, leases = claimed(running, "looked at")
+    leases.report(claim, [Line(kind="started", data=STARTED), *map(metrics, (1, 2, 3))], 1)
+    first, _ = two_caches(running)
+    context = chromium.new_context(
+        base_url=running.address, color_scheme=scheme, viewport={"width": width, "height": 800}
+    )
+    page = context.new_page()
+    folder = Path(os.environ.get("STOKER_SCREENSHOTS", ""))
+    names = {
+        "login": "/login", "jobs": "/", "job": f"/jobs/{id}", "new": "/jobs/new", "caches": "/caches",
+        "cache": f"/caches/rows/{first}", "machine": "/machine", "missing": "/jobs/none",
+    }  # fmt: skip
+    try:
+        for name, path in names.items():
+            if name == "jobs":
+                page.goto(running.client.post(running.api("/login-codes")).json()["path"])
+            page.goto(path)
+            page.wait_for_load_state("domcontentloaded")
+            if name == "job":
+                page.get_by_role("img", name="Loss by epoch").wait_for()
+            found = axe.Axe().run(page)
+            assert found.violations_count == 0, found.generate_report()
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+            if folder.name:
+                page.screenshot(path=folder / f"{name}-{scheme}-{width}.png", full_page=True)
+    finally:
+        context.close()

@@ -1,0 +1,172 @@
+"""Pages, as the server makes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from stoker.errors import Degraded
+from stoker.service.leases import Leases
+from stoker.service.lines import Line
+from tests.service.running import CONFIG, Running, note_radio, serving
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+STARTED = {
+    "tier": "device",
+    "tiers": {"device": 300, "disk": 100},
+    "reason": "300 of 400 records fit",
+    "caches": [{"name": "radio_train", "fingerprint": "0123456789abcdef"}],
+}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("pages") / "state") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser(running: Running) -> Iterator[httpx.Client]:
+    """Logged in, as a browser is: a cookie and no token."""
+    with httpx.Client(
+        base_url=running.address, trust_env=False, timeout=60, headers={"accept": "text/html"}
+    ) as client:
+        code = running.client.post(running.api("/login-codes")).json()["path"]
+        assert client.get(code).status_code == 303
+        yield client
+
+
+def made(running: Running, name: str) -> str:
+    """A job that waits."""
+    return running.services.jobs.create(CONFIG, name=name, epochs=3, dataset_ids=CONFIG["dataset_ids"])[0].id
+
+
+def test_pages_without_anything_say_what_to_type(browser: httpx.Client) -> None:
+    assert "stoker job submit" in browser.get("/").text
+    assert "stoker precompute" in browser.get("/caches").text
+    assert "No data set is registered yet" in browser.get("/jobs/new").text
+    assert "No GPU" in browser.get("/machine").text
+    assert "--workers" in browser.get("/machine").text
+
+
+def test_every_page_is_for_those_who_have_logged_in(running: Running) -> None:
+    for path in ("/", "/jobs/new", "/jobs/x", "/caches", "/machine", "/parts/jobs", "/static/stoker.js"):
+        answer = httpx.get(running.address + path, headers={"accept": "text/html"}, trust_env=False)
+
+        assert answer.status_code == 401
+        assert "Code or token" in answer.text
+
+
+def test_a_jobs_page_shows_its_figures_its_start_up_and_where_its_records_are(
+    running: Running, browser: httpx.Client
+) -> None:
+    id = made(running, "night run")
+    leases = Leases(running.services.database)
+    claim = leases.claim("worker")
+    assert claim is not None
+    lines = [
+        Line(kind="started", data=STARTED),
+        *(Line(kind="metrics", data={"epoch": n, "val_loss": 1 / n, "stall": 0.25}) for n in (1, 2)),
+    ]
+    leases.report(claim, lines, 1)
+
+    text = browser.get(f"/jobs/{id}").text
+
+    assert "epoch 2 of 3" in text
+    assert "25 %" in text
+    assert "Records by tier: device 300 records, disk 100 records" in text
+    assert "300 of 400 records fit" in text
+    assert "opened data and caches" in text
+    assert 'href="/caches/radio_train/0123456789abcdef"' in text
+    assert '"title": "Stall and GPU"' in text
+    table = browser.get("/parts/jobs").text
+    assert re.search(r"<polyline points=\"0.0,2.0 96.0,22.0\"", table)
+
+
+def test_buttons_are_those_that_the_state_allows(running: Running, browser: httpx.Client) -> None:
+    id = made(running, "waits")
+
+    def buttons() -> set[str]:
+        return set(re.findall(r'id="do-([a-z]+)"', browser.get(f"/parts/jobs/{id}").text))
+
+    assert buttons() == {"pause", "cancel"}
+    running.services.jobs.pause(id)
+    assert buttons() == {"resume", "cancel", "delete"}
+    running.services.jobs.cancel(id)
+    assert buttons() == {"resume", "delete"}
+
+
+def test_names_are_text_and_nothing_else(running: Running, browser: httpx.Client) -> None:
+    id = made(running, HOSTILE)
+
+    for path in ("/", f"/jobs/{id}", f"/parts/jobs/{id}"):
+        text = browser.get(path).text
+        assert "<img src=x" not in text
+        assert "&lt;img src=x" in text
+    rows = 'drawn">' + browser.get(f"/jobs/{id}").text.split('id="drawn">')[1].split("</script>")[0]
+    assert "<" not in rows
+
+
+def test_the_log_is_text_too(running: Running, browser: httpx.Client) -> None:
+    id = made(running, "with a log")
+    log = running.services.folder.job(id).log
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text(f"first line\n{HOSTILE}\n")
+
+    text = browser.get(f"/parts/jobs/{id}/log").text
+
+    assert "first line\n&lt;img" in text
+
+
+def test_no_page_needs_anything_that_the_policy_forbids(running: Running, browser: httpx.Client) -> None:
+    note_radio(running.services, CONFIG["dataset_ids"][0])
+    id = made(running, "any")
+
+    for path in ("/", "/jobs/new", f"/jobs/{id}", "/caches", "/machine", "/jobs/none"):
+        text = browser.get(path).text
+        tags = re.sub(r'"[^"]*"', '""', text)
+        assert not re.search(r"<[^>]*\s(style|on[a-z]+)=", tags)
+        assert not re.search(r"<script(?![^>]*(src=|application/json))", text)
+        assert "http://" not in text
+        assert "https://" not in text
+
+
+def test_what_is_not_there_is_a_page_that_says_so(browser: httpx.Client) -> None:
+    for path in ("/jobs/none", "/caches/none/0123456789abcdef", "/caches/../x", "/jobs/" + "x" * 99):
+        answer = browser.get(path)
+
+        assert answer.status_code == 404
+        assert answer.headers["content-type"].startswith("text/html") or path.startswith("/caches/..")
+
+
+def test_a_database_that_does_not_answer_is_a_page_that_looks_again(
+    running: Running, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def degraded(*_: object, **__: object) -> None:
+        raise Degraded("the database does not answer within 5 s. Start it again")
+
+    monkeypatch.setattr("stoker.service.jobs.Jobs.list", degraded)
+
+    answer = browser.get("/")
+
+    assert answer.status_code == 503
+    assert "does not answer within 5 s" in answer.text
+    assert 'http-equiv="refresh"' in answer.text
+
+
+def test_the_form_has_every_setting_that_has_an_effect(running: Running, browser: httpx.Client) -> None:
+    text = browser.get("/jobs/new").text
+
+    assert 'name="config.early_stop_patience"' in text
+    assert 'name="config.batch_size" type="number" data-kind="integer" step="1" min="1" max="1024"' in text
+    assert "n_mels" not in text
+
+
+def test_vendored_scripts_come_with_their_licences() -> None:
+    vendor = Path(__file__).parents[2] / "src/stoker/service/static/vendor"
+    for name in {file.name.split("-")[0] for file in vendor.glob("*.js")}:
+        assert (vendor / f"{name}-LICENSE").stat().st_size > 200
