@@ -10,4 +10,7 @@ folders.py     the state folder and the folder of a job
 job_file.py    what a job's process is told; lines.py what it says
 executor.py    the seam to processes; local.py (and confine.py) runs them here
 attempt.py     one attempt at a job; worker.py one after another; supervise.py keeps the workers running
+training_config.py  what a job is asked for; child.py and runs/ what its process does
+datasets.py    the data sets that jobs name (dataset_table.py, dataset_requests.py, radio_sets.py);
+               look.py and looks.py look at them in a process of their own
 """

@@ -22,10 +22,10 @@ from stoker.sources.sql.address import parse_address
 STATEMENT_MS = 20_000
 """Somebody waits for the answer."""
 NEEDED = (
-    "recording_session_id", "receiver_features", "tx_latitude", "tx_longitude", "gdop",
-    "num_receivers_detected", "dataset_id",
+    "recording_session_id", "receiver_features", "tx_latitude", "tx_longitude", "gdop", "mean_snr_db",
+    "num_receivers_detected", "num_receivers_in_sample", "timestamp", "dataset_id",
 )  # fmt: skip
-"""Columns that training reads."""
+"""Columns that training, its bounds and the report of health read."""
 SHOWN = (
     "recording_session_id", "timestamp", "tx_latitude", "tx_longitude", "mean_snr_db",
     "num_receivers_detected", "gdop",
@@ -84,7 +84,7 @@ class RadioSet:
         return {name: _plain(value) for name, value in row.items()}
 
     def missing_columns(self) -> list[str]:
-        """Columns that training reads and the table lacks."""
+        """Columns of `NEEDED` that the table lacks."""
         schema, _, name = self.table.rpartition(".")
         with self._connected() as connection:
             try:
