@@ -227,7 +227,7 @@ def test_a_folder_that_turns_into_a_link_while_it_is_opened_leads_nowhere(tmp_pa
     swapping.start()
     roots, seen = Roots([root]), {"inside": 0, "refused": 0}
     try:
-        for _ in range(tries):
+        while sum(seen.values()) < tries or (not all(seen.values()) and sum(seen.values()) < 200 * tries):
             try:
                 with roots.opened("swap/x") as (fd, _):
                     seen[os.pread(fd, 20, 0).decode()] += 1
@@ -237,5 +237,4 @@ def test_a_folder_that_turns_into_a_link_while_it_is_opened_leads_nowhere(tmp_pa
         stop.set()
         swapping.join(30)
 
-    assert sum(seen.values()) == tries
     assert min(seen.values()) > 0, "nothing was swapped, or nothing opened: the race was not run"
