@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -189,11 +188,16 @@ def _users(here: Services, fingerprint: str) -> list[Any]:
     """Jobs that said they train on a cache, of the newest hundred."""
     found = here.jobs.list(limit=100)
     told = {event.job: event.data for event in here.outbox.read(0, kinds=("started",), limit=5000)}
-    return [job for job in found if fingerprint in str(told.get(job.id, {}).get("caches", ""))]
+
+    def used(id: str) -> bool:
+        caches: Any = told.get(id, {}).get("caches") or ()
+        return any(cache["fingerprint"] == fingerprint for cache in caches)
+
+    return [job for job in found if used(job.id)]
 
 
 def _machine(here: Services) -> dict[str, Any]:
-    return {**look_at_machine(here), "state_dir": str(Path(here.folder.path))}
+    return {**look_at_machine(here), "state_dir": str(here.folder.path)}
 
 
 def _flat(entries: Any, before: str = "") -> list[tuple[str, str]]:

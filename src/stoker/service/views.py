@@ -136,15 +136,12 @@ def spark(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def charts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the script of the page draws: charts that have at least one of their lines in `rows`.
-
-    Without rows, those that every job has.
-    """
+    """What the script of the page draws: charts that have at least one of their lines in `rows`."""
     there = {name for row in rows for name in row}
     drawn: list[dict[str, Any]] = []
     for title, unit, lines in CHARTS:
-        fitting = [line for line in lines if line[0] in there] if rows else list(lines[:2])
-        if fitting and (rows or title in ("Loss", "Stall and GPU")):
+        fitting = [line for line in lines if line[0] in there]
+        if fitting:
             series = [{"name": name, "label": label, "factor": factor} for name, label, factor in fitting]
             drawn.append({"title": title, "unit": unit, "series": series})
     return drawn
