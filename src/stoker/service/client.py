@@ -99,7 +99,7 @@ class ServiceClient:
         """
         headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
         with self._open("GET", path, headers=headers, timeout_s=SILENCE_S) as answer:
-            fields: dict[str, str] = {}
+            fields, number = dict[str, str](), after
             try:
                 for raw in answer:
                     line = raw.decode().rstrip("\r\n")
@@ -108,7 +108,8 @@ class ServiceClient:
                         fields[name] = value.removeprefix(" ")
                     elif "data" in fields:
                         data = json.loads(fields["data"])
-                        yield Told(int(fields.get("id", 0)), fields.get("event", ""), data)
+                        number = int(fields.get("id", number))
+                        yield Told(number, fields.get("event", ""), data)
                         fields = {}
             except (OSError, HTTPException) as error:
                 raise StalledError(f"{self.address}{API}{path} broke off: {error}. Follow it again") from None
