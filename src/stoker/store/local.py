@@ -171,6 +171,8 @@ class LocalPending:
 class LocalFile:
     """A regular file opened for positional reads; closed when nobody refers to it any more."""
 
+    origin: str | None = None
+
     def __init__(self, path: Path) -> None:
         self._fd = -1
         self._path = path

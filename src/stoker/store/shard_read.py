@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +15,7 @@ from stoker.schema import Schema, columns_of
 from stoker.store.blocks import Blocks, Verify
 from stoker.store.columns import check_metadata, check_offsets, columns_in, is_pad, read_tail
 from stoker.store.field_read import FieldReader, ShardFile
-from stoker.store.header import read_header
+from stoker.store.header import Header, read_header
 from stoker.store.protocols import ColumnSink, OpenFile
 from stoker.store.strict_json import read_strict
 from stoker.store.sums import record_seeds, schema_seed
@@ -47,7 +45,7 @@ class Shard:
         self.size = file.size
         self._file, self._path, self._offset = file, path, offset
         name = str(path)
-        header = read_header(file, where=name)
+        header, tail = _read_frame(file, name)
         self.header_digest = header.digest
         self.part, self.rows = check_metadata(header, schema, name)
         seed = schema_seed(schema)
@@ -59,7 +57,6 @@ class Shard:
         ]
         """Offset and bytes of each run of zeros between columns."""
         self.columns = columns_in(header, schema, self.rows, name)
-        tail = read_tail(file, header, name)
         self._numbers = tail["__number__"]
         self.marked = tail.get("__marked__", np.empty(0, np.int64))
         """Part-local numbers encoded in a smaller group than the recipe's."""
@@ -153,6 +150,23 @@ class Shard:
         Raises:
             CorruptError: It differs; names the damaged samples.
         """
+        digest = self._digest(field, sink)
+        if digest != self._digests.get(field) and self._mend(field):
+            digest = self._digest(field, sink)
+        if digest != self._digests.get(field):
+            rows = self._bad_rows(field) or range(self.rows)
+            bad = [int(self._numbers[row]) + self._offset for row in rows]
+            raise self._bytes.corrupt(
+                f"{self._path}: field {field!r} does not match its digest; damaged samples: "
+                f"{', '.join(map(str, bad[:10]))}{f' and {len(bad) - 10} more' if len(bad) > 10 else ''}"
+            )
+
+    def _mend(self, field: str) -> bool:
+        """Have a column fetched anew where it can be."""
+        return self._file.mend(self.columns[field].offset, self.columns[field].nbytes)
+
+    def _digest(self, field: str, sink: ColumnSink | None) -> str:
+        """The digest of a column as it is, handed to `sink` on the way."""
         column = self.columns[field]
         digest = xxhash.xxh3_128()
         scratch = memoryview(bytearray(min(PIECE_BYTES, column.nbytes))) if sink is None else None
@@ -164,23 +178,14 @@ class Shard:
             digest.update(piece)
             if sink is not None:
                 sink.filled(begin, size)
-        if digest.hexdigest() != self._digests.get(field):
-            rows = self._bad_rows(field) or range(self.rows)
-            bad = [int(self._numbers[row]) + self._offset for row in rows]
-            raise self._bytes.corrupt(
-                f"{self._path}: field {field!r} does not match its digest; damaged samples: "
-                f"{', '.join(map(str, bad[:10]))}{f' and {len(bad) - 10} more' if len(bad) > 10 else ''}"
-            )
+        return digest.hexdigest()
 
     def _announce(self, offset: int, begin: int, size: int) -> None:
         """Have the system read ahead of piece `begin` of a column: it may have been told not to by itself."""
-        if not hasattr(os, "posix_fadvise"):
-            return
         first = begin + AHEAD_BYTES - PIECE_BYTES if begin else 0
         count = min(begin + AHEAD_BYTES, size) - first
         if count > 0:
-            with suppress(OSError):  # a file system that takes no advice, or bytes in several files
-                os.posix_fadvise(self.fileno(), offset + first, count, os.POSIX_FADV_WILLNEED)
+            self._file.ahead(offset + first, count)
 
     def damage(self, field: str) -> dict[int, str]:
         """Rows of a column that cannot be served, each with why; all if only the column's digest differs."""
@@ -215,9 +220,25 @@ class Shard:
                     f"{self._path}: padding at byte {offset} is not zero. No record is affected"
                 )
 
+    def ahead(self, offset: int, size: int) -> None:
+        """Begin to bring bytes of the file near; `FieldReader.extent` says which."""
+        self._file.ahead(offset, size)
+
     def fileno(self) -> int:
         """The descriptor, for mapping columns; stays open as long as the shard."""
         return self._file.fileno()
 
     def _described(self, entry: str) -> dict[str, Any]:
         return read_strict(self._metadata[entry].encode(), where=f"{entry} of {self._path}")
+
+
+def _read_frame(file: OpenFile, name: str) -> tuple[Header, dict[str, NDArray[Any]]]:
+    """Header, and numbers, offsets and sums; fetched anew once where they are damaged and come from elsewhere."""
+    try:
+        header = read_header(file, where=name)
+        return header, read_tail(file, header, name)
+    except CorruptError:
+        if not file.mend(0, file.size):
+            raise
+    header = read_header(file, where=name)
+    return header, read_tail(file, header, name)
