@@ -16,6 +16,13 @@ function say(text) {
   toast.hidden = !text;
 }
 
+const degraded = document.getElementById("degraded");
+
+function sayDegraded(text) {
+  degraded.querySelector("span").textContent = text;
+  degraded.hidden = !text;
+}
+
 // Parts of the page are asked for again at most every `NEWS_MS`, and always once after the last event.
 let planned = 0;
 let latest = 0;
@@ -46,7 +53,14 @@ function follow(address) {
         news();
       });
     }
+    source.addEventListener("open", () => sayDegraded(""));
+    source.addEventListener("degraded", (event) => sayDegraded(JSON.parse(event.data).error));
+    source.addEventListener("recovered", () => {
+      sayDegraded("");
+      news();
+    });
     source.addEventListener("error", () => {
+      sayDegraded("it does not answer; this page goes on when it does");
       if (source && source.readyState === EventSource.CLOSED) setTimeout(reopen, RETRY_MS);
     });
   }
