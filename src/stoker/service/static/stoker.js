@@ -268,8 +268,7 @@ document.addEventListener("submit", async (event) => {
     if (!ok) {
       if ("once" in form.dataset) form.dataset.once = "";
       if (!showFaults(form, answer.fields || [])) say(answer.error || "the service refused this");
-    } else if (form.dataset.then) location.assign(form.dataset.then);
-    else if ("thenJob" in form.dataset) location.assign(`/jobs/${answer.id}`);
+    } else if (form.dataset.then) location.assign(form.dataset.then.replace("{id}", encodeURIComponent(answer.id)));
     else if (form.dataset.operation) await finish(answer, document.querySelector(form.dataset.operation));
     else if (form.matches(".leave")) location.assign(address);
     else news();
