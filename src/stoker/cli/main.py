@@ -138,6 +138,13 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
     watchdog_timeout: Annotated[
         float | None, typer.Option(metavar="S", help="precompute.deadlines.encode, the first call included.")
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="local|ray", help="precompute.engine: this machine, or a Ray cluster."),
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(metavar="auto|HOST:PORT", help="precompute.ray.address; default: one here.")
+    ] = None,
     manifest: Annotated[Path | None, typer.Option(help="Write a JSON report of the run here.")] = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -151,6 +158,7 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
     Example:
       stoker precompute configs/train_burgers_32dim.yaml
       stoker precompute configs/train_burgers_32dim.yaml latent.dim=64 --splits train val
+      stoker precompute configs/train_burgers_32dim.yaml --engine ray --address auto
     """
     with edge(as_json=as_json, debug=debug) as out:
         path, overrides = config_and_overrides(words or [], config)
@@ -160,6 +168,7 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
             pin_memory=pin_memory, overwrite=overwrite, retry_quarantined=retry_quarantined, limit=limit,
             hdf5_timeout=hdf5_timeout, dataloader_timeout=dataloader_timeout,
             cache_write_timeout=cache_write_timeout, watchdog_timeout=watchdog_timeout,
+            engine=engine, address=address,
         )  # fmt: skip
         if batch_size is not None:
             out.note("--batch-size has no effect: samples are encoded in fixed groups, whatever the machine")

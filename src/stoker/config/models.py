@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr
 
 from stoker.config.datasets import TorchConfig
+from stoker.config.engines import RayConfig
 from stoker.config.fetching import FetchConfig
 from stoker.config.files_kinds import ArraysConfig, ParquetConfig, TarConfig
 from stoker.config.images import ImagesConfig
@@ -268,6 +269,9 @@ class PrecomputeConfig(SettingsSection):
     """Try quarantined samples again, those with errors of their own as well."""
     wait: Flag = True
     """Whether `train` encodes what is missing before it begins; `false`: it begins at once, beside that."""
+    engine: Literal["local", "ray"] = "local"
+    """Who encodes: this machine, or a Ray cluster (docs/ray.md)."""
+    ray: RayConfig = RayConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
 
 

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -14,6 +15,7 @@ from stoker.config import Config
 from stoker.config.remedies import in_settings
 from stoker.encoders.protocol import Encoder
 from stoker.errors import (
+    ConfigError,
     DeviceError,
     FormatError,
     IncompleteError,
@@ -32,6 +34,7 @@ from stoker.pipeline.build import (
     share_encoders,
     tasks_of,
 )
+from stoker.pipeline.engines import engine_of
 from stoker.pipeline.folders import is_open, require_writable
 from stoker.pipeline.gone import find_without_source
 from stoker.pipeline.inspect import list_quarantined, shard_bytes, worst_error
@@ -293,15 +296,21 @@ def _fill_jobs(
         windows_in(config, schema)
     results: list[CacheResult] = []
     beside = training is not None and not config.precompute.wait
-    for job, schema in zip(jobs, schemas, strict=True):
-        settings = settings_of(config, job, ranks)
-        if progress is not None:
-            settings = replace(settings, progress=progress)
-        ready = _ready(config, job, settings) if training else None
-        if beside and ready is None:
-            check_beside(config, schema, ranks)
-        run = begin_precompute if beside else run_precompute
-        results.append(ready or _fill(config, job, settings, run=run))
+    if beside and config.precompute.engine != "local":
+        raise ConfigError(
+            "precompute.wait=false encodes beside the training, on this machine; precompute.engine is "
+            f"{config.precompute.engine}. Leave one of them out"
+        )
+    with engine_of(config, ranks) as engine:
+        run = begin_precompute if beside else partial(run_precompute, engine=engine)
+        for job, schema in zip(jobs, schemas, strict=True):
+            settings = settings_of(config, job, ranks)
+            if progress is not None:
+                settings = replace(settings, progress=progress)
+            ready = _ready(config, job, settings) if training else None
+            if beside and ready is None:
+                check_beside(config, schema, ranks)
+            results.append(ready or _fill(config, job, settings, run=run))
     return results
 
 
