@@ -190,16 +190,37 @@ def config_and_overrides(words: list[str], config: Path | None) -> tuple[Path, l
 
 
 @app.command()
-def plan(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
+def plan(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    config: Config,
+    overrides: Overrides = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Machines that are not here: nodes=8 gpus=8 ... [CONFIG].")
+    ] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Of a simulation: tables as Markdown.")
+    ] = False,
+    picture: Annotated[Path | None, typer.Option(help="Of a simulation: draw it, as PNG or SVG.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
     """Show where records would be served from.
 
-    With what that costs a batch, and why; nothing is moved or encoded.
+    With what that costs a batch, and why; nothing is moved or encoded. With --simulate: what a whole run
+    would take on other machines, each way of doing it in time, bytes, memory and money (docs/scale.md).
 
     \b
     Example:
       stoker plan configs/train_burgers_512dim.yaml training.tier=host
+      stoker plan --simulate records=1e6 record_bytes=100kB batch=64 step=20ms host_memory=64GB
     """
     with edge(as_json=as_json, debug=debug) as out:
+        if simulate:
+            from stoker.cli.simulating import simulated
+
+            simulated(out, [str(config), *(overrides or [])], as_markdown=markdown, picture=picture)
+            return
+        if markdown or picture:
+            raise ConfigError("--markdown and --picture are of --simulate. Add that, or leave them out")
         settings = _load(out, config, overrides)
         from stoker.cli import render, render_tasks
         from stoker.pipeline.build import tasks_of
