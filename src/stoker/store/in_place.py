@@ -180,6 +180,15 @@ class PlacedFile:
         file, place, room = self._place(offset)
         return room >= sum(map(len, outs)) and bool(cast("Any", file).read_cached(place, outs))
 
+    def ahead(self, offset: int, size: int) -> None:
+        """Have the file that has the first of these bytes read ahead."""
+        file, place, room = self._place(offset)
+        file.ahead(place, min(room, size))
+
+    def mend(self, offset: int, size: int) -> bool:
+        """Nothing can be had anew."""
+        return False
+
     def fileno(self) -> int:
         """None: the bytes are in several files, and lie on no pages."""
         return -1

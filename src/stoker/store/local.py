@@ -17,12 +17,16 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stoker.atomic import explained, publish, sync_folder
 from stoker.errors import CorruptError, FormatError
-from stoker.store.protocols import Buffer, OpenFile
+from stoker.store.protocols import Buffer, OpenFile, Pending
 from stoker.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from stoker.store.mirror.folder import MirrorFolder
+    from stoker.store.remote import Expected
 
 TEMPORARY = ".tmp-"
 TEMPORARY_NAME = re.compile(r"\.tmp-[0-9a-f]+-[A-Za-z0-9_.-]+")
@@ -125,6 +129,17 @@ class LocalPending:
         with explained(self._folder):
             os.ftruncate(self._fd, size)
 
+    @property
+    def path(self) -> Path:
+        """The temporary."""
+        return self._temporary
+
+    def show(self) -> None:
+        """Give the file its name without making anything durable: it is a copy that can be had again."""
+        with explained(self._folder):
+            self._temporary.replace(self._folder / self._name)
+        self._close()
+
     def commit(self) -> None:
         """Make the bytes durable, then the name."""
         try:
@@ -217,6 +232,16 @@ class LocalFile:
             return False
         return count == sum(map(len, outs))
 
+    def ahead(self, offset: int, size: int) -> None:
+        """Have the system read these bytes ahead: it may have been told not to by itself."""
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):  # a file system that takes no advice
+                os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_WILLNEED)
+
+    def mend(self, offset: int, size: int) -> bool:
+        """Nothing can be had anew: this is where the bytes are."""
+        return False
+
     def fileno(self) -> int:
         """The descriptor."""
         return self._fd
@@ -237,12 +262,27 @@ class LocalStorage:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def create(self, name: str) -> LocalPending:
-        """Begin a new file called `name`."""
-        return LocalPending(self.path, check_name(name, where=str(self.path)))
+    @functools.cached_property
+    def mirror(self) -> MirrorFolder | None:
+        """The mirror that this folder is; None: it is a plain one, whose files are all there is."""
+        from stoker.store.mirror.folder import mirror_of  # which uses this module for what is here
 
-    def put(self, name: str, data: bytes) -> None:
-        """Write a small file atomically and durably, replacing one of that name."""
+        return mirror_of(self.path)
+
+    def create(self, name: str) -> Pending:
+        """Begin a new file called `name`."""
+        check_name(name, where=str(self.path))
+        return LocalPending(self.path, name) if self.mirror is None else self.mirror.names.create(name)
+
+    def put(self, name: str, data: bytes, *, expected: Expected = "anything") -> None:
+        """Write a small file atomically and durably; a `ChangedError` if it is not what was `expected`."""
+        if self.mirror is not None:
+            self.mirror.names.put(name, data, expected)
+        else:
+            self.put_here(name, data)
+
+    def put_here(self, name: str, data: bytes) -> None:
+        """As `put`, in the local folder alone."""
         pending = LocalPending(self.path, name)
         try:
             pending.write_at(0, data)
@@ -250,8 +290,14 @@ class LocalStorage:
         finally:
             pending.discard()
 
+    def version(self, name: str) -> Expected:
+        """What `put` is to expect if nobody else replaces the file meanwhile. Ask before reading it."""
+        return "anything" if self.mirror is None else self.mirror.names.version(name)
+
     def sizes(self) -> dict[str, int]:
-        """Bytes by name of the regular files here, sorted by name; hidden ones left out."""
+        """Bytes by name of the regular files there are, sorted by name; hidden ones left out."""
+        if self.mirror is not None:
+            return self.mirror.names.sizes()
         with os.scandir(self.path) as entries:
             found = {
                 entry.name: entry.stat(follow_symlinks=False).st_size
@@ -266,8 +312,13 @@ class LocalStorage:
 
     def open(self, name: str) -> OpenFile:
         """Open `name` for positional reads; of a shard that is served in place, also the user's files."""
-        file = LocalFile(self.path / check_name(name, where=str(self.path)))
-        if (places := places_name(name)) is None or not (self.path / places).exists():
+        places = places_name(check_name(name, where=str(self.path)))
+        if self.mirror is not None:
+            if places is not None:
+                return self.mirror.open(name)
+            self.mirror.names.fresh(name)
+        file = LocalFile(self.path / name)
+        if places is None or not (self.path / places).exists():
             return file
         from stoker.store.in_place import placed_file  # which opens files as this module does
 
@@ -279,6 +330,8 @@ class LocalStorage:
         Raises:
             FormatError: It is larger than `limit_bytes`.
         """
+        if self.mirror is not None:
+            self.mirror.names.fresh(name)
         file = LocalFile(self.path / name)
         try:
             if file.size > limit_bytes:
@@ -294,6 +347,9 @@ class LocalStorage:
 
     def link(self, other: LocalStorage, name: str) -> None:
         """Take over the file `name` of `other`: a hard link, or a copy where links are not possible."""
+        if self.mirror is not None:
+            self._copy(other, name)
+            return
         try:
             os.link(other.path / name, self.path / name, follow_symlinks=False)
         except FileExistsError:

@@ -65,6 +65,14 @@ class OpenFile(Protocol):
         """
         ...
 
+    def ahead(self, offset: int, size: int) -> None:
+        """Begin to bring bytes near that will be read soon; waits for nothing."""
+        ...
+
+    def mend(self, offset: int, size: int) -> bool:
+        """Have bytes that do not match their sums come anew at the next read; False: from nowhere."""
+        ...
+
     def fileno(self) -> int:
         """The descriptor, for mapping; -1 where there is none."""
         ...
