@@ -3,6 +3,7 @@
 cgroups.py     limits of control groups, version 1 and 2
 resources.py   what this process may use; the only module that asks the machine
 rates.py       how fast it copies and reads, when timed
+elsewhere.py   what an epoch fetches of a set that lies on an object store
 tiers.py       records per tier, seconds per batch, stall: arithmetic
 words.py       the reason in words
 gpus.py        what the memory of GPUs would hold
@@ -11,6 +12,7 @@ moves.py       when what is held should change, and when it had better stay
 mounts.py      what kind of storage a path lies on
 """
 
+from stoker.plan.elsewhere import Elsewhere
 from stoker.plan.ledger import LEDGER, Claim, Ledger
 from stoker.plan.rates import Load, Rates, measure_rates
 from stoker.plan.resources import Resources, probe
@@ -21,6 +23,7 @@ __all__ = [
     "TIERS",
     "Claim",
     "Demand",
+    "Elsewhere",
     "Ledger",
     "Load",
     "Plan",
