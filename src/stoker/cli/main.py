@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli import bench, demo, fetching, keeping, launching, profile, serving
+from stoker.cli import bench, demo, fetching, keeping, launching, moving, profile, serving
 from stoker.cli.edge import Edge, edge, run, stop_on_sigterm
 from stoker.cli.flags import (
     CachePath,
@@ -281,6 +281,7 @@ def inspect(path: CachePath, as_json: Json = False, debug: Debug = False) -> Non
 
 
 keeping.register(app)
+moving.register(app)
 bench.register(app)
 profile.register(app)
 launching.register(app)

@@ -32,7 +32,7 @@ from stoker.pipeline.build import (
     share_encoders,
     tasks_of,
 )
-from stoker.pipeline.folders import is_open, require_writable
+from stoker.pipeline.folders import cache_dir_of, is_open, require_writable
 from stoker.pipeline.gone import find_without_source
 from stoker.pipeline.inspect import list_quarantined, shard_bytes, worst_error
 from stoker.pipeline.locate import job_recipe, windows_in
@@ -248,7 +248,7 @@ def fill_caches(
         SourceError: The data is gone and no cache matches, or it cannot be read.
         IncompleteError: More samples were quarantined than allowed.
     """
-    cache_dir = Path(config.training.latent_cache_dir)
+    cache_dir = cache_dir_of(config)
     if not is_open(cache_dir):  # one that is may be read-only, if its caches are complete
         require_writable(cache_dir, "training.latent_cache_dir")
     results: list[CacheResult] = []
@@ -346,7 +346,7 @@ def _ready(config: Config, job: Job, settings: PrecomputeSettings) -> CacheResul
         return None
     recipe = job_recipe(config, job)
     try:
-        cache = open_cache(Path(config.training.latent_cache_dir) / job.name / recipe.fingerprint)
+        cache = open_cache(cache_dir_of(config) / job.name / recipe.fingerprint)
     except (FormatError, IncompleteError, OSError):
         return None  # precompute mends it, or says what is wrong
     if len(cache.quarantined) > settings.max_quarantined * recipe.count:
@@ -354,7 +354,7 @@ def _ready(config: Config, job: Job, settings: PrecomputeSettings) -> CacheResul
     cache.filler = EncodeFiller(
         job.source,
         job.encoder,
-        Path(config.training.latent_cache_dir),
+        cache_dir_of(config),
         name=job.name,
         settings=settings,
         fingerprint=cache.fingerprint,
@@ -367,7 +367,7 @@ def _fill(
     config: Config, job: Job, settings: PrecomputeSettings, *, run: Callable[..., PrecomputeReport]
 ) -> CacheResult:
     began = time.monotonic()
-    cache_dir = Path(config.training.latent_cache_dir)
+    cache_dir = cache_dir_of(config)
     report = run(job.source, job.encoder, cache_dir, name=job.name, settings=settings)
     return CacheResult(
         cache=report.cache,

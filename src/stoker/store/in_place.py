@@ -156,6 +156,8 @@ def _open_user(user: UserFile, folder: Path) -> LocalFile:
 class PlacedFile:
     """An `OpenFile` that is put together from several."""
 
+    origin: str | None = None
+
     def __init__(self, own: OpenFile, pieces: list[tuple[int, int, OpenFile, int]]) -> None:
         self._own = own
         self._pieces = pieces

@@ -54,6 +54,11 @@ class OpenFile(Protocol):
         """Bytes in the file when it was opened."""
         ...
 
+    @property
+    def origin(self) -> str | None:
+        """The address that its bytes come from; None: they are here."""
+        ...
+
     def read_into(self, offset: int, out: memoryview[Any]) -> None:
         """Fill `out` from `offset`; a short file is a `CorruptError` that names it."""
         ...

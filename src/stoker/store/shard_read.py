@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,15 +10,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from stoker.errors import CorruptError, FormatError
-from stoker.schema import Schema, columns_of
-from stoker.store.blocks import Blocks, Verify
-from stoker.store.columns import check_metadata, check_offsets, columns_in, is_pad, read_tail
+from stoker.errors import CorruptError
+from stoker.schema import Schema
+from stoker.store.blocks import Verify
 from stoker.store.field_read import FieldReader, ShardFile
-from stoker.store.header import read_header
 from stoker.store.protocols import ColumnSink, OpenFile
+from stoker.store.shard_facts import ShardFacts, facts_of
 from stoker.store.strict_json import read_strict
-from stoker.store.sums import record_seeds, schema_seed
 from stoker.units import MIB
 
 PIECE_BYTES = MIB
@@ -37,50 +33,39 @@ class Shard:
         path: Where it lies, for messages.
         schema: The stored schema that the shard must have.
         offset: Global number of its part's first sample, so that messages name global numbers.
+        known: What it said of itself when it was open before: taken over if its header is still the same.
 
     Raises:
         CorruptError, FormatError: Header, numbers, offsets or sums are damaged, foreign or contradictory.
     """
 
-    def __init__(self, file: OpenFile, path: Path, schema: Schema, *, offset: int = 0) -> None:
+    def __init__(
+        self,
+        file: OpenFile,
+        path: Path,
+        schema: Schema,
+        *,
+        offset: int = 0,
+        known: ShardFacts | None = None,
+    ) -> None:
         self.name = path.name
         self.size = file.size
         self._file, self._path, self._offset = file, path, offset
-        name = str(path)
-        header = read_header(file, where=name)
-        self.header_digest = header.digest
-        self.part, self.rows = check_metadata(header, schema, name)
-        seed = schema_seed(schema)
-        schema = columns_of(schema)
-        self._metadata = header.metadata
-        self._digests = read_strict(header.metadata["columns"].encode(), where=f"the digests of {name}")
-        self.padding = [
-            (header.data_start + t.begin, t.end - t.begin) for n, t in header.tensors.items() if is_pad(n)
-        ]
+        self.facts = facts = facts_of(file, schema, str(path), known)
+        """All that it says of itself; good for opening it again."""
+        self.header_digest, self.part, self.rows = facts.header_digest, facts.part, facts.rows
+        self.padding = facts.padding
         """Offset and bytes of each run of zeros between columns."""
-        self.columns = columns_in(header, schema, self.rows, name)
-        tail = read_tail(file, header, name)
-        self._numbers = tail["__number__"]
-        self.marked = tail.get("__marked__", np.empty(0, np.int64))
+        self.columns = facts.columns
+        self.marked = facts.marked
         """Part-local numbers encoded in a smaller group than the recipe's."""
-        self._offsets = {
-            n: check_offsets(tail[f"{n}.offsets"], self.columns[n], name)
-            for n, f in schema.items()
-            if f.ragged
-        }
-        seeds = record_seeds(seed, self._numbers)
+        self._numbers = facts.numbers
         self._bytes = ShardFile(file, path, self._numbers, offset)
-        self.fields: dict[str, FieldReader] = {}
+        self.fields = {
+            name: FieldReader(name, facts.columns[name].field, blocks, self._bytes)
+            for name, blocks in facts.blocks.items()
+        }
         """Reads each field's records, many at once or without waiting."""
-        for n, f in schema.items():
-            sums, begin = tail[f"{n}.sums"].reshape(-1), self.columns[n].offset
-            try:
-                blocks = Blocks(n, f, begin, seeds, sums, self._offsets.get(n))
-            except FormatError as error:
-                raise FormatError(f"{name}: {error}") from error
-            self.fields[n] = FieldReader(n, f, blocks, self._bytes)
-        if self._numbers.min(initial=0) < 0:
-            raise FormatError(f"{name} holds a negative sample number")
 
     @property
     def statistics(self) -> Mapping[str, Any]:
@@ -103,7 +88,7 @@ class Shard:
 
     def offsets(self, field: str) -> NDArray[np.int64]:
         """Steps along axis 0 before each row of a ragged field, and their total: `(rows + 1,)`."""
-        return self._offsets[field]
+        return self.facts.offsets[field]
 
     def length(self, field: str, row: int) -> int:
         """Steps along axis 0 of one record; 1 for a scalar."""
@@ -153,6 +138,23 @@ class Shard:
         Raises:
             CorruptError: It differs; names the damaged samples.
         """
+        digest = self._digest(field, sink)
+        if digest != self.facts.digests.get(field) and self._mend(field):
+            digest = self._digest(field, sink)
+        if digest != self.facts.digests.get(field):
+            rows = self._bad_rows(field) or range(self.rows)
+            bad = [int(self._numbers[row]) + self._offset for row in rows]
+            raise self._bytes.corrupt(
+                f"{self._path}: field {field!r} does not match its digest; damaged samples: "
+                f"{', '.join(map(str, bad[:10]))}{f' and {len(bad) - 10} more' if len(bad) > 10 else ''}"
+            )
+
+    def _mend(self, field: str) -> bool:
+        """Have a column fetched anew where it can be."""
+        return self._file.mend(self.columns[field].offset, self.columns[field].nbytes)
+
+    def _digest(self, field: str, sink: ColumnSink | None) -> str:
+        """The digest of a column as it is, handed to `sink` on the way."""
         column = self.columns[field]
         digest = xxhash.xxh3_128()
         scratch = memoryview(bytearray(min(PIECE_BYTES, column.nbytes))) if sink is None else None
@@ -164,23 +166,14 @@ class Shard:
             digest.update(piece)
             if sink is not None:
                 sink.filled(begin, size)
-        if digest.hexdigest() != self._digests.get(field):
-            rows = self._bad_rows(field) or range(self.rows)
-            bad = [int(self._numbers[row]) + self._offset for row in rows]
-            raise self._bytes.corrupt(
-                f"{self._path}: field {field!r} does not match its digest; damaged samples: "
-                f"{', '.join(map(str, bad[:10]))}{f' and {len(bad) - 10} more' if len(bad) > 10 else ''}"
-            )
+        return digest.hexdigest()
 
     def _announce(self, offset: int, begin: int, size: int) -> None:
         """Have the system read ahead of piece `begin` of a column: it may have been told not to by itself."""
-        if not hasattr(os, "posix_fadvise"):
-            return
         first = begin + AHEAD_BYTES - PIECE_BYTES if begin else 0
         count = min(begin + AHEAD_BYTES, size) - first
         if count > 0:
-            with suppress(OSError):  # a file system that takes no advice, or bytes in several files
-                os.posix_fadvise(self.fileno(), offset + first, count, os.POSIX_FADV_WILLNEED)
+            self._file.ahead(offset + first, count)
 
     def damage(self, field: str) -> dict[int, str]:
         """Rows of a column that cannot be served, each with why; all if only the column's digest differs."""
@@ -215,9 +208,13 @@ class Shard:
                     f"{self._path}: padding at byte {offset} is not zero. No record is affected"
                 )
 
+    def ahead(self, offset: int, size: int) -> None:
+        """Begin to bring bytes of the file near; `FieldReader.extent` says which."""
+        self._file.ahead(offset, size)
+
     def fileno(self) -> int:
         """The descriptor, for mapping columns; stays open as long as the shard."""
         return self._file.fileno()
 
     def _described(self, entry: str) -> dict[str, Any]:
-        return read_strict(self._metadata[entry].encode(), where=f"{entry} of {self._path}")
+        return read_strict(self.facts.metadata[entry].encode(), where=f"{entry} of {self._path}")

@@ -41,6 +41,10 @@ class MirrorFolder:
         self._stands: WeakValueDictionary[str, Stand] = WeakValueDictionary()
         self._lock = threading.Lock()
 
+    def url_of(self, name: str) -> str:
+        """The address of a file; of the folder for an empty name."""
+        return self._place.url_of(name).rstrip("/")
+
     def open(self, name: str) -> MirrorFile:
         """Open a shard for reading; nothing of it is fetched yet.
 
