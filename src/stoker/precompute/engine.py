@@ -17,10 +17,14 @@ from stoker.encoders.protocol import Encoder
 from stoker.errors import IncompleteError, Interrupted
 from stoker.plan.resources import Resources, probe
 from stoker.precompute.allocator import keep_freed_memory, release_memory
+from stoker.precompute.crew import Crew
+from stoker.precompute.devices import encode_on
+from stoker.precompute.encoding import Encoding
 from stoker.precompute.filler import EncodeFiller
 from stoker.precompute.guarded import first_time
 from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.pace import Pace
+from stoker.precompute.parcel import Feed
 from stoker.precompute.parts import encode_parts, part_of
 from stoker.precompute.progress import ProgressSink, automatic
 from stoker.precompute.run import Run, Standing
@@ -68,7 +72,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     name: str,
     dtype: str | Mapping[str, str] | None = None,
     readers: int | None = None,
-    device: str = "cpu",
+    device: str | Sequence[str] = "cpu",
     deadlines: Deadlines | Mapping[str, float] | None = None,
     max_quarantined: float = 0.001,
     retry_quarantined: bool = False,
@@ -87,7 +91,8 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         cache_dir, name: The cache goes to `<cache_dir>/<name>/<fingerprint>/`.
         dtype: Storage dtype of float fields, for all or by field name.
         readers: Reader processes; None: automatic; 0: read in this process, without deadlines.
-        device: Where the encoder runs.
+        device: Where the encoder runs; of several, as `["cuda:0", "cuda:1"]` or `"all"`, on each of them, in
+            processes of their own.
         deadlines: Seconds by stage, as `{"read": 120}`, or `Deadlines`.
         keep: Fields of the raw sample to store beside what the encoder makes of it.
         max_quarantined, retry_quarantined, nan, overwrite, max_error, progress: See
@@ -105,10 +110,12 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         Interrupted: SIGINT or SIGTERM; what was encoded is stored, the same call resumes.
         StokerError: See `stoker.errors`.
     """
+    devices = encode_on(device)
     settings = PrecomputeSettings(
         dtype=dtype,
         readers=readers,
-        device=device,
+        device=devices[0],
+        devices=devices,
         deadlines=as_deadlines(deadlines),
         max_quarantined=max_quarantined,
         retry_quarantined=retry_quarantined,
@@ -160,8 +167,7 @@ def run_precompute(
     cache = None if settings.overwrite else _ready(folder, settings)
     if cache is None:
         with Interrupts() as interrupts, ExitStack() as turn:
-            shared, quiet_s = settings.part[1] > 1, _quiet_s(settings)
-            waited = take_turn(folder, turn, interrupts, quiet_s=quiet_s, shared=shared)
+            waited = take_turn(folder, turn, interrupts, quiet_s=_quiet_s(settings), shared=settings.together)
             if interrupts.signal is not None:
                 raise Interrupted("stopped while waiting for another process; nothing was begun")
             if settings.overwrite and not waited and first_time(f"clear {folder.path}"):
@@ -203,23 +209,26 @@ def _fill(
     again = {settings.part[0]}
     """The parts of which this run tries again what failed for a passing reason: once, and its own."""
 
-    def encode(part: int) -> None:
-        fresh = part in again
-        again.discard(part)
+    def encode(part: int, mine: bool) -> bool:
+        fresh = part in again and settings.among != "rest"
         retry = settings.retry_quarantined and fresh
         missing = folder.missing(retry_quarantined=retry, retry_transient=fresh)
         own = part_of(folder.recipe, missing, (part, settings.part[1]))
+        if len(own) and not mine:
+            return False
+        again.discard(part)
         if len(own):
             resources = probe(path=folder.path)
             check_space(folder.path, folder.recipe.schema, len(missing), resources)
             fitting, most = fit_memory(source.schema(), folder.recipe, settings, resources)
-            most = max(1, min(most, copies, _useful(resources, settings)))
-            pace = Pace(most=most, processors=resources.cpus / settings.beside)
+            most = max(1, min(most, copies, _useful(resources)))
+            pace = Pace(most=most, processors=resources.cpus)
             _pass(Bench(source, encoder, folder, fitting, missing=own), context, pace)
+        return True
 
     lost = 0
     for _ in range(MOST_PASSES):
-        encode_parts(folder, settings.part, encode, context[0], quiet_s=_quiet_s(settings))
+        encode_parts(folder, settings, encode, context[0], quiet_s=_quiet_s(settings))
         cache = folder.finish()
         lost = len(folder.missing(retry_transient=False))
         if not lost:
@@ -237,13 +246,13 @@ def _with_copies(source: Source, settings: PrecomputeSettings) -> tuple[Precompu
     if held < _READER_MIND_BYTES:
         return settings, sys.maxsize
     resources = probe()
-    wanted = settings.readers or _useful(resources, settings)
+    wanted = settings.readers or _useful(resources)
     return fit_copies(held, settings, resources, wanted=wanted)
 
 
-def _useful(resources: Resources, settings: PrecomputeSettings) -> int:
+def _useful(resources: Resources) -> int:
     """Readers that the cores have use for."""
-    return _READERS_A_CORE * (int(resources.cpus) // settings.beside)
+    return _READERS_A_CORE * int(resources.cpus)
 
 
 def _quiet_s(settings: PrecomputeSettings) -> float:
@@ -272,50 +281,60 @@ def _encode(
     settings = bench.settings
     feed = bench.feed(cores=pace.most // _READERS_A_CORE)
     pace.most = min(pace.most, bench.most_readers)
-    writer = None
+    writer = encoding = None
     try:
-        if isinstance(feed, Supervisor):
-            feed.wake_fd = interrupts.fd
-        elif sink is not None:
+        if not isinstance(feed, Supervisor) and sink is not None:
             sink.note(f"{bench.name}: readers=0, reading in this process: in order and without deadlines")
-        group_encoder = bench.encoder()  # the readers are starting meanwhile
+        encoding = _encoding(bench, feed, interrupts)  # the readers are starting meanwhile
         writer = bench.writer()
-        group_encoder.clock.limit_s = settings.deadlines.encode
         run = Run(
-            bench.stages(feed, group_encoder, writer),
+            bench.stages(feed, encoding, writer),
             Standing(
                 name=bench.name,
                 total=bench.folder.recipe.count if settings.part[1] == 1 else len(bench.missing),
                 missing=len(bench.missing),
                 quarantined=len(bench.quarantined),
-                device=settings.device,
+                device=", ".join(settings.devices) or settings.device,
             ),
             interrupts=interrupts,
             sink=sink,
             pace=pace if settings.readers is None else None,
         )
         try:
-            with bench.watchdog(group_encoder):
+            with bench.watchdog(encoding.clock):
                 finished = run.go()
         finally:
-            group_encoder.clock.alive(bounded=False)
+            encoding.clock.alive(bounded=False)
             tally.encoded += run.encoded
-            tally.encode_seconds += group_encoder.clock.seconds
+            tally.encode_seconds += encoding.clock.seconds
             if isinstance(feed, Supervisor):
                 tally.readers, tally.lost_readers = feed.readers, feed.losses
                 tally.abandoned_readers = feed.abandoned
             feed.close()
+            encoding.close()
             bench.seal(writer)
         writer.check()
         bench.leave_device()
     except BaseException:
         feed.close()
+        if encoding is not None:
+            encoding.close()
         if writer is not None:
             writer.abandon()
         raise
     if not finished:
         _raise_interrupted(bench.folder, interrupts)
     _note_failures(bench, sink)
+
+
+def _encoding(bench: Bench, feed: Feed, interrupts: Interrupts) -> Encoding:
+    """Whoever encodes; a feed that waits for readers wakes up for it, and for signals."""
+    encoding = bench.encoding(feed)
+    if isinstance(encoding, Crew):
+        encoding.watch(interrupts.fd)
+    if isinstance(feed, Supervisor):
+        feed.wake_fd = encoding.fd if isinstance(encoding, Crew) else interrupts.fd
+    return encoding
 
 
 def _raise_interrupted(folder: Folder, interrupts: Interrupts) -> None:
