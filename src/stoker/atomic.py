@@ -86,7 +86,8 @@ def explained(path: Path) -> Generator[None]:
             raise
         if error.errno in FULL_ERRNOS:
             raise ResourceError(
-                f"{path}: {error.strerror}{_free(path)}. What was finished is kept; make room and run again"
+                f"{path}: {error.strerror}{_free(path)}. What was finished is kept; make room and run again",
+                full=True,
             ) from error
         if error.errno in READ_ONLY_ERRNOS:
             raise ReadOnlyError(

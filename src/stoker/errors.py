@@ -173,9 +173,18 @@ class ReaderError(StalledError):
 
 
 class ResourceError(StokerError):
-    """Memory, disk space or a device does not suffice."""
+    """Memory, disk space or a device does not suffice.
+
+    Args:
+        message: What is missing, with figures.
+        full: Whether a disk or a quota was full in the middle of writing, which may pass.
+    """
 
     exit_code = 6
+
+    def __init__(self, message: str = "", *, full: bool = False) -> None:
+        super().__init__(message)
+        self.full = full
 
 
 class DeviceError(StokerError):

@@ -10,7 +10,7 @@ import pytest
 
 import stoker
 from stoker.plan.resources import Resources
-from stoker.precompute import engine, space
+from stoker.precompute import engine, here, space
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.space import fit_copies
 from stoker.units import MIB
@@ -57,14 +57,14 @@ def test_readers_are_as_many_as_there_may_be_copies(
 def test_a_dataset_too_large_for_copies_is_read_in_this_process_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = engine.probe
+    real = here.probe
     small = free(4 * 8 + 1)
 
     def low(**where: Path) -> Resources:
         return space.replace(real(**where), host_bytes=small.host_bytes)
 
-    monkeypatch.setattr(engine, "probe", low)
-    monkeypatch.setattr(engine, "fit_memory", lambda _a, _b, settings, _c: (settings, 1))
+    monkeypatch.setattr(here, "probe", low)
+    monkeypatch.setattr(here, "fit_memory", lambda _a, _b, settings, _c: (settings, 1))
     monkeypatch.setattr(stoker.TorchSource, "prove", lambda _: pytest.fail("a copy was made"))
 
     with caplog.at_level(logging.WARNING, "stoker"):

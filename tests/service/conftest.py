@@ -25,7 +25,11 @@ def database(request: pytest.FixtureRequest) -> Database:
     """An empty database with the service's tables, on both systems."""
     if request.param == "sqlite":
         return request.getfixturevalue("embedded")
-    shared: Database = request.getfixturevalue("shared_postgresql")
+    return emptied(request.getfixturevalue("shared_postgresql"))
+
+
+def emptied(shared: Database) -> Database:
+    """The same without jobs and events."""
     with shared.writing() as connection:
         for table in (JOBS, METRICS, EVENTS):
             connection.execute(table.delete())

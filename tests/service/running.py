@@ -112,14 +112,14 @@ class Running:
         return f"{self.address}/api/v1/training{path}"
 
 
-def note_radio(services: Services, id: str) -> None:
+def note_radio(services: Services, id: str, name: str = "radio") -> None:
     """A data set in the registry; nobody looks whether its rows are there."""
     spec = {
         "url": f"sqlite:///{services.folder.data / 'radio.db'}",
         "table": "measurement_features",
         "set": id,
     }
-    row = {"id": id, "name": "radio", "kind": "radio", "origin": "registered", "spec": spec}
+    row = {"id": id, "name": name, "kind": "radio", "origin": "registered", "spec": spec}
     with services.database.writing() as connection:
         connection.execute(
             services.database.insert(DATASETS).values(

@@ -1,5 +1,7 @@
 """Jobs under random `kill -9` of the service, its workers and the jobs' processes, and workers that freeze.
 
+On PostgreSQL connections are cut as well, whatever their transaction has come to.
+
     PYTHONPATH=src:. python tests/service/storm.py --jobs 1000 --kills 500 [--postgresql]
 
 prints what was lost, done twice or stuck; all of it should be 0.
@@ -35,7 +37,9 @@ from stoker.service.schema import JOBS
 from stoker.service.states import ENDED, HELD, State
 from tests.sources.sql.server import Server
 
-TARGETS = ("service", "worker", "job", "freeze")
+WEIGHTS = {"service": 2, "worker": 8, "job": 4, "freeze": 1}
+CUTS = 4
+"""The same of cutting a connection to PostgreSQL."""
 FROZEN_S = 3.0
 SERVE = Path(__file__).with_name("serve.py")
 
@@ -170,17 +174,19 @@ def blow(storm: Storm, url: str, folder: Path) -> Report:
         for helper in helpers:
             helper.start()
         kills: Counter[str] = Counter()
+        weights = WEIGHTS if database.is_sqlite else {**WEIGHTS, "cut": CUTS}
         while kills["service"] + kills["worker"] < storm.kills:
             time.sleep(random.expovariate(1 / storm.every_s))
-            what = random.choices(TARGETS, (2, 8, 4, 1))[0]
-            while not service.strike(what) and time.monotonic() < started + storm.limit_s:
+            what = random.choices(list(weights), list(weights.values()))[0]
+            while not (_cut(database) if what == "cut" else service.strike(what)):
+                assert time.monotonic() < started + storm.limit_s, f"no {what} to kill; {kills} until now"
                 time.sleep(0.02)  # there is none at the moment: the one before was killed just now
             kills[what] += 1
         helpers[0].join(storm.limit_s)
         deadline = started + storm.limit_s
         while _unended(database, ids.values()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        report.kills = {what: kills[what] for what in TARGETS}
+        report.kills = {what: kills[what] for what in weights}
         report.seconds = time.monotonic() - started
     finally:
         over.set()
@@ -190,6 +196,15 @@ def blow(storm: Storm, url: str, folder: Path) -> Report:
     _inspect(database, state, ids, report)
     database.close()
     return report
+
+
+def _cut(database: Database) -> bool:
+    """End one of the connections to PostgreSQL, this process's among them; whether there was one."""
+    others = "datname = current_database() AND pid <> pg_backend_pid() ORDER BY random() LIMIT 1"
+    end = f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {others}"
+    with suppress(Degraded), database.reading() as connection:
+        return bool(connection.execute(sa.text(end)).scalar())
+    return False
 
 
 def _submit(database: Database, storm: Storm, ids: dict[str, str]) -> None:
@@ -264,6 +279,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--every", type=float, default=0.3)
+    parser.add_argument("--limit", type=float, default=1800.0, help="seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--postgresql", action="store_true", help="on a server started for it")
     given = parser.parse_args()
@@ -273,7 +289,9 @@ def main() -> None:
             server = Server()
             stack.callback(server.close)
             url = server.url()
-        storm = Storm(jobs=given.jobs, kills=given.kills, every_s=given.every, seed=given.seed)
+        storm = Storm(
+            jobs=given.jobs, kills=given.kills, every_s=given.every, limit_s=given.limit, seed=given.seed
+        )
         report = blow(storm, url, Path(folder) / "state")
         sys.stdout.write(json.dumps(asdict(report), indent=1) + "\n")
 

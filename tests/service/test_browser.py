@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from stoker.pipeline.burgers import BurgersSpec, write_burgers
 from stoker.service.leases import Claim, Leases, Outcome
 from stoker.service.lines import Line
 from stoker.service.states import State
@@ -194,6 +195,31 @@ def test_caches_are_verified_and_their_difference_is_shown(running: Running, pag
     page.get_by_text("1 of 8 records are damaged").wait_for()
 
 
+def test_data_is_taken_up_checked_and_trained_on(running: Running, page: Any) -> None:
+    write_burgers(
+        running.services.folder.data / "sims.hdf5", BurgersSpec(trajectories=8, steps=11, points=32)
+    )
+    page.goto("/datasets")
+    form = page.locator("form", has_text="Files")
+    form.get_by_label("name").fill("sims")
+    form.get_by_label("file or folder").fill("../sims.hdf5")
+    form.get_by_role("button", name="Take up").click()
+    page.locator("#toast", has_text="..").wait_for()
+
+    form.get_by_label("file or folder").fill("sims.hdf5")
+    form.get_by_role("button", name="Take up").click()
+    page.get_by_role("heading", name="sims").wait_for()
+    page.get_by_role("region", name="Samples").get_by_text("sims:7").wait_for()
+    page.get_by_role("button", name="Check it").click()
+    page.get_by_text("those read are whole and finite").wait_for()
+    page.get_by_role("link", name="Train on it").click()
+    page.get_by_role("button", name="Submit").click()
+    page.get_by_role("heading", name="training").wait_for()
+
+    job = running.services.jobs.list()[0]
+    assert running.services.datasets.get(job.dataset_ids[0]).name == "sims"
+
+
 def test_everything_is_reached_by_keyboard(running: Running, page: Any) -> None:
     id, _, _ = claimed(running, "by keyboard")
     page.goto(f"/jobs/{id}")
@@ -238,7 +264,8 @@ def test_pages_are_accessible_and_as_wide_as_the_screen(
     page = context.new_page()
     folder = Path(os.environ.get("STOKER_SCREENSHOTS", ""))
     names = {
-        "login": "/login", "jobs": "/", "job": f"/jobs/{id}", "new": "/jobs/new", "caches": "/caches",
+        "login": "/login", "jobs": "/", "job": f"/jobs/{id}", "new": "/jobs/new", "datasets": "/datasets",
+        "dataset": f"/datasets/{CONFIG['dataset_ids'][0]}", "caches": "/caches",
         "cache": f"/caches/rows/{first}", "machine": "/machine", "missing": "/jobs/none",
     }  # fmt: skip
     try:

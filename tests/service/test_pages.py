@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from stoker.errors import Degraded
+from stoker.pipeline.burgers import BurgersSpec, write_burgers
 from stoker.service.leases import Leases
 from stoker.service.lines import Line
 from tests.service.running import CONFIG, Running, note_radio, serving
@@ -49,12 +50,22 @@ def test_pages_without_anything_say_what_to_type(browser: httpx.Client) -> None:
     assert "stoker job submit" in browser.get("/").text
     assert "stoker precompute" in browser.get("/caches").text
     assert "No data set is registered yet" in browser.get("/jobs/new").text
+    assert "No data set is registered yet" in browser.get("/datasets").text
     assert "No GPU" in browser.get("/machine").text
     assert "--workers" in browser.get("/machine").text
 
 
 def test_every_page_is_for_those_who_have_logged_in(running: Running) -> None:
-    for path in ("/", "/jobs/new", "/jobs/x", "/caches", "/machine", "/parts/jobs", "/static/stoker.js"):
+    for path in (
+        "/",
+        "/jobs/new",
+        "/jobs/x",
+        "/datasets",
+        "/caches",
+        "/machine",
+        "/parts/jobs",
+        "/static/stoker.js",
+    ):
         answer = httpx.get(running.address + path, headers={"accept": "text/html"}, trust_env=False)
 
         assert answer.status_code == 401
@@ -126,7 +137,8 @@ def test_no_page_needs_anything_that_the_policy_forbids(running: Running, browse
     note_radio(running.services, CONFIG["dataset_ids"][0])
     id = made(running, "any")
 
-    for path in ("/", "/jobs/new", f"/jobs/{id}", "/caches", "/machine", "/jobs/none"):
+    data = f"/datasets/{CONFIG['dataset_ids'][0]}"
+    for path in ("/", "/jobs/new", f"/jobs/{id}", "/datasets", data, "/caches", "/machine", "/jobs/none"):
         text = browser.get(path).text
         tags = re.sub(r'"[^"]*"', '""', text)
         assert not re.search(r"<[^>]*\s(style|on[a-z]+)=", tags)
@@ -136,7 +148,13 @@ def test_no_page_needs_anything_that_the_policy_forbids(running: Running, browse
 
 
 def test_what_is_not_there_is_a_page_that_says_so(browser: httpx.Client) -> None:
-    for path in ("/jobs/none", "/caches/none/0123456789abcdef", "/caches/../x", "/jobs/" + "x" * 99):
+    for path in (
+        "/jobs/none",
+        "/datasets/none",
+        "/caches/none/0123456789abcdef",
+        "/caches/../x",
+        "/jobs/" + "x" * 99,
+    ):
         answer = browser.get(path)
 
         assert answer.status_code == 404
@@ -156,6 +174,41 @@ def test_a_database_that_does_not_answer_is_a_page_that_looks_again(
     assert answer.status_code == 503
     assert "does not answer within 5 s" in answer.text
     assert 'http-equiv="refresh"' in answer.text
+
+
+def test_a_data_sets_page_shows_what_was_found_there_and_who_uses_it(
+    running: Running, browser: httpx.Client
+) -> None:
+    write_burgers(
+        running.services.folder.data / "sims.hdf5", BurgersSpec(trajectories=25, steps=11, points=32)
+    )
+    asked = {"kind": "hdf5", "name": f"sims {HOSTILE}", "path": "sims.hdf5"}
+    id = running.client.post(running.api("/datasets"), json=asked).json()["id"]
+    job = running.services.jobs.create(CONFIG, name="uses it", epochs=3, dataset_ids=[id])[0]
+
+    assert "not checked" in browser.get("/parts/datasets").text
+    running.client.post(running.api(f"/datasets/{id}/validate")).raise_for_status()
+    text = browser.get(f"/datasets/{id}").text
+
+    assert "<img src=x" not in text
+    assert "11 × 1 × 32 × 1, float32" in text
+    assert "those read are whole and finite" in text
+    assert f'href="/jobs/{job.id}"' in text
+    assert "sims:20" not in browser.get(f"/parts/datasets/{id}/samples").text
+    assert "sims:19" in browser.get(f"/parts/datasets/{id}/samples").text
+    assert f'value="{id}" selected' in browser.get(f"/jobs/new?dataset={id}").text
+
+
+def test_samples_that_cannot_be_read_leave_the_page_and_say_why(
+    running: Running, browser: httpx.Client
+) -> None:
+    lost = "00000000-0000-4000-8000-00000000dead"
+    note_radio(running.services, lost, name="lost")
+
+    assert browser.get(f"/datasets/{lost}").status_code == 200
+    answer = browser.get(f"/parts/datasets/{lost}/samples")
+    assert answer.status_code == 200  # htmx shows no others
+    assert "radio.db" in answer.text
 
 
 def test_the_form_has_every_setting_that_has_an_effect(running: Running, browser: httpx.Client) -> None:

@@ -18,7 +18,16 @@ import pytest
 import sqlalchemy as sa
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
 
 from stoker.errors import Conflict, LeaseLost
 from stoker.service.database import Database
@@ -28,6 +37,7 @@ from stoker.service.lines import Line
 from stoker.service.outbox import Outbox
 from stoker.service.schema import JOBS
 from stoker.service.states import ENDED, HELD, MOVES, WAITING, State, before
+from tests.service.conftest import emptied
 
 OUTCOMES = [State.COMPLETED, State.FAILED, State.PAUSED, State.CANCELLED]
 ASKED = {
@@ -44,10 +54,18 @@ class Races(RuleBasedStateMachine):
     ids = Bundle("ids")
     claims = Bundle("claims")
 
+    def empty(self) -> Database:
+        """A database without jobs, until `leave`."""
+        self.folder = tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+        return Database(f"sqlite:///{self.folder.name}/stoker.db")
+
+    def leave(self) -> None:
+        self.database.close()
+        self.folder.cleanup()
+
     @initialize()
     def open(self) -> None:
-        self.folder = tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
-        self.database = Database(f"sqlite:///{self.folder.name}/stoker.db")
+        self.database = self.empty()
         self.jobs, self.outbox = Jobs(self.database), Outbox(self.database)
         self.leases = Leases(self.database, Terms(lease_s=60.0, backoff_s=0.0, max_losses=3))
         self.known: dict[str, State] = {}
@@ -170,8 +188,7 @@ class Races(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "database"):
-            self.database.close()
-            self.folder.cleanup()
+            self.leave()
 
 
 def test_what_is_asked_at_once_comes_out_as_one_order(database: Database) -> None:
@@ -220,8 +237,20 @@ TestRaces.settings = QUICK
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_many_more_races() -> None:
-    from hypothesis.stateful import run_state_machine_as_test
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("system", ["sqlite", "postgresql"])
+def test_many_more_races(system: str, request: pytest.FixtureRequest) -> None:
+    shared: Database | None = None
+    if system == "postgresql":
+        shared = request.getfixturevalue("shared_postgresql")
 
-    run_state_machine_as_test(Races, settings=settings(QUICK, max_examples=400, stateful_step_count=60))
+    class OnServer(Races):
+        def empty(self) -> Database:
+            assert shared is not None
+            return emptied(shared)
+
+        def leave(self) -> None:
+            """The next one uses it too."""
+
+    machine = Races if shared is None else OnServer
+    run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=400, stateful_step_count=60))

@@ -328,16 +328,13 @@ def test_workers_get_a_lease_to_speak_up_after_the_database_was_away(
     job = Jobs(embedded).create({}, name="n", epochs=1)[0]
     supervisor = Supervisor(embedded, state, staff(workers=0, terms=Terms(lease_s=60.0)), os.environ)
     Leases(embedded, Terms(lease_s=-1.0)).claim("alive")
-    newest = Outbox.newest
-    monkeypatch.setattr(Outbox, "newest", lambda self: (_ for _ in ()).throw(Degraded("not now")))
-    supervisor.step()
-    assert supervisor.degraded == "not now"
-    monkeypatch.setattr(Outbox, "newest", newest)
+    with monkeypatch.context() as away:
+        away.setattr(embedded, "check", lambda writes: (_ for _ in ()).throw(Degraded("not now")))
+        supervisor.step()
 
     monkeypatch.setattr(time, "monotonic", lambda real=time.monotonic: real() + 2.0)
     supervisor.step()
 
-    assert supervisor.degraded is None
     assert Jobs(embedded).get(job.id).state == State.RUNNING
     supervisor.stop()
 
@@ -350,7 +347,8 @@ def test_a_service_whose_thread_dies_says_so(
     supervisor = Supervisor(embedded, state, staff(workers=0), os.environ)
     supervisor.start()
 
-    until(lambda: supervisor.degraded == "the supervisor of the workers has ended: see the service's log")
+    ended = "the supervisor of the workers has ended: see the service's log"
+    until(lambda: embedded.trouble.why == ended)
     supervisor.stop()
 
 
@@ -381,7 +379,7 @@ def test_a_service_runs_jobs_and_replaces_dead_workers(embedded: Database, state
         os.kill(before.pid, 9)
         until(lambda: jobs.get(job.id).state in ENDED)
         (after,) = supervisor.workers()
-        assert supervisor.degraded is None
+        assert embedded.trouble.why is None
     finally:
         assert supervisor.stop(limit_s=30.0)
 

@@ -102,7 +102,7 @@ class DiskBatches:
         self._example_bytes = sum(output.example_bytes for output in outputs)
         self._buffers: dict[tuple[str, int], Buffers] = {}
         self.meter: StallMeter | None = None
-        self._pieces = Pieces(cache.recipe.columns, outputs)
+        self._pieces = Pieces(cache.recipe.columns, outputs, READ_THREADS)
         self._twins = [twin_for(output, torch.device("cpu")) for output in outputs]
         self._views: tuple[Memory, list[Tensor]] | None = None
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from stoker.loader.memory import bytes_of
 from stoker.loader.outputs import RECORD, Output
+from stoker.store.open_shards import most_open
 from stoker.units import KIB
 
 if TYPE_CHECKING:
@@ -137,13 +138,16 @@ class Steps:
 class Pieces:
     """Reads pieces of batches of these outputs; safe to use from several threads."""
 
-    def __init__(self, schema: Schema, outputs: tuple[Output, ...]) -> None:
+    def __init__(self, schema: Schema, outputs: tuple[Output, ...], threads: int) -> None:
+        """`threads`: how many read at a time."""
         self._outputs = outputs
         self._whole = [i for i, output in enumerate(outputs) if output.index == RECORD]
         self._sizes = [output.example_bytes for output in outputs]
         self._runs = _plan_runs(schema, outputs)
         runs = ((run.stop - run.first) * schema[run.field].row_bytes for run in self._runs)
         self._alone = ADVISED and max([0, *(self._sizes[i] for i in self._whole), *runs]) >= ALONE_FROM_BYTES
+        # What all threads have open together is a part of what the process may have open.
+        self._at_once = max(1, most_open() // threads)
         self._told: weakref.WeakSet[Shard] = weakref.WeakSet()
         """Shards of which nothing is read on by the system."""
 
@@ -155,6 +159,12 @@ class Pieces:
         Raises:
             CorruptError: A record's bytes do not match their checksums.
         """
+        own = wanted.shard[piece]
+        begins = np.flatnonzero(np.diff(own, prepend=-1))[:: self._at_once]
+        return sum(self._read(cache, some, wanted, verify) for some in np.split(piece, begins[1:]))
+
+    def _read(self, cache: Cache, piece: NDArray[np.int64], wanted: Wanted, verify: Verify) -> int:
+        """The same for a piece of few enough shards to have all of them open."""
         later = [read for read in self._reads(cache, piece, wanted) if not read.read(verify, wait=False)]
         if ADVISED:
             for read in later:

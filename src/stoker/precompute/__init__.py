@@ -8,8 +8,9 @@ The path of a sample:
     encode.py      the encoder, on fixed groups, in the calling process (parcel, allocator, precision)
     write_thread.py  converts, checksums, seals                         (space)
 
-`engine.py` encodes what is missing when it is its turn (turn, interrupts, verdict), `stages.py` builds the
-stages, `run.py` is the loop over them (pace, progress, live), `in_process.py` reads without readers.
+`engine.py` has what is missing encoded when it is its turn (turn, interrupts, verdict, share): `here.py` by
+this process, `stages.py` builds its stages, `run.py` is the loop over them (pace, progress, live),
+`in_process.py` reads without readers.
 `clock.py` says where the encoder stands: to `watchdog.py`, or through `guarded.py` to the guardian.
 `filler.py` encodes single groups for a loader, `spot_check.py` compares some with what is stored.
 `trial.py` times the stages one after another on a few samples, `probe_encoder.py` tries an encoder on zeros.

@@ -3,52 +3,40 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from stoker.atomic import explained, sync_folder
 from stoker.encoders.keeping import keeping
 from stoker.encoders.protocol import Encoder
-from stoker.errors import IncompleteError, Interrupted
-from stoker.plan.resources import Resources, probe
-from stoker.precompute.allocator import keep_freed_memory, release_memory
-from stoker.precompute.crew import Crew
+from stoker.errors import ConfigError, IncompleteError, Interrupted
+from stoker.plan.resources import probe
 from stoker.precompute.devices import encode_on
-from stoker.precompute.encoding import Encoding
 from stoker.precompute.filler import EncodeFiller
 from stoker.precompute.guarded import first_time
+from stoker.precompute.here import encode_here
 from stoker.precompute.interrupts import Interrupts
-from stoker.precompute.pace import Pace
-from stoker.precompute.parcel import Feed
 from stoker.precompute.parts import encode_parts, part_of
 from stoker.precompute.progress import ProgressSink, automatic
-from stoker.precompute.run import Run, Standing
 from stoker.precompute.settings import Deadlines, PrecomputeReport, PrecomputeSettings, as_deadlines
-from stoker.precompute.space import check_space, fit_copies, fit_memory
-from stoker.precompute.stages import Bench
-from stoker.precompute.supervisor import Supervisor
+from stoker.precompute.share import Done, Engine, Share
+from stoker.precompute.space import check_space
 from stoker.precompute.turn import take_turn
 from stoker.precompute.verdict import check_quarantined, check_values, describe_failures, too_many
-from stoker.sources.held import held_bytes
-from stoker.sources.protocol import Proving, Source
+from stoker.sources.protocol import Source
 from stoker.store import Cache, Digests, Folder, make_recipe, open_folder
 from stoker.store.claims import INDEX_WAIT_S, claim
-from stoker.units import MIB, format_count
+from stoker.units import format_count
 
 log = logging.getLogger("stoker")
 MOST_PASSES = 3
 """Making the index may find records damaged, which costs another pass."""
-
-
-_READERS_A_CORE = 2
-"""At most; a reader that waits for storage needs no core. `Pace` takes back those that do not help."""
-_READER_MIND_BYTES = MIB
-"""Less than that in a source is nothing beside the interpreter that reads it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,6 +50,13 @@ class _Tally:
     readers: int = 0
     lost_readers: int = 0
     abandoned_readers: int = 0
+
+    def add(self, done: Done) -> None:
+        """Count what came of a share."""
+        self.encoded += done.encoded
+        self.encode_seconds += done.encode_seconds
+        self.readers, self.lost_readers = done.readers, done.lost_readers
+        self.abandoned_readers = done.abandoned_readers
 
 
 def precompute(  # noqa: PLR0913  the public face: every setting by name, as in the documentation
@@ -83,6 +78,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     keep: str | Sequence[str] = (),
     progress: ProgressSink | Literal["auto", False] | None = "auto",
     wait: bool = True,
+    engine: Engine | None = None,
 ) -> Cache:
     """Encode what the cache lacks, and return it; a complete cache comes back at once.
 
@@ -100,6 +96,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         part: This rank and the number of ranks, where each of them makes this call: all help, and each
             returns the whole cache.
         wait: False: return at once, while another process encodes; a `Loader` serves what is there.
+        engine: Who encodes, as `stoker.scale.ray_engine.RayEngine()`; None: this machine.
 
     Returns:
         The cache, complete unless `wait=False`: every sample is stored or quarantined. It carries source and
@@ -125,8 +122,12 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         part=part,
         progress=progress or None,
     )
-    run = run_precompute if wait else begin_precompute
-    return run(source, keeping(encoder, keep), cache_dir, name=name, settings=settings).cache
+    encoder = keeping(encoder, keep)
+    if wait:
+        return run_precompute(source, encoder, cache_dir, name=name, settings=settings, engine=engine).cache
+    if engine is not None:
+        raise ConfigError("wait=False encodes beside this process, on this machine. Leave wait or engine out")
+    return begin_precompute(source, encoder, cache_dir, name=name, settings=settings).cache
 
 
 def begin_precompute(
@@ -156,7 +157,13 @@ def begin_precompute(
 
 
 def run_precompute(
-    source: Source, encoder: Encoder | None, cache_dir: str | Path, *, name: str, settings: PrecomputeSettings
+    source: Source,
+    encoder: Encoder | None,
+    cache_dir: str | Path,
+    *,
+    name: str,
+    settings: PrecomputeSettings,
+    engine: Engine | None = None,
 ) -> PrecomputeReport:
     """Do the work of `precompute` and report on it; errors as there."""
     tally = _Tally()
@@ -174,7 +181,17 @@ def run_precompute(
                 clear(folder)
                 folder = open_folder(cache_dir, name, recipe, weights=weights)
             cache = _ready(folder, settings) if waited else None
-            cache = cache or _fill(source, encoder, folder, settings, (interrupts, tally))
+            if cache is None:
+                nothing = np.empty(0, np.int64)
+                share = Share(
+                    source=source,
+                    encoder=encoder,
+                    folder=folder,
+                    settings=settings,
+                    missing=nothing,
+                    interrupts=interrupts,
+                )
+                cache = _fill(share, engine or encode_here, tally)
     check_quarantined(folder, settings.max_quarantined)
     check_values(cache, settings)
     cache.filler = EncodeFiller(
@@ -193,19 +210,12 @@ def _ready(folder: Folder, settings: PrecomputeSettings) -> Cache | None:
     return cache
 
 
-def _fill(
-    source: Source,
-    encoder: Encoder | None,
-    folder: Folder,
-    settings: PrecomputeSettings,
-    context: tuple[Interrupts, _Tally],
-) -> Cache:
+def _fill(whole: Share, engine: Engine, tally: _Tally) -> Cache:
+    """Encode all that is missing."""
+    folder, settings = whole.folder, whole.settings
     if not settings.overwrite:
         with claim(folder.path, "adopt", wait_s=INDEX_WAIT_S):  # or each rank would count the same records
-            context[1].adopted = folder.adopt()
-    settings, copies = _with_copies(source, settings)
-    if settings.readers != 0 and isinstance(source, Proving):
-        source.prove()
+            tally.adopted = folder.adopt()
     again = {settings.part[0]}
     """The parts of which this run tries again what failed for a passing reason: once, and its own."""
 
@@ -218,17 +228,13 @@ def _fill(
             return False
         again.discard(part)
         if len(own):
-            resources = probe(path=folder.path)
-            check_space(folder.path, folder.recipe.schema, len(missing), resources)
-            fitting, most = fit_memory(source.schema(), folder.recipe, settings, resources)
-            most = max(1, min(most, copies, _useful(resources)))
-            pace = Pace(most=most, processors=resources.cpus)
-            _pass(Bench(source, encoder, folder, fitting, missing=own), context, pace)
+            check_space(folder.path, folder.recipe.schema, len(missing), probe(path=folder.path))
+            _work(engine, replace(whole, missing=own), tally)
         return True
 
     lost = 0
     for _ in range(MOST_PASSES):
-        encode_parts(folder, settings, encode, context[0], quiet_s=_quiet_s(settings))
+        encode_parts(folder, settings, encode, whole.interrupts, quiet_s=_quiet_s(settings))
         cache = folder.finish()
         lost = len(folder.missing(retry_transient=False))
         if not lost:
@@ -240,101 +246,29 @@ def _fill(
     )
 
 
-def _with_copies(source: Source, settings: PrecomputeSettings) -> tuple[PrecomputeSettings, int]:
-    """The settings, and how many readers may have a copy of what the source holds (`fit_copies`)."""
-    held = 0 if settings.readers == 0 else held_bytes(source)
-    if held < _READER_MIND_BYTES:
-        return settings, sys.maxsize
-    resources = probe()
-    wanted = settings.readers or _useful(resources)
-    return fit_copies(held, settings, resources, wanted=wanted)
+def _work(engine: Engine, share: Share, tally: _Tally) -> None:
+    """Have a share encoded, and show it.
 
-
-def _useful(resources: Resources) -> int:
-    """Readers that the cores have use for."""
-    return _READERS_A_CORE * int(resources.cpus)
+    Raises:
+        Interrupted: A signal came.
+        StokerError: As `Engine`.
+    """
+    settings = share.settings
+    sink = automatic() if settings.progress == "auto" else settings.progress
+    try:
+        done = engine(share, sink)
+        tally.add(done)
+        if not done.finished:
+            _raise_interrupted(share.folder, share.interrupts)
+        _note_failures(share, done, sink)
+    finally:
+        if sink is not None:
+            sink.close()
 
 
 def _quiet_s(settings: PrecomputeSettings) -> float:
     """How long another process that encodes may show nothing: every stage within its deadline."""
     return sum(getattr(settings.deadlines, stage) for stage in Deadlines.__slots__)
-
-
-def _pass(bench: Bench, context: tuple[Interrupts, _Tally], pace: Pace) -> None:
-    """Encode what `bench` lacks."""
-    sink = automatic() if bench.settings.progress == "auto" else bench.settings.progress
-    try:
-        _encode(bench, sink, *context, pace)
-    finally:
-        if sink is not None:
-            sink.close()
-        with suppress(OSError):  # not empty: a reader was lost, and its log is to be read
-            bench.logs.rmdir()
-        release_memory()
-
-
-def _encode(
-    bench: Bench, sink: ProgressSink | None, interrupts: Interrupts, tally: _Tally, pace: Pace
-) -> None:
-    """Start the stages, run them, and end them in an order that keeps what was encoded."""
-    keep_freed_memory()
-    settings = bench.settings
-    feed = bench.feed(cores=pace.most // _READERS_A_CORE)
-    pace.most = min(pace.most, bench.most_readers)
-    writer = encoding = None
-    try:
-        if not isinstance(feed, Supervisor) and sink is not None:
-            sink.note(f"{bench.name}: readers=0, reading in this process: in order and without deadlines")
-        encoding = _encoding(bench, feed, interrupts)  # the readers are starting meanwhile
-        writer = bench.writer()
-        run = Run(
-            bench.stages(feed, encoding, writer),
-            Standing(
-                name=bench.name,
-                total=bench.folder.recipe.count if settings.part[1] == 1 else len(bench.missing),
-                missing=len(bench.missing),
-                quarantined=len(bench.quarantined),
-                device=", ".join(settings.devices) or settings.device,
-            ),
-            interrupts=interrupts,
-            sink=sink,
-            pace=pace if settings.readers is None else None,
-        )
-        try:
-            with bench.watchdog(encoding.clock):
-                finished = run.go()
-        finally:
-            encoding.clock.alive(bounded=False)
-            tally.encoded += run.encoded
-            tally.encode_seconds += encoding.clock.seconds
-            if isinstance(feed, Supervisor):
-                tally.readers, tally.lost_readers = feed.readers, feed.losses
-                tally.abandoned_readers = feed.abandoned
-            feed.close()
-            encoding.close()
-            bench.seal(writer)
-        writer.check()
-        bench.leave_device()
-    except BaseException:
-        feed.close()
-        if encoding is not None:
-            encoding.close()
-        if writer is not None:
-            writer.abandon()
-        raise
-    if not finished:
-        _raise_interrupted(bench.folder, interrupts)
-    _note_failures(bench, sink)
-
-
-def _encoding(bench: Bench, feed: Feed, interrupts: Interrupts) -> Encoding:
-    """Whoever encodes; a feed that waits for readers wakes up for it, and for signals."""
-    encoding = bench.encoding(feed)
-    if isinstance(encoding, Crew):
-        encoding.watch(interrupts.fd)
-    if isinstance(feed, Supervisor):
-        feed.wake_fd = encoding.fd if isinstance(encoding, Crew) else interrupts.fd
-    return encoding
 
 
 def _raise_interrupted(folder: Folder, interrupts: Interrupts) -> None:
@@ -347,12 +281,12 @@ def _raise_interrupted(folder: Folder, interrupts: Interrupts) -> None:
     )
 
 
-def _note_failures(bench: Bench, sink: ProgressSink | None) -> None:
-    if sink is None or not bench.ledger.failures:
+def _note_failures(share: Share, done: Done, sink: ProgressSink | None) -> None:
+    if sink is None or not done.failures:
         return
-    if too_many(bench.folder, bench.settings.max_quarantined):
+    if too_many(share.folder, share.settings.max_quarantined):
         return  # the error that follows lists them
-    for text in describe_failures({failure.number: failure for failure in bench.ledger.failures}):
+    for text in describe_failures({failure.number: failure for failure in done.failures}):
         sink.note(text)
 
 

@@ -105,6 +105,8 @@ class PrecomputeSettings:
     larger by itself goes alone."""
     on_hang: OnHang = "report"
     """When the encoder passes its deadline: say where it stands, or also end this process (exit 5)."""
+    seal_after_s: float = 30.0
+    """Seconds after its first record at which a shard is sealed even if it is not full: what a kill costs."""
     by_blocks: bool = False
     """Somebody serves what is stored meanwhile: encode block after block (`fill_blocks`), and seal early."""
     progress: ProgressSink | Literal["auto"] | None = "auto"

@@ -228,6 +228,7 @@ class Bench:
             device=settings.device,
             float32=PRECISION,
             early=settings.by_blocks,
+            seal_after_s=settings.seal_after_s,
         )
         return WriteThread(
             self.folder.writer(kept),

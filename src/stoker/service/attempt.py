@@ -16,7 +16,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from stoker.errors import Degraded, LeaseLost, ResourceError, StalledError
-from stoker.service.executor import STOPPED, Executor, Hold, Limits, Run
+from stoker.service.executor import NO_ROOM, STOPPED, Executor, Hold, Limits, Run
 from stoker.service.leases import Claim, Leases, Outcome
 from stoker.service.lines import Line, end_line, read_lines
 from stoker.service.states import State
@@ -93,7 +93,7 @@ class Attempt:
         self._heard = self._held = self._spoke = time.monotonic()
         self._reason: Reason | None = None
         self._why = ""
-        self._asked = 0.0
+        self._asked = self._again = 0.0
 
     def run(self) -> None:
         """Work until the job's process has ended and the database knows, or the job was taken away.
@@ -107,7 +107,7 @@ class Attempt:
                 self._attempt(hold)
             finally:
                 hold.release()
-        except (StalledError, ResourceError) as error:  # no process ran
+        except (StalledError, ResourceError, OSError) as error:  # no process runs, or its folder has no room
             self._give_back(str(error), lost=False, wait_s=self._leases.terms.lease_s)
         except LeaseLost as error:
             _log.warning("%s", error)
@@ -132,9 +132,11 @@ class Attempt:
             if not self._untold:
                 self._read()
             try:
-                self._tell()
+                if time.monotonic() >= self._again:
+                    self._tell()
             except Degraded as error:
                 _log.warning("%s", error)
+                self._again = time.monotonic() + self._work.pace.look_s
             self._react(process)
             time.sleep(self._work.pace.poll_s)
         return code
@@ -224,8 +226,9 @@ class Attempt:
             self._wanted = self._leases.heartbeat(self._claim)
             if (outcome := self._outcome(code)) is None:
                 self._report()
-                lost = self._reason in (None, Reason.QUIET)
-                self._give_back(self._why or _ended_by(code), lost=lost, wait_s=0.0)
+                lost = self._reason in (None, Reason.QUIET) and code != NO_ROOM
+                wait_s = self._leases.terms.lease_s if code == NO_ROOM else 0.0
+                self._give_back(self._why or _ended_by(code), lost=lost, wait_s=wait_s)
                 return
             try:
                 self._leases.finish(self._claim, outcome, lines=self._untold, position=self._position)
@@ -246,7 +249,7 @@ class Attempt:
             return Outcome(state=State.COMPLETED, message=message, exit_code=code, data=data)
         if self._wanted is State.CANCELLING:
             return Outcome(state=State.CANCELLED, message="cancelled", exit_code=code)
-        if said is not None or exceeded or (code is not None and code > 0 and code != STOPPED):
+        if said is not None or exceeded or (code is not None and code > 0 and code not in (STOPPED, NO_ROOM)):
             error = self._why if exceeded else str(data.get("error") or message) or self._last_words(code)
             return Outcome(
                 state=State.FAILED, message=message or "failed", error=error, exit_code=code, data=data
@@ -288,6 +291,8 @@ def _end_now(process: Run) -> None:
 def _ended_by(code: int | None) -> str:
     if code == STOPPED:
         return "its process stopped by itself, with a checkpoint"
+    if code == NO_ROOM:
+        return "its process found the disk full; it goes on from its last checkpoint when there is room"
     if code is None or code >= 0:
         return f"its process ended with status {code} and without a result"
     try:

@@ -2,7 +2,8 @@
 
 It is told everything by `FOLDER/job.json`, says everything in `FOLDER/events.jsonl`, and keeps what it can go
 on from in `FOLDER/checkpoints`. It exits with 0 when the job is completed, with 75 when it was asked to stop
-(SIGTERM) and can go on from where it is, and with anything else when it failed, which its last line explains.
+(SIGTERM) and can go on from where it is, with 74 when the disk was full, which may pass, and with anything
+else when it failed, which its last line explains.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.errors import ConfigError, Interrupted, StokerError
-from stoker.service.executor import STOPPED
+from stoker.atomic import FULL_ERRNOS
+from stoker.errors import ConfigError, Interrupted, ResourceError, StokerError
+from stoker.service.executor import NO_ROOM, STOPPED
 from stoker.service.job_file import JobFile
 
 if TYPE_CHECKING:
@@ -39,18 +41,20 @@ def main(words: Sequence[str]) -> int:
 
     from stoker.service.runs.journal import Journal
 
-    journal = Journal(folder / "events.jsonl")
+    try:
+        journal = Journal(folder / "events.jsonl")
+    except (OSError, ResourceError) as error:
+        logging.getLogger("stoker").error("%s", error)
+        return NO_ROOM if _is_full(error) else _FAILED
     try:
         job = JobFile.read(folder / "job.json")
         done = _do(folder, job, journal)
+        journal.tell("completed", {"progress": 1.0, **done})
     except Interrupted as error:
         logging.getLogger("stoker").info("%s", error)
         return STOPPED
-    except StokerError as error:
-        return _fail(journal, error, error.exit_code)
     except Exception as error:  # noqa: BLE001 - the edge of the process; it is told with its traceback
-        return _fail(journal, error, _FAILED)
-    journal.tell("completed", {"progress": 1.0, **done})
+        return _fail(journal, error)
     return 0
 
 
@@ -94,10 +98,28 @@ def _trainer(kind: str) -> Callable[[JobRun], dict[str, Any]]:
     return train_operator
 
 
-def _fail(journal: Journal, error: Exception, code: int) -> int:
+def _fail(journal: Journal, error: Exception) -> int:
+    """Say why; the exit status. On a full disk there is nothing to say, and nowhere to say it."""
     logging.getLogger("stoker").error("%s: %s", type(error).__name__, error, exc_info=error)
-    journal.tell("failed", {"error": str(error) or type(error).__name__, "type": type(error).__name__})
-    return code if code not in (0, STOPPED) else _FAILED
+    if _is_full(error):
+        return NO_ROOM
+    try:
+        journal.tell("failed", {"error": str(error) or type(error).__name__, "type": type(error).__name__})
+    except ResourceError:
+        return NO_ROOM
+    code = error.exit_code if isinstance(error, StokerError) else _FAILED
+    return code if code not in (0, STOPPED, NO_ROOM) else _FAILED
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether a disk or a quota was full while something was written, somewhere below an error."""
+    while error is not None:
+        if isinstance(error, ResourceError):
+            return error.full
+        if isinstance(error, OSError) and error.errno in FULL_ERRNOS:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The pages: jobs, one job, a new job, caches, one cache, the machine.
+"""The pages: jobs, one job, a new job, data sets, one of them, caches, one cache, the machine.
 
 A page is made whole on the server. Its script listens to the service's events and asks for those parts of it
 again that have changed (`/parts/...`); without a script a page is right, and stays as it was.
@@ -15,12 +15,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from stoker.errors import NotFound, StokerError
+from stoker.errors import NotFound, ResourceError, SourceError, StalledError, StokerError
 from stoker.service import logs, views
 from stoker.service.answers import status_of
 from stoker.service.machine import look_at_machine
 from stoker.service.pages import page
 from stoker.service.routes_caches import Name, Print, cache_folder, inspect_cache, list_caches, why
+from stoker.service.routes_datasets import Id as DatasetId
 from stoker.service.routes_jobs import Id
 from stoker.service.services import Here, Services
 from stoker.service.states import State
@@ -30,6 +31,9 @@ LOG_LINES = 200
 EPOCHS_SHOWN = 5000
 """Rows of metrics that a page draws; a job has no more epochs."""
 SPARK_EPOCHS = 40
+SAMPLES_SHOWN = 20
+USERS = 100
+"""Newest jobs that are looked through for those that use a cache or a data set."""
 
 
 class PageRoute(APIRoute):
@@ -74,11 +78,14 @@ def part_jobs(request: Request, here: Here, status: Status = None, number: PageN
 
 
 @router.get("/jobs/new")
-def show_form(request: Request, here: Here) -> Response:
+def show_form(request: Request, here: Here, dataset: str | None = None) -> Response:
     """The form to submit a job."""
     first, more = views.form_fields()
     known = here.datasets.list(limit=500)
-    return page(request, "new.html", title="New job", first=first, more=more, datasets=known)
+    chosen = dataset or (known[0].id if known else None)
+    return page(
+        request, "new.html", title="New job", first=first, more=more, datasets=known, chosen=chosen
+    )  # fmt: skip
 
 
 @router.get("/jobs/{job_id}")
@@ -104,6 +111,43 @@ def part_job(request: Request, here: Here, job_id: Id) -> Response:
 def part_log(request: Request, here: Here, job_id: Id) -> Response:
     """The end of a job's log."""
     return page(request, "parts/log.html", log=_log(here, here.jobs.get(job_id).id))
+
+
+@router.get("/datasets")
+def show_datasets(request: Request, here: Here, number: PageNumber = 1) -> Response:
+    """Data sets that jobs may name, and how to have more."""
+    events = here.outbox.newest()
+    return page(
+        request, "datasets.html", title="Data sets", events=events, roots=str(here.roots),
+        **_datasets(here, number),
+    )  # fmt: skip
+
+
+@router.get("/parts/datasets")
+def part_datasets(request: Request, here: Here, number: PageNumber = 1) -> Response:
+    """The table of `show_datasets`."""
+    return page(request, "parts/datasets.html", **_datasets(here, number))
+
+
+@router.get("/datasets/{dataset_id}")
+def show_dataset(request: Request, here: Here, dataset_id: DatasetId) -> Response:
+    """One data set: figures, health, and which jobs use it."""
+    dataset = here.datasets.get(dataset_id)
+    users = [job for job in here.jobs.list(limit=USERS) if {dataset.id, dataset.name} & {*job.dataset_ids}]
+    return page(
+        request, "dataset.html", title=dataset.name, dataset=dataset, users=users, now=time.time(),
+        figures=views.figures(dataset.facts), spec=_flat(dataset.spec),
+    )  # fmt: skip
+
+
+@router.get("/parts/datasets/{dataset_id}/samples")
+def part_samples(request: Request, here: Here, dataset_id: DatasetId) -> Response:
+    """Some samples of a data set, or why they cannot be read."""
+    try:
+        found, problem = here.datasets.samples(dataset_id, limit=SAMPLES_SHOWN), ""
+    except (SourceError, StalledError, ResourceError) as error:
+        found, problem = [], str(error)
+    return page(request, "parts/samples.html", samples=found, problem=problem)
 
 
 @router.get("/caches")
@@ -154,6 +198,13 @@ def _jobs(here: Services, status: State | None, number: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _datasets(here: Services, number: int) -> dict[str, Any]:
+    total = here.datasets.count()
+    found = here.datasets.list(limit=PER_PAGE, offset=PER_PAGE * (number - 1))
+    last = max(1, -(-total // PER_PAGE))
+    return {"datasets": found, "total": total, "number": number, "last": last, "now": time.time()}
+
+
 def _recent(here: Services, id: str, epoch: int) -> list[dict[str, Any]]:
     try:
         return here.jobs.metrics(id, limit=SPARK_EPOCHS, after=max(0, epoch - SPARK_EPOCHS))
@@ -185,8 +236,8 @@ def _log(here: Services, id: str) -> dict[str, Any]:
 
 
 def _users(here: Services, fingerprint: str) -> list[Any]:
-    """Jobs that said they train on a cache, of the newest hundred."""
-    found = here.jobs.list(limit=100)
+    """Jobs that said they train on a cache, of the newest."""
+    found = here.jobs.list(limit=USERS)
     told = {event.job: event.data for event in here.outbox.read(0, kinds=("started",), limit=5000)}
 
     def used(id: str) -> bool:

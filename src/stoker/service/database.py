@@ -1,8 +1,9 @@
 """One database under the service: SQLite in a file, or PostgreSQL.
 
 Every transaction is bounded: SQLite by its busy timeout and a check while a statement runs, PostgreSQL by its
-own timeouts and by keepalives, so that a server that is gone is noticed. What goes wrong with the database
-itself comes out as `Degraded`; errors of a statement (a broken rule of a table) come out as they are.
+own timeouts, by keepalives, and by `silence.py` where the server says nothing at all. What goes wrong with
+the database itself comes out as `Degraded`, and is noted (`trouble`) until it works again; errors of a
+statement (a broken rule of a table) come out as they are.
 
 Two clocks, both the database's, never a process's own. `wall` is for showing. `lease_clock` is for comparing:
 on PostgreSQL the server's clock; on SQLite, where all processes are on one machine, the time since it was
@@ -26,11 +27,18 @@ from sqlalchemy.engine import URL, make_url
 
 from stoker.errors import ConfigError, Degraded, StokerError
 from stoker.service import upgrade
+from stoker.service.schema import META
+from stoker.service.silence import Gate, Silence
+from stoker.service.trouble import Trouble
 
 STATEMENT_S = 10.0
 """How long a statement may take, waiting for locks included."""
 _STEPS = 20_000
 """SQLite virtual machine steps between two looks at the deadline: about a millisecond."""
+_SLACK_S = 2.0
+"""How much later than the server itself we end a statement."""
+_VAIN_S = 1.0
+"""A failure that took longer was a wait, which others are spared."""
 _FULL = ("database or disk is full", "No space left", "could not extend file", "disk quota")
 
 
@@ -52,10 +60,13 @@ class Database:
         self.url = _parsed(url)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self._statement_s = statement_s
+        self.trouble = Trouble()
+        """What does not work now; of the database, and of whatever else of the service is noted there."""
+        self._gate = Gate()
         self._engine = sa.create_engine(
             self.url,
             connect_args=self._sqlite_arguments() if self.is_sqlite else self._postgres_arguments(),
-            pool_pre_ping=True,
+            pool_pre_ping=self.is_sqlite,
             pool_size=pool,
             max_overflow=pool,
             pool_timeout=statement_s,
@@ -64,6 +75,7 @@ class Database:
         if self.is_sqlite:
             event.listen(self._engine, "connect", self._on_connect)
             event.listen(self._engine, "begin", _on_begin)
+        self._silence = None if self.is_sqlite else Silence(self._engine, statement_s + _SLACK_S)
         try:
             with self.writing() as connection:
                 upgrade.bring_up_to_date(connection, self.boot())
@@ -92,8 +104,9 @@ class Database:
     @contextmanager
     def reading(self) -> Generator[sa.Connection]:
         """A transaction that changes nothing; it sees one moment on SQLite, committed rows on PostgreSQL."""
-        with self._explained(), self._engine.connect() as connection, connection.begin():
+        with self._explained("reading"), self._engine.connect() as connection, connection.begin():
             yield connection
+        self.trouble.note("reading", None)
 
     @contextmanager
     def writing(self) -> Generator[sa.Connection]:
@@ -102,10 +115,23 @@ class Database:
         Raises:
             Degraded: It was not committed, or, after a connection was cut, nobody knows.
         """
-        with self._explained(), self._engine.connect() as connection:
+        with self._explained("writing"), self._engine.connect() as connection:
             writer = connection.execution_options(stoker_writes=True)
             with writer.begin():
                 yield writer
+        self.trouble.note("reading", None)
+        self.trouble.note("writing", None)
+
+    def check(self, *, writes: bool) -> None:
+        """See whether it answers, and with `writes` whether it takes something.
+
+        Raises:
+            Degraded: It does not.
+        """
+        version = META.c.name == "version"
+        with self.writing() if writes else self.reading() as connection:
+            change = META.update().where(version).values(value=META.c.value)
+            connection.execute(change if writes else sa.select(META.c.value).where(version))
 
     def insert(self, table: sa.Table) -> sqlite.Insert | postgresql.Insert:
         """An INSERT that knows `on_conflict_do_nothing` and `on_conflict_do_update`."""
@@ -118,25 +144,48 @@ class Database:
     def close(self) -> None:
         """Close every connection."""
         self._engine.dispose()
+        if self._silence is not None:
+            self._silence.close()
 
     def __str__(self) -> str:
         return self.url.render_as_string(hide_password=True)
 
     @contextmanager
-    def _explained(self) -> Generator[None]:
+    def _explained(self, what: str) -> Generator[None]:
+        self._gate.enter(2 * self._statement_s + _SLACK_S)
+        began = time.monotonic()
+        if self._silence is not None:
+            self._silence.was_cut()  # of an earlier wait, which was got over
         try:
             yield
         except (exc.IntegrityError, exc.ProgrammingError, exc.DataError):
+            self._gate.open()
             raise
         except (exc.DBAPIError, exc.TimeoutError) as error:
-            cause = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
-            if full := any(text in cause for text in _FULL):
-                advice = "Make room on its disk; what is there can still be read"
-            elif self.is_sqlite:
-                advice = "Look at its disk, and at who else has the file open; it is asked again by itself"
+            waited_s = time.monotonic() - began
+            explained = self._explain(error, waited_s)
+            if waited_s > _VAIN_S and _is_lost(error) and not self.is_sqlite:
+                self._gate.shut(str(explained))
             else:
-                advice = "Look whether it runs and can be reached; it is asked again by itself"
-            raise Degraded(f"{self}: the database does not do it: {cause}. {advice}", full=full) from error
+                self._gate.open()
+            self.trouble.note(what, str(explained))
+            raise explained from error
+        except BaseException:
+            self._gate.open()  # of whoever asked: it had an answer
+            raise
+        self._gate.open()
+
+    def _explain(self, error: exc.SQLAlchemyError, waited_s: float) -> Degraded:
+        cause = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
+        if self._silence is not None and self._silence.was_cut():
+            cause = f"it said nothing for {waited_s:.0f} s"
+        if full := any(text in cause for text in _FULL):
+            advice = "Make room on its disk; what is there can still be read"
+        elif self.is_sqlite:
+            advice = "Look at its disk, and at who else has the file open; it is asked again by itself"
+        else:
+            advice = "Look whether it runs and can be reached; it is asked again by itself"
+        return Degraded(f"{self}: the database does not do it: {cause}. {advice}", full=full)
 
     def _sqlite_arguments(self) -> dict[str, Any]:
         path = Path(self.url.database or "")
@@ -147,7 +196,7 @@ class Database:
     def _postgres_arguments(self) -> dict[str, Any]:
         limit_ms = int(self._statement_s * 1000)
         return {
-            "connect_timeout": max(2, int(self._statement_s)),
+            "connect_timeout": max(2, int(self._statement_s / 2)),
             "keepalives_idle": 5,
             "keepalives_interval": 2,
             "keepalives_count": 3,
@@ -175,6 +224,11 @@ def _on_begin(connection: sa.Connection) -> None:
     """SQLite: take the writer's lock at once; a reader that turns into a writer half-way would fail."""
     writes = connection.get_execution_options().get("stoker_writes")
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _is_lost(error: exc.SQLAlchemyError) -> bool:
+    """Whether there was no connection, rather than an answer of the server that says no."""
+    return getattr(getattr(error, "orig", None), "sqlstate", None) is None
 
 
 def _parsed(text: str) -> URL:

@@ -13,6 +13,8 @@ from stoker.service.folders import JobFolder
 
 STOPPED = 75
 """Exit status of a job that was asked to stop and has made a checkpoint; 0 is done, anything else failed."""
+NO_ROOM = 74
+"""The same of one that found the disk full: it goes on from its last checkpoint when there is room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

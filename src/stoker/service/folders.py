@@ -14,11 +14,16 @@ DIR/jobs/ID/job.json    what the job is to do
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID
 
 from stoker.errors import NotFound
+from stoker.units import format_bytes
+
+LEAST_BYTES, LEAST_INODES = 16 << 20, 64
+"""With less room no job is begun: it could not even say what becomes of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,20 @@ class StateFolder:
         if known != id:
             raise NotFound(f"there is no job {id!r}: an id is written as 8-4-4-4-12 hexadecimal digits")
         return JobFolder(self.jobs / known)
+
+    def lack(self) -> str | None:
+        """Why nothing can be begun here; None: there is room."""
+        try:
+            found = os.statvfs(self.path)
+        except OSError as error:
+            return f"{self.path} cannot be looked at: {error.strerror}. Look at its disk"
+        free, inodes = found.f_bavail * found.f_frsize, found.f_favail
+        if free >= LEAST_BYTES and (inodes >= LEAST_INODES or not found.f_files):
+            return None
+        return (
+            f"the disk of {self.path} is full: {format_bytes(free)} and {inodes:,} inodes left, "
+            f"{format_bytes(LEAST_BYTES)} and {LEAST_INODES} are wanted. Make room; jobs wait until then"
+        )
 
     def make(self) -> None:
         """All folders, for their owner alone."""

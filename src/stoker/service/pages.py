@@ -22,7 +22,7 @@ from starlette.staticfiles import StaticFiles
 import stoker
 from stoker.service.auth import SESSION_S
 from stoker.service.guard import Scope
-from stoker.service.services import Here, Services
+from stoker.service.services import Here, Services, services_of
 from stoker.service.views import FILTERS
 
 FOLDER = Path(__file__).parent
@@ -45,7 +45,11 @@ def page(request: Request, name: str, status: int = 200, **context: Any) -> HTML
     session = request.state.session
     csrf = "" if session is None else session.csrf
     text = _TEMPLATES.get_template(name).render(
-        csrf=csrf, version=stoker.__version__, path=request.url.path, **context
+        csrf=csrf,
+        version=stoker.__version__,
+        path=request.url.path,
+        degraded=services_of(request).degraded,
+        **context,
     )
     return HTMLResponse(text, status)
 

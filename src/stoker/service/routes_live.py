@@ -20,7 +20,7 @@ from stoker.service.models import JobOut
 from stoker.service.outbox import Event
 from stoker.service.services import Here, Services
 from stoker.service.states import ENDED, State
-from stoker.service.stream import FULL, EventStream, as_text, first_of, pump
+from stoker.service.stream import FULL, NO_NUMBER, EventStream, as_text, first_of, pump
 
 router = APIRouter(tags=["live"])
 sockets = APIRouter()
@@ -72,6 +72,10 @@ async def follow_job(socket: WebSocket, job_id: str, here: Here, after: Seen = N
     except NotFound as error:
         await socket.accept()
         await socket.close(POLICY, str(error)[:120])
+        return
+    except Degraded as error:
+        await socket.accept()
+        await socket.close(TRY_LATER, str(error)[:120])
         return
     state = {"event": "training_status", "data": JobOut.of(job).model_dump(mode="json")}
     await _follow(socket, here, after, job.id, [{"event": "connected", "job_id": job.id}, state])
@@ -130,7 +134,8 @@ def _message(event: Event | None) -> dict[str, Any]:
     if event is None:
         return {"event": "heartbeat"}
     name = NAMES.get(event.kind, f"training:{event.kind}")
-    return {"event": name, "id": event.number, "job_id": event.job, "timestamp": event.at, "data": event.data}
+    number = None if event.number == NO_NUMBER else event.number
+    return {"event": name, "id": number, "job_id": event.job, "timestamp": event.at, "data": event.data}
 
 
 async def _sse(here: Services, after: int | None, job: str | None) -> AsyncGenerator[str]:

@@ -20,17 +20,17 @@ router = APIRouter(tags=["machine"])
 
 
 class Health(BaseModel):
-    """The web server answers. Whether jobs can be done says `ready`."""
+    """The web server answers. What does not work while it is degraded says `ready`, which needs the token."""
 
-    status: Literal["ok"] = "ok"
+    status: Literal["ok", "degraded"] = "ok"
 
 
 class Ready(BaseModel):
-    """Whether the database answers, and jobs by status."""
+    """Whether the database answers and takes something, and how many jobs there are."""
 
     status: Literal["ready", "degraded"]
     version: str
-    jobs: int | None = Field(description="Jobs that it knows; null while it is degraded.")
+    jobs: int | None = Field(description="Jobs that it knows; null while they cannot be read.")
     error: str | None = None
 
 
@@ -55,9 +55,9 @@ class LoginCode(BaseModel):
 
 
 @health.get("/health")
-async def get_health() -> Health:
-    """Whether the web server answers; the only address that needs no token."""
-    return Health()
+async def get_health(here: Here) -> Health:
+    """Whether the web server answers, and whether all is well; the only address that needs no token."""
+    return Health(status="degraded" if here.degraded else "ok")
 
 
 @health.get("/metrics", response_class=PlainTextResponse, responses=faults())
@@ -69,11 +69,15 @@ def get_prometheus(here: Here) -> PlainTextResponse:
 @router.get("/ready", responses={**faults(), 503: {"model": Ready, "description": "Degraded."}})
 def get_ready(here: Here, response: Response) -> Ready:
     """Whether jobs can be made and done."""
+    jobs, error = None, here.degraded
     try:
-        return Ready(status="ready", version=stoker.__version__, jobs=here.jobs.count())
-    except Degraded as error:
+        jobs = here.jobs.count()
+    except Degraded as now:
+        error = error or str(now)
+    if error is not None:
         response.status_code = 503
-        return Ready(status="degraded", version=stoker.__version__, jobs=None, error=str(error))
+    status = "ready" if error is None else "degraded"
+    return Ready(status=status, version=stoker.__version__, jobs=jobs, error=error)
 
 
 @router.get("/machine", responses=faults(504))

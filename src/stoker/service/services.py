@@ -77,6 +77,11 @@ class Services:
     """What takes longer than an answer may."""
     traffic: Traffic = field(default_factory=Traffic)
 
+    @property
+    def degraded(self) -> str | None:
+        """What does not work now, in words; None: all does."""
+        return self.database.trouble.why
+
 
 def open_services(
     state_dir: Path,
@@ -108,7 +113,7 @@ def open_services(
         roots=known,
         datasets=Datasets(opened, folder.data, known.check, look=Looks().look),
         hosts=LOOPBACK | {host.lower() for host in hosts},
-        feed=Feed(outbox),
+        feed=Feed(outbox, lambda: opened.trouble.why),
     )
 
 

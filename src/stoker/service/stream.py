@@ -36,15 +36,24 @@ KEPT = 1000
 """Newest events held for those who keep up."""
 PAGE = 200
 """Events handed to one reader in a go."""
+NO_NUMBER = -1
 DEGRADED_S = 1.0
 """Pause after the database did not answer."""
 
 
 class Feed:
-    """Reads the outbox while anybody listens."""
+    """Reads the outbox while anybody listens.
 
-    def __init__(self, outbox: Outbox) -> None:
+    Args:
+        outbox: Of the database.
+        degraded: What does not work now; readers are told of it and of its end.
+
+    """
+
+    def __init__(self, outbox: Outbox, degraded: Callable[[], str | None] = lambda: None) -> None:
         self._outbox = outbox
+        self._degraded = degraded
+        self._told: str | None = None
         self._kept: deque[Event] = deque(maxlen=KEPT)
         self._from = 0
         """Every event after this number, up to the newest, is kept."""
@@ -70,6 +79,9 @@ class Feed:
             except Exception:  # the edge of the task: every reader waits for what it brings
                 log.exception("events cannot be read")
                 await asyncio.sleep(DEGRADED_S)
+            if self._told != (why := self._degraded()):
+                self._told = why
+                self._tell()
 
     def close(self) -> None:
         """Let every reader go."""
@@ -94,6 +106,7 @@ class Feed:
                 self._wanted.clear()
                 self._kept.clear()
                 self._newest = -1
+                self._told = None
                 self._turn += 1
 
     async def follow(self, after: int | None, job: str | None = None) -> AsyncGenerator[Event | None]:
@@ -103,8 +116,12 @@ class Feed:
             after: The number seen last; None: from now on.
             job: Of this one alone.
         """
+        told: str | None = None
         while self._newest < 0:
-            if not await self._wait(-1):
+            if self._told != told:
+                told = self._told
+                yield _state(told, job)
+            elif not await self._wait(-1):
                 yield None
             if self.closing:
                 return
@@ -113,6 +130,9 @@ class Feed:
             yield _gap(1, self._newest, job, f"number {place} is not known here: another database")
             place = self._newest
         while not self.closing:
+            if self._told != told:
+                told = self._told
+                yield _state(told, job)
             fresh, seen = await self._after(place, job)
             for event in fresh:
                 yield event
@@ -173,6 +193,12 @@ class Feed:
         news.set()
 
 
+def _state(why: str | None, job: str | None) -> Event:
+    """That the service is degraded, or no longer; it has no place in the order."""
+    kind = "recovered" if why is None else "degraded"
+    return Event(number=NO_NUMBER, job=job or "", kind=kind, at=0.0, data={"error": why} if why else {})
+
+
 def _gap(first: int, last: int, job: str | None, why: str) -> Event:
     """What a reader is told of events that it cannot get any more; its number is that of the last of them."""
     return Event(number=last, job=job or "", kind="gap", at=0.0, data={"from": first, "to": last, "why": why})
@@ -183,7 +209,8 @@ def as_text(event: Event | None) -> str:
     if event is None:
         return ": all is well\n\n"
     data = json.dumps({"job_id": event.job, "at": event.at, **event.data}, allow_nan=False)
-    return f"id: {event.number}\nevent: {event.kind}\ndata: {data}\n\n"
+    place = "" if event.number == NO_NUMBER else f"id: {event.number}\n"
+    return f"{place}event: {event.kind}\ndata: {data}\n\n"
 
 
 class EventStream(Response):

@@ -37,6 +37,8 @@ KEEP_EVENTS_S = 14 * 86_400.0
 KEEP_EVENTS = 1_000_000
 """How many events at most."""
 CHORES_EVERY_S = 600.0
+WRITE_EVERY_S = 10.0
+"""How often, while all is well, it is seen whether the database takes something and the disk has room."""
 ORPHAN_S = 3600.0
 """Age of a job's folder that no job belongs to before it is removed."""
 _STEADY_S = 10.0
@@ -102,10 +104,9 @@ class Supervisor:
         self._leases = Leases(database, staff.terms)
         self._crew = [_Member(self, slot, staff) for slot in range(staff.workers)]
         self._stopping = threading.Event()
-        self._look_from = self._sweep_from = self._chores_from = 0.0
+        self._look_from = self._sweep_from = self._chores_from = self._write_from = 0.0
+        self._away = False
         self._thread = threading.Thread(target=self._run, name="stoker-supervisor", daemon=True)
-        self.degraded: str | None = None
-        """Why the database could not be used when it was last tried; None: it could."""
 
     def start(self) -> None:
         """Start the workers and a thread that watches them.
@@ -142,7 +143,8 @@ class Supervisor:
                 self._stopping.wait(0.25)
         finally:
             if not self._stopping.is_set():
-                self.degraded = "the supervisor of the workers has ended: see the service's log"
+                ended = "the supervisor of the workers has ended: see the service's log"
+                self._database.trouble.note("workers", ended)
         for member in self._crew:
             member.terminate()
         while any(member.alive() for member in self._crew):
@@ -156,10 +158,10 @@ class Supervisor:
             return
         self._look_from = now + min(1.0, self._leases.terms.lease_s / 4)
         try:
-            Outbox(self._database).newest()
-            if self.degraded is not None:
+            self._see_whether_all_is_well(now)
+            if self._away:
                 # workers could not say that they live either: they get a lease for it before anyone judges
-                self.degraded, self._sweep_from = None, now + self._leases.terms.lease_s
+                self._away, self._sweep_from = False, now + self._leases.terms.lease_s
             for name in dead:
                 self._leases.abandon(name)
             if now >= self._sweep_from:
@@ -170,9 +172,17 @@ class Supervisor:
                 Outbox(self._database).prune(max_age_s=KEEP_EVENTS_S, max_count=KEEP_EVENTS)
                 remove_orphans(self._folder, Jobs(self._database))
         except Degraded as error:
-            if self.degraded is None:
+            if not self._away:
                 _log.error("%s", error)
-            self.degraded = str(error)
+            self._away = True
+
+    def _see_whether_all_is_well(self, now: float) -> None:
+        trouble = self._database.trouble
+        writes = now >= self._write_from or trouble.why is not None
+        if writes:
+            self._write_from = now + WRITE_EVERY_S
+            trouble.note("disk", self._folder.lack())
+        self._database.check(writes=writes)
 
     def launch(self, settings: Settings) -> subprocess.Popen[bytes]:
         """Start the process of a worker."""

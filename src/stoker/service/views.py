@@ -147,6 +147,26 @@ def charts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return drawn
 
 
+def figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was found in a data set, in words and numbers; of fields, each with its shape and dtype.
+
+    >>> figures({"samples": 4030, "fields": {"u": {"shape": [101, 256], "dtype": "float32"}}})
+    [('samples', '4,030'), ('field u', '101 × 256, float32')]
+    """
+    rest = {name: value for name, value in facts.items() if name != "fields"}
+    shapes = {
+        f"field {name}": f"{' × '.join(map(str, field['shape'])) or 'a number'}, {field['dtype']}"
+        for name, field in facts.get("fields", {}).items()
+    }
+    return [(name.replace("_", " "), _figure(value)) for name, value in rest.items()] + [*shapes.items()]
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return format_count(value) if isinstance(value, int) else number(value)
+
+
 def form_fields() -> tuple[list[FormField], list[FormField]]:
     """The settings of a new job that have an effect: those shown at once, and the others."""
     schema = TrainingConfig.model_json_schema()

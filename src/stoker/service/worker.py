@@ -105,8 +105,7 @@ class Worker:
         """Work until `stop`; a database that does not answer is asked again and again."""
         while not self._stop:
             try:
-                claim = self._leases.claim(self._settings.name)
-                if claim is not None:
+                if self._folders.lack() is None and (claim := self._leases.claim(self._settings.name)):
                     self.work(claim)
                     continue
             except (Degraded, LeaseLost) as error:
@@ -126,7 +125,7 @@ class Worker:
         except Degraded:
             raise
         except (ResourceError, OSError) as error:  # no room, or a folder that cannot be written: may pass
-            self._leases.give_back(claim, str(error), lost=True)
+            self._leases.give_back(claim, str(error), lost=False, wait_s=self._settings.terms.lease_s)
             return
         except StokerError as error:  # what it asks for is not there
             outcome = Outcome(state=State.FAILED, message="failed", error=str(error))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import operator
-import resource
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -35,9 +32,11 @@ from stoker.store.index import Index, Segments, load_index, segments_of
 from stoker.store.layout import axis_length
 from stoker.store.local import LocalStorage
 from stoker.store.lost import LostShard, without_lost
+from stoker.store.open_shards import OpenShards
 from stoker.store.packing import read_field
 from stoker.store.protocols import Filler, Filling
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
+from stoker.store.shard_facts import ShardFacts
 from stoker.store.shard_read import Shard
 from stoker.store.use import Use, note_use
 from stoker.units import format_count
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from stoker.store.verify import VerifyReport
 
 log = logging.getLogger("stoker")
-MAX_OPEN_SHARDS = 1024
 MOST_NAMED = 20
 """Names of caches that an error lists."""
 _AGAIN = "Run precompute again: it leaves that file out and encodes its records anew"
@@ -80,10 +78,7 @@ class Cache:
         self.joined: Joined | None = None
         self._use = use or Use(path)
         self._storage = LocalStorage(path)
-        self._lock = threading.Lock()
-        self._open: OrderedDict[int, Shard] = OrderedDict()
-        # A quarter of the descriptors we may have: the rest belongs to readers, sockets and the user.
-        self._most_open = max(4, min(MAX_OPEN_SHARDS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self._shards = OpenShards()
 
     @property
     def name(self) -> str:
@@ -162,23 +157,17 @@ class Cache:
 
         Raises:
             CorruptError: The file is missing or is not the one that the index pins.
+            ResourceError: The process may not open another file.
         """
-        with self._lock:
-            shard = self._open.get(i)
-            if shard is not None:
-                self._open.move_to_end(i)
-                return shard
-            shard = self._open[i] = self.fresh_shard(i)
-            while len(self._open) > self._most_open:
-                self._open.popitem(last=False)
-            return shard
+        return self._shards.get(i, partial(self.fresh_shard, i))
 
-    def fresh_shard(self, i: int) -> Shard:
-        """Shard `i`, opened anew and compared with the index; see `shard`."""
+    def fresh_shard(self, i: int, known: ShardFacts | None = None) -> Shard:
+        """Shard `i`, opened anew and compared with the index; see `shard`. `known`: as for `Shard`."""
         entry = self.index.shards[i]
         part, path = self.recipe.parts[entry.part], self.path / entry.file
         try:
-            shard = Shard(self._storage.open(entry.file), path, self.schema, offset=part.offset)
+            file = self._storage.open(entry.file)
+            shard = Shard(file, path, self.schema, offset=part.offset, known=known)
         except FileNotFoundError as error:
             raise self._unusable(path, f"{path} is missing") from error
         except FormatError as error:  # the index pins it as a sound one

@@ -7,7 +7,7 @@ earlier one noted as damaged.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,20 @@ from numpy.typing import NDArray
 
 from stoker.atomic import sync_folder
 from stoker.errors import CorruptError, FormatError, ResourceError
+from stoker.store.concurrently import in_order
 from stoker.store.failures import Failure, read_failures
 from stoker.store.field_read import repair_advice
 from stoker.store.index import Index, ShardEntry, dump_index, load_index, read_index_entries
 from stoker.store.local import LocalStorage
 from stoker.store.packing import read_field
 from stoker.store.recipe import Recipe
+from stoker.store.rows import choose_rows, numbers_of, runs_of
 from stoker.store.shard_read import Shard
 from stoker.store.statistics import Accumulator, summarise
 
 log = logging.getLogger("stoker")
+FEW_SHARDS = 8
+"""Fewer are read one after another: they take less than the threads would."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,12 +42,17 @@ class ShardInfo:
     rows: int
     bytes: int
     header: str
-    numbers: NDArray[np.int64]
-    """Part-local, one per row."""
+    runs: NDArray[np.int64]
+    """`(k, 3)`: row, first part-local number, count. Not a number per row: a cache may have 10^9 of them."""
     statistics: Mapping[str, Any]
     error: Mapping[str, Any]
     bad: tuple[int, ...] = ()
     """Rows known to be damaged."""
+
+    @property
+    def numbers(self) -> NDArray[np.int64]:
+        """Part-local number of each row."""
+        return numbers_of(self.runs)
 
 
 def is_shard_name(name: str) -> bool:
@@ -67,7 +76,7 @@ def read_info(storage: LocalStorage, name: str, recipe: Recipe) -> ShardInfo:
         rows=shard.rows,
         bytes=shard.size,
         header=shard.header_digest,
-        numbers=shard.numbers(),
+        runs=runs_of(shard.numbers()),
         statistics=shard.statistics,
         error=shard.error,
     )
@@ -75,7 +84,7 @@ def read_info(storage: LocalStorage, name: str, recipe: Recipe) -> ShardInfo:
 
 def part_of(shard: Shard, recipe: Recipe) -> int | None:
     """The part of `recipe` whose records a shard holds; None for one of another cache."""
-    part = next((i for i, part in enumerate(recipe.parts) if part.key == shard.part), None)
+    part = recipe.part_by_key.get(shard.part)
     return None if part is None or int(shard.numbers().max()) >= recipe.parts[part].count else part
 
 
@@ -108,19 +117,30 @@ class Catalog:
             self._bad = noted_damage(self._storage.path, self._recipe)
         sizes = {name: size for name, size in self._storage.sizes().items() if is_shard_name(name)}
         self._infos = {name: info for name, info in self._infos.items() if sizes.get(name) == info.bytes}
-        for name, size in sizes.items():
-            if name in self._infos or (name, size) in self._refused:
-                continue
-            try:
-                info = read_info(self._storage, name, self._recipe)
+        new = [n for n, size in sizes.items() if n not in self._infos and (n, size) not in self._refused]
+        for name, info in zip(new, self._read(new), strict=True):
+            if isinstance(info, ShardInfo):
                 self._infos[name] = replace(info, bad=self._bad.get(name, ()))
-            except (FormatError, OSError) as error:
-                self._refused.add((name, size))
+            else:
+                self._refused.add((name, sizes[name]))
                 log.warning(
                     "shard left out: %s. Precompute encodes anew what only it held; then it may be deleted",
-                    str(error),  # a log record that holds the error would hold the folder open
+                    info,
                 )
         return [self._infos[name] for name in sizes if name in self._infos]
+
+    def _read(self, names: Sequence[str]) -> Iterator[ShardInfo | str]:
+        """What each shard holds, or what is wrong with it, in their order."""
+
+        def read(name: str) -> ShardInfo | str:
+            try:
+                return read_info(self._storage, name, self._recipe)
+            except (FormatError, OSError) as error:
+                return str(error)  # an error that is kept would hold the folder open
+
+        if len(names) < FEW_SHARDS:
+            return map(read, names)
+        return in_order(read, names, what=f"reading the shards of {self._storage.path}")
 
     def exclude(self, file: str, rows: Sequence[int]) -> None:
         """Note damaged rows of a shard; they count as missing from now on."""
@@ -195,32 +215,6 @@ def presence(infos: Sequence[ShardInfo], recipe: Recipe) -> NDArray[np.bool_]:
     return stored
 
 
-def choose_rows(infos: Sequence[ShardInfo], recipe: Recipe) -> list[NDArray[np.int64]]:
-    """Which rows serve: segments `(k, 3)` of (row, first part-local number, count) for each shard.
-
-    A number stored twice is served from the first shard in the list, and its first row there.
-    """
-    if not infos:
-        return []
-    numbers = np.concatenate([info.numbers + recipe.parts[info.part].offset for info in infos])
-    shards = np.repeat(np.arange(len(infos)), [info.rows for info in infos])
-    rows = np.concatenate([np.arange(info.rows) for info in infos])
-    sound = np.concatenate([~np.isin(np.arange(info.rows), info.bad) for info in infos])
-    numbers, shards, rows = numbers[sound], shards[sound], rows[sound]
-    _, first = np.unique(numbers, return_index=True)
-    numbers, shards, rows = numbers[first], shards[first], rows[first]
-    breaks = (np.diff(numbers) != 1) | (np.diff(shards) != 0) | (np.diff(rows) != 1)
-    starts = np.flatnonzero(np.concatenate([np.ones(min(1, len(numbers)), np.bool_), breaks]))
-    counts = np.diff(np.append(starts, len(numbers)))
-    chosen: list[NDArray[np.int64]] = []
-    for i, info in enumerate(infos):
-        mine = shards[starts] == i
-        at = starts[mine]
-        local = numbers[at] - recipe.parts[info.part].offset
-        chosen.append(np.stack([rows[at], local, counts[mine]], axis=1))
-    return chosen
-
-
 def write_index(
     storage: LocalStorage,
     recipe: Recipe,
@@ -274,7 +268,8 @@ def build_index(
     infos = sorted(
         infos, key=lambda info: (info.file not in first, order.get(info.file, len(order)), info.file)
     )
-    chosen = choose_rows(infos, recipe)
+    offsets = [recipe.parts[info.part].offset for info in infos]
+    chosen = choose_rows([info.runs for info in infos], [info.bad for info in infos], offsets)
     stored = sum(int(segments[:, 2].sum()) for segments in chosen)
     present = presence(infos, recipe)
     quarantined: dict[int, Failure] = {

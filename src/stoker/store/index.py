@@ -141,7 +141,10 @@ def dump_index(index: Index, recipe: Recipe) -> bytes:
         "statistics": index.statistics,
         "error": index.error,
     }
-    return canonical_json({**entries, "digest": _digest(entries)}).encode()
+    text = canonical_json(entries)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    # In its place among the sorted names, without writing all of it a second time.
+    return text.replace('"error":', f'"digest":"{digest}","error":', 1).encode()
 
 
 def load_index(folder: Path, recipe: Recipe) -> Index:
@@ -178,8 +181,9 @@ def read_index_entries(folder: Path) -> dict[str, Any]:
         file.close()
     if bytes(start) != START:
         raise CorruptError(f"{path} does not begin like an index: damaged, or not written by Stoker")
-    entries = read_strict(storage.read(INDEX_FILE, limit_bytes=MAX_INDEX_BYTES), where=str(path))
-    if entries.pop("digest", None) != _digest(entries):
+    data = storage.read(INDEX_FILE, limit_bytes=MAX_INDEX_BYTES)
+    entries = read_strict(data, where=str(path))
+    if entries.pop("digest", None) != _digest_without(data):
         raise CorruptError(f"{path} does not match its digest")
     if entries.get("format") not in FORMATS:
         raise FormatError(
@@ -188,12 +192,18 @@ def read_index_entries(folder: Path) -> dict[str, Any]:
     return entries
 
 
-def _digest(entries: Mapping[str, Any]) -> str:
-    return hashlib.sha256(canonical_json(dict(entries)).encode()).hexdigest()
+def _digest_without(data: bytes) -> str:
+    """The digest of an index in canonical form but for its own `digest`, which only numbers come before."""
+    before, found, after = data.partition(b'"digest":"')
+    return hashlib.sha256(before + after[len('",') + 64 :] if found else data).hexdigest()
 
 
 def _parse(entries: Mapping[str, Any], recipe: Recipe, where: str) -> Index:
-    shards = tuple(_shard_entry(entry, recipe, where) for entry in entries["shards"])
+    listed = entries["shards"]
+    segments = _unpack_all([entry["segments"] for entry in listed])
+    shards = tuple(
+        _shard_entry(entry, own, recipe, where) for entry, own in zip(listed, segments, strict=True)
+    )
     failures = [failure_from_json(entry) for entry in entries["quarantined"]]
     index = Index(
         fingerprint=entries["fingerprint"],
@@ -220,14 +230,16 @@ def _parse(entries: Mapping[str, Any], recipe: Recipe, where: str) -> Index:
     return index
 
 
-def _shard_entry(entry: Mapping[str, Any], recipe: Recipe, where: str) -> ShardEntry:
+def _shard_entry(
+    entry: Mapping[str, Any], segments: NDArray[np.int64], recipe: Recipe, where: str
+) -> ShardEntry:
     shard = ShardEntry(
         file=check_name(_text(entry["file"]), where=where),
         part=entry["part"],
         rows=entry["rows"],
         bytes=entry["bytes"],
         header=_text(entry["header"]),
-        segments=_unpack(entry["segments"]),
+        segments=segments,
         bad=tuple(entry["bad"]),
     )
     fits = is_count(shard.part, len(recipe.parts) - 1) and is_count(shard.rows) and is_count(shard.bytes)
@@ -267,12 +279,25 @@ def _pack(segments: NDArray[np.int64]) -> list[list[int]] | str:
     return base64.b64encode(np.ascontiguousarray(segments, "<i8").tobytes()).decode()
 
 
-def _unpack(segments: Any) -> NDArray[np.int64]:
-    if isinstance(segments, str):
-        data = base64.b64decode(segments.encode("ascii"), validate=True)
-        if len(data) % 24:
-            raise TypeError(f"{len(data)} bytes of segments, expected a multiple of 24")
-        return np.frombuffer(data, "<i8").astype(np.int64).reshape(-1, 3)
-    if not all(len(segment) == 3 and all(map(is_count, segment)) for segment in segments):
+def _unpack_all(all_segments: Sequence[Any]) -> list[NDArray[np.int64]]:
+    """The segments of every shard: those that are listed in one go, since a shard has one as a rule."""
+    listed = [own for own in all_segments if not isinstance(own, str)]
+    flat = [number for own in listed for segment in own for number in segment]
+    if not all(len(segment) == 3 for own in listed for segment in own) or not _are_counts(flat):
         raise TypeError("a segment is not three counts")
-    return np.array(segments, np.int64).reshape(-1, 3)
+    table = np.array(flat, np.int64).reshape(-1, 3)
+    pieces = iter(np.split(table, np.cumsum([len(own) for own in listed])[:-1]))
+    return [_unpack(own) if isinstance(own, str) else next(pieces) for own in all_segments]
+
+
+def _are_counts(values: Sequence[Any]) -> bool:
+    return {*map(type, values)} <= {int} and all(
+        map(is_count, (min(values, default=0), max(values, default=0)))
+    )
+
+
+def _unpack(segments: str) -> NDArray[np.int64]:
+    data = base64.b64decode(segments.encode("ascii"), validate=True)
+    if len(data) % 24:
+        raise TypeError(f"{len(data)} bytes of segments, expected a multiple of 24")
+    return np.frombuffer(data, "<i8").astype(np.int64).reshape(-1, 3)

@@ -22,6 +22,7 @@ from stoker.store.failures import Failure
 from stoker.store.index import Index, ShardEntry
 from stoker.store.join import joint_columns, served_schema
 from stoker.store.recipe import Recipe
+from stoker.store.shard_facts import ShardFacts
 from stoker.store.shard_read import Shard
 from stoker.store.use import Use
 
@@ -49,10 +50,10 @@ class Joint(Cache):
         """Number of each member's first sample here."""
         return tuple(np.cumsum([0, *(member.recipe.count for member in self.members)])[:-1].tolist())
 
-    def fresh_shard(self, i: int) -> Shard:
+    def fresh_shard(self, i: int, known: ShardFacts | None = None) -> Shard:
         """Shard `i`, opened anew by the cache that it belongs to."""
         member = int(np.searchsorted(self._first_shard, i, side="right")) - 1
-        return self.members[member].fresh_shard(i - int(self._first_shard[member]))
+        return self.members[member].fresh_shard(i - int(self._first_shard[member]), known)
 
     def owners(self, error: CorruptError) -> list[Cache]:
         """The members that serve from the folder of the shard that `error` is about: several, if given twice.

@@ -94,6 +94,11 @@ class Recipe:
         return tuple(parts)
 
     @cached_property
+    def part_by_key(self) -> Mapping[str, int]:
+        """Index of each part by its key; of parts with one key, the first."""
+        return {part.key: i for i, part in reversed(list(enumerate(self.parts)))}
+
+    @cached_property
     def count(self) -> int:
         """Samples of the source."""
         return sum(part.count for part in self.parts)

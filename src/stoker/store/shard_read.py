@@ -12,15 +12,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from stoker.errors import CorruptError, FormatError
-from stoker.schema import Schema, columns_of
-from stoker.store.blocks import Blocks, Verify
-from stoker.store.columns import check_metadata, check_offsets, columns_in, is_pad, read_tail
+from stoker.errors import CorruptError
+from stoker.schema import Schema
+from stoker.store.blocks import Verify
 from stoker.store.field_read import FieldReader, ShardFile
-from stoker.store.header import read_header
 from stoker.store.protocols import ColumnSink, OpenFile
+from stoker.store.shard_facts import ShardFacts, facts_of
 from stoker.store.strict_json import read_strict
-from stoker.store.sums import record_seeds, schema_seed
 from stoker.units import MIB
 
 PIECE_BYTES = MIB
@@ -37,50 +35,39 @@ class Shard:
         path: Where it lies, for messages.
         schema: The stored schema that the shard must have.
         offset: Global number of its part's first sample, so that messages name global numbers.
+        known: What it said of itself when it was open before: taken over if its header is still the same.
 
     Raises:
         CorruptError, FormatError: Header, numbers, offsets or sums are damaged, foreign or contradictory.
     """
 
-    def __init__(self, file: OpenFile, path: Path, schema: Schema, *, offset: int = 0) -> None:
+    def __init__(
+        self,
+        file: OpenFile,
+        path: Path,
+        schema: Schema,
+        *,
+        offset: int = 0,
+        known: ShardFacts | None = None,
+    ) -> None:
         self.name = path.name
         self.size = file.size
         self._file, self._path, self._offset = file, path, offset
-        name = str(path)
-        header = read_header(file, where=name)
-        self.header_digest = header.digest
-        self.part, self.rows = check_metadata(header, schema, name)
-        seed = schema_seed(schema)
-        schema = columns_of(schema)
-        self._metadata = header.metadata
-        self._digests = read_strict(header.metadata["columns"].encode(), where=f"the digests of {name}")
-        self.padding = [
-            (header.data_start + t.begin, t.end - t.begin) for n, t in header.tensors.items() if is_pad(n)
-        ]
+        self.facts = facts = facts_of(file, schema, str(path), known)
+        """All that it says of itself; good for opening it again."""
+        self.header_digest, self.part, self.rows = facts.header_digest, facts.part, facts.rows
+        self.padding = facts.padding
         """Offset and bytes of each run of zeros between columns."""
-        self.columns = columns_in(header, schema, self.rows, name)
-        tail = read_tail(file, header, name)
-        self._numbers = tail["__number__"]
-        self.marked = tail.get("__marked__", np.empty(0, np.int64))
+        self.columns = facts.columns
+        self.marked = facts.marked
         """Part-local numbers encoded in a smaller group than the recipe's."""
-        self._offsets = {
-            n: check_offsets(tail[f"{n}.offsets"], self.columns[n], name)
-            for n, f in schema.items()
-            if f.ragged
-        }
-        seeds = record_seeds(seed, self._numbers)
+        self._numbers = facts.numbers
         self._bytes = ShardFile(file, path, self._numbers, offset)
-        self.fields: dict[str, FieldReader] = {}
+        self.fields = {
+            name: FieldReader(name, facts.columns[name].field, blocks, self._bytes)
+            for name, blocks in facts.blocks.items()
+        }
         """Reads each field's records, many at once or without waiting."""
-        for n, f in schema.items():
-            sums, begin = tail[f"{n}.sums"].reshape(-1), self.columns[n].offset
-            try:
-                blocks = Blocks(n, f, begin, seeds, sums, self._offsets.get(n))
-            except FormatError as error:
-                raise FormatError(f"{name}: {error}") from error
-            self.fields[n] = FieldReader(n, f, blocks, self._bytes)
-        if self._numbers.min(initial=0) < 0:
-            raise FormatError(f"{name} holds a negative sample number")
 
     @property
     def statistics(self) -> Mapping[str, Any]:
@@ -103,7 +90,7 @@ class Shard:
 
     def offsets(self, field: str) -> NDArray[np.int64]:
         """Steps along axis 0 before each row of a ragged field, and their total: `(rows + 1,)`."""
-        return self._offsets[field]
+        return self.facts.offsets[field]
 
     def length(self, field: str, row: int) -> int:
         """Steps along axis 0 of one record; 1 for a scalar."""
@@ -164,7 +151,7 @@ class Shard:
             digest.update(piece)
             if sink is not None:
                 sink.filled(begin, size)
-        if digest.hexdigest() != self._digests.get(field):
+        if digest.hexdigest() != self.facts.digests.get(field):
             rows = self._bad_rows(field) or range(self.rows)
             bad = [int(self._numbers[row]) + self._offset for row in rows]
             raise self._bytes.corrupt(
@@ -220,4 +207,4 @@ class Shard:
         return self._file.fileno()
 
     def _described(self, entry: str) -> dict[str, Any]:
-        return read_strict(self._metadata[entry].encode(), where=f"{entry} of {self._path}")
+        return read_strict(self.facts.metadata[entry].encode(), where=f"{entry} of {self._path}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,11 +11,17 @@ import numpy as np
 from stoker.errors import ConfigError, CorruptError, FormatError
 from stoker.schema import Json
 from stoker.store.cache import Cache
+from stoker.store.concurrently import DEADLINE_S, in_order
 from stoker.store.index import INDEX_FILE, ShardEntry, load_index
 from stoker.store.lost import LostShard
 from stoker.store.recipe import RECIPE_FILE, load_recipe
 from stoker.store.shard_read import Shard
-from stoker.units import format_count
+from stoker.units import MIB, format_count
+
+THREADS = 4
+"""Shards that are read at a time: hashing lets go of the interpreter's lock, and so do reads."""
+SLOWEST_BYTES_PER_S = MIB
+"""Storage that gives less than this to one reader hangs, as far as anybody can tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +61,11 @@ class VerifyReport:
         return {"records": self.records, "ok": self.ok, "bad": bad, "unchecked": [*self.unchecked]}
 
 
+def read_deadline_s(shards: Sequence[ShardEntry]) -> float:
+    """Seconds that reading the largest of these shards in full may take."""
+    return DEADLINE_S + max((shard.bytes for shard in shards), default=0) / SLOWEST_BYTES_PER_S
+
+
 def verify_cache(cache: Cache, subset: float = 1.0, *, seed: int = 0) -> VerifyReport:
     """Check every byte of a cache, or every byte of a sample of its records.
 
@@ -79,7 +90,12 @@ def verify_cache(cache: Cache, subset: float = 1.0, *, seed: int = 0) -> VerifyR
         ]
     else:
         count, unchecked = len(cache), []
-        bad += [bad for i in range(len(cache.index.shards)) for bad in _bad_of_shard(cache, i)]
+        shards = range(len(cache.index.shards))
+        what, deadline_s = f"verifying the shards of {cache.path}", read_deadline_s(cache.index.shards)
+        for found in in_order(
+            lambda i: [*_bad_of_shard(cache, i)], shards, what=what, threads=THREADS, deadline_s=deadline_s
+        ):
+            bad += found
         bad += _bad_files(cache)
     records = count + sum(lost.records for lost in cache.lost)
     return VerifyReport(records=records, bad=bad, unchecked=unchecked)

@@ -16,6 +16,13 @@ function say(text) {
   toast.hidden = !text;
 }
 
+const degraded = document.getElementById("degraded");
+
+function sayDegraded(text) {
+  degraded.querySelector("span").textContent = text;
+  degraded.hidden = !text;
+}
+
 // Parts of the page are asked for again at most every `NEWS_MS`, and always once after the last event.
 let planned = 0;
 let latest = 0;
@@ -46,7 +53,14 @@ function follow(address) {
         news();
       });
     }
+    source.addEventListener("open", () => sayDegraded(""));
+    source.addEventListener("degraded", (event) => sayDegraded(JSON.parse(event.data).error));
+    source.addEventListener("recovered", () => {
+      sayDegraded("");
+      news();
+    });
     source.addEventListener("error", () => {
+      sayDegraded("it does not answer; this page goes on when it does");
       if (source && source.readyState === EventSource.CLOSED) setTimeout(reopen, RETRY_MS);
     });
   }
@@ -254,8 +268,7 @@ document.addEventListener("submit", async (event) => {
     if (!ok) {
       if ("once" in form.dataset) form.dataset.once = "";
       if (!showFaults(form, answer.fields || [])) say(answer.error || "the service refused this");
-    } else if (form.dataset.then) location.assign(form.dataset.then);
-    else if ("thenJob" in form.dataset) location.assign(`/jobs/${answer.id}`);
+    } else if (form.dataset.then) location.assign(form.dataset.then.replace("{id}", encodeURIComponent(answer.id)));
     else if (form.dataset.operation) await finish(answer, document.querySelector(form.dataset.operation));
     else if (form.matches(".leave")) location.assign(address);
     else news();
