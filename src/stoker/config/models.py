@@ -259,6 +259,8 @@ class PrecomputeConfig(SettingsSection):
 
     readers: CountInt | None = None
     """Reader processes; 0 reads in this process, without deadlines; null: as many as pay."""
+    devices: Annotated[tuple[str, ...], BeforeValidator(_of_one)] = ()
+    """An encoder on each of these, as `[cuda:0, cuda:1]` or `all`; none: on `training.device`."""
     max_quarantined: Fraction = 0.001
     """Largest part of the samples that may be quarantined before the run counts as failed."""
     nan: Literal["reject", "allow"] = "reject"
