@@ -31,6 +31,7 @@ from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.progress import Snapshot
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.share import Share
+from stoker.sources.files import stamp_of
 from stoker.sources.protocol import FileRef, Source
 from stoker.store import Digests, FileDigest, Folder, Recipe, make_recipe, open_folder
 from stoker.units import MIB
@@ -241,12 +242,10 @@ class Agreed:
 
     def files(self, refs: Sequence[FileRef]) -> list[FileDigest]:
         """See `Digester`."""
-        from stoker.sources.files import stamp_of
-
         found: list[FileDigest] = []
         for ref, known in zip(refs, self._known, strict=False):
             try:
-                stamp = stamp_of(Path(ref.path).stat())
+                stamp = stamp_of(ref.path.stat())
             except OSError:
                 break
             if ref.name != known.name or _without_device(stamp) != _without_device(known.stamp):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from stoker.schema import Json
 from stoker.service.machine import count_gpus
+from stoker.service.ray_client import RayTarget
 from stoker.service.server import address_of, make_server, open_socket, run_server, write_address
 from stoker.service.services import open_services
 from stoker.service.supervise import Staff, Supervisor
@@ -36,6 +37,8 @@ class ServeSettings:
     """Folders whose data jobs may read."""
     hosts: tuple[str, ...] = ()
     """Further names by which it may be called."""
+    ray: RayTarget | None = None
+    """The Ray cluster that runs jobs; None: this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +81,9 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold the token
     os.umask(0o077)
     staff = _staff(settings.workers, environment)
+    if settings.ray is not None:
+        # Each worker only watches one job of the cluster, which hands out its GPUs itself.
+        staff = replace(staff, ray=settings.ray, devices=(None,), workers=settings.workers or 1)
     services = open_services(
         settings.state_dir, database=settings.database, roots=settings.roots, hosts=settings.hosts
     )
