@@ -77,6 +77,7 @@ class PrecomputeFlags:
     latent_dim: int | None = None
     latent_len: int | None = None
     device: str | None = None
+    devices: str | None = None
     num_workers: int | None = None
     parallel: bool | None = None
     pin_memory: bool | None = None
@@ -113,6 +114,7 @@ class PrecomputeFlags:
             "training.latent_cache_dir": self.cache_dir,
             "training.latent_cache_dtype": self.cache_dtype,
             "training.device": self.device,
+            "precompute.devices": None if self.devices is None else _list([self.devices]),
             "training.num_workers": workers,
             "training.pin_memory": self.pin_memory,
             "precompute.overwrite": self.overwrite,

@@ -209,7 +209,6 @@ def _encode(order: dict[str, Any], kept: _Kept, teller: _Teller) -> dict[str, An
         kept.load.settings,
         seal_after_s=order["seal_after_s"],
         device=order["device"],
-        beside=beside,
         memory_bytes=max(
             _LEAST_BYTES, min(kept.load.settings.memory_bytes, machine.host_bytes // (2 * beside))
         ),

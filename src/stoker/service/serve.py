@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from stoker.errors import ConfigError
 from stoker.schema import Json
+from stoker.service.executor import Limits
 from stoker.service.machine import count_gpus
 from stoker.service.ray_client import RayTarget
 from stoker.service.server import address_of, make_server, open_socket, run_server, write_address
@@ -39,6 +41,10 @@ class ServeSettings:
     """Further names by which it may be called."""
     ray: RayTarget | None = None
     """The Ray cluster that runs jobs; None: this machine."""
+    job_memory_bytes: int | None = None
+    """What a job's processes may hold; None: no limit."""
+    job_s: float | None = None
+    """How long an attempt at a job may take; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +86,7 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold the token
     os.umask(0o077)
-    staff = _staff(settings.workers, environment)
-    if settings.ray is not None:
-        # Each worker only watches one job of the cluster, which hands out its GPUs itself.
-        staff = replace(staff, ray=settings.ray, devices=(None,), workers=settings.workers or 1)
+    staff = _staff(settings, environment)
     services = open_services(
         settings.state_dir, database=settings.database, roots=settings.roots, hosts=settings.hosts
     )
@@ -114,9 +117,23 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
         services.database.close()
 
 
-def _staff(workers: int | None, environment: Mapping[str, str]) -> Staff:
-    """One worker for each GPU that we may use, unless told otherwise."""
+def _staff(settings: ServeSettings, environment: Mapping[str, str]) -> Staff:
+    """One worker for each GPU that we may use, unless told otherwise.
+
+    Raises:
+        ConfigError: A limit with which no job could begin, or that nobody would hold.
+    """
+    if 0 in (settings.job_memory_bytes, settings.job_s):
+        raise ConfigError("a job may use 0 of its memory or time. Give --job-memory and --job-time above 0")
     named = environment.get("CUDA_VISIBLE_DEVICES")
     devices = [str(i) for i in range(count_gpus())] if named is None else [d for d in named.split(",") if d]
-    wanted = workers if workers is not None else max(1, len(devices))
-    return Staff(workers=wanted, devices=tuple(devices) or (None,))
+    wanted = settings.workers if settings.workers is not None else max(1, len(devices))
+    limits = Limits(memory_bytes=settings.job_memory_bytes, wall_s=settings.job_s)
+    if settings.ray is not None:
+        if settings.job_memory_bytes is not None:
+            raise ConfigError(
+                "--job-memory is not looked at on nodes of a Ray cluster. Leave it out, and limit it there"
+            )
+        # A worker only watches a job of the cluster, which hands out its GPUs itself.
+        return Staff(workers=settings.workers or 1, limits=limits, ray=settings.ray)
+    return Staff(workers=wanted, devices=tuple(devices) or (None,), limits=limits)
