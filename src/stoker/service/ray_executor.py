@@ -1,7 +1,7 @@
 """Jobs on a Ray cluster that is there already: the `Executor` of `stoker serve --executor ray`.
 
-A job is one submission of Ray's job API, named after the job and the attempt, so that sending it twice makes
-one. Its folder says which submission is wanted; `ray_child.py` on the node looks there. A worker that dies
+An attempt is one submission of Ray's job API, named before it is sent, so that sending it twice makes one. The
+job's folder says which submission is wanted; `ray_child.py` on the node looks there. A worker that dies
 leaves the submission running: who has the job next finds it named there and goes on watching it. The database
 stays where the truth is: jobs of Ray end with their cluster.
 """
@@ -9,6 +9,7 @@ stays where the truth is: jobs of Ray end with their cluster.
 from __future__ import annotations
 
 import logging
+import secrets
 import shlex
 import threading
 import time
@@ -103,7 +104,7 @@ class RayHold:
             _log.info("%s still runs on the cluster and is taken over", self._running)
             return RayRun(self._jobs, self._folder, self._running, limits)
         told = JobFile.read(self._folder.job_file)
-        submission = f"stoker-{told.id}-{told.attempt}"
+        submission = f"stoker-{told.id}-{told.attempt}-{secrets.token_hex(4)}"
         with replacing(self._folder.submission) as temporary:
             temporary.write_text(submission)
         python = self._target.python
