@@ -1,7 +1,7 @@
 """Jobs on a Ray cluster that is there already: the `Executor` of `stoker serve --executor ray`.
 
-An attempt is one submission of Ray's job API, named before it is sent, so that sending it twice makes one. The
-job's folder says which submission is wanted; `ray_child.py` on the node looks there. A worker that dies
+An attempt is one submission of Ray's job API, named before it is sent, so that sending it twice makes one.
+The job's folder says which submission is wanted; `ray_child.py` on the node looks there. A worker that dies
 leaves the submission running: who has the job next finds it named there and goes on watching it. The database
 stays where the truth is: jobs of Ray end with their cluster.
 """
