@@ -130,7 +130,7 @@ def test_lacking_credentials_are_said_with_the_variables_to_set(
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
 
-    with pytest.raises(ServiceError, match="no credentials were found.*AWS_ACCESS_KEY_ID"):
+    with pytest.raises(ServiceError, match=r"no credentials were found.*AWS_ACCESS_KEY_ID"):
         open_remote("s3://bucket/x").list()
 
 
