@@ -89,11 +89,11 @@ def test_a_map_never_says_that_bytes_are_here_that_are_not(
             check(Path(folder) / "here" / "x" / "y", truth)
 
 
-def check(folder: Path, truth: bytes) -> None:
+def check(folder: Path, truth: bytes, name: str = NAME) -> None:
     """What the map on disk says of the bytes on disk, as another process would find them."""
-    path = folder / f".map-{NAME}"
+    path = folder / f".map-{name}"
     if path.exists():
-        blocks, data = BlockMap(path), (folder / NAME).read_bytes()
+        blocks, data = BlockMap(path), (folder / name).read_bytes()
         for block in np.flatnonzero(blocks.state == HERE).tolist():
             begin, end = blocks.extent(block, block + 1)
             assert data[begin:end] == truth[begin:end], f"block {block}"

@@ -14,8 +14,11 @@ from stoker.errors import ConfigError, CorruptError, FormatError, ReadOnlyError,
 from stoker.schema import Field
 from stoker.store import catalog, make_recipe, open_cache, open_folder
 from stoker.store.cache import Cache
+from stoker.store.compact import compact
+from stoker.store.gc import GcPolicy, collect
 from stoker.store.local import LocalStorage
 from stoker.store.mirror.attach import attach
+from stoker.store.mirror.clean import clean
 from stoker.store.mirror.folder import MirrorFolder
 from stoker.store.remote import parse_url
 from stoker.store.remote.folder import FolderRemote
@@ -322,3 +325,37 @@ def test_runs_of_blocks_are_fetched_together(tmp_path: Path) -> None:
     blocks = -(-entry.bytes // MIB)
     assert mirror.counters.bytes == entry.bytes
     assert mirror.counters.requests <= 2 + blocks // mirror.root.run_blocks + 3
+
+
+def test_a_clean_up_takes_copies_and_leaves_the_address_alone(tmp_path: Path) -> None:
+    source = FakeSource(BIG, [("a", 8)])
+    make_cache(machine(tmp_path, "a"), source, shard_bytes=2 * MIB)
+    root = machine(tmp_path, "b")
+    cache = open_cache(root / "x")
+    check(cache, source)
+    there = sorted((tmp_path / "shared").rglob("shard-*"))
+
+    planned = clean(root, GcPolicy(max_bytes=MIB), dry_run=True)
+    done = clean(root, GcPolicy(max_bytes=MIB))
+    assert planned.bytes_removed == done.bytes_removed == done.bytes_before - MIB
+    assert clean(root, GcPolicy(older_than_s=3600)).removed == []
+    check(cache, source)
+
+    assert sorted((tmp_path / "shared").rglob("shard-*")) == there
+    with pytest.raises(FormatError, match="Give the address"):
+        collect(root)
+
+
+def test_shards_that_serve_nothing_leave_the_address_when_that_is_asked_for(tmp_path: Path) -> None:
+    source = FakeSource()
+    root = machine(tmp_path, "a")
+    made = make_cache(root, source, shard_bytes=4096)
+    merged = compact(root / "x")
+    before = len([*(tmp_path / "shared").rglob("shard-*")])
+    del made
+
+    report = clean(root, GcPolicy(), at_address=True)
+
+    assert len(report.removed) == merged.merged > 1
+    assert len([*(tmp_path / "shared").rglob("shard-*")]) == before - merged.merged
+    check(open_cache(machine(tmp_path, "b") / "x"), source)
