@@ -45,7 +45,7 @@ def write(url: str, mirror_dir: str, seed: int) -> None:
 
 
 def storm(kind: str, url: str, mirror_dirs: list[Path], *, seconds: float, seed: int) -> list[str]:
-    """Keep a process at each mirror running and kill them at random; returns the errors of others that ended."""
+    """Keep a process at each mirror running and kill them at random; returns errors of those that ended."""
     draw, failed = random.Random(seed), list[str]()
 
     def start(mirror_dir: Path) -> subprocess.Popen[str]:

@@ -10,7 +10,9 @@ layout.py      where columns lie, pure arithmetic
 compact.py     short shards into full ones; repair.py sets damaged ones aside
 growing.py     what is there of a cache that is being filled, and in which order that is done
 gc.py          removes what nobody needs (gc_scan.py, superseded.py); use.py says who needs a folder
-local.py       files that appear whole or not at all; claims.py, failures.py, strict_json.py
+local.py       a folder of files (pending.py: that appear whole or not at all); claims.py, failures.py, strict_json.py
+mirror/        a local folder that stands for caches at an address: blocks fetched when they are read (attach.py,
+               folder.py, file.py, fetch.py, block_map.py, space.py), push and pull; remote/ what there is there
 protocols.py   what the store asks of storage, and a loader of whoever can fill gaps
 """
 
