@@ -1,4 +1,4 @@
-"""The commands that look after caches and copies: verify, compact, gc, import-pt, stage."""
+"""The commands that look after caches and copies: verify, compact, gc, export, import-pt, stage."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, cast
 
 import typer
 
+from stoker.cli import exporting
 from stoker.cli.edge import Edge, edge
 from stoker.cli.flags import CachePath, Config, Debug, Json, Overrides
 from stoker.cli.quantities import duration, share, size
@@ -18,6 +19,7 @@ def register(app: typer.Typer) -> None:
     app.command()(verify)
     app.command()(compact)
     app.command()(gc)
+    app.command()(exporting.export)
     app.command(name="import-pt")(import_pt)
     app.command()(stage)
 
@@ -124,13 +126,16 @@ def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     force: Annotated[
         bool, typer.Option("--force", help="Also what is in use, was used in the last day, or is the newest.")
     ] = False,
+    at_address: Annotated[
+        bool, typer.Option("--at-address", help="Of an address: also shards there that serve nothing.")
+    ] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Remove what no cache needs any more.
 
     Superseded shards, temporaries of dead writers, weights that no recipe names; and recipes, as --keep,
-    --max-size and --older-than say. What is in use stays.
+    --max-size and --older-than say. What is in use stays. Of an address (s3://...) only copies here go.
 
     \b
     Example:
@@ -140,9 +145,16 @@ def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     with edge(as_json=as_json, debug=debug) as out:
         from stoker.cli import render_keeping
         from stoker.store.gc import GcPolicy, collect
+        from stoker.store.mirror.attach import here
+        from stoker.store.mirror.clean import clean
+        from stoker.store.remote import is_url
 
         policy = GcPolicy(keep=keep, max_bytes=max_size, older_than_s=older_than, force=force)
-        out.show(collect(cache_dir, policy, dry_run=dry_run), render_keeping.gc)
+        if is_url(cache_dir):
+            report = clean(here(cache_dir), policy, dry_run=dry_run, at_address=at_address)
+        else:
+            report = collect(cache_dir, policy, dry_run=dry_run)
+        out.show(report, render_keeping.gc)
 
 
 def import_pt(  # noqa: PLR0913, PLR0917 (one parameter per flag)

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr
 
 from stoker.config.datasets import TorchConfig
+from stoker.config.engines import RayConfig
 from stoker.config.fetching import FetchConfig
 from stoker.config.files_kinds import ArraysConfig, ParquetConfig, TarConfig
 from stoker.config.images import ImagesConfig
@@ -258,6 +259,8 @@ class PrecomputeConfig(SettingsSection):
 
     readers: CountInt | None = None
     """Reader processes; 0 reads in this process, without deadlines; null: as many as pay."""
+    devices: Annotated[tuple[str, ...], BeforeValidator(_of_one)] = ()
+    """An encoder on each of these, as `[cuda:0, cuda:1]` or `all`; none: on `training.device`."""
     max_quarantined: Fraction = 0.001
     """Largest part of the samples that may be quarantined before the run counts as failed."""
     nan: Literal["reject", "allow"] = "reject"
@@ -272,6 +275,9 @@ class PrecomputeConfig(SettingsSection):
     """Try quarantined samples again, those with errors of their own as well."""
     wait: Flag = True
     """Whether `train` encodes what is missing before it begins; `false`: it begins at once, beside that."""
+    engine: Literal["local", "ray"] = "local"
+    """Who encodes: this machine, or a Ray cluster (docs/ray.md)."""
+    ray: RayConfig = RayConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
 
 

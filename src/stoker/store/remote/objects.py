@@ -37,7 +37,10 @@ PUT_S = 120.0
 """One put, or one part of a large one."""
 PART_BYTES = 16 * MIB
 PIECE_BYTES = MIB
-_CREDENTIALS = re.compile(r"(?i)credential|InstanceMetadata|metadata endpoint|169\.254\.169\.254")
+_MACHINE_ASKED = re.compile(
+    r"/latest/(api/token|meta-data)|computeMetadata|169\.254\.169\.254|/metadata/identity"
+)
+"""Where a client asks a rented machine for credentials, having found none; shows in what it says."""
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _STATUS = re.compile(r"status code: (\d{3})(?: ([A-Z][A-Za-z ]{1,40}))?")
 _REASONS = (
@@ -213,6 +216,8 @@ class ObjectRemote:
 
     @staticmethod
     def _refused(where: str, operation: str, text: str) -> ServiceError | ReadOnlyError:
+        if _MACHINE_ASKED.search(text):
+            return ServiceError(f"{where}: {_LACKING}", status=403)
         code = match[1] if (match := _CODE.search(text)) else "AccessDenied"
         if advice := _ADVICE.get(code):
             return ServiceError(f"{where}: {advice}", status=403)
@@ -228,12 +233,12 @@ class ObjectRemote:
 
     @staticmethod
     def _failed(where: str, text: str) -> Exception:
+        if _MACHINE_ASKED.search(text):
+            return ServiceError(f"{where}: {_LACKING}")
         code = match[1] if (match := _CODE.search(text)) else ""
         if code in _ADVICE:
             return ServiceError(f"{where}: {_ADVICE[code]}")
         status = int(match[1]) if (match := _STATUS.search(text)) else 0
-        if not status and _CREDENTIALS.search(text):
-            return ServiceError(f"{where}: {_LACKING}")
         if 400 <= status < 500 and status not in (408, 425, 429):
             return ServiceError(f"{where}: the store answers {status} {code}", status=status)
         return PassingError(f"the store answers {status} {code}".rstrip() if status else _plain(text))
