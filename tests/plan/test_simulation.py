@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_said_with_figures_and_the_rest_goes_on() -> None:
     assert "6.0 GiB of host memory may be filled" in host.why_not
     assert "Use tier" not in host.why_not
     assert found.way("static").fits
-    assert "host does not fit" in found.reason
+    assert "what does not fit: host, device" in found.reason
 
 
 def test_nothing_that_fits_is_an_answer_too() -> None:

@@ -24,7 +24,9 @@ class Asked:
     read_s: float = 0.0
     """One of its readers works on it."""
     aside_s: float = 0.0
-    """Waits for nobody: a figure that was measured, or until the first byte comes."""
+    """Of its own reads, which no other rank's hold up: a figure that was measured, or latency."""
+    requests: float = 0.0
+    """To the store."""
     far_bytes: float = 0.0
     """From the store, over the node's link."""
     disk_bytes: float = 0.0
@@ -50,7 +52,7 @@ def resources_of(scenario: Scenario) -> Resources:
     return Resources(
         host_bytes=scenario.host_memory_bytes,
         host_total_bytes=scenario.host_memory_bytes,
-        host_limit="of a node",
+        host_limit="one node",
         device="cpu" if scenario.on_cpu else "cuda",
         device_bytes=scenario.gpu_memory_bytes,
         device_total_bytes=scenario.gpu_memory_bytes,
@@ -83,7 +85,7 @@ def planned(scenario: Scenario, tier: str, records: int) -> Plan:
             rates=rates,
         )
     except ResourceError as error:
-        raise ResourceError(str(error).partition(". Use ")[0]) from error
+        raise ResourceError(str(error).partition(". Use ")[0].removeprefix(f"tier {tier}: ")) from error
 
 
 def _reserve(scenario: Scenario) -> int | None:
@@ -116,30 +118,34 @@ def asked_of_tiers(scenario: Scenario, plan: Plan, *, far: float, near: float) -
         else:
             beside_s += busy_s
     taken = disk * scenario.batch * scenario.taken_bytes
+    requests = far * disk * scenario.batch
     found = "disk" in scenario.served and not far
     return Asked(
         inline_s=inline_s,
         beside_s=beside_s,
-        aside_s=aside_s + (_latency_s(scenario) if disk * far else 0.0),
+        aside_s=aside_s + _latency_s(scenario, requests),
+        requests=requests,
         far_bytes=far * taken,
         disk_bytes=0.0 if found else near * taken,
     )
 
 
-def _latency_s(scenario: Scenario) -> float:
-    """Until the last request of a batch is answered, its bytes apart."""
-    return scenario.store_latency_s * -(-scenario.batch // scenario.requests)
+def _latency_s(scenario: Scenario, requests: float) -> float:
+    """What so many requests wait for answers, so many of them at once; their bytes are the links' affair."""
+    return scenario.store_latency_s * requests / scenario.requests
 
 
 def asked_to_encode(scenario: Scenario) -> Asked:
-    """A batch whose samples are read and encoded for it."""
-    raw = scenario.batch * scenario.sample_bytes
-    read_s, encode_s = scenario.batch * scenario.read_s, scenario.batch * scenario.encode_s
-    wait_s = _latency_s(scenario) if scenario.shared else 0.0
+    """A batch whose samples are read and encoded for it; of a window only its part of the sample."""
+    samples = scenario.batch * min(1.0, scenario.taken_bytes / scenario.record_bytes)
+    raw = samples * scenario.sample_bytes
+    read_s, encode_s = samples * scenario.read_s, samples * scenario.encode_s
+    requests = float(scenario.batch) if scenario.shared else 0.0
+    wait_s = _latency_s(scenario, requests)
     moved = {"far_bytes": raw} if scenario.shared else {"disk_bytes": raw}
     if not scenario.readers:
-        return Asked(inline_s=read_s, encode_s=encode_s, aside_s=wait_s, **moved)
-    return Asked(read_s=read_s, encode_s=encode_s, aside_s=wait_s, **moved)
+        return Asked(inline_s=read_s, encode_s=encode_s, aside_s=wait_s, requests=requests, **moved)
+    return Asked(read_s=read_s, encode_s=encode_s, aside_s=wait_s, requests=requests, **moved)
 
 
 def traffic_of(scenario: Scenario, asked: Asked) -> Traffic:

@@ -83,6 +83,25 @@ def encoding_with(scenario: Scenario, encoders: int) -> Encoding:
     )
 
 
+def beside_s(scenario: Scenario, encoding: Encoding, steps_s: float) -> float:
+    """Seconds of the first epoch where training begins at once and encoding goes on beside it.
+
+    Batches come in the order in which records are stored, so an epoch ends with the later of both. Where an
+    encoder has a rank's GPU, its calls and the steps take turns at it; on CPUs they share the cores.
+
+    Args:
+        scenario: The run.
+        encoding: Of the whole set by itself.
+        steps_s: Of an epoch's steps with nothing to load.
+    """
+    one, stages = scenario, encoding.stages
+    if one.on_cpu:
+        shared_s = stages["cores"] + steps_s * one.busy_cores * one.gpus / one.node_cores
+    else:
+        shared_s = stages["encoder"] + steps_s
+    return one.start_s + max(shared_s, steps_s, *stages.values())
+
+
 def encodings(scenario: Scenario) -> tuple[Encoding, ...]:
     """With 1, 2, 4 ... encoders up to one a rank, or with the number that was given.
 

@@ -72,7 +72,13 @@ def _of_place(scenario: Scenario, asked: Asked, place: str, period_s: float) -> 
         return "readers of one rank", f"readers={wanted}, with cores for them, or precompute"
     if place == "own thread":
         return "the thread of a rank that loads", f"{format_seconds(asked.beside_s)} a batch: a smaller dtype"
-    return "what one rank waits for its reads", "more requests at once, or memory for more of the records"
+    if asked.requests:
+        wanted = math.ceil(asked.requests * scenario.store_latency_s / period_s)
+        return (
+            "the store's latency",
+            f"requests={wanted} of each rank at once, or memory for more of the records",
+        )
+    return "what one rank waits for its reads", "memory for more of the records"
 
 
 def choose(scenario: Scenario, ways: Sequence[Way]) -> Choice:
@@ -86,8 +92,8 @@ def choose(scenario: Scenario, ways: Sequence[Way]) -> Choice:
         f"fastest: {quick.name} ({quick.what}), {format_seconds(quick.total_s)} for precompute and "
         f"{scenario.epochs} epochs, limited by {quick.bottleneck}"
     ]
-    refused = [way for way in ways if not way.fits]
-    said += [f"{way.name} does not fit: {way.why_not}" for way in refused]
+    refused = [way.name for way in ways if not way.fits]
+    said += [f"what does not fit: {', '.join(refused)}"] if refused else []
     alike = [way.name for way in able if way is not quick and way.total_s <= 1.01 * quick.total_s]
     said += [f"within 1 % of it: {', '.join(alike)}"] if alike else []
     if scenario.prices.node_hour is None:

@@ -68,6 +68,8 @@ class Simulation:
     """By number of encoders."""
     encoding: Encoding
     """The one that the ways reckon with."""
+    beside_s: float
+    """Seconds of the first epoch where training begins at once and encoding goes on beside it."""
     ways: tuple[Way, ...]
     fastest: str
     """Name of the way that is over first; empty where none fits."""
@@ -88,6 +90,7 @@ class Simulation:
             "scenario": asdict(self.scenario),
             "encodings": [one.to_json() for one in self.encodings],
             "encoding": self.encoding.to_json(),
+            "beside_s": self.beside_s,
             "ways": [{**asdict(one), "fits": one.fits} for one in self.ways],
             "fastest": self.fastest,
             "cheapest": self.cheapest,

@@ -84,7 +84,7 @@ class Scenario:
     write_s: float = 0.0
     """Seconds for one record to be converted, summed and written, the transfer left out."""
     readers: int = 1
-    """Processes that read, for each encoder."""
+    """Processes that read, for each encoder; 0: the encoder's process reads itself."""
     encoders: int | None = None
     """Encoders in all, one a rank; None: each number from 1 to all ranks is tried, and the quickest taken."""
     start_s: float = 0.0
@@ -121,7 +121,7 @@ class Scenario:
             value = getattr(self, one.name)
             if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{one.name} is {value}. Expected a number, not below 0")
-        for name in ("records", "batch", "nodes", "gpus", "epochs", "depth", "requests", "readers"):
+        for name in ("records", "batch", "nodes", "gpus", "epochs", "depth", "requests"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}. Expected at least 1")
         for name in ("record_bytes", "step_s", "disk_bytes_s", "copy_bytes_s", "store_bytes_s", "cores"):

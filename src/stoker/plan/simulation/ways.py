@@ -10,7 +10,7 @@ from stoker.errors import ResourceError
 from stoker.plan.simulation.filling import fill_beside
 from stoker.plan.simulation.loads import Asked, asked_of_tiers, asked_to_encode, planned, traffic_of
 from stoker.plan.simulation.mirror import hit_share
-from stoker.plan.simulation.pace import Encoding, encodings, quickest
+from stoker.plan.simulation.pace import Encoding, beside_s, encodings, quickest
 from stoker.plan.simulation.queues import Passed, passed
 from stoker.plan.simulation.report import choose, limited, say_taken
 from stoker.plan.simulation.result import Simulation, Way
@@ -65,6 +65,7 @@ def simulate(scenario: Scenario) -> Simulation:
         scenario=scenario,
         encodings=tried,
         encoding=encoding,
+        beside_s=beside_s(scenario, encoding, scenario.batches * base.period_s),
         ways=tuple(ways),
         taken=say_taken(scenario),
         **choose(scenario, ways),
@@ -78,7 +79,9 @@ def _way(
     even = passed(traffic_of(scenario, kept.asked), scenario.batches)
     epoch_s = scenario.batches * even.period_s
     each_node = scenario.epoch_examples / scenario.nodes
-    taken = scenario.sample_bytes if encoding is None else scenario.taken_bytes
+    taken = scenario.taken_bytes
+    if encoding is None:
+        taken = scenario.sample_bytes * min(1.0, taken / scenario.record_bytes)
     demand = each_node * taken
     early = [(epoch_s, kept.far * demand)]
     if kept.fill_bytes:
