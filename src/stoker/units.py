@@ -10,6 +10,14 @@ KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
 
+SIZES = {
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+"""Bytes of a unit as people type it, in lower case."""
+TIMES = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+"""Seconds of one."""
+
 
 def format_bytes(size_bytes: float) -> str:
     """Binary units with three significant figures at most.

@@ -68,7 +68,7 @@ def repeat_flags(args: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecomputeFlags:
-    """The earlier flags as given; None where a flag is absent."""
+    """Flags of `precompute` as given; None where a flag is absent."""
 
     tasks: list[str] | None = None
     root: Path | None = None
@@ -88,6 +88,8 @@ class PrecomputeFlags:
     dataloader_timeout: float | None = None
     cache_write_timeout: float | None = None
     watchdog_timeout: float | None = None
+    engine: str | None = None
+    address: str | None = None
 
     def settings(self, overrides: Sequence[str]) -> list[str]:
         """`overrides` with every given flag added as `key=value`.
@@ -116,6 +118,8 @@ class PrecomputeFlags:
             "training.num_workers": workers,
             "training.pin_memory": self.pin_memory,
             "precompute.overwrite": self.overwrite,
+            "precompute.engine": self.engine,
+            "precompute.ray.address": self.address,
             "precompute.retry_quarantined": self.retry_quarantined or None,
         } | self._deadlines()
         return [*overrides, *(f"{key}={_text(value)}" for key, value in given.items() if value is not None)]

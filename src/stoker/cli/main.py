@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli import bench, demo, fetching, keeping, launching, profile, serving
+from stoker.cli import bench, demo, fetching, keeping, launching, moving, profile, serving
 from stoker.cli.edge import Edge, edge, run, stop_on_sigterm
 from stoker.cli.flags import (
     CachePath,
@@ -141,6 +141,13 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
     watchdog_timeout: Annotated[
         float | None, typer.Option(metavar="S", help="precompute.deadlines.encode, the first call included.")
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="local|ray", help="precompute.engine: this machine, or a Ray cluster."),
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(metavar="auto|HOST:PORT", help="precompute.ray.address; default: one here.")
+    ] = None,
     manifest: Annotated[Path | None, typer.Option(help="Write a JSON report of the run here.")] = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -154,6 +161,7 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
     Example:
       stoker precompute configs/train_burgers_32dim.yaml
       stoker precompute configs/train_burgers_32dim.yaml latent.dim=64 --splits train val
+      stoker precompute configs/train_burgers_32dim.yaml --engine ray --address auto
     """
     with edge(as_json=as_json, debug=debug) as out:
         path, overrides = config_and_overrides(words or [], config)
@@ -163,6 +171,7 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
             pin_memory=pin_memory, overwrite=overwrite, retry_quarantined=retry_quarantined, limit=limit,
             hdf5_timeout=hdf5_timeout, dataloader_timeout=dataloader_timeout,
             cache_write_timeout=cache_write_timeout, watchdog_timeout=watchdog_timeout,
+            engine=engine, address=address,
         )  # fmt: skip
         if batch_size is not None:
             out.note("--batch-size has no effect: samples are encoded in fixed groups, whatever the machine")
@@ -193,16 +202,37 @@ def config_and_overrides(words: list[str], config: Path | None) -> tuple[Path, l
 
 
 @app.command()
-def plan(config: Config, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
+def plan(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    config: Config,
+    overrides: Overrides = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Machines that are not here: nodes=8 gpus=8 ... [CONFIG].")
+    ] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Of a simulation: tables as Markdown.")
+    ] = False,
+    picture: Annotated[Path | None, typer.Option(help="Of a simulation: draw it, as PNG or SVG.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
     """Show where records would be served from.
 
-    With what that costs a batch, and why; nothing is moved or encoded.
+    With what that costs a batch, and why; nothing is moved or encoded. With --simulate: what a whole run
+    would take on other machines, each way of doing it in time, bytes, memory and money (docs/scale.md).
 
     \b
     Example:
       stoker plan configs/train_burgers_512dim.yaml training.tier=host
+      stoker plan --simulate records=1e6 record_bytes=100kB batch=64 step=20ms host_memory=64GB
     """
     with edge(as_json=as_json, debug=debug) as out:
+        if simulate:
+            from stoker.cli.simulating import simulated
+
+            simulated(out, [str(config), *(overrides or [])], as_markdown=markdown, picture=picture)
+            return
+        if markdown or picture:
+            raise ConfigError("--markdown and --picture are of --simulate. Add that, or leave them out")
         settings = _load(out, config, overrides)
         from stoker.cli import render, render_tasks
         from stoker.pipeline.build import tasks_of
@@ -284,6 +314,7 @@ def inspect(path: CachePath, as_json: Json = False, debug: Debug = False) -> Non
 
 
 keeping.register(app)
+moving.register(app)
 bench.register(app)
 profile.register(app)
 launching.register(app)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -13,6 +14,7 @@ from stoker.config import Config
 from stoker.config.remedies import in_settings
 from stoker.encoders.protocol import Encoder
 from stoker.errors import (
+    ConfigError,
     DeviceError,
     FormatError,
     IncompleteError,
@@ -32,7 +34,8 @@ from stoker.pipeline.build import (
     share_encoders,
     tasks_of,
 )
-from stoker.pipeline.folders import is_open, require_writable
+from stoker.pipeline.engines import engine_of
+from stoker.pipeline.folders import cache_dir_of, is_open, require_writable
 from stoker.pipeline.gone import find_without_source
 from stoker.pipeline.inspect import list_quarantined, shard_bytes, worst_error
 from stoker.pipeline.locate import job_recipe, windows_in
@@ -249,7 +252,7 @@ def fill_caches(
         SourceError: The data is gone and no cache matches, or it cannot be read.
         IncompleteError: More samples were quarantined than allowed.
     """
-    cache_dir = Path(config.training.latent_cache_dir)
+    cache_dir = cache_dir_of(config)
     if not is_open(cache_dir):  # one that is may be read-only, if its caches are complete
         require_writable(cache_dir, "training.latent_cache_dir")
     results: list[CacheResult] = []
@@ -295,15 +298,21 @@ def _fill_jobs(
         windows_in(config, schema)
     results: list[CacheResult] = []
     beside = training is not None and not config.precompute.wait
-    for job, schema in zip(jobs, schemas, strict=True):
-        settings = settings_of(config, job, ranks, nodes=nodes)
-        if progress is not None:
-            settings = replace(settings, progress=progress)
-        ready = _ready(config, job, settings) if training else None
-        if beside and ready is None:
-            check_beside(config, schema, ranks)
-        run = begin_precompute if beside else run_precompute
-        results.append(ready or _fill(config, job, settings, run=run))
+    if beside and config.precompute.engine != "local":
+        raise ConfigError(
+            "precompute.wait=false encodes beside the training, on this machine; precompute.engine is "
+            f"{config.precompute.engine}. Leave one of them out"
+        )
+    with engine_of(config, ranks) as engine:
+        run = begin_precompute if beside else partial(run_precompute, engine=engine)
+        for job, schema in zip(jobs, schemas, strict=True):
+            settings = settings_of(config, job, ranks, nodes=nodes)
+            if progress is not None:
+                settings = replace(settings, progress=progress)
+            ready = _ready(config, job, settings) if training else None
+            if beside and ready is None:
+                check_beside(config, schema, ranks)
+            results.append(ready or _fill(config, job, settings, run=run))
     return results
 
 
@@ -337,7 +346,7 @@ def _ready(config: Config, job: Job, settings: PrecomputeSettings) -> CacheResul
         return None
     recipe = job_recipe(config, job)
     try:
-        cache = open_cache(Path(config.training.latent_cache_dir) / job.name / recipe.fingerprint)
+        cache = open_cache(cache_dir_of(config) / job.name / recipe.fingerprint)
     except (FormatError, IncompleteError, OSError):
         return None  # precompute mends it, or says what is wrong
     if len(cache.quarantined) > settings.max_quarantined * recipe.count:
@@ -345,7 +354,7 @@ def _ready(config: Config, job: Job, settings: PrecomputeSettings) -> CacheResul
     cache.filler = EncodeFiller(
         job.source,
         job.encoder,
-        Path(config.training.latent_cache_dir),
+        cache_dir_of(config),
         name=job.name,
         settings=settings,
         fingerprint=cache.fingerprint,
@@ -358,7 +367,7 @@ def _fill(
     config: Config, job: Job, settings: PrecomputeSettings, *, run: Callable[..., PrecomputeReport]
 ) -> CacheResult:
     began = time.monotonic()
-    cache_dir = Path(config.training.latent_cache_dir)
+    cache_dir = cache_dir_of(config)
     report = run(job.source, job.encoder, cache_dir, name=job.name, settings=settings)
     return CacheResult(
         cache=report.cache,

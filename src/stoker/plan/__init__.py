@@ -3,17 +3,21 @@
 cgroups.py     limits of control groups, version 1 and 2
 resources.py   what this process may use; the only module that asks the machine
 rates.py       how fast it copies and reads, when timed
+elsewhere.py   what an epoch fetches of a set that lies on an object store
 tiers.py       records per tier, seconds per batch, stall: arithmetic
 words.py       the reason in words
 gpus.py        what the memory of GPUs would hold
 ledger.py      what the loaders of one process hold together
 moves.py       when what is held should change, and when it had better stay
 mounts.py      what kind of storage a path lies on
+simulation/    the same for machines that are not here: a run as a whole, with queues where several wait
 """
 
+from stoker.plan.elsewhere import Elsewhere
 from stoker.plan.ledger import LEDGER, Claim, Ledger
 from stoker.plan.rates import Load, Rates, measure_rates
 from stoker.plan.resources import Resources, probe
+from stoker.plan.simulation import Scenario, Simulation, simulate
 from stoker.plan.tiers import TIERS, Demand, Plan, Tier, TierShare, plan_tiers, stall_of
 
 __all__ = [
@@ -21,15 +25,19 @@ __all__ = [
     "TIERS",
     "Claim",
     "Demand",
+    "Elsewhere",
     "Ledger",
     "Load",
     "Plan",
     "Rates",
     "Resources",
+    "Scenario",
+    "Simulation",
     "Tier",
     "TierShare",
     "measure_rates",
     "plan_tiers",
     "probe",
+    "simulate",
     "stall_of",
 ]

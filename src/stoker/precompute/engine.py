@@ -32,6 +32,7 @@ from stoker.precompute.verdict import check_quarantined, check_values, describe_
 from stoker.sources.protocol import Source
 from stoker.store import Cache, Digests, Folder, make_recipe, open_folder
 from stoker.store.claims import INDEX_WAIT_S, claim
+from stoker.store.mirror.attach import here
 from stoker.units import format_count
 
 log = logging.getLogger("stoker")
@@ -84,7 +85,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
 
     Args:
         source, encoder: What to read, and what to apply; None stores samples as they are.
-        cache_dir, name: The cache goes to `<cache_dir>/<name>/<fingerprint>/`.
+        cache_dir, name: The cache goes to `<cache_dir>/<name>/<fingerprint>/`, here or at an address.
         dtype: Storage dtype of float fields, for all or by field name.
         readers: Reader processes; None: automatic; 0: read in this process, without deadlines.
         device: Where the encoder runs; of several, as `["cuda:0", "cuda:1"]` or `"all"`, on each of them, in
@@ -140,7 +141,7 @@ def begin_precompute(
     Raises:
         SourceError: Source and encoder cannot be sent to a process.
     """
-    tally, cache_dir = _Tally(), Path(cache_dir)
+    tally, cache_dir = _Tally(), here(cache_dir, must_exist=False)
     digests = Digests(cache_dir, settings.identity)
     recipe = make_recipe(source, encoder, dtype=settings.dtype, digests=digests)
     weights = None if encoder is None else encoder.weights()
@@ -167,7 +168,7 @@ def run_precompute(
 ) -> PrecomputeReport:
     """Do the work of `precompute` and report on it; errors as there."""
     tally = _Tally()
-    cache_dir = Path(cache_dir)
+    cache_dir = here(cache_dir, must_exist=False)
     recipe = make_recipe(source, encoder, dtype=settings.dtype, digests=Digests(cache_dir, settings.identity))
     weights = None if encoder is None else encoder.weights()
     folder = open_folder(cache_dir, name, recipe, weights=weights)

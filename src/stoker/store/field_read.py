@@ -47,6 +47,8 @@ class ShardFile:
     def corrupt(self, fact: str) -> CorruptError:
         """The error for damaged records."""
         folder = self.path.parent
+        if (origin := self.file.origin) is not None:
+            fact = f"{fact} (it was fetched again from {origin}, and is no better)"
         return CorruptError(fact, advice=repair_advice(folder), shard=self.path.name, folder=folder)
 
 
@@ -128,8 +130,12 @@ class FieldReader:
         for own, out in enumerate(outs, row):
             if wait:
                 file.read(offset, out, self._name, own)
-                offset += len(out)
-            if not blocks.right(own, low, out, verify):
+            right = blocks.right(own, low, out, verify)
+            if not right and file.file.mend(offset, len(out)):
+                file.read(offset, out, self._name, own)
+                right = blocks.right(own, low, out, verify)
+            offset += len(out)
+            if not right:
                 raise file.corrupt(f"{file.where(self._name, own)} does not match its checksum")
         return True
 

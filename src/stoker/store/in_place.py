@@ -156,6 +156,8 @@ def _open_user(user: UserFile, folder: Path) -> LocalFile:
 class PlacedFile:
     """An `OpenFile` that is put together from several."""
 
+    origin: str | None = None
+
     def __init__(self, own: OpenFile, pieces: list[tuple[int, int, OpenFile, int]]) -> None:
         self._own = own
         self._pieces = pieces
@@ -179,6 +181,15 @@ class PlacedFile:
         """Fill `outs` from the page cache, where one file has all of it."""
         file, place, room = self._place(offset)
         return room >= sum(map(len, outs)) and bool(cast("Any", file).read_cached(place, outs))
+
+    def ahead(self, offset: int, size: int) -> None:
+        """Have the file that has the first of these bytes read ahead."""
+        file, place, room = self._place(offset)
+        file.ahead(place, min(room, size))
+
+    def mend(self, offset: int, size: int) -> bool:
+        """Nothing can be had anew."""
+        return False
 
     def fileno(self) -> int:
         """None: the bytes are in several files, and lie on no pages."""

@@ -1,36 +1,32 @@
-"""A local folder as `Storage`: files appear whole or not at all.
+"""A local folder as `Storage`: files appear whole or not at all, as `pending.py` writes them.
 
-A file is written under a temporary name that its writer holds an flock on; a temporary that nobody holds
-belongs to somebody dead and is swept. Opening never follows a link and never waits on a pipe or device.
+A temporary that nobody holds belongs to somebody dead and is swept. Opening never follows a link and never
+waits on a pipe or device. A folder that is a mirror asks the place that it stands for.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import functools
 import os
 import re
-import secrets
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stoker.atomic import explained, publish, sync_folder
+from stoker.atomic import explained, sync_folder
 from stoker.errors import CorruptError, FormatError
-from stoker.store.protocols import Buffer, OpenFile
+from stoker.store.pending import TEMPORARY_NAME, LocalPending, put_file
+from stoker.store.protocols import OpenFile, Pending
 from stoker.units import MIB, format_bytes
 
-TEMPORARY = ".tmp-"
-TEMPORARY_NAME = re.compile(r"\.tmp-[0-9a-f]+-[A-Za-z0-9_.-]+")
-"""What is swept: a folder may hold others' files that begin alike."""
-FLUSH_BYTES = 8 * MIB
-"""Bytes after which the kernel is asked to begin writing them out, so that the final fsync is short."""
-NO_LOCKS_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What locking a file says on a file system that has no locks."""
+if TYPE_CHECKING:
+    from stoker.store.mirror.folder import MirrorFolder
+    from stoker.store.remote import Expected
+
 NOT_A_FILE_ERRNOS = (errno.ELOOP, errno.ENXIO)
 """What opening with `O_NOFOLLOW | O_NONBLOCK` says of a link, and of a pipe or device nobody serves."""
 RWF_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
@@ -62,99 +58,10 @@ def places_name(shard: str) -> str | None:
     return f"places-{shard[len('shard-') : -len('.safetensors')]}.json"
 
 
-@functools.cache
-def _sync_range() -> Callable[..., int] | None:
-    """Linux `sync_file_range`, or None elsewhere."""
-    try:
-        function = ctypes.CDLL(None).sync_file_range
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return function
-
-
-class LocalPending:
-    """A temporary file that `commit` turns into `name`."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
-        self._unflushed = 0
-        with explained(folder):
-            self._fd, self._temporary = self._begin()
-
-    def _begin(self) -> tuple[int, Path]:
-        while True:
-            path = self._folder / f"{TEMPORARY}{secrets.token_hex(6)}-{self._name}"
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                pass
-            except OSError as error:
-                if error.errno not in NO_LOCKS_ERRNOS:
-                    os.close(fd)
-                    raise
-                return fd, path  # nobody can tell that we are dead, so nobody sweeps
-            else:
-                if os.fstat(fd).st_nlink:
-                    return fd, path
-            os.close(fd)  # a sweeper came between creating and locking: the file is going, make another
-
-    def write_at(self, offset: int, data: Buffer) -> None:
-        """Write all of `data` at `offset`."""
-        view = memoryview(data).cast("B")
-        with explained(self._folder):
-            at = 0
-            while at < len(view):
-                at += os.pwrite(self._fd, view[at:], offset + at)
-        self._unflushed += len(view)
-        if self._unflushed >= FLUSH_BYTES:
-            self._unflushed = 0
-            if sync := _sync_range():
-                sync(self._fd, 0, 0, 2)  # 2: start writing what is dirty, wait for nothing
-
-    def read_at(self, offset: int, size: int) -> bytes:
-        """Read back `size` bytes."""
-        data = os.pread(self._fd, size, offset)
-        if len(data) != size:
-            raise OSError(errno.EIO, f"read {len(data)} of {size} bytes back from {self._temporary}")
-        return data
-
-    def truncate(self, size: int) -> None:
-        """Cut or extend the file to `size` bytes."""
-        with explained(self._folder):
-            os.ftruncate(self._fd, size)
-
-    def commit(self) -> None:
-        """Make the bytes durable, then the name."""
-        try:
-            with explained(self._folder):
-                publish(self._temporary, self._folder / self._name)
-        except BaseException:
-            self.discard()
-            raise
-        self._close()
-
-    def discard(self) -> None:
-        """Remove the temporary, or leave it to be swept later; safe to call twice and after `commit`."""
-        if self._fd >= 0:
-            with suppress(OSError):  # the error that led here is the one to report
-                self._temporary.unlink(missing_ok=True)
-            self._close()
-
-    def _close(self) -> None:
-        # Synced or given up, so an error means nothing; the number is free even then: never close it again.
-        fd, self._fd = self._fd, -1
-        with suppress(OSError):
-            os.close(fd)
-
-    def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0:
-            self.discard()
-
-
 class LocalFile:
     """A regular file opened for positional reads; closed when nobody refers to it any more."""
+
+    origin: str | None = None
 
     def __init__(self, path: Path) -> None:
         self._fd = -1
@@ -217,6 +124,16 @@ class LocalFile:
             return False
         return count == sum(map(len, outs))
 
+    def ahead(self, offset: int, size: int) -> None:
+        """Have the system read these bytes ahead: it may have been told not to by itself."""
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):  # a file system that takes no advice
+                os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_WILLNEED)
+
+    def mend(self, offset: int, size: int) -> bool:
+        """Nothing can be had anew: this is where the bytes are."""
+        return False
+
     def fileno(self) -> int:
         """The descriptor."""
         return self._fd
@@ -237,21 +154,33 @@ class LocalStorage:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def create(self, name: str) -> LocalPending:
-        """Begin a new file called `name`."""
-        return LocalPending(self.path, check_name(name, where=str(self.path)))
+    @functools.cached_property
+    def mirror(self) -> MirrorFolder | None:
+        """The mirror that this folder is; None: it is a plain one, whose files are all there is."""
+        from stoker.store.mirror.folder import mirror_of  # which uses this module for what is here
 
-    def put(self, name: str, data: bytes) -> None:
-        """Write a small file atomically and durably, replacing one of that name."""
-        pending = LocalPending(self.path, name)
-        try:
-            pending.write_at(0, data)
-            pending.commit()
-        finally:
-            pending.discard()
+        return mirror_of(self.path)
+
+    def create(self, name: str) -> Pending:
+        """Begin a new file called `name`."""
+        check_name(name, where=str(self.path))
+        return LocalPending(self.path, name) if self.mirror is None else self.mirror.names.create(name)
+
+    def put(self, name: str, data: bytes, *, expected: Expected = "anything") -> None:
+        """Write a small file atomically and durably; a `ChangedError` if it is not what was `expected`."""
+        if self.mirror is not None:
+            self.mirror.names.put(name, data, expected)
+        else:
+            put_file(self.path / name, data)
+
+    def version(self, name: str) -> Expected:
+        """What `put` is to expect if nobody else replaces the file meanwhile. Ask before reading it."""
+        return "anything" if self.mirror is None else self.mirror.names.version(name)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes by name of the regular files here, sorted by name; hidden ones left out."""
+        """Bytes by name of the regular files there are, sorted by name; hidden ones left out."""
+        if self.mirror is not None:
+            return self.mirror.names.sizes()
         with os.scandir(self.path) as entries:
             found = {
                 entry.name: entry.stat(follow_symlinks=False).st_size
@@ -266,8 +195,13 @@ class LocalStorage:
 
     def open(self, name: str) -> OpenFile:
         """Open `name` for positional reads; of a shard that is served in place, also the user's files."""
-        file = LocalFile(self.path / check_name(name, where=str(self.path)))
-        if (places := places_name(name)) is None or not (self.path / places).exists():
+        places = places_name(check_name(name, where=str(self.path)))
+        if self.mirror is not None:
+            if places is not None:
+                return self.mirror.open(name)
+            self.mirror.names.fresh(name)
+        file = LocalFile(self.path / name)
+        if places is None or not (self.path / places).exists():
             return file
         from stoker.store.in_place import placed_file  # which opens files as this module does
 
@@ -279,6 +213,8 @@ class LocalStorage:
         Raises:
             FormatError: It is larger than `limit_bytes`.
         """
+        if self.mirror is not None:
+            self.mirror.names.fresh(name)
         file = LocalFile(self.path / name)
         try:
             if file.size > limit_bytes:
@@ -294,6 +230,9 @@ class LocalStorage:
 
     def link(self, other: LocalStorage, name: str) -> None:
         """Take over the file `name` of `other`: a hard link, or a copy where links are not possible."""
+        if self.mirror is not None:
+            self._copy(other, name)
+            return
         try:
             os.link(other.path / name, self.path / name, follow_symlinks=False)
         except FileExistsError:
@@ -317,6 +256,17 @@ class LocalStorage:
         finally:
             pending.discard()
             file.close()
+
+    def share(self, name: str) -> None:
+        """Let others see a small file that was written in place; nothing where they see this folder."""
+        if self.mirror is not None:
+            self.mirror.names.share(name)
+
+    def remove(self, name: str) -> None:
+        """Remove a file; no error where there is none."""
+        if self.mirror is not None:
+            self.mirror.names.remove(name)
+        (self.path / name).unlink(missing_ok=True)
 
     def sweep(self) -> int:
         """Remove temporaries whose writers are dead; returns how many."""

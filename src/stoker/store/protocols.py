@@ -54,6 +54,11 @@ class OpenFile(Protocol):
         """Bytes in the file when it was opened."""
         ...
 
+    @property
+    def origin(self) -> str | None:
+        """The address that its bytes come from; None: they are here."""
+        ...
+
     def read_into(self, offset: int, out: memoryview[Any]) -> None:
         """Fill `out` from `offset`; a short file is a `CorruptError` that names it."""
         ...
@@ -63,6 +68,14 @@ class OpenFile(Protocol):
 
         False: not all of it can be had so, or nobody knows; the buffers may hold anything then.
         """
+        ...
+
+    def ahead(self, offset: int, size: int) -> None:
+        """Begin to bring bytes near that will be read soon; waits for nothing."""
+        ...
+
+    def mend(self, offset: int, size: int) -> bool:
+        """Have bytes that do not match their sums come anew at the next read; False: from nowhere."""
         ...
 
     def fileno(self) -> int:

@@ -120,4 +120,9 @@ def facts_of(file: OpenFile, schema: Schema, name: str, known: ShardFacts | None
             return known
     except (OSError, CorruptError):
         pass  # reading all of it says what is wrong
+    try:
+        return read_facts(file, schema, name)
+    except CorruptError:
+        if not file.mend(0, file.size):
+            raise
     return read_facts(file, schema, name)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import xxhash
@@ -69,20 +67,14 @@ class Shard:
         }
         """Reads each field's records, many at once or without waiting."""
 
-    @property
-    def statistics(self) -> Mapping[str, Any]:
-        """Partial statistics by field."""
-        return self._described("statistics")
+    def described(self, what: Literal["statistics", "error", "environment"]) -> Mapping[str, Any]:
+        """What the header says of the records.
 
-    @property
-    def error(self) -> Mapping[str, Any]:
-        """Largest conversion error by field: `{"max", "rms"}`."""
-        return self._described("error")
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """Versions and hardware that made the records."""
-        return self._described("environment")
+        Args:
+            what: `statistics`: partial ones by field; `error`: the largest of a conversion by field,
+                `{"max", "rms"}`; `environment`: versions and hardware that made them.
+        """
+        return read_strict(self.facts.metadata[what].encode(), where=f"{what} of {self._path}")
 
     def numbers(self) -> NDArray[np.int64]:
         """Part-local sample numbers, one per row."""
@@ -140,6 +132,23 @@ class Shard:
         Raises:
             CorruptError: It differs; names the damaged samples.
         """
+        digest = self._digest(field, sink)
+        if digest != self.facts.digests.get(field) and self._mend(field):
+            digest = self._digest(field, sink)
+        if digest != self.facts.digests.get(field):
+            rows = self._bad_rows(field) or range(self.rows)
+            bad = [int(self._numbers[row]) + self._offset for row in rows]
+            raise self._bytes.corrupt(
+                f"{self._path}: field {field!r} does not match its digest; damaged samples: "
+                f"{', '.join(map(str, bad[:10]))}{f' and {len(bad) - 10} more' if len(bad) > 10 else ''}"
+            )
+
+    def _mend(self, field: str) -> bool:
+        """Have a column fetched anew where it can be."""
+        return self._file.mend(self.columns[field].offset, self.columns[field].nbytes)
+
+    def _digest(self, field: str, sink: ColumnSink | None) -> str:
+        """The digest of a column as it is, handed to `sink` on the way."""
         column = self.columns[field]
         digest = xxhash.xxh3_128()
         scratch = memoryview(bytearray(min(PIECE_BYTES, column.nbytes))) if sink is None else None
@@ -151,23 +160,14 @@ class Shard:
             digest.update(piece)
             if sink is not None:
                 sink.filled(begin, size)
-        if digest.hexdigest() != self.facts.digests.get(field):
-            rows = self._bad_rows(field) or range(self.rows)
-            bad = [int(self._numbers[row]) + self._offset for row in rows]
-            raise self._bytes.corrupt(
-                f"{self._path}: field {field!r} does not match its digest; damaged samples: "
-                f"{', '.join(map(str, bad[:10]))}{f' and {len(bad) - 10} more' if len(bad) > 10 else ''}"
-            )
+        return digest.hexdigest()
 
     def _announce(self, offset: int, begin: int, size: int) -> None:
         """Have the system read ahead of piece `begin` of a column: it may have been told not to by itself."""
-        if not hasattr(os, "posix_fadvise"):
-            return
         first = begin + AHEAD_BYTES - PIECE_BYTES if begin else 0
         count = min(begin + AHEAD_BYTES, size) - first
         if count > 0:
-            with suppress(OSError):  # a file system that takes no advice, or bytes in several files
-                os.posix_fadvise(self.fileno(), offset + first, count, os.POSIX_FADV_WILLNEED)
+            self._file.ahead(offset + first, count)
 
     def damage(self, field: str) -> dict[int, str]:
         """Rows of a column that cannot be served, each with why; all if only the column's digest differs."""
@@ -202,9 +202,10 @@ class Shard:
                     f"{self._path}: padding at byte {offset} is not zero. No record is affected"
                 )
 
+    def ahead(self, offset: int, size: int) -> None:
+        """Begin to bring bytes of the file near; `FieldReader.extent` says which."""
+        self._file.ahead(offset, size)
+
     def fileno(self) -> int:
         """The descriptor, for mapping columns; stays open as long as the shard."""
         return self._file.fileno()
-
-    def _described(self, entry: str) -> dict[str, Any]:
-        return read_strict(self.facts.metadata[entry].encode(), where=f"{entry} of {self._path}")

@@ -1,0 +1,478 @@
+"""Question: are the times that `stoker plan --simulate` predicts those that runs here then take?
+
+Whole epochs and whole precomputes on this machine, of the parts below. The simulator is told what was measured by
+itself just before: a step with nothing to load, batches with no step, reading, encoding and writing of a few samples each
+alone, the start of a precompute with eight samples, gradients summed with nothing else going on, and of the throttled store
+the rate and latency that it was set to. It is never told what a combination of them took. `error` is predicted over
+measured, less 1: the median over rounds in which primitives and run take turns. `bare_error` is that of the guess that
+nothing waits for anything (steps alone; of precompute the encoder alone), so that one sees what there was to predict.
+
+- serve: W2-like windows (batch 256) from host memory and from the disk tier (page cache), steps that sleep 2, 5, 20 ms.
+- partial: whole records of 103 KiB, a part of them in host memory, the rest from disk; steps of 2 ms.
+- encode: every sample read and encoded for each batch in the same process, steps of 2 and 20 ms.
+- precompute: a cheap and a dear encoder, gzip HDF5, 1 and 2 readers, fresh processes.
+- ranks: 1, 2, 4 ranks under torchrun on the same cores; steps multiply matrices, then sum 1 MiB of gradients (gloo).
+- store: 1 and 2 nodes (processes in step) read from one throttled store: fixed rate and latency.
+- filling: the first epoch beside the encoding (`wait=False`), cheap and dear encoder.
+
+    python benchmarks/simulate.py [--save] [--only serve ranks] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import mmap
+import os
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import stoker
+from measure import RESULTS, publish
+from partial_residency import reserve
+from plan_stall import alone, sleeping
+from precompute_wall import alone as alone_process
+from precompute_wall import make_encoder, write
+from serve_memory import Records, cache_of
+from stoker.loader.outputs import make_outputs
+from stoker.pipeline.served import served_loads
+from stoker.plan import Scenario, probe, simulate
+from stoker.precompute import PrecomputeSettings
+from stoker.precompute.trial import Trial, try_stages
+from stoker.store import make_recipe
+
+Found = tuple[float, float, float]
+"""Predicted, measured and bare seconds."""
+WINDOWS = stoker.Windows()
+TRAJECTORIES, BATCH = 400, 256
+RECORDS, RECORD_BATCH = 2_000, 32
+SAMPLES, TRIED = 240, 48
+STORE_BYTES_S, STORE_LATENCY_S, STORE_THREADS = 60e6, 4e-3, 4
+STORE_RECORDS, STORE_BATCH = 1_000, 32
+RANK_BATCH, RANK_PRODUCTS, RANK_GRADIENTS = 64, 20, 1 << 18
+LONG_S = 200.0
+
+
+def latents(count: int) -> Records:
+    rows = torch.randn(count, 101, 16, 32, generator=torch.Generator().manual_seed(0)).half()
+    return Records({"latent": rows}, time=("latent",))
+
+
+def scenario_of(
+    cache: stoker.Cache, windows: stoker.Windows | None, batch: int, step_s: float, **more: Any
+) -> Scenario:
+    """A run on this machine over a cache: its sizes, and what else is known."""
+    outputs = make_outputs(cache.schema, windows, None)
+    each = 1 if windows is None else windows.count(cache.schema["latent"].shape[0])
+    given: dict[str, Any] = {
+        "host_memory_bytes": probe().host_bytes, "cores": float(len(os.sched_getaffinity(0))), "step_cpus": 0.0,
+        "disk_bytes_s": 1e12, "epochs": 1,
+    }  # fmt: skip
+    return Scenario(
+        records=len(cache),
+        record_bytes=cache.schema["latent"].size_bytes(),
+        batch=batch,
+        examples=len(cache) * each,
+        example_bytes=sum(output.example_bytes for output in outputs),
+        step_s=step_s,
+        **(given | more),
+    )
+
+
+def epoch_of(loader: Any, step: Callable[[], None]) -> float:
+    """Seconds of an epoch; one before it fills memory and is not counted."""
+    for _ in loader:
+        pass
+    begin = time.perf_counter()
+    for _ in loader:
+        step()
+    return time.perf_counter() - begin
+
+
+def serve(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
+    cache = cache_of(latents(TRAJECTORIES), folder, shards=4)
+
+    def once(tier: str, length_s: float) -> Found:
+        step = sleeping(length_s)
+        step_s = alone(step)
+        served = served_loads(cache, WINDOWS, BATCH, tiers=[tier])
+        scenario = scenario_of(cache, WINDOWS, BATCH, step_s, served=served)
+        found = simulate(scenario).way(tier)
+        loader = stoker.Loader(cache, BATCH, windows=WINDOWS, tier=tier, drop_last=True)
+        return found.epoch_s, epoch_of(loader, step), scenario.batches * step_s
+
+    for tier in ("host", "disk"):
+        for length_s in (2e-3, 5e-3, 20e-3):
+            yield f"{tier}, step {length_s * 1e3:g} ms", lambda t=tier, s=length_s: once(t, s)
+
+
+def partial(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
+    cache = cache_of(latents(RECORDS), folder, shards=40)
+    step = sleeping(2e-3)
+
+    def once(fraction: float) -> Found:
+        step_s = alone(step)
+        served = served_loads(cache, None, RECORD_BATCH)
+        size = len(cache) * cache.schema["latent"].size_bytes()
+        scenario = scenario_of(
+            cache, None, RECORD_BATCH, step_s, served=served, host_memory_bytes=int(fraction * size / 0.8)
+        )
+        loader = stoker.Loader(cache, RECORD_BATCH, reserve_bytes=reserve(cache, fraction), drop_last=True)
+        measured = epoch_of(loader, step)
+        return simulate(scenario).way("tiers").epoch_s, measured, scenario.batches * step_s
+
+    for fraction in (0.25, 0.5, 0.75):
+        yield f"{fraction:.0%} in host memory, step 2 ms", lambda f=fraction: once(f)
+
+
+def stages(source: Any, encoder: Any, folder: Path) -> dict[str, float]:
+    """Seconds of reading, encoding and writing one sample, each with nothing beside it."""
+    trial = Trial()
+    recipe = make_recipe(source, encoder, dtype="float16")
+    settings = PrecomputeSettings(dtype="float16", progress=None)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        try_stages(source, encoder, (Path(place), "trial", recipe), settings, trial)
+    begin = time.perf_counter()
+    count = min(len(source), 64)  # neighbours, as readers have them
+    for number in range(count):
+        source.read(number)
+    read_s = (time.perf_counter() - begin) / count
+    return {"read_s": read_s, "encode_s": trial.encode_s, "write_s": trial.writes_s / trial.records}
+
+
+def encode(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
+    path, tried = folder / "gzip.h5", folder / "tried.h5"
+    write(path, SAMPLES, "gzip")
+    write(tried, TRIED, "gzip")
+    some = stoker.HDF5Source(tried, preset="pdebench")
+    source, encoder = stoker.HDF5Source(path, preset="pdebench"), make_encoder("mlp")
+
+    def epoch(batch: int, step: Callable[[], None]) -> float:
+        begin = time.perf_counter()
+        for first in range(0, SAMPLES, batch):
+            read = [source.read(number) for number in range(first, first + batch)]
+            stacked = {name: torch.stack([torch.from_numpy(one[name]) for one in read]) for name in read[0]}
+            with torch.inference_mode():
+                encoder.encode(stacked)
+            step()
+        return time.perf_counter() - begin
+
+    def once(length_s: float) -> Found:
+        step = sleeping(length_s)
+        step_s, made = alone(step), stages(some, encoder, folder)
+        scenario = Scenario(
+            records=SAMPLES, record_bytes=101 * 16 * 32 * 2, batch=8, step_s=step_s, step_cpus=0.0, readers=0,
+            host_memory_bytes=probe().host_bytes, cores=2, disk_bytes_s=1e12, **made,
+        )  # fmt: skip
+        return simulate(scenario).way("encode").epoch_s, epoch(8, step), scenario.batches * step_s
+
+    for length_s in (2e-3, 20e-3):
+        yield f"encoded for each batch, step {length_s * 1e3:g} ms", lambda s=length_s: once(s)
+
+
+def precompute(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
+    path, small, tried = (folder / f"{name}.h5" for name in ("gzip", "small", "tried"))
+    for file, count in ((path, SAMPLES), (small, 8), (tried, TRIED)):
+        write(file, count, "gzip")
+
+    def once(kind: str, readers: int) -> Found:
+        made = child("stages", tried, kind, folder)
+        few = wall(small, kind, 1)
+        start_s = max(0.0, few - 8 * sum(made.values()))
+        scenario = Scenario(
+            records=SAMPLES, record_bytes=1.0, batch=1, step_s=1.0, host_memory_bytes=1, cores=2, disk_bytes_s=1e12,
+            readers=readers, start_s=start_s, **made,
+        )  # fmt: skip
+        return simulate(scenario).encoding.seconds, wall(path, kind, readers), SAMPLES * made["encode_s"]
+
+    def wall(data: Path, kind: str, readers: int) -> float:
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            found = alone_process("precompute", 1, data, kind, Path(place) / "cache", readers)
+        return found["wall_s"] - found["digest_s"]
+
+    for kind in ("grid", "mlp"):
+        for readers in (1, 2):
+            name = {"grid": "cheap", "mlp": "dear"}[kind]
+            yield (
+                f"{name} encoder, {readers} reader{'s' * (readers > 1)}",
+                lambda k=kind, r=readers: once(k, r),
+            )
+
+
+def child(mode: str, *arguments: object, ranks: int = 1) -> dict[str, float]:
+    """What `--child mode` prints, in a fresh process or as ranks under torchrun; the first rank's."""
+    launcher = (
+        ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"] if ranks > 1 else []
+    )
+    done = subprocess.run(
+        [sys.executable, *launcher, __file__, "--child", mode, *map(str, arguments)],
+        capture_output=True, text=True, timeout=LONG_S,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(done.stderr[-4000:])
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+
+
+def child_stages(path: str, kind: str, folder: str) -> dict[str, float]:
+    return stages(stoker.HDF5Source(path, preset="pdebench"), make_encoder(kind), Path(folder))
+
+
+def ranks(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
+    cache = cache_of(latents(TRAJECTORIES), folder, shards=4)
+    cores = len(os.sched_getaffinity(0))
+
+    def once(count: int) -> Found:
+        one = child("step", cache.path)
+        sync_s = child("sync", ranks=count)["sync_s"] if count > 1 else 0.0
+        served = served_loads(cache, WINDOWS, RANK_BATCH, tiers=["host"])
+        scenario = scenario_of(
+            cache, WINDOWS, RANK_BATCH, one["step_s"], served=served, gpus=count, step_cpus=1.0, sync_s=sync_s
+        )
+        measured = child("rank", cache.path, ranks=count)["epoch_s"]
+        return simulate(scenario).way("host").epoch_s, measured, scenario.batches * one["step_s"]
+
+    for count in (1, 2, 4):
+        yield f"{count} rank{'s' * (count > 1)} on {cores} cores", lambda n=count: once(n)
+
+
+def products() -> Callable[[], None]:
+    """A step of a fixed amount of work on one core."""
+    matrix = torch.randn(256, 256)
+
+    def step() -> None:
+        for _ in range(RANK_PRODUCTS):
+            torch.mm(matrix, matrix)
+
+    return step
+
+
+def child_step(_path: str) -> dict[str, float]:
+    torch.set_num_threads(1)
+    return {"step_s": alone(products())}
+
+
+def joined() -> tuple[int, int]:
+    """This process's rank among how many; the group is begun."""
+    torch.set_num_threads(1)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo")
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def child_sync() -> dict[str, float]:
+    joined()
+    gradients = torch.zeros(RANK_GRADIENTS)
+    begin, count = 0.0, 100
+    for number in range(count + 10):
+        if number == 10:
+            begin = time.perf_counter()
+        dist.all_reduce(gradients)
+    return said({"sync_s": (time.perf_counter() - begin) / count})
+
+
+def said(found: dict[str, float]) -> dict[str, float]:
+    """The first rank's alone is printed; all end together."""
+    if dist.is_initialized():
+        rank = dist.get_rank()
+        dist.barrier()
+        dist.destroy_process_group()
+        if rank:
+            sys.exit(0)
+    return found
+
+
+def child_rank(path: str) -> dict[str, float]:
+    rank, world = joined()
+    gradients = torch.zeros(RANK_GRADIENTS)
+    loader = stoker.Loader(
+        stoker.open_cache(path),
+        RANK_BATCH,
+        windows=WINDOWS,
+        tier="host",
+        rank=rank,
+        world=world,
+        drop_last=True,
+    )
+    product = products()
+
+    def step() -> None:
+        product()
+        if world > 1:
+            dist.all_reduce(gradients)
+
+    return said({"epoch_s": epoch_of(loader, step)})
+
+
+class Throttle:
+    """One store that all processes read from: its bytes go out one after another, each request late by the latency."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("r+b")
+        self._next = mmap.mmap(self._file.fileno(), 8)
+
+    def wait(self, size: int) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        begin = max(time.monotonic(), struct.unpack("d", self._next[:])[0])
+        self._next[:] = struct.pack("d", begin + size / STORE_BYTES_S)
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        time.sleep(max(0.0, begin + size / STORE_BYTES_S + STORE_LATENCY_S - time.monotonic()))
+
+
+def throttled(path: Path) -> None:
+    """Have all files of caches in this process come from the throttled store."""
+    from stoker.store.local import LocalFile
+
+    read = LocalFile.read_into
+
+    def slow(self: Any, offset: int, out: memoryview) -> None:
+        Throttle(path).wait(len(out))
+        read(self, offset, out)
+
+    LocalFile.read_into = slow  # type: ignore[method-assign]
+    LocalFile.read_cached = lambda *_: False  # type: ignore[method-assign,assignment]
+
+
+def store(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
+    cache = cache_of(latents(STORE_RECORDS), folder, shards=4)
+    (folder / "throttle").write_bytes(struct.pack("d", 0.0))
+
+    def once(nodes: int, length_s: float) -> Found:
+        step_s = alone(sleeping(length_s))
+        sync_s = child("sync", ranks=nodes)["sync_s"] if nodes > 1 else 0.0
+        served = served_loads(cache, None, STORE_BATCH, tiers=["disk"])
+        scenario = scenario_of(
+            cache, None, STORE_BATCH, step_s, served=served, nodes=nodes, store="throttled", network_bytes_s=1e12,
+            store_bytes_s=STORE_BYTES_S, store_latency_s=STORE_LATENCY_S, requests=STORE_THREADS, sync_s=sync_s,
+        )  # fmt: skip
+        measured = child("store", cache.path, folder / "throttle", length_s, ranks=nodes)["epoch_s"]
+        return simulate(scenario).way("store").epoch_s, measured, scenario.batches * step_s
+
+    for nodes in (1, 2):
+        for length_s in (20e-3, 80e-3):
+            name = f"{nodes} node{'s' * (nodes > 1)}, store of 60 MB/s and 4 ms, step {length_s * 1e3:g} ms"
+            yield name, lambda n=nodes, s=length_s: once(n, s)
+
+
+def child_store(path: str, throttle: str, length_s: str) -> dict[str, float]:
+    rank, world = joined()
+    cache = stoker.open_cache(path)
+    loader = stoker.Loader(cache, STORE_BATCH, tier="disk", rank=rank, world=world, drop_last=True)
+    throttled(Path(throttle))
+    gradients = torch.zeros(RANK_GRADIENTS)
+
+    def step() -> None:
+        time.sleep(float(length_s))
+        if world > 1:
+            dist.all_reduce(gradients)
+
+    begin = time.perf_counter()
+    for _ in loader:
+        step()
+    return said({"epoch_s": time.perf_counter() - begin})
+
+
+def filling(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
+    path, small, tried = (folder / f"{name}.h5" for name in ("gzip", "small", "tried"))
+    for file, count in ((path, SAMPLES), (small, 8), (tried, TRIED)):
+        write(file, count, "gzip")
+
+    def once(kind: str, length_s: float) -> Found:
+        made = child("stages", tried, kind, folder)
+        step_s = alone(sleeping(length_s))
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            few = child("beside", small, kind, place, length_s, 4)["epoch_s"]
+        scenario = Scenario(
+            records=SAMPLES, record_bytes=1.0, batch=8, step_s=step_s, host_memory_bytes=1, cores=2, step_cpus=0.0,
+            disk_bytes_s=1e12, start_s=max(0.0, few - 8 * sum(made.values()) - step_s), **made,
+        )  # fmt: skip
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            measured = child("beside", path, kind, place, length_s, 8)["epoch_s"]
+        return simulate(scenario).beside_s, measured, scenario.batches * step_s
+
+    for kind, length_s in (("grid", 20e-3), ("mlp", 20e-3), ("grid", 200e-3)):
+        name = {"grid": "cheap", "mlp": "dear"}[kind]
+        yield (
+            f"first epoch beside a {name} encoder, step {length_s * 1e3:g} ms",
+            lambda k=kind, s=length_s: once(k, s),
+        )
+
+
+def child_beside(path: str, kind: str, place: str, length_s: str, batch: str) -> dict[str, float]:
+    """From the call of precompute to the end of the epoch."""
+    source, encoder = stoker.HDF5Source(path, preset="pdebench"), make_encoder(kind)
+    make_recipe(source, encoder, dtype="float16")  # digests the file, which is not what is asked
+    step = sleeping(float(length_s))
+    begin = time.perf_counter()
+    cache = stoker.precompute(
+        source, encoder, Path(place), name="bench", dtype="float16", readers=1, wait=False, progress=None
+    )
+    for _ in stoker.Loader(cache, int(batch)):
+        step()
+    return {"epoch_s": time.perf_counter() - begin}
+
+
+CHILDREN: dict[str, Callable[..., dict[str, float]]] = {
+    "stages": child_stages, "step": child_step, "sync": child_sync, "rank": child_rank, "store": child_store,
+    "beside": child_beside,
+}  # fmt: skip
+PARTS = {each.__name__: each for each in (serve, partial, encode, precompute, ranks, store, filling)}
+
+
+def rows_of(part: str, rounds: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        cases = dict(PARTS[part](Path(folder)))
+        taken: dict[str, list[Found]] = {name: [] for name in cases}
+        for _ in range(rounds):
+            for name, case in cases.items():
+                taken[name].append(case())
+    for name, found in taken.items():
+        predicted, measured, bare = (statistics.median(column) for column in zip(*found, strict=True))
+        errors = [p / m - 1 for p, m, _ in found]
+        rows.append(
+            {
+                "part": part, "what": name, "predicted_s": round(predicted, 3), "measured_s": round(measured, 3),
+                "error": round(statistics.median(errors), 4), "bare_error": round(bare / measured - 1, 3),
+                "errors": [round(error, 3) for error in errors],
+            }
+        )  # fmt: skip
+        print(rows[-1], file=sys.stderr)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--only", nargs="*", choices=[*PARTS], default=[*PARTS])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        mode, *rest = arguments.child
+        print(json.dumps(CHILDREN[mode](*rest)))
+        return
+    torch.set_num_threads(1)
+    kept = RESULTS / "simulate.jsonl"
+    before = [json.loads(line) for line in kept.read_text().splitlines()[1:]] if kept.exists() else []
+    fresh = {part: rows_of(part, arguments.rounds) for part in arguments.only}
+    rows = [row for row in before if row["part"] not in fresh and len(arguments.only) < len(PARTS)]
+    rows += [row for part in fresh.values() for row in part]
+    rows.sort(key=lambda row: [*PARTS].index(row["part"]))
+    publish("simulate", rows, save=arguments.save)
+
+
+if __name__ == "__main__":
+    main()

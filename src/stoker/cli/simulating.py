@@ -1,0 +1,72 @@
+"""`stoker plan --simulate`: words in, tables out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+
+from stoker.cli.edge import Edge
+from stoker.cli.flags import tell_settings
+from stoker.cli.render import Cells, bold, table
+from stoker.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stoker.plan import Simulation
+
+
+def simulated(out: Edge, words: list[str], *, as_markdown: bool, picture: Path | None) -> None:
+    """Simulate what `words` say, and print it.
+
+    Raises:
+        ConfigError: More than one CONFIG, or a word that is none.
+    """
+    files, settings = tell_settings(words)
+    overrides = [word for word in settings if "." in word.partition("=")[0]]
+    asked = [word for word in settings if word not in overrides]
+    if len(files) > 1 or (overrides and not files):
+        found = ", ".join(map(str, files)) or f"{overrides[0]} and no CONFIG"
+        raise ConfigError(f"found {found}. Expected words like nodes=8 gpus=8, and one CONFIG at most")
+    if files:
+        from stoker.config import load_config
+        from stoker.pipeline.simulate import simulate_words
+
+        found = simulate_words(asked, load_config(files[0], overrides))
+    else:
+        from stoker.plan.simulation import parse_scenario, simulate
+
+        found = simulate(parse_scenario(asked))
+    if picture is not None:
+        from stoker.pipeline.simulate_picture import draw_simulation
+
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        draw_simulation(found, picture)
+    if as_markdown and not out.as_json:
+        from stoker.plan.simulation.report import markdown
+
+        out.write(markdown(found) + "\n")
+    else:
+        out.show(found, show)
+
+
+def show(found: Simulation, console: Console) -> None:
+    """Encoders, ways, what limits each, which to take."""
+    from stoker.plan.simulation.report import HEAD, cells, encoding_cells, remarks
+
+    head, *rows = encoding_cells(found)
+    table(console, [bold(*head), *[_plain(row) for row in rows]], fixed=6, right=(0, 1, 2, 4, 5), gap=2)
+    console.print()
+    rows = [cells(way) for way in found.ways]
+    table(console, [bold(*HEAD), *[_plain(row) for row in rows]], fixed=len(HEAD), right=range(2, 7), gap=2)
+    console.print()
+    for line in remarks(found):
+        console.print(escape(line), soft_wrap=True)
+    console.print("", escape(found.reason), sep="\n", soft_wrap=True)
+    if found.taken:
+        console.print(escape(f"taken: {'; '.join(found.taken)}"), soft_wrap=True)
+
+
+def _plain(row: tuple[str, ...]) -> Cells:
+    return tuple(escape(cell) for cell in row)

@@ -1,0 +1,272 @@
+"""Each way of getting records to steps, what it takes, and which one to choose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from stoker.errors import ResourceError
+from stoker.plan.simulation.filling import fill_beside
+from stoker.plan.simulation.loads import Asked, asked_of_tiers, asked_to_encode, planned, traffic_of
+from stoker.plan.simulation.mirror import hit_share
+from stoker.plan.simulation.pace import Encoding, beside_s, encodings, quickest
+from stoker.plan.simulation.queues import Passed, passed
+from stoker.plan.simulation.report import choose, limited, say_taken
+from stoker.plan.simulation.result import Simulation, Way
+from stoker.plan.simulation.scenario import Scenario
+from stoker.plan.tiers import Plan
+from stoker.units import format_bytes, format_count, format_percent
+
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """Where a way keeps records: what is moved there once, and what then is asked of links."""
+
+    asked: Asked
+    fill_bytes: float = 0.0
+    """Read once by each node, beside the first epochs."""
+    cold: Asked | None = None
+    """What is asked in the first epoch, where nothing is kept yet and nothing fills it beside."""
+    far: float = 0.0
+    """Of what an epoch asks for, the part that comes from where the records lie, once all is filled."""
+    device_bytes: float = 0.0
+    host_bytes: float = 0.0
+    disk_bytes: float = 0.0
+    remark: str = ""
+
+
+def simulate(scenario: Scenario) -> Simulation:
+    """Every way of serving this run, in time, bytes, memory and money; the same for the same scenario.
+
+    Raises:
+        ConfigError: A part of it means nothing; what merely does not fit is said in its way.
+
+    >>> one = Scenario(records=10_000, record_bytes=1e6, batch=32, step_s=0.02, host_memory_bytes=2**36)
+    >>> found = simulate(one)
+    >>> found.fastest, round(found.way("host").epoch_s, 1)
+    ('host', 8.7)
+    """
+    tried = encodings(scenario)
+    encoding = quickest(tried)
+    base = passed(traffic_of(scenario, Asked()), scenario.batches)
+    ways: list[Way] = []
+    for name, (what, keep) in WAYS.items():
+        try:
+            kept = keep(scenario)
+        except ResourceError as error:
+            ways.append(Way(name=name, what=what, why_not=str(error)))
+            continue
+        if kept is not None:
+            ways.append(_way(scenario, (name, what), kept, None if name == "encode" else encoding, base))
+    return Simulation(
+        scenario=scenario,
+        encodings=tried,
+        encoding=encoding,
+        beside_s=beside_s(scenario, encoding, scenario.batches * base.period_s),
+        ways=tuple(ways),
+        taken=say_taken(scenario),
+        **choose(scenario, ways),
+    )
+
+
+def _way(
+    scenario: Scenario, names: tuple[str, str], kept: _Kept, encoding: Encoding | None, base: Passed
+) -> Way:
+    """What a way comes to: the queues for an even epoch, the filling for the first one."""
+    even = passed(traffic_of(scenario, kept.asked), scenario.batches)
+    epoch_s = scenario.batches * even.period_s
+    each_node = scenario.epoch_examples / scenario.nodes
+    taken = scenario.taken_bytes
+    if encoding is None:
+        taken = scenario.sample_bytes * min(1.0, taken / scenario.record_bytes)
+    demand = each_node * taken
+    early = [(epoch_s, kept.far * demand)]
+    if kept.fill_bytes:
+        room = (kept.fill_bytes, demand, epoch_s, scenario.link_bytes_s)
+        early = fill_beside(*room, most=scenario.epochs)
+    elif kept.cold is not None:
+        cold = passed(traffic_of(scenario, kept.cold), scenario.batches)
+        early = [(scenario.batches * cold.period_s, demand)]
+    later = scenario.epochs - len(early)
+    start_s = scenario.start_s + (0.0 if encoding is None else encoding.seconds)
+    empty = traffic_of(
+        scenario, replace(kept.asked, far_bytes=scenario.batch * taken if scenario.shared else 0.0)
+    )
+    bottleneck, cure = limited(scenario, kept.asked, even, base)
+    way = Way(
+        name=names[0],
+        what=names[1],
+        encoding_s=0.0 if encoding is None else encoding.seconds,
+        first_batch_s=start_s + passed(empty, 1).first_s,
+        first_epoch_s=early[0][0],
+        epoch_s=epoch_s,
+        stall=max(0.0, 1 - base.period_s / even.period_s),
+        first_node_bytes=early[0][1],
+        first_bytes=early[0][1] * scenario.nodes,
+        epoch_node_bytes=kept.far * demand,
+        epoch_bytes=kept.far * demand * scenario.nodes,
+        device_bytes=kept.device_bytes,
+        host_bytes=kept.host_bytes,
+        disk_bytes=kept.disk_bytes,
+        total_s=start_s + sum(seconds for seconds, _ in early) + later * epoch_s,
+        read_bytes=scenario.nodes * (sum(moved for _, moved in early) + later * kept.far * demand),
+        bottleneck=bottleneck,
+        cure=cure,
+        remark=kept.remark,
+    )
+    return replace(way, cost=_cost(scenario, way, encoding))
+
+
+def _cost(scenario: Scenario, way: Way, encoding: Encoding | None) -> float | None:
+    """Nodes while they are used, bytes out of the store, a month of keeping the records there."""
+    prices = scenario.prices
+    if not prices.any_given:
+        return None
+    training_s = way.total_s - (0.0 if encoding is None else encoding.seconds)
+    node_s = scenario.nodes * training_s + (0.0 if encoding is None else encoding.nodes * encoding.seconds)
+    read = way.read_bytes + (encoding.read_bytes if encoding else 0.0)
+    kept = 0.0 if encoding is None else scenario.set_bytes
+    return (
+        (prices.node_hour or 0.0) * node_s / 3600
+        + (prices.gb_read or 0.0) * (read / GB if scenario.shared else 0.0)
+        + (prices.gb_month or 0.0) * kept / GB
+    )
+
+
+def _encode(scenario: Scenario) -> _Kept | None:
+    """Nothing is kept; None: what encoding takes is not known."""
+    if not scenario.encode_s and not scenario.read_s:
+        return None
+    return _Kept(asked=asked_to_encode(scenario), far=1.0)
+
+
+def _store(scenario: Scenario) -> _Kept | None:
+    if not scenario.shared:
+        return None
+    plan = planned(scenario, "disk", scenario.records)
+    return _Kept(asked=asked_of_tiers(scenario, plan, far=1.0, near=0.0), far=1.0)
+
+
+def _mirror(scenario: Scenario) -> _Kept | None:
+    """None where there is nothing to mirror, or room for all of it, which is `disk`."""
+    fraction = scenario.disk_bytes / scenario.set_bytes
+    if not scenario.shared or not fraction or fraction >= 1:
+        return None
+    hits = hit_share(fraction, scenario.nodes, order=scenario.order, seed=scenario.seed)
+    plan = planned(scenario, "disk", scenario.records)
+    return _Kept(
+        asked=asked_of_tiers(scenario, plan, far=1 - hits, near=hits),
+        far=1 - hits,
+        cold=asked_of_tiers(scenario, plan, far=1.0, near=0.0),
+        disk_bytes=min(scenario.disk_bytes, scenario.set_bytes / (scenario.nodes if hits == 1 else 1)),
+        remark=f"the copy has {format_percent(hits)} of what is asked for",
+    )
+
+
+def _disk(scenario: Scenario) -> _Kept:
+    return _disk_of(scenario, 1)
+
+
+def _disk_of(scenario: Scenario, parts: int) -> _Kept:
+    """One part of the set on each node's disk."""
+    held = scenario.set_bytes / parts
+    if (scenario.shared or scenario.disk_bytes) and scenario.disk_bytes < held:
+        raise ResourceError(
+            f"{format_bytes(held)} of records on each node, {format_bytes(scenario.disk_bytes)} of disk"
+        )
+    plan = planned(scenario, "disk", scenario.records)
+    return _Kept(
+        asked=asked_of_tiers(scenario, plan, far=0.0, near=1.0),
+        fill_bytes=held if scenario.shared else 0.0,
+        far=0.0 if scenario.shared else 1.0,
+        disk_bytes=held,
+    )
+
+
+def _in_memory(scenario: Scenario, plan: Plan, held: int) -> _Kept:
+    """Records of `plan` in memory, `held` of them on the node; the rest from where they lie."""
+    rows = {row.tier: row for row in plan.rows}
+    on_disk = rows["disk"].records / (sum(row.records for row in plan.rows) or 1)
+    return _Kept(
+        asked=asked_of_tiers(
+            scenario, plan, far=1.0 if scenario.shared else 0.0, near=0.0 if scenario.shared else 1.0
+        ),
+        fill_bytes=held * scenario.record_bytes,
+        far=on_disk,
+        device_bytes=rows["device"].bytes,
+        host_bytes=rows["host"].bytes,
+    )
+
+
+def _host(scenario: Scenario) -> _Kept:
+    return _in_memory(scenario, planned(scenario, "host", scenario.records), scenario.records)
+
+
+def _device(scenario: Scenario) -> _Kept | None:
+    """The whole set on each GPU."""
+    if scenario.on_cpu:
+        return None
+    return _in_memory(scenario, planned(scenario, "device", scenario.records), scenario.records)
+
+
+def _static(scenario: Scenario) -> _Kept | None:
+    """Each GPU keeps its own part."""
+    if scenario.on_cpu or scenario.world == 1:
+        return None
+    plan = planned(scenario, "device", math.ceil(scenario.records / scenario.world))
+    kept = _in_memory(scenario, plan, math.ceil(scenario.records / scenario.nodes))
+    return replace(kept, remark=_say_static(scenario, scenario.world))
+
+
+def _static_host(scenario: Scenario) -> _Kept | None:
+    """Each node keeps the parts of its ranks in memory."""
+    if scenario.nodes == 1:
+        return None
+    records = math.ceil(scenario.records / scenario.nodes)
+    kept = _in_memory(scenario, planned(scenario, "host", records), records)
+    return replace(kept, remark=_say_static(scenario, scenario.world))
+
+
+def _static_disk(scenario: Scenario) -> _Kept | None:
+    """Each node keeps the parts of its ranks on its disk."""
+    if scenario.nodes == 1 or not scenario.shared:
+        return None
+    return replace(_disk_of(scenario, scenario.nodes), remark=_say_static(scenario, scenario.world))
+
+
+def _say_static(scenario: Scenario, parts: int) -> str:
+    return (
+        f"order=static: each of {parts} ranks shuffles its own "
+        f"{format_count(math.ceil(scenario.records / parts))} records alone"
+    )
+
+
+def _tiers(scenario: Scenario) -> _Kept | None:
+    """The planner's own choice; None where it is one tier alone, which has a way of its own."""
+    plan = planned(scenario, "auto", scenario.records)
+    held = [row for row in plan.rows if row.records]
+    if len(held) < 2:
+        return None
+    memory = sum(row.records for row in held if row.tier != "disk")
+    kept = _in_memory(scenario, plan, memory)
+    return replace(
+        kept, remark=", ".join(f"{format_count(row.records)} records on {row.tier}" for row in held)
+    )
+
+
+WAYS: dict[str, tuple[str, Callable[[Scenario], _Kept | None]]] = {
+    "encode": ("read and encode every sample in every epoch", _encode),
+    "store": ("read every record from the store in every epoch", _store),
+    "mirror": ("a local copy with a size limit, the oldest makes room", _mirror),
+    "disk": ("all records on each node's disk", _disk),
+    "tiers": ("the fastest memory first, the rest where it fits", _tiers),
+    "host": ("all records in each node's memory", _host),
+    "device": ("all records on each GPU", _device),
+    "static": ("each GPU keeps its own part", _static),
+    "static-host": ("each node keeps its ranks' parts in memory", _static_host),
+    "static-disk": ("each node keeps its ranks' parts on its disk", _static_disk),
+}
+"""What each does, and what it keeps; None there: it means nothing here."""

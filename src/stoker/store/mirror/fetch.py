@@ -1,0 +1,198 @@
+"""Bring blocks of a shard here: each once for all processes of a machine, several requests at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+from stoker.errors import CorruptError, ResourceError, StalledError, StokerError
+from stoker.store.mirror.locks import lock_range
+from stoker.store.mirror.place import Place
+from stoker.store.mirror.stand import Stand
+from stoker.store.remote import ChangedError, Remote
+from stoker.store.remote.retries import DEADLINE_S
+
+Ranges: TypeAlias = Sequence[tuple[int, int]]
+"""Bytes of a file, each from a first one to one past the last."""
+QUEUED = 64
+"""Requests ahead of need that wait or run at a time in one process; more are refused."""
+
+
+class Fetcher:
+    """Fetches for one folder, in this process. Safe to use from several threads."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self.counters = place.root.counters
+        self._lock = threading.Lock()
+        self._ahead: set[Future[bool]] = set()
+
+    def origin(self, stand: Stand) -> str:
+        """Where its bytes come from."""
+        return self._place.url_of(stand.name)
+
+    def runs_of(self, stand: Stand, ranges: Ranges) -> list[tuple[int, int]]:
+        """Runs of blocks that are not here, each for one request: first, and one past the last."""
+        blocks, most = stand.map, self._place.root.run_blocks
+        runs: list[tuple[int, int]] = []
+        reached = 0
+        for first, last in sorted(blocks.blocks(begin, end) for begin, end in ranges if begin < end):
+            for a, b in blocks.absent(max(first, reached), max(last, reached)):
+                runs += [(at, min(at + most, b)) for at in range(a, b, most)]
+            reached = max(reached, last)
+        return runs
+
+    def fetch(self, stand: Stand, ranges: Ranges, deadline_s: float = DEADLINE_S) -> None:
+        """Have bytes here; returns when they are, or were before they had to go again.
+
+        Raises:
+            StalledError: `deadline_s` passed; what came is kept.
+            ResourceError: There is no room on the disk.
+            StokerError, FileNotFoundError: As `Remote`.
+        """
+        deadline = time.monotonic() + deadline_s
+        runs = self.runs_of(stand, ranges)
+        if len(runs) == 1:
+            self._fetch_run(stand, *runs[0], deadline)
+            return
+        futures = [self._place.root.pool.submit(self._fetch_run, stand, *run, deadline) for run in runs]
+        _, late = wait_for(futures, timeout=deadline_s)
+        for future in late:
+            future.cancel()
+        for future in futures:
+            if future not in late:
+                future.result()
+        if late:
+            raise StalledError(
+                f"{len(late)} of {len(futures)} parts of {self.origin(stand)} did not come in "
+                f"{deadline_s:g} s. See whether the store answers, then run again: what arrived is kept"
+            )
+
+    def ahead(self, stand: Stand, ranges: Ranges) -> int:
+        """Begin to fetch bytes; returns how many were begun, which are fewer when enough is under way."""
+        begun = 0
+        for run in self.runs_of(stand, ranges):
+            with self._lock:
+                self._ahead = {future for future in self._ahead if not future.done()}
+                if len(self._ahead) >= QUEUED:
+                    break
+                self._ahead.add(self._place.root.ahead_pool.submit(self._fetch_ahead, stand, *run))
+            begun += size_of(stand, run)
+        return begun
+
+    def bring(self, stand: Stand, ranges: Ranges) -> bool:
+        """Fetch bytes ahead of need, in the thread that calls; whether they came, as in `ahead`."""
+        came = [self._fetch_ahead(stand, *run) for run in self.runs_of(stand, ranges)]
+        return all(came)
+
+    def read_direct(self, stand: Stand, offset: int, out: memoryview[Any]) -> None:
+        """Fill `out` from the place itself, past the mirror."""
+        at = 0
+
+        def sink(piece: bytes) -> None:
+            nonlocal at
+            out[at : at + len(piece)] = piece
+            at += len(piece)
+
+        self._ask(stand, lambda remote: self._read(remote, stand, offset + at, offset + len(out), sink))
+        self.counters.add(direct=1, bytes=at)
+
+    def mend(self, stand: Stand, begin: int, end: int) -> None:
+        """Forget bytes that do not match their sums, so that the next read fetches them."""
+        blocks = stand.map
+        first, last = blocks.blocks(begin, min(end, blocks.size))
+        with lock_range(stand.map_path, first, last, wait_s=DEADLINE_S):
+            blocks.drop(first, last)
+        self.counters.add(mended=1)
+
+    def _fetch_ahead(self, stand: Stand, first: int, last: int) -> bool:
+        if not threading.main_thread().is_alive():
+            return False  # the process ends, and would wait for us
+        missing = sum(size_of(stand, run) for run in stand.map.absent(first, last))
+        with suppress(StokerError, OSError):  # whoever reads these bytes will meet it
+            self._fetch_run(stand, first, last, time.monotonic() + DEADLINE_S)
+            self.counters.add(ahead_bytes=missing)
+            return True
+        return False
+
+    def _fetch_run(self, stand: Stand, first: int, last: int, deadline: float) -> None:
+        left = max(0.0, deadline - time.monotonic())
+        with lock_range(stand.map_path, first, last, wait_s=left) as got:
+            if not got:
+                raise StalledError(f"another process has been fetching {self.origin(stand)} for {left:.0f} s")
+            for run in stand.map.absent(first, last):
+                self._fetch_blocks(stand, *run, deadline)
+
+    def _fetch_blocks(self, stand: Stand, first: int, last: int, deadline: float) -> None:
+        blocks, space = stand.map, self._place.root.space
+        _, stop = blocks.extent(first, last)
+        space.take((last - first) * blocks.block_bytes, lambda: blocks.expect(first, last))
+        arriving = _Arriving(stand, first, last)
+
+        def attempt(remote: Remote) -> None:
+            self._read(remote, stand, arriving.begin(), stop, arriving.take)
+
+        try:
+            self._ask(stand, attempt, deadline - time.monotonic())
+        except ResourceError:
+            if not space.free((last - arriving.at) * blocks.block_bytes):
+                raise
+            self._ask(stand, attempt, deadline - time.monotonic())
+        finally:
+            self.counters.add(bytes=arriving.came)
+
+    def _ask(self, stand: Stand, attempt: Callable[[Remote], None], deadline_s: float = DEADLINE_S) -> None:
+        self._place.ask("get", stand.name, attempt, max(0.0, deadline_s))
+
+    def _read(
+        self, remote: Remote, stand: Stand, begin: int, end: int, sink: Callable[[bytes], None]
+    ) -> None:
+        self.counters.add(requests=1)
+        try:
+            remote.read(self._place.key(stand.name), begin, end, etag=stand.map.etag, sink=sink)
+        except ChangedError as error:
+            self._place.forget(stand.name)
+            raise CorruptError(
+                f"{self.origin(stand)} was replaced since it was opened. Open the cache again"
+            ) from error
+
+
+class _Arriving:
+    """Writes what comes of a run of blocks, and marks each block once it is whole."""
+
+    def __init__(self, stand: Stand, first: int, last: int) -> None:
+        self.at = first
+        """The first block that is not here yet."""
+        self.came = 0
+        self._stand, self._last = stand, last
+        self._held = bytearray()
+
+    def begin(self) -> int:
+        """The first byte to ask for; what came of a block that was cut is asked for again."""
+        self._held.clear()
+        return self._stand.map.extent(self.at, self.at + 1)[0]
+
+    def take(self, piece: bytes) -> None:
+        """Take the bytes that follow those so far."""
+        self.came += len(piece)
+        self._held += piece
+        blocks = self._stand.map
+        while self.at < self._last:
+            begin, end = blocks.extent(self.at, self.at + 1)
+            if len(self._held) < end - begin:
+                return
+            self._stand.write(begin, self._held[: end - begin])
+            blocks.add(self.at, self.at + 1)
+            del self._held[: end - begin]
+            self.at += 1
+
+
+def size_of(stand: Stand, run: tuple[int, int]) -> int:
+    """Bytes of a run of blocks."""
+    begin, end = stand.map.extent(*run)
+    return end - begin

@@ -1,0 +1,71 @@
+"""`stoker plan --simulate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import run, run_json
+
+WORDS = ("records=1e6", "record_bytes=100kB", "batch=64", "step=20ms", "host_memory=200GB")
+
+
+def test_a_simulation_needs_no_configuration_and_prints_every_way() -> None:
+    shown, _ = run("plan", "--simulate", *WORDS, "encode=2ms", "read=5ms")
+    found = run_json("plan", "--simulate", *WORDS, "encode=2ms", "read=5ms")
+
+    assert found["fastest"] in {"host", "disk"}
+    assert {way["name"] for way in found["ways"]} == {"encode", "disk", "host"}
+    assert f"fastest: {found['fastest']} (all records" in shown
+    assert "no price given" in shown
+    assert "does not fit" not in shown
+
+
+def test_markdown_is_of_two_tables() -> None:
+    shown, _ = run("plan", "--simulate", *WORDS, "--markdown")
+
+    assert [line.strip("|-") for line in shown.splitlines() if line.startswith("|--")] == ["", ""]
+    assert "\n| host | " in shown
+
+
+def test_a_key_typed_wrong_is_one_line_and_exit_code_3() -> None:
+    _, said = run("plan", "--simulate", *WORDS, "nods=2", exit_code=3)
+
+    assert said.strip() == "nods is not a key of a simulation (did you mean nodes?)"
+
+
+def test_flags_of_a_simulation_are_refused_without_it(project: Path) -> None:
+    _, said = run("plan", "c.yaml", "--markdown", exit_code=3)
+
+    assert "of --simulate" in said
+
+
+def test_a_configuration_gives_counts_sizes_and_speeds_and_words_win(project: Path) -> None:
+    found = run_json(
+        "plan", "--simulate", "c.yaml", "step=5ms", "nodes=1", "training.batch_size=8", "read=7ms"
+    )
+    scenario = found["scenario"]
+
+    assert (scenario["records"], scenario["batch"]) == (12, 8)
+    assert scenario["read_s"] == 0.007
+    assert scenario["encode_s"] > 0
+    assert scenario["raw_bytes"] > scenario["record_bytes"] > 0
+    assert scenario["examples"] > scenario["records"]
+    assert any("samples here" in line for line in found["taken"])
+    assert not list(Path("data").rglob(".simulate-*"))
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "plan.svg"
+
+    run("plan", "--simulate", *WORDS, "--picture", str(path))
+
+    assert path.read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize("words", [("a.yaml", "b.yaml"), ("training.tier=host",)])
+def test_one_configuration_at_most_and_settings_only_with_one(words: tuple[str, ...]) -> None:
+    _, said = run("plan", "--simulate", *WORDS, *words, exit_code=3)
+
+    assert "one CONFIG at most" in said

@@ -1,0 +1,209 @@
+"""What a simulation says, held to the planner's formulas and to arithmetic by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stoker.errors import ConfigError
+from stoker.plan import Demand, Load, Rates, Resources, Scenario, plan_tiers, simulate, stall_of
+from stoker.plan.simulation import parse_scenario
+from stoker.plan.simulation.mirror import hit_share
+from stoker.plan.simulation.pace import encoding_with
+from stoker.plan.simulation.queues import Traffic, Visit, passed
+
+SMALL = Scenario(records=10_000, record_bytes=1e6, batch=10, step_s=0.02, host_memory_bytes=100_000_000_000)
+CLUSTER = replace(
+    SMALL, nodes=4, gpus=2, gpu_memory_bytes=16_000_000_000, store="s3", network_bytes_s=1e9,
+    store_bytes_s=2e9, read_s=0.004, encode_s=0.002, raw_bytes=4e6, cores=8,
+)  # fmt: skip
+
+
+def queue(load_s: float, step_s: float, *, inline_s: float = 0.0, **more: object) -> float:
+    """Seconds of a step with its wait, of one rank and one place unless `more` says otherwise."""
+    given = {"nodes": 1, "ranks": 1, "depth": 4, **more}
+    traffic = Traffic(visits=[Visit(place="link", seconds=load_s)], inline_s=inline_s, step_s=step_s, **given)  # type: ignore[arg-type]
+    return passed(traffic, 200).period_s
+
+
+@pytest.mark.parametrize(("load_s", "step_s"), [(0.07, 0.031), (0.01, 0.03), (0.02, 0.02)])
+def test_one_rank_waits_as_the_planner_says(load_s: float, step_s: float) -> None:
+    beside, inline = queue(load_s, step_s), queue(0.0, step_s, inline_s=load_s)
+
+    assert 1 - step_s / beside == pytest.approx(stall_of(load_s, step_s, prefetch=True), abs=1e-9)
+    assert 1 - step_s / inline == pytest.approx(stall_of(load_s, step_s, prefetch=False), abs=1e-9)
+
+
+def test_ranks_of_a_node_share_its_link_and_nodes_the_store() -> None:
+    by_link = [queue(0.01, 0.015, ranks=ranks) for ranks in (1, 2, 4)]
+    store = Traffic(nodes=4, ranks=1, visits=[Visit(place="store", seconds=0.01)], inline_s=0, step_s=0.015)
+
+    assert by_link == pytest.approx([0.015, 0.02, 0.04], rel=0.01)
+    assert passed(store, 200).period_s == pytest.approx(0.04, rel=0.05)
+    assert queue(0.01, 0.015, nodes=4) == pytest.approx(0.015, rel=0.01)
+
+
+def test_steps_that_vary_hold_up_all_ranks_and_the_same_seed_gives_the_same() -> None:
+    even, uneven, again = (queue(0.0, 0.02, ranks=8, spread=spread, seed=1) for spread in (0.0, 0.1, 0.1))
+
+    assert even == pytest.approx(0.02)
+    # The largest of eight normal values lies 1.42 deviations above their mean.
+    assert uneven == pytest.approx(0.02 * 1.142, rel=0.02)
+    assert uneven == again != queue(0.0, 0.02, ranks=8, spread=0.1, seed=2)
+
+
+def test_more_ahead_evens_out_steps_that_vary() -> None:
+    shallow, deep = (queue(0.018, 0.02, spread=0.5, depth=depth, seed=3) for depth in (1, 8))
+
+    assert shallow > 1.05 * deep >= 1.05 * 0.0195
+
+
+def test_steps_take_turns_at_too_few_cores() -> None:
+    assert queue(0.0, 0.01, ranks=4, step_cores=1.0, cores=2) == pytest.approx(0.02)
+    assert queue(0.0, 0.01, ranks=4, step_cores=0.0, cores=2) == pytest.approx(0.01)
+
+
+def test_the_host_way_stalls_as_the_plan_of_the_same_demand_says() -> None:
+    """One arithmetic: what a plan says of a machine a simulation of one node says too."""
+    for load in (None, Load(alone_s=0.03, direct_s=0.004, beside_s=0.026)):
+        served = {} if load is None else {"host": load}
+        scenario = replace(SMALL, cores=2, served=served)
+        demand = Demand(records=10_000, record_bytes=1e6, batch_examples=10, example_bytes=1e6)
+        machine = Resources(
+            host_bytes=100_000_000_000, host_total_bytes=100_000_000_000, host_limit="made up", cpus=2.0
+        )
+        plan = plan_tiers(demand, machine, tier="host", step_s=0.02, rates=Rates(served=served))
+
+        assert simulate(scenario).way("host").stall == pytest.approx(plan.predicted_stall(0.02), abs=1e-6)
+
+
+def test_the_slowest_stage_of_precompute_sets_the_pace_and_more_of_it_passes_it_on() -> None:
+    one = replace(
+        SMALL, read_s=0.008, encode_s=0.002, write_s=0.0005, raw_bytes=1e4, record_bytes=1e4, cores=16,
+        start_s=3, gpus=4, gpu_memory_bytes=16_000_000_000,
+    )  # fmt: skip
+
+    found = [encoding_with(replace(one, readers=readers), 1) for readers in (1, 2, 3, 8)]
+
+    assert [each.bottleneck for each in found] == ["readers", "readers", "readers", "encoder"]
+    assert [each.seconds for each in found] == pytest.approx([83, 43, 29.7, 23], rel=0.01)
+    on_two_cores = encoding_with(replace(one, readers=8, cores=2), 1)
+    assert (on_two_cores.bottleneck, round(on_two_cores.seconds)) == ("cores", 46)
+    by_disk = encoding_with(replace(one, readers=8, disk_bytes_s=2e6), 1)
+    assert (by_disk.bottleneck, round(by_disk.seconds)) == ("disk", 103)
+    assert encoding_with(replace(one, readers=8), 4).node_read_bytes == 1e8
+
+
+def test_bytes_are_those_that_each_way_moves() -> None:
+    found = simulate(replace(CLUSTER, network_bytes_s=1e11, store_bytes_s=1e11))
+    every, set_bytes = {way.name: way for way in found.ways}, 1e10
+
+    assert every["store"].epoch_bytes == every["store"].first_bytes == set_bytes
+    assert every["store"].epoch_node_bytes == set_bytes / 4
+    assert every["encode"].epoch_bytes == 4 * set_bytes
+    assert every["host"].epoch_bytes == 0
+    # A node takes all records for its copy, and for its batches what of its quarter was not there yet.
+    assert set_bytes < every["host"].read_bytes / 4 < 1.25 * set_bytes
+    assert every["static"].device_bytes == set_bytes / 8
+    assert every["static-host"].host_bytes == set_bytes / 4
+    assert set_bytes < every["static-host"].read_bytes < 1.25 * set_bytes
+
+
+def test_stores_that_are_too_slow_set_the_pace_and_the_cure_names_the_rate_needed() -> None:
+    way = simulate(CLUSTER).way("store")
+
+    # 8 ranks ask for 10 MB each 20 ms.
+    assert way.epoch_s == pytest.approx(5.0, rel=0.05)
+    assert way.bottleneck == "the store, 2 GB/s"
+    assert way.cure.startswith("store_rate=4 GB/s")
+    assert simulate(replace(CLUSTER, store_bytes_s=4.5e9, network_bytes_s=9e9)).way("store").stall < 0.02
+
+
+def test_a_copy_with_a_size_limit_saves_what_it_has() -> None:
+    half = simulate(replace(CLUSTER, disk_bytes=5_000_000_000)).way("mirror")
+    whole = simulate(replace(CLUSTER, disk_bytes=10_000_000_000))
+    static = simulate(replace(CLUSTER, disk_bytes=2_500_000_000, order="static")).way("mirror")
+
+    assert half.epoch_bytes == pytest.approx(1e10 * (1 - hit_share(0.5, 4)), rel=1e-6)
+    assert half.first_bytes == 1e10
+    assert "mirror" not in {way.name for way in whole.ways}
+    assert whole.way("disk").epoch_bytes == static.epoch_bytes == 0
+
+
+def test_what_does_not_fit_is_said_with_figures_and_the_rest_goes_on() -> None:
+    found = simulate(replace(CLUSTER, host_memory_bytes=8_000_000_000))
+    host = found.way("host")
+
+    assert not host.fits
+    assert "9.3 GiB" in host.why_not
+    assert "6.0 GiB of host memory may be filled" in host.why_not
+    assert "Use tier" not in host.why_not
+    assert found.way("static").fits
+    assert "what does not fit: host, device" in found.reason
+
+
+def test_nothing_that_fits_is_an_answer_too() -> None:
+    found = simulate(replace(SMALL, host_memory_bytes=10**9, disk_bytes=10**9))
+
+    assert (found.fastest, found.cheapest) == ("tiers", "") or found.reason.startswith("nothing fits")
+
+
+def test_no_cost_is_said_without_a_price() -> None:
+    found = simulate(CLUSTER)
+
+    assert found.cheapest == ""
+    assert {way.cost for way in found.ways} == {None}
+    assert "no price given" in found.reason
+
+
+def test_costs_are_hours_bytes_and_a_month() -> None:
+    scenario = parse_scenario(
+        ["nodes=2", "network=1GB/s", "store=s3", "records=10_000", "record_bytes=1MB", "raw_bytes=2MB",
+         "batch=10", "step=20ms", "host_memory=100GB", "epochs=3", "price_node_hour=36",
+         "price_gb_month=0.5", "price_gb_read=0.1"]
+    )  # fmt: skip
+    found = simulate(scenario)
+    way, encoding = found.way("store"), found.encoding
+
+    hours = 2 * 36 * (way.total_s - encoding.seconds) / 3600 + encoding.nodes * 36 * encoding.seconds / 3600
+    assert way.cost == pytest.approx(hours + 0.5 * 10 + 0.1 * (3 * 10 + 20))
+    assert found.cheapest in {one.name for one in found.ways}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        pytest.param("nods=8", "nods is not a key of a simulation (did you mean nodes?)", id="key"),
+        pytest.param("step=20", "step: '20' has no unit of time. Expected 20ms", id="time"),
+        pytest.param("record_bytes=100", "record_bytes: '100' has no unit of size", id="size"),
+        pytest.param(
+            "network=25GB", "network: '25GB' has no unit of rate. Expected 25Gb/s (bits)", id="rate"
+        ),
+        pytest.param("nodes=2.5", "nodes: '2.5' is no whole number", id="count"),
+        pytest.param("nodes=2 nodes=3", "nodes is given twice", id="twice"),
+        pytest.param("nodes", "'nodes' is no key=value", id="word"),
+        pytest.param("nodes=8", "needs records=, record_bytes=, batch=, step=, host_memory=", id="lacking"),
+    ],
+)
+def test_what_is_typed_wrong_is_named(words: str, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_scenario(words.split())
+
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        pytest.param({"nodes": 0}, "nodes is 0", id="none"),
+        pytest.param({"step_s": float("nan")}, "step_s is nan", id="nan"),
+        pytest.param({"batch": 20_000}, "but an epoch has 10000", id="batch"),
+        pytest.param({"encoders": 9}, "encoders=9 on 8 ranks", id="encoders"),
+        pytest.param({"network_bytes_s": None}, "whose rate is not known", id="network"),
+        pytest.param({"order": "wild"}, "order 'wild' is not one", id="order"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        replace(CLUSTER, **changes)
