@@ -105,7 +105,7 @@ def test_closing_writes_what_is_queued_and_seals(tmp_path):
 def test_a_disk_that_is_slow_does_not_mix_up_groups_read_in_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading here fills one buffer again and again, so nothing is read while a group waits for the writer."""
+    """Reading here fills one buffer again and again: nothing is read while a group waits for the writer."""
     source = FakeSource((64,))
     whole = run(source, FakeEncoder(), tmp_path / "fast", readers=0)
     offer, refused = WriteThread.offer, Counter[int]()
