@@ -121,7 +121,7 @@ def asked_of_tiers(scenario: Scenario, plan: Plan, *, far: float, near: float) -
             beside_s += busy_s
     taken = disk * scenario.batch * scenario.taken_bytes
     fetched = disk * scenario.batch * scenario.fetched_bytes
-    requests = far * disk * scenario.batch
+    requests = far * disk * scenario.batch * scenario.record_requests
     found = "disk" in scenario.served and not far
     return Asked(
         inline_s=inline_s,
