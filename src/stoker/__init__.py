@@ -7,6 +7,7 @@ store/        the cache: recipe and fingerprint, shards with checksums, index
 plan/         which records are served from where, and why
 loader/       cache + plan -> batches, the same bytes from every tier
 transforms/   changes to a batch on its device, random by example
+export/       a cache as files of other libraries
 integrations/ adapters for training frameworks
 profile/      where the time of any training loop goes
 train/        a reference operator and its training loop
@@ -87,7 +88,7 @@ _HOMES = {
 }
 """Where each public name is defined; imported on first use, so that `import stoker` costs nothing."""
 
-_MODULES = ("compat", "integrations", "transforms")
+_MODULES = ("compat", "export", "integrations", "transforms")
 """Public modules, `stoker.transforms.Flip`, also imported on first use."""
 
 

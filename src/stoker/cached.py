@@ -27,6 +27,7 @@ from stoker.precompute.engine import precompute as fill_cache
 from stoker.precompute.in_memory import MemoryFolder
 from stoker.sources.protocol import Source
 from stoker.sources.torch_dataset import TorchSource
+from stoker.store.mirror.attach import here
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,7 +62,8 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
         encoder: An `Encoder`, or a frozen module that takes the field `data` (for more, wrap it in a
             `ModuleEncoder`). None: samples as they are.
         cache_dir, name: The cache is made in `<cache_dir>/<name>/<fingerprint>`; None: named by the class of
-            the dataset, in lower case. A `cache_dir` of None: in memory, gone with the loader.
+            the dataset, in lower case. It may be an address, `s3://bucket/caches` (docs/objects.md). A
+            `cache_dir` of None: in memory, gone with the loader.
         batch_size: Samples, or windows, in a batch.
         device: Where the encoder runs and batches are wanted; `auto`: a GPU where there is one.
         precompute: How to fill the cache, by the names of `stoker.precompute`: `readers`, `nan`,
@@ -91,7 +93,7 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     own = {"batch_size": batch_size, "device": device, **loader}
     if cache_dir is None:
         return _in_memory(source, encoder, encoding, own)
-    return Loader(fill_cache(source, encoder, Path(cache_dir), **encoding), **own)
+    return Loader(fill_cache(source, encoder, here(cache_dir, must_exist=False), **encoding), **own)
 
 
 def _in_memory(

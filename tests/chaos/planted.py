@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import stoker.atomic
-from stoker.store import cache, claims, folder, load_recipe, local
+from stoker.store import cache, claims, folder, load_recipe, pending
 
 
 def none() -> None:
@@ -36,8 +36,8 @@ def no_folder_fsync() -> None:
 
 
 def _replace_publish(publish: Callable[[Path, Path], None]) -> None:
-    assert local.publish is stoker.atomic.publish
-    local.publish = publish
+    assert pending.publish is stoker.atomic.publish
+    pending.publish = publish
 
 
 def in_place() -> None:
@@ -57,7 +57,7 @@ def in_place() -> None:
 
 def manifest_first() -> None:
     """The index names a shard before the shard has its name."""
-    real = local.publish
+    real = pending.publish
 
     def publish(temporary: Path, path: Path) -> None:
         if path.name.startswith("shard-"):
@@ -72,10 +72,10 @@ def manifest_first() -> None:
 def short_write() -> None:
     """What a write reports is not looked at."""
 
-    def write_at(self: local.LocalPending, offset: int, data: Any) -> None:
+    def write_at(self: pending.LocalPending, offset: int, data: Any) -> None:
         os.pwrite(self._fd, data, offset)
 
-    local.LocalPending.write_at = write_at
+    pending.LocalPending.write_at = write_at
 
 
 def fsync_again() -> None:

@@ -229,3 +229,28 @@ def test_import_lists_what_is_missing_with_exit_code_4(project: Path) -> None:
     assert "once the files are mended, the same command" in text
     assert "1 other file ignored" in text
     assert run_json("inspect", "data/latent_cache/old")["complete"]
+
+
+def test_export_writes_what_safetensors_reads(cache: Path) -> None:
+    from safetensors.torch import load_file
+
+    report = run_json("export", CACHE, "out", "--to", "safetensors", "--records", "2:6", "--fields", "latent")
+
+    found = load_file("out/records.safetensors")
+    assert found["index"].tolist() == [2, 3, 4, 5]
+    assert torch.equal(found["latent"], torch.stack([open_cache(CACHE)[n]["latent"] for n in range(2, 6)]))
+    assert (report["records"], report["path"], report["to"]) == (4, "out", "safetensors")
+    assert [file["file"] for file in report["files"]] == ["records.safetensors"]
+    assert "12" in run("export", CACHE, "td", "--to", "tensordict")
+    assert json.loads(Path("td/meta.json").read_text())["shape"] == [12]
+
+
+def test_export_says_what_is_wrong(cache: Path) -> None:
+    assert (
+        "Known: safetensors, tensordict" in run_json("export", CACHE, "o", "--to", "x", exit_code=3)["error"]
+    )
+    wrong = CliRunner().invoke(app, ["export", CACHE, "o", "--to", "tensordict", "--records", "5"])
+    assert (wrong.exit_code, "is no range" in wrong.stderr) == (2, True)
+    damage(cache)
+    assert "sample 7" in run_json("export", CACHE, "o", "--to", "tensordict", exit_code=4)["error"]
+    assert not Path("o").exists()

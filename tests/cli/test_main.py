@@ -31,6 +31,7 @@ def test_these_are_the_commands() -> None:
         "verify",
         "compact",
         "gc",
+        "export",
         "import-pt",
         "stage",
         "bench",

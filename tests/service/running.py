@@ -129,9 +129,11 @@ def note_radio(services: Services, id: str, name: str = "radio") -> None:
 
 
 @contextmanager
-def serving(folder: Path, *, limits: RequestLimits | None = None) -> Generator[Running]:
+def serving(
+    folder: Path, *, limits: RequestLimits | None = None, database: str | None = None
+) -> Generator[Running]:
     """Run the web server of a new state folder in a thread."""
-    services = open_services(folder)
+    services = open_services(folder, database=database)
     if limits is not None:
         services = replace(services, limits=limits)
     token = (folder / "token").read_text().strip()

@@ -7,6 +7,7 @@
     hang_at_end  it goes on for ever after that
     quiet      it ends with status 0 and says no word of it
     deaf       it does not stop when asked
+    full_at    epoch in which it finds the disk full, every time
     memory_mb  what it holds
 
 It writes down when it starts and ends, so that two of one job at once are seen, and holds itself a lock as a
@@ -54,6 +55,8 @@ def main(folder: Path) -> int:
                 say(folder, "failed", error="the loss is not finite", message="failed")
             sys.stdout.write("last words\n")
             return 3
+        if epoch == config.get("full_at"):
+            return 74
         if epoch == config.get("die_at"):
             os.kill(os.getpid(), signal.SIGKILL)
         temporary = checkpoint.with_suffix(".part")

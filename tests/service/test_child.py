@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import random
@@ -18,6 +19,7 @@ from stoker.service import child
 from stoker.service.database import Database
 from stoker.service.dataset_requests import Registration
 from stoker.service.datasets import Datasets, describe
+from stoker.service.executor import NO_ROOM
 from stoker.service.looks import LOOKS
 from tests.service.conftest import made_on
 from tests.service.job_folders import (
@@ -92,6 +94,21 @@ def test_what_cannot_be_done_fails_with_its_reason(tmp_path: Path, in_process: A
         (failed,) = lines(folder, "failed")
         assert why in failed["data"]["error"], name
         assert code not in (0, 75)
+
+
+@pytest.mark.parametrize("where", ["stoker.atomic.os.fsync", "stoker.service.runs.journal.os.write"])
+def test_a_full_disk_is_no_failure_of_the_job(
+    tmp_path: Path, in_process: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    folder = make_job(tmp_path, radio_dataset(tmp_path), batch_size=256, epochs=1)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(where, full)
+
+    assert in_process(folder) == NO_ROOM
+    assert lines(folder, "failed") == []
 
 
 @pytest.mark.slow

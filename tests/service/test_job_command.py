@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from stoker.errors import ConfigError, Conflict, NotFound, ServiceError
@@ -94,12 +95,48 @@ def test_following_a_log_ends_with_the_job(running: Running, at: list[str]) -> N
         (["submit", "a.yaml", "b.yaml"], "expected one file"),
         (["submit", "nowhere.yaml"], "nowhere.yaml cannot be read"),
         (["continue", "x"], "how many more epochs"),
+        (["submit", "dataset_ids=["], "a setting cannot be read: while parsing"),
+        (["submit", "odd.json"], "odd.json: config is 3. Expected an object with dataset_ids"),
+        (["list", "surplus"], "takes no 'surplus'"),
+        (["login", "more", "words"], "takes no 'more words'"),
+        (["pause", "a/../b"], "there is no job 'a/../b'. `stoker job list` shows those"),
+        (["list", "--status", "gone"], "query.status: Input should be 'pending', 'queued'"),
     ],
 )
-def test_what_is_wrong_is_one_line(at: list[str], words: list[str], said: str) -> None:
+def test_what_is_wrong_is_one_line(
+    at: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    (tmp_path / "odd.json").write_text('{"config": 3}')
+    monkeypatch.chdir(tmp_path)
+
     error = job(*words, *at, exit_code=3)["error"]
 
     assert said in error
+    assert "\n" not in error
+
+
+def test_a_browser_is_let_in_once_by_what_login_prints(running: Running, at: list[str]) -> None:
+    """The log-in page says that this command prints a way in."""
+    assert "stoker job login" in httpx.get(f"{running.address}/login", trust_env=False).text
+    shown, _ = run("job", "login", *at)
+    address = shown.strip().removeprefix("login: ")
+    assert job("login", *at)["login"] != address
+
+    with httpx.Client(trust_env=False) as browser:
+        assert browser.get(address).status_code == 303
+        assert browser.get(f"{running.address}/api/v1/training/jobs").status_code == 200
+    assert httpx.get(address, trust_env=False).status_code == 401
+
+
+def test_a_wrong_token_is_told_with_where_the_right_one_is(
+    at: list[str], running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STOKER_TOKEN", "wrong" * 10)
+
+    error = job("list", *at, exit_code=1)["error"]
+
+    assert error.startswith(f"{running.address} does not take the token (")
+    assert "--token-file or $STOKER_TOKEN" in error
 
 
 def test_a_service_that_is_not_there_is_told_with_what_to_do(tmp_path: Path) -> None:

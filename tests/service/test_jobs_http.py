@@ -51,21 +51,25 @@ def test_the_body_of_the_guide_makes_a_job_at_both_addresses(running: Running) -
         assert found["websocket_url"] == f"ws://127.0.0.1:{running.port}/ws/training/{made['id']}"
 
 
-def test_one_key_is_one_job_however_often_and_at_once_it_is_sent(running: Running) -> None:
-    def submit(_n: int) -> tuple[int, str]:
-        headers = {"Idempotency-Key": "one"}
-        answer = running.client.post(running.api("/jobs"), json=GUIDE, headers=headers)
-        return answer.status_code, answer.json()["id"]
+def test_a_hundred_requests_at_once_with_one_key_are_one_job(url: str, tmp_path: Path) -> None:
+    with serving(tmp_path / "state", database=url) as running:
+        note_radio(running.services, CONFIG["dataset_ids"][0])
 
-    with ThreadPoolExecutor(20) as pool:
-        answers = list(pool.map(submit, range(24)))
+        def submit(_n: int) -> tuple[int, str]:
+            headers = {"Idempotency-Key": "one"}
+            answer = running.client.post(running.api("/jobs"), json=GUIDE, headers=headers)
+            return answer.status_code, answer.json()["id"]
 
-    assert sorted(status for status, _ in answers) == [200] * 23 + [201]
-    assert len({job for _, job in answers}) == 1
-    other = running.client.post(
-        running.api("/jobs"), json={"config": CONFIG}, headers={"Idempotency-Key": "one"}
-    )
-    assert other.status_code == 409
+        with ThreadPoolExecutor(100) as pool:
+            answers = list(pool.map(submit, range(100)))
+        other = running.client.post(
+            running.api("/jobs"), json={"config": CONFIG}, headers={"Idempotency-Key": "one"}
+        )
+
+        assert sorted(status for status, _ in answers) == [200] * 99 + [201]
+        assert len({job for _, job in answers}) == 1
+        assert running.services.jobs.count() == 1
+        assert other.status_code == 409
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,25 @@ def test_events_that_are_gone_are_named(running: Running, job: str) -> None:
     assert [one.number for one in told[1:]] == list(range(oldest, oldest + 10))
 
 
+def test_a_reader_is_told_that_the_service_is_degraded_and_when_it_no_longer_is(
+    running: Running, job: str
+) -> None:
+    trouble, after = running.services.database.trouble, running.services.outbox.newest()
+    told = client_of(running).follow(f"/jobs/{job}/events", after)
+    tell(running, job, 1)
+    found = take(told, 1)
+    trouble.note("disk", "the disk is full")
+    found += take(told, 1)
+    trouble.note("disk", None)
+    found += take(told, 1)
+    tell(running, job, 1)
+    found += take(told, 1)
+
+    assert [one.kind for one in found] == ["progress", "degraded", "recovered", "progress"]
+    assert found[1].data["error"] == "the disk is full"
+    assert [one.number for one in found] == [after + 1, after + 1, after + 1, after + 2], "it has no place"
+
+
 def test_a_number_of_another_database_is_answered_with_a_gap(running: Running, job: str) -> None:
     told = client_of(running).follow("/events", 10**9)
 

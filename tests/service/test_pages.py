@@ -176,6 +176,26 @@ def test_a_database_that_does_not_answer_is_a_page_that_looks_again(
     assert 'http-equiv="refresh"' in answer.text
 
 
+def test_every_page_says_that_the_service_is_degraded(running: Running, browser: httpx.Client) -> None:
+    hidden = 'id="degraded" class="problem" role="status" hidden'
+    assert hidden in browser.get("/").text
+    assert running.client.get(running.address + "/health").json() == {"status": "ok"}
+
+    running.services.database.trouble.note("disk", "the disk of <here> is full. Make room")
+    try:
+        for path in ("/", "/jobs/new", "/datasets", "/caches", "/machine", f"/jobs/{made(running, 'n')}"):
+            answer = browser.get(path)
+            assert answer.status_code == 200, "it can be read"
+            assert "The service is degraded: <span>the disk of &lt;here&gt; is full. Make room" in answer.text
+            assert hidden not in answer.text
+        assert httpx.get(running.address + "/health", trust_env=False).json() == {"status": "degraded"}
+        ready = running.client.get(running.api("/ready"))
+        assert (ready.status_code, ready.json()["error"]) == (503, "the disk of <here> is full. Make room")
+        assert ready.json()["jobs"] == running.services.jobs.count()
+    finally:
+        running.services.database.trouble.note("disk", None)
+
+
 def test_a_data_sets_page_shows_what_was_found_there_and_who_uses_it(
     running: Running, browser: httpx.Client
 ) -> None:

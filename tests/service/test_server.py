@@ -19,9 +19,11 @@ import httpx
 import pytest
 
 from stoker.errors import ConfigError
-from stoker.service import server
+from stoker.service import serve, server
 from stoker.service.client import ServiceClient
 from stoker.service.guard import RequestLimits
+from stoker.service.supervise import Staff
+from tests.cli.commands import run
 from tests.service.running import serving
 
 
@@ -145,6 +147,55 @@ def test_a_service_starts_answers_and_ends_in_order(tmp_path: Path) -> None:
     assert token.encode() not in notes
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{address}/health", trust_env=False)
+
+
+def test_limits_of_jobs_reach_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staff: list[Staff] = []
+
+    class NoWorkers:
+        def __init__(self, _database: object, _folder: object, told: Staff, _environment: object) -> None:
+            staff.append(told)
+
+        def start(self) -> None:
+            pass
+
+        def stop(self, **_limit: float) -> bool:
+            return True
+
+    monkeypatch.setattr(serve, "Supervisor", NoWorkers)
+    monkeypatch.setattr(serve, "run_server", lambda _server, listening: listening.close())
+    words = ["serve", "--port", "0", "--state-dir", str(tmp_path / "state"), "--workers", "2"]
+
+    run(*words)
+    run(*words, "--job-memory", "2GiB", "--job-time", "90min")
+
+    assert [(one.limits.memory_bytes, one.limits.wall_s) for one in staff] == [
+        (None, None),
+        (2 << 30, 5400.0),
+    ]
+    for flag, value in (("--job-memory", "0"), ("--job-time", "0s")):
+        _, notes = run(*words, flag, value, exit_code=3)
+        assert "--job-memory and --job-time above 0" in notes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [(("--job-memory", "1MiB"), "1.0 MiB are allowed"), (("--job-time", "1s"), "an attempt may take 1")],
+)
+def test_a_job_that_passes_a_limit_fails_and_says_which(
+    tmp_path: Path, limit: tuple[str, str], said: str
+) -> None:
+    with service(tmp_path / "state", "--workers", "1", *limit) as (_, started):
+        client = ServiceClient(started["address"], (tmp_path / "state" / "token").read_text().strip())
+        job = client.generate({"kind": "radio", "name": "radio", "rows": 1_000_000})["job"]["id"]
+        deadline = time.monotonic() + 120
+        while (found := client.job(job)["job"])["status"] not in ("failed", "completed"):
+            assert time.monotonic() < deadline, found
+            time.sleep(0.2)
+
+    assert found["status"] == "failed"
+    assert said in found["error_message"]
 
 
 @pytest.mark.slow

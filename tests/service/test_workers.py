@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -170,6 +171,67 @@ def test_a_job_that_is_killed_each_time_fails_in_the_end(bench: Bench) -> None:
     assert failed.error == (
         "3 attempts in a row ended without a finished epoch; the last: its process was ended by SIGKILL"
     )
+
+
+def test_a_job_that_finds_the_disk_full_waits_for_room_however_often(bench: Bench) -> None:
+    job = bench.make(full_at=2)
+    for _ in range(4):
+        with bench.database.writing() as connection:
+            connection.exec_driver_sql("UPDATE jobs SET not_before = 0")
+        bench.attempt()
+
+    waiting = bench.jobs.get(job.id)
+    assert (waiting.state, waiting.epoch, waiting.attempt) == (State.PENDING, 1, 4)
+    assert waiting.message.startswith("its process found the disk full")
+    assert bench.leases.claim("here") is None, "not at once"
+
+
+@pytest.mark.parametrize("where", ["stoker.service.worker.JobFile.write", "stoker.service.attempt.end_line"])
+def test_a_job_whose_folder_takes_nothing_waits_for_room(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(where, full)
+    job = bench.make()
+    bench.attempt()
+
+    waiting = bench.jobs.get(job.id)
+    assert waiting.state == State.PENDING
+    assert "No space left on device" in waiting.message
+    with bench.database.reading() as connection:
+        assert connection.exec_driver_sql("SELECT losses FROM jobs").scalar_one() == 0
+
+
+def test_no_job_is_begun_while_the_disk_is_full(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = bench.make(epochs=1)
+    real, full = os.statvfs, [True]
+
+    def statvfs(path: object) -> os.statvfs_result:
+        found = list(real(path))  # type: ignore[call-overload]
+        if full[0]:
+            found[4] = 3  # blocks for those who are not root
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    supervisor = Supervisor(bench.database, bench.state, staff(workers=0), os.environ)
+    supervisor.step()
+    runner = threading.Thread(target=bench.worker.run)
+    runner.start()
+    try:
+        time.sleep(0.3)
+        assert bench.jobs.get(job.id).state == State.QUEUED
+        assert "is full: 12.0 KiB and " in str(bench.database.trouble.why)
+        full[0] = False
+        until(lambda: bench.jobs.get(job.id).state == State.COMPLETED)
+        monkeypatch.setattr(time, "monotonic", lambda real=time.monotonic: real() + 2.0)
+        supervisor.step()
+        assert bench.database.trouble.why is None
+    finally:
+        bench.worker.stop()
+        runner.join(30)
+        supervisor.stop()
 
 
 def test_a_job_that_crashes_after_its_last_word_is_done(bench: Bench) -> None:

@@ -68,7 +68,7 @@ def repeat_flags(args: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecomputeFlags:
-    """The earlier flags as given; None where a flag is absent."""
+    """Flags of `precompute` as given; None where a flag is absent."""
 
     tasks: list[str] | None = None
     root: Path | None = None
@@ -77,6 +77,7 @@ class PrecomputeFlags:
     latent_dim: int | None = None
     latent_len: int | None = None
     device: str | None = None
+    devices: str | None = None
     num_workers: int | None = None
     parallel: bool | None = None
     pin_memory: bool | None = None
@@ -87,6 +88,8 @@ class PrecomputeFlags:
     dataloader_timeout: float | None = None
     cache_write_timeout: float | None = None
     watchdog_timeout: float | None = None
+    engine: str | None = None
+    address: str | None = None
 
     def settings(self, overrides: Sequence[str]) -> list[str]:
         """`overrides` with every given flag added as `key=value`.
@@ -111,9 +114,12 @@ class PrecomputeFlags:
             "training.latent_cache_dir": self.cache_dir,
             "training.latent_cache_dtype": self.cache_dtype,
             "training.device": self.device,
+            "precompute.devices": None if self.devices is None else _list([self.devices]),
             "training.num_workers": workers,
             "training.pin_memory": self.pin_memory,
             "precompute.overwrite": self.overwrite,
+            "precompute.engine": self.engine,
+            "precompute.ray.address": self.address,
             "precompute.retry_quarantined": self.retry_quarantined or None,
         } | self._deadlines()
         return [*overrides, *(f"{key}={_text(value)}" for key, value in given.items() if value is not None)]

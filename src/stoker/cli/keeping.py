@@ -1,4 +1,4 @@
-"""The commands that look after caches and copies: verify, compact, gc, import-pt, stage."""
+"""The commands that look after caches and copies: verify, compact, gc, export, import-pt, stage."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, cast
 
 import typer
 
+from stoker.cli import exporting
 from stoker.cli.edge import Edge, edge
 from stoker.cli.flags import CachePath, Config, Debug, Json, Overrides
 from stoker.cli.quantities import duration, share, size
@@ -18,6 +19,7 @@ def register(app: typer.Typer) -> None:
     app.command()(verify)
     app.command()(compact)
     app.command()(gc)
+    app.command()(exporting.export)
     app.command(name="import-pt")(import_pt)
     app.command()(stage)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli import bench, demo, fetching, keeping, launching, profile, serving
+from stoker.cli import bench, demo, fetching, keeping, launching, moving, profile, serving
 from stoker.cli.edge import Edge, edge, run, stop_on_sigterm
 from stoker.cli.flags import (
     CachePath,
@@ -109,6 +109,9 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
     latent_dim: Annotated[int | None, typer.Option(help="latent.dim.")] = None,
     latent_len: Annotated[int | None, typer.Option(help="latent.tokens.")] = None,
     device: Annotated[str | None, typer.Option(help="training.device: cpu or cuda[:i].")] = None,
+    devices: Annotated[
+        str | None, typer.Option(help="precompute.devices: an encoder on each, as cuda:0,cuda:1, or all.")
+    ] = None,
     batch_size: Annotated[
         int | None, typer.Option(help="Accepted and ignored: groups are fixed, so that records never vary.")
     ] = None,
@@ -138,6 +141,13 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
     watchdog_timeout: Annotated[
         float | None, typer.Option(metavar="S", help="precompute.deadlines.encode, the first call included.")
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="local|ray", help="precompute.engine: this machine, or a Ray cluster."),
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(metavar="auto|HOST:PORT", help="precompute.ray.address; default: one here.")
+    ] = None,
     manifest: Annotated[Path | None, typer.Option(help="Write a JSON report of the run here.")] = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -151,15 +161,17 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
     Example:
       stoker precompute configs/train_burgers_32dim.yaml
       stoker precompute configs/train_burgers_32dim.yaml latent.dim=64 --splits train val
+      stoker precompute configs/train_burgers_32dim.yaml --engine ray --address auto
     """
     with edge(as_json=as_json, debug=debug) as out:
         path, overrides = config_and_overrides(words or [], config)
         flags = PrecomputeFlags(
             tasks=tasks, root=root, cache_dir=cache_dir, cache_dtype=cache_dtype, latent_dim=latent_dim,
-            latent_len=latent_len, device=device, num_workers=num_workers, parallel=parallel,
+            latent_len=latent_len, device=device, devices=devices, num_workers=num_workers, parallel=parallel,
             pin_memory=pin_memory, overwrite=overwrite, retry_quarantined=retry_quarantined, limit=limit,
             hdf5_timeout=hdf5_timeout, dataloader_timeout=dataloader_timeout,
             cache_write_timeout=cache_write_timeout, watchdog_timeout=watchdog_timeout,
+            engine=engine, address=address,
         )  # fmt: skip
         if batch_size is not None:
             out.note("--batch-size has no effect: samples are encoded in fixed groups, whatever the machine")
@@ -302,6 +314,7 @@ def inspect(path: CachePath, as_json: Json = False, debug: Debug = False) -> Non
 
 
 keeping.register(app)
+moving.register(app)
 bench.register(app)
 profile.register(app)
 launching.register(app)

@@ -18,6 +18,7 @@ from rich.markup import escape
 
 from stoker.cli.edge import Edge, edge
 from stoker.cli.flags import Debug, Json
+from stoker.cli.quantities import duration, size
 from stoker.cli.render import bold, table
 from stoker.errors import ConfigError, Degraded, StalledError, StokerError
 from stoker.units import format_percent
@@ -67,6 +68,14 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     allow_host: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A further name by which browsers call it.")
     ] = None,
+    job_memory: Annotated[
+        int | None,
+        typer.Option(parser=size, metavar="16GiB", help="What a job's processes may hold; more fails it."),
+    ] = None,
+    job_time: Annotated[
+        float | None,
+        typer.Option(parser=duration, metavar="12h", help="How long an attempt at a job may take."),
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -78,7 +87,7 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     \b
     Example:
       stoker serve --root data/pdebench
-      stoker serve --port 9000 --state-dir /srv/stoker --workers 2
+      stoker serve --port 9000 --state-dir /srv/stoker --workers 2 --job-memory 16GiB --job-time 12h
     """
     with edge(as_json=as_json, debug=debug) as out:
         missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -97,6 +106,8 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
             workers=workers,
             roots=tuple(root or ()),
             hosts=tuple(allow_host or ()),
+            job_memory_bytes=job_memory,
+            job_s=job_time,
         )
         hidden = {DATABASE, TOKEN}
         environment = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -190,6 +201,8 @@ class _Asked:
 
 
 def _do(out: Edge, client: ServiceClient, asked: _Asked) -> None:
+    if asked.verb in ("list", "login") and asked.words:
+        raise ConfigError(f"stoker job {asked.verb} takes no {' '.join(asked.words)!r}. Leave that out")
     if asked.verb == "submit":
         made = _submit(client, asked)
         out.show(_Shown(made, _render_jobs), _render)
@@ -252,8 +265,9 @@ def _body(words: list[str]) -> dict[str, Any]:
         found = yaml.safe_load(sys.stdin if files == ["-"] else Path(files[0]).read_text()) if files else {}
         given = {k: yaml.safe_load(v) for k, _, v in (word.partition("=") for word in words if "=" in word)}
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(
-            f"{files[0] if files else 'a setting'} cannot be read: {error}. Expected JSON or YAML"
+            f"{files[0] if files else 'a setting'} cannot be read: {why}. Expected JSON or YAML"
         ) from None
     if not isinstance(found, dict):
         raise ConfigError(
@@ -262,6 +276,10 @@ def _body(words: list[str]) -> dict[str, Any]:
     body = cast("dict[str, Any]", found)
     if "config" not in body:
         body = {"config": body}
+    if not isinstance(body["config"], dict):
+        raise ConfigError(
+            f"{files[0]}: config is {body['config']!r}. Expected an object with dataset_ids, epochs, ..."
+        )
     return {**body, "config": {**body["config"], **given}}
 
 

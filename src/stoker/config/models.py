@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr
 
 from stoker.config.datasets import TorchConfig
+from stoker.config.engines import RayConfig
 from stoker.config.fetching import FetchConfig
 from stoker.config.files_kinds import ArraysConfig, ParquetConfig, TarConfig
 from stoker.config.images import ImagesConfig
@@ -229,7 +230,11 @@ class TrainingConfig(SettingsSection):
     task_weights: dict[str, PositiveFloat] | None = None
     """Parts that tasks have in an epoch of `mixture: weighted`, by name; null: equal ones."""
     latent_cache_dir: Place = "data/latent_cache"
-    """Folder of the caches."""
+    """Folder of the caches, or an address as `s3://bucket/caches`; also gs, az, file (docs/objects.md)."""
+    mirror_dir: Place = ".stoker/mirror"
+    """Where copies of caches at an address are kept on this machine: a local disk."""
+    mirror_bytes: PositiveInt | None = None
+    """How many bytes of them at most; what was unused longest goes first. Null: no limit."""
     latent_cache_dtype: StorageDtype | dict[str, StorageDtype] | None = "float16"
     """How floats are stored, all or by field; null: as encoded, the default but for the grid encoder."""
 
@@ -254,6 +259,8 @@ class PrecomputeConfig(SettingsSection):
 
     readers: CountInt | None = None
     """Reader processes; 0 reads in this process, without deadlines; null: as many as pay."""
+    devices: Annotated[tuple[str, ...], BeforeValidator(_of_one)] = ()
+    """An encoder on each of these, as `[cuda:0, cuda:1]` or `all`; none: on `training.device`."""
     max_quarantined: Fraction = 0.001
     """Largest part of the samples that may be quarantined before the run counts as failed."""
     nan: Literal["reject", "allow"] = "reject"
@@ -268,6 +275,9 @@ class PrecomputeConfig(SettingsSection):
     """Try quarantined samples again, those with errors of their own as well."""
     wait: Flag = True
     """Whether `train` encodes what is missing before it begins; `false`: it begins at once, beside that."""
+    engine: Literal["local", "ray"] = "local"
+    """Who encodes: this machine, or a Ray cluster (docs/ray.md)."""
+    ray: RayConfig = RayConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
 
 

@@ -205,6 +205,10 @@ class Chunks:
                 self._pool.submit(partial(self._ids, [epoch + 1]))
             yield chunk
 
+    def order(self, epoch: int) -> Ids:
+        """The order of an epoch, which is kept for whoever serves it."""
+        return self._ids([epoch])[epoch]
+
     def _following(self, span: Span) -> list[Span]:
         """The spans after `span` that are made in one piece of work, also those of later epochs."""
         epoch, found, room = span.epoch, list[Span](), CHUNK_EXAMPLES

@@ -23,6 +23,8 @@ from stoker.loader.packed import stored_outputs, unpacker
 from stoker.loader.partial import PartialBatches
 from stoker.loader.places import Places
 from stoker.loader.ranks import Share
+from stoker.loader.reach import Reach
+from stoker.loader.read_ahead import read_ahead_of
 from stoker.loader.residency import Held, Residency
 from stoker.loader.watch import Ask
 from stoker.loader.windows import Examples
@@ -119,6 +121,10 @@ class Engine:
         self._batches: tuple[Memory, MemoryBatches] | None = None
         self._disk = self._make_disk(self._outputs)
         self._partial: PartialBatches | None = None
+        cpu = torch.device("cpu")
+        self._reading_ahead = read_ahead_of(
+            design.cache, self._reach, design.share, lambda epoch: self._chunks(cpu).order(epoch)
+        )
         self._unpack = unpacker(design.outputs, design.share.batch_size, static=design.static)
         self._names = (*(output.name for output in design.outputs), "index")
         # Fixed addresses exist where batches are gathered, so nothing can be served before memory is filled.
@@ -136,6 +142,16 @@ class Engine:
         )
         made.meter = design.meter
         return made
+
+    def _reach(self, block_bytes: int) -> Reach:
+        design = self._design
+        return Reach(design.cache, design.places, design.examples, self._outputs, block_bytes)
+
+    def _read_ahead(self, chunk: Chunk, number: int) -> None:
+        """Tell what reads ahead that the batch of this number of a chunk is about to be made."""
+        if self._reading_ahead is not None:
+            span = chunk.span
+            self._reading_ahead.at(span.epoch, span.position + number * span.step)
 
     def _locator(self, device: torch.device) -> Locator:
         """Turns examples into rows on `device`."""
@@ -250,7 +266,9 @@ class Engine:
             number += count
 
     def _from_disk(self, chunk: Chunk) -> Iterator[Strip]:
+        self._read_ahead(chunk, 0)
         for number, values in enumerate(self._disk.batches(chunk, 0)):
+            self._read_ahead(chunk, number + 1)
             columns: list[Iterable[Any]] = [[value] for value in values]
             yield self._strip(columns, chunk, number, 1, "disk")
 
@@ -262,7 +280,9 @@ class Engine:
             )
             self._partial.meter = design.meter
         number, window = 0, self._design.order.kind.window
+        self._read_ahead(chunk, 0)
         for columns, count, tier in self._partial.strips(chunk, held.device, window, self._pace.next):
+            self._read_ahead(chunk, number + count)
             yield self._strip(columns, chunk, number, count, tier)
             number += count
 

@@ -143,7 +143,7 @@ class Pieces:
         self._outputs = outputs
         self._whole = [i for i, output in enumerate(outputs) if output.index == RECORD]
         self._sizes = [output.example_bytes for output in outputs]
-        self._runs = _plan_runs(schema, outputs)
+        self._runs = plan_runs(schema, outputs)
         runs = ((run.stop - run.first) * schema[run.field].row_bytes for run in self._runs)
         self._alone = ADVISED and max([0, *(self._sizes[i] for i in self._whole), *runs]) >= ALONE_FROM_BYTES
         # What all threads have open together is a part of what the process may have open.
@@ -207,7 +207,7 @@ class Pieces:
         return bytes_of(wanted.values[i][j])
 
 
-def _plan_runs(schema: Schema, outputs: tuple[Output, ...]) -> list[Run]:
+def plan_runs(schema: Schema, outputs: tuple[Output, ...]) -> list[Run]:
     """Join the steps that outputs take of each field into as few reads as pays."""
     wanted: dict[str, dict[int, list[tuple[int, int]]]] = {}
     for i, output in enumerate(outputs):

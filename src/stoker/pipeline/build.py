@@ -19,6 +19,7 @@ from stoker.encoders.keeping import keeping
 from stoker.encoders.normalize import Normalized
 from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError
+from stoker.pipeline.folders import cache_dir_of
 from stoker.pipeline.kinds import BUILDERS
 from stoker.pipeline.staging import staged_data
 from stoker.pipeline.statistics import train_statistics
@@ -148,7 +149,7 @@ def build_encoder(config: Config, schema: Schema, *, fitted_on: Source | None) -
         encoder = grid_encoder(config, schema)
     if fitted_on is None:
         return encoder
-    cache_dir = Path(config.training.latent_cache_dir)
+    cache_dir = cache_dir_of(config)
     digests = Digests(cache_dir, config.identity)
     return Normalized(encoder, train_statistics(fitted_on, "data", digests=digests, cache_dir=cache_dir))
 

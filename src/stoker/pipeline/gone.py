@@ -19,6 +19,7 @@ from stoker.config import Config
 from stoker.encoders.grid import GridEncoder
 from stoker.encoders.keeping import KEEPING, field_names
 from stoker.errors import StokerError
+from stoker.pipeline.folders import cache_dir_of
 from stoker.sources.declared import declared_fields
 from stoker.sources.files import SUFFIXES, canonical_split, split_of
 from stoker.sources.splits import DEFAULT_SPLITS
@@ -34,7 +35,7 @@ def find_without_source(config: Config, task: str, splits: Sequence[str]) -> dic
         return None
     found: dict[str, Cache] = {}
     for split in splits:
-        folder = Path(config.training.latent_cache_dir) / f"{task}_{split}"
+        folder = cache_dir_of(config) / f"{task}_{split}"
         matching = [cache for cache in _complete(folder) if matches(config, cache.recipe, task, split)]
         if not matching:
             return None

@@ -13,6 +13,7 @@ from stoker.loader import Windows
 from stoker.loader.outputs import make_outputs
 from stoker.loader.windows import number_examples, time_field
 from stoker.pipeline.build import Job, build_jobs
+from stoker.pipeline.folders import cache_dir_of
 from stoker.pipeline.gone import find_without_source
 from stoker.schema import Schema
 from stoker.store import Cache, Digests, Recipe, make_recipe, open_cache
@@ -56,7 +57,7 @@ def locate(config: Config, task: str, split: str) -> Located:
 def locate_job(config: Config, job: Job) -> Located:
     """As `locate`, of a source that is there."""
     recipe = job_recipe(config, job)
-    folder = Path(config.training.latent_cache_dir) / job.name / recipe.fingerprint
+    folder = cache_dir_of(config) / job.name / recipe.fingerprint
     try:
         cache = open_cache(folder, require_complete=False)
     except (StokerError, OSError):
@@ -76,7 +77,7 @@ def recipe_of(config: Config, task: str, split: str) -> Recipe:
 
 def job_recipe(config: Config, job: Job) -> Recipe:
     """As `recipe_of`, of sources and an encoder that are made already."""
-    digests = Digests(Path(config.training.latent_cache_dir), config.identity)
+    digests = Digests(cache_dir_of(config), config.identity)
     dtype = config.training.latent_cache_dtype
     return make_recipe(job.source, job.encoder, dtype=dtype, digests=digests)
 

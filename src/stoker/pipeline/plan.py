@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from stoker.config import Config
 from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import last_step_s
+from stoker.pipeline.folders import cache_dir_of
 from stoker.pipeline.inspect import shard_bytes
 from stoker.pipeline.locate import Located, batch_size_of, locate, trajectory_steps, windows_for, windows_of
 from stoker.pipeline.served import Step, served_loads
@@ -74,7 +74,7 @@ def plan_config(config: Config) -> PlanResult:
 
 def plan_located(config: Config, located: Located, resources: Resources | None = None) -> PlanResult:
     """Plan one cache, whose missing records count as stored; `resources`: None asks the machine."""
-    cache_dir, device = Path(config.training.latent_cache_dir), device_of(config)
+    cache_dir, device = cache_dir_of(config), device_of(config)
     demand = demand_of(config, located, device)
     cache = located.cache if located.cache is not None and not located.missing else None
     step_s = last_step_s(config, located.recipe.schema)

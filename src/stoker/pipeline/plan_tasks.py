@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from stoker.config import Config
 from stoker.pipeline.build import device_of, tasks_of
+from stoker.pipeline.folders import cache_dir_of
 from stoker.pipeline.locate import locate
 from stoker.pipeline.plan import PlanResult, left_by, plan_located
 from stoker.plan import probe
@@ -55,7 +55,7 @@ def plan_tasks(config: Config) -> TaskPlans:
         StokerError: As `locate`.
     """
     plans: dict[str, PlanResult] = {}
-    resources = probe(device=device_of(config), path=Path(config.training.latent_cache_dir))
+    resources = probe(device=device_of(config), path=cache_dir_of(config))
     for task in tasks_of(config):
         own = config.for_task(task)
         split = canonical_split(own.data.wanted_splits[0])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -14,6 +14,7 @@ from stoker.config import Config
 from stoker.config.remedies import in_settings
 from stoker.encoders.protocol import Encoder
 from stoker.errors import (
+    ConfigError,
     DeviceError,
     FormatError,
     IncompleteError,
@@ -22,6 +23,7 @@ from stoker.errors import (
     SplitError,
     StokerError,
 )
+from stoker.pipeline.agreed import agreed
 from stoker.pipeline.augment import check_beside
 from stoker.pipeline.build import (
     Job,
@@ -32,12 +34,14 @@ from stoker.pipeline.build import (
     share_encoders,
     tasks_of,
 )
-from stoker.pipeline.folders import is_open, require_writable
+from stoker.pipeline.engines import engine_of
+from stoker.pipeline.folders import cache_dir_of, is_open, require_writable
 from stoker.pipeline.gone import find_without_source
 from stoker.pipeline.inspect import list_quarantined, shard_bytes, worst_error
 from stoker.pipeline.locate import job_recipe, windows_in
 from stoker.pipeline.manifest import write_manifest
 from stoker.pipeline.staging import stage_task
+from stoker.pipeline.together import cache_sharing, encoders_of
 from stoker.precompute import (
     Deadlines,
     EncodeFiller,
@@ -248,11 +252,11 @@ def fill_caches(
         SourceError: The data is gone and no cache matches, or it cannot be read.
         IncompleteError: More samples were quarantined than allowed.
     """
-    cache_dir = Path(config.training.latent_cache_dir)
+    cache_dir = cache_dir_of(config)
     if not is_open(cache_dir):  # one that is may be read-only, if its caches are complete
         require_writable(cache_dir, "training.latent_cache_dir")
     results: list[CacheResult] = []
-    known = {} if encoders is None else encoders
+    known, nodes = {} if encoders is None else encoders, cache_sharing(config, ranks)
     for task in tasks_of(config):
         began, own = time.monotonic(), config.for_task(task)
         try:
@@ -275,8 +279,8 @@ def fill_caches(
                 for split, cache in found.items()
             ]
         else:
-            results += _fill_jobs(own, jobs, training=training, ranks=ranks, progress=progress)
-    return counted_together(results, ranks)
+            results += _fill_jobs(own, jobs, training=training, ranks=ranks, nodes=nodes, progress=progress)
+    return agreed(results, ranks, nodes)
 
 
 def _fill_jobs(
@@ -285,6 +289,7 @@ def _fill_jobs(
     *,
     training: Training | None,
     ranks: Ranks,
+    nodes: Sequence[int],
     progress: ProgressSink | None,
 ) -> list[CacheResult]:
     """The caches of one task; what can be refused is refused before the first of them is filled."""
@@ -293,25 +298,34 @@ def _fill_jobs(
         windows_in(config, schema)
     results: list[CacheResult] = []
     beside = training is not None and not config.precompute.wait
-    for job, schema in zip(jobs, schemas, strict=True):
-        settings = settings_of(config, job, ranks)
-        if progress is not None:
-            settings = replace(settings, progress=progress)
-        ready = _ready(config, job, settings) if training else None
-        if beside and ready is None:
-            check_beside(config, schema, ranks)
-        run = begin_precompute if beside else run_precompute
-        results.append(ready or _fill(config, job, settings, run=run))
+    if beside and config.precompute.engine != "local":
+        raise ConfigError(
+            "precompute.wait=false encodes beside the training, on this machine; precompute.engine is "
+            f"{config.precompute.engine}. Leave one of them out"
+        )
+    with engine_of(config, ranks) as engine:
+        run = begin_precompute if beside else partial(run_precompute, engine=engine)
+        for job, schema in zip(jobs, schemas, strict=True):
+            settings = settings_of(config, job, ranks, nodes=nodes)
+            if progress is not None:
+                settings = replace(settings, progress=progress)
+            ready = _ready(config, job, settings) if training else None
+            if beside and ready is None:
+                check_beside(config, schema, ranks)
+            results.append(ready or _fill(config, job, settings, run=run))
     return results
 
 
-def settings_of(config: Config, job: Job, ranks: Ranks = ALONE) -> PrecomputeSettings:
-    """How the records of `job` are made."""
-    wanted = config.precompute
+def settings_of(
+    config: Config, job: Job, ranks: Ranks = ALONE, *, nodes: Sequence[int] = (0,)
+) -> PrecomputeSettings:
+    """How the records of `job` are made; `nodes`: machines that share the cache folder."""
+    wanted, devices = config.precompute, encoders_of(config, ranks)
     return PrecomputeSettings(
         dtype=config.training.latent_cache_dtype,
         readers=wanted.readers,
-        device=device_of(config),
+        device=devices[0] if len(devices) == 1 else device_of(config),
+        devices=devices,
         deadlines=Deadlines(**wanted.deadlines.model_dump()),
         max_quarantined=wanted.max_quarantined,
         retry_quarantined=wanted.retry_quarantined,
@@ -320,23 +334,9 @@ def settings_of(config: Config, job: Job, ranks: Ranks = ALONE) -> PrecomputeSet
         overwrite=wanted.overwrite,
         max_error=wanted.max_error,
         progress="auto" if ranks.leads else None,
-        part=(ranks.rank, ranks.world),
-        beside=ranks.local_world,
+        part=(nodes.index(ranks.node), len(nodes)),
+        among="alone" if ranks.local_world == 1 else "first" if ranks.local_rank == 0 else "rest",
     )
-
-
-def counted_together(caches: Sequence[CacheResult], ranks: Ranks) -> list[CacheResult]:
-    """What all ranks did, in place of what this one did."""
-    own = [[cache.encoded, cache.adopted, cache.encode_seconds] for cache in caches]
-    told = [json.loads(text) for text in ranks.tell(json.dumps(own), "the end of precompute")]
-    results: list[CacheResult] = []
-    for cache, *by_rank in zip(caches, *told, strict=True):
-        encoded, adopted, seconds = (sum(column) for column in zip(*by_rank, strict=True))
-        reused = max(0, len(cache.cache) - encoded - adopted)
-        results.append(
-            replace(cache, encoded=encoded, adopted=adopted, reused=reused, encode_seconds=seconds)
-        )
-    return results
 
 
 def _ready(config: Config, job: Job, settings: PrecomputeSettings) -> CacheResult | None:
@@ -346,7 +346,7 @@ def _ready(config: Config, job: Job, settings: PrecomputeSettings) -> CacheResul
         return None
     recipe = job_recipe(config, job)
     try:
-        cache = open_cache(Path(config.training.latent_cache_dir) / job.name / recipe.fingerprint)
+        cache = open_cache(cache_dir_of(config) / job.name / recipe.fingerprint)
     except (FormatError, IncompleteError, OSError):
         return None  # precompute mends it, or says what is wrong
     if len(cache.quarantined) > settings.max_quarantined * recipe.count:
@@ -354,7 +354,7 @@ def _ready(config: Config, job: Job, settings: PrecomputeSettings) -> CacheResul
     cache.filler = EncodeFiller(
         job.source,
         job.encoder,
-        Path(config.training.latent_cache_dir),
+        cache_dir_of(config),
         name=job.name,
         settings=settings,
         fingerprint=cache.fingerprint,
@@ -367,7 +367,7 @@ def _fill(
     config: Config, job: Job, settings: PrecomputeSettings, *, run: Callable[..., PrecomputeReport]
 ) -> CacheResult:
     began = time.monotonic()
-    cache_dir = Path(config.training.latent_cache_dir)
+    cache_dir = cache_dir_of(config)
     report = run(job.source, job.encoder, cache_dir, name=job.name, settings=settings)
     return CacheResult(
         cache=report.cache,

@@ -20,7 +20,7 @@ from stoker.config import Config
 from stoker.errors import ConfigError, SourceError, StalledError
 from stoker.loader import Loader
 from stoker.pipeline.build import Job, build_jobs, device_of, tasks_of
-from stoker.pipeline.folders import obstacle
+from stoker.pipeline.folders import cache_dir_of, obstacle
 from stoker.pipeline.locate import (
     Located,
     batch_size_of,
@@ -130,7 +130,7 @@ def profile_config(
 
 def _place(config: Config) -> Path | None:
     """Where trial records go: beside the caches, so that the same disk is timed; None: anywhere."""
-    place = Path(config.training.latent_cache_dir)
+    place = cache_dir_of(config)
     if obstacle(place) is not None:
         return None
     place.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,7 @@ from stoker.config import Config
 from stoker.config.models import DataConfig
 from stoker.errors import ConfigError, ResourceError, SourceError
 from stoker.fetch.partial import paths_of
+from stoker.pipeline.folders import cache_dir_of
 from stoker.pipeline.stage_copy import Original, is_staged, look_at, stage_file
 from stoker.plan.resources import storage_of
 from stoker.schema import Json
@@ -161,7 +162,7 @@ def staged_data(config: Config, task: str) -> DataConfig:
 def stage_folder(config: Config) -> Path:
     """Where copies lie: `data.stage_dir`, else beside the caches."""
     own = config.data.stage_dir
-    return Path(own) if own is not None else Path(config.training.latent_cache_dir) / ".staged"
+    return Path(own) if own is not None else cache_dir_of(config) / ".staged"
 
 
 def _given(data: DataConfig) -> Sequence[str | Path]:

@@ -7,16 +7,22 @@ So the same command goes on with another number of ranks where it stopped, over 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from stoker.config import Config
 from stoker.errors import ConfigError
 from stoker.pipeline.build import device_of
 from stoker.pipeline.diary import run_dir_of, unfinished
 from stoker.pipeline.locate import batch_size_of, trajectory_steps
+from stoker.precompute.devices import encode_on
 from stoker.scale.ranks import Ranks
+from stoker.scale.storage import nodes_that_share
 from stoker.store import Cache
+
+log = logging.getLogger("stoker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +73,39 @@ def own_trajectories(cache: Cache, ranks: Ranks) -> Sequence[int] | None:
         return None
     count = len(cache.numbers)
     return cache.numbers[count * ranks.rank // ranks.world : count * (ranks.rank + 1) // ranks.world].tolist()
+
+
+def cache_sharing(config: Config, ranks: Ranks) -> list[int]:
+    """The machines that share the cache folder with this one; where they do not all, it is said.
+
+    Errors as `nodes_that_share`.
+    """
+    folder = config.training.latent_cache_dir
+    nodes = nodes_that_share(Path(folder), ranks)
+    if ranks.leads and len(nodes) < ranks.nodes:
+        log.info(
+            "%d of %d machines see the same %s: each of the others encodes all of it for itself. In a folder "
+            "that all of them see, each would encode 1/%d",
+            len(nodes),
+            ranks.nodes,
+            folder,
+            ranks.nodes,
+        )
+    return nodes
+
+
+def encoders_of(config: Config, ranks: Ranks) -> tuple[str, ...]:
+    """The devices that encode on this machine: those asked for, else that of each rank here.
+
+    Raises:
+        ConfigError: A device that was asked for is not there.
+    """
+    if config.precompute.devices:
+        return encode_on(config.precompute.devices)
+    device, count = device_of(config), ranks.local_world
+    if count == 1 or not device.startswith("cuda"):
+        return (device,) * count
+    return tuple(f"cuda:{place}" for place in range(count))
 
 
 def on_own_device(config: Config, ranks: Ranks) -> Config:

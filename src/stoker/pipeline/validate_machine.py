@@ -13,7 +13,7 @@ from stoker.monitor import GpuAbsent, open_gpu
 from stoker.monitor.gpu import find_driver
 from stoker.pipeline.build import device_of
 from stoker.pipeline.checks import Row, failed
-from stoker.pipeline.folders import require_writable
+from stoker.pipeline.folders import cache_dir_of, require_writable
 from stoker.pipeline.locate import Located
 from stoker.pipeline.plan import demand_of, left_by
 from stoker.plan import Resources, plan_tiers, probe
@@ -95,7 +95,7 @@ def check_room(
     config: Config, located: list[Located], trained: Mapping[str, Located], device: str
 ) -> list[Row]:
     """The rows of memory and disk, neither of which waits for the other."""
-    cache_dir = Path(config.training.latent_cache_dir)
+    cache_dir = cache_dir_of(config)
     try:
         resources = probe(device=device, path=cache_dir)
         disk = [_disk_row(config, located, resources), _inodes_row(config, located, resources)]
@@ -128,7 +128,7 @@ def _memory_row(config: Config, found: Located, resources: Resources, device: st
 
 def _inodes_row(config: Config, located: list[Located], resources: Resources) -> Row:
     """Whether as many files can be made."""
-    cache_dir, free = Path(config.training.latent_cache_dir), resources.disk_inodes
+    cache_dir, free = cache_dir_of(config), resources.disk_inodes
     try:
         for found in located:
             if found.missing:
@@ -142,7 +142,7 @@ def _inodes_row(config: Config, located: list[Located], resources: Resources) ->
 
 def _disk_row(config: Config, located: list[Located], resources: Resources) -> Row:
     """Whether each cache in turn would find the room that precompute asks for."""
-    cache_dir, needed, left = Path(config.training.latent_cache_dir), 0, replace(resources, disk_inodes=None)
+    cache_dir, needed, left = cache_dir_of(config), 0, replace(resources, disk_inodes=None)
     try:
         for found in located:
             if found.missing:

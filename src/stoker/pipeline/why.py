@@ -10,10 +10,12 @@ from stoker.config import load_config
 from stoker.encoders.keeping import KEEPING
 from stoker.errors import ConfigError, FormatError, StokerError
 from stoker.pipeline.build import tasks_of
+from stoker.pipeline.folders import cache_dir_of
 from stoker.pipeline.locate import recipe_of
 from stoker.schema import Json
 from stoker.sources.files import canonical_split
 from stoker.store import Difference, Recipe, diff_recipes, load_recipe, open_cache
+from stoker.store.mirror.attach import here
 from stoker.store.strict_json import as_object
 
 WRAPPERS = {
@@ -117,6 +119,7 @@ def _is_config(path: Path) -> bool:
 def _side(path: Path, name: str | None, overrides: Sequence[str]) -> _Side:
     """`name` picks one of a configuration's caches; None: the first."""
     if not _is_config(path):
+        path = here(path)
         folder = path if (path / "recipe.json").is_file() else open_cache(path, require_complete=False).path
         return _Side(label=str(folder), recipe=load_recipe(folder), folder=folder)
     config = load_config(path, overrides)
@@ -129,7 +132,7 @@ def _side(path: Path, name: str | None, overrides: Sequence[str]) -> _Side:
         raise ConfigError(f"{path} describes {', '.join(known)}, not {name}. Compare caches of one name")
     chosen = name or next(iter(known))
     recipe = recipe_of(config, *known[chosen])
-    folder = Path(config.training.latent_cache_dir) / chosen / recipe.fingerprint
+    folder = cache_dir_of(config) / chosen / recipe.fingerprint
     return _Side(label=f"{path} ({chosen}, {recipe.fingerprint})", recipe=recipe, folder=folder)
 
 

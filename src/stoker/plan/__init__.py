@@ -3,6 +3,7 @@
 cgroups.py     limits of control groups, version 1 and 2
 resources.py   what this process may use; the only module that asks the machine
 rates.py       how fast it copies and reads, when timed
+elsewhere.py   what an epoch fetches of a set that lies on an object store
 tiers.py       records per tier, seconds per batch, stall: arithmetic
 words.py       the reason in words
 gpus.py        what the memory of GPUs would hold
@@ -12,6 +13,7 @@ mounts.py      what kind of storage a path lies on
 simulation/    the same for machines that are not here: a run as a whole, with queues where several wait
 """
 
+from stoker.plan.elsewhere import Elsewhere
 from stoker.plan.ledger import LEDGER, Claim, Ledger
 from stoker.plan.rates import Load, Rates, measure_rates
 from stoker.plan.resources import Resources, probe
@@ -23,6 +25,7 @@ __all__ = [
     "TIERS",
     "Claim",
     "Demand",
+    "Elsewhere",
     "Ledger",
     "Load",
     "Plan",

@@ -62,6 +62,8 @@ class Rates:
     """Copying within host memory, one thread, into memory that is already there."""
     disk_bytes_s: float = 500e6
     """Reading blocks of 1 MiB at random places with 4 threads, past the page cache."""
+    network_bytes_s: float = 100e6
+    """From an object store or shared storage, several requests at a time; not timed."""
     h2d_bytes_s: float = 12e9
     """Pinned host memory to the GPU."""
     device_bytes_s: float = 500e9

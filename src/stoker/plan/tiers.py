@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 from stoker.errors import ConfigError, ResourceError
+from stoker.plan.elsewhere import Elsewhere
 from stoker.plan.rates import Load, Rates
 from stoker.plan.resources import Resources
 from stoker.plan.words import Facts, explain, say_need, table
@@ -56,6 +57,8 @@ class Demand:
     """Cores that a step keeps busy: one that starts a GPU's kernels, or all threads that compute on a CPU."""
     encoded_first: int = 0
     """How many of the others are to be encoded before anything is served; they are placed as stored ones."""
+    elsewhere: Elsewhere | None = None
+    """Where the cache lies if not on this machine; None: it does."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be planned for."""
@@ -330,6 +333,8 @@ def _loads(tier: Tier, facts: Facts) -> tuple[float, float] | None:
         return DEVICE_CALL_S + size / rates.device_bytes_s, 0.0
     copy_s = HOST_CALL_S + size / rates.copy_bytes_s + (0.0 if demand.on_cpu else size / rates.h2d_bytes_s)
     disk_s = DISK_CALL_S + size / rates.disk_bytes_s if tier == "disk" else 0.0
+    if tier == "disk" and demand.elsewhere is not None:
+        disk_s += demand.elsewhere.fetched_for(size) / rates.network_bytes_s
     if not spare_core:
         return copy_s + disk_s, 0.0
     return (copy_s, disk_s) if demand.on_cpu else (0.0, copy_s + disk_s)

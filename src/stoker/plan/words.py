@@ -38,6 +38,8 @@ def explain(plan: Plan, facts: Facts, asked: str) -> str:
     parts += [_budget(row, facts) for row in plan.rows if row.tier in facts.budgets and row.records]
     if facts.demand.on_cpu and asked in ("auto", "device"):
         parts.append("with device cpu the device tier is the host tier")
+    if facts.demand.elsewhere is not None:
+        parts.append(facts.demand.elsewhere.say())
     if facts.demand.missing_records:
         parts.append(f"{format_count(facts.demand.missing_records)} of them not stored yet")
     parts.append(_cost(plan))

@@ -17,6 +17,8 @@ class EncodeClock:
 
     limit_s: float = 0.0
     """Seconds within which the encoder, or the loop around it, must move; 0: not bounded."""
+    lanes: int = 1
+    """Encoders that work at the same time."""
     seconds: float = 0.0
     calls: int = 0
     begun: float | None = None

@@ -224,6 +224,8 @@ class GroupEncoder:
         key = parcel.work.key
         if parcel.start == 0:  # also when its reader was lost half-way and another one begins anew
             self._partials[key] = {}
+        elif key not in self._partials:
+            return None  # it failed on an earlier stretch
         try:
             self._chunks(batch, parcel.start, self._partials[key])
         except _FATAL:

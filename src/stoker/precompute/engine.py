@@ -17,6 +17,7 @@ from stoker.encoders.keeping import keeping
 from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError, IncompleteError, Interrupted
 from stoker.plan.resources import probe
+from stoker.precompute.devices import encode_on
 from stoker.precompute.filler import EncodeFiller
 from stoker.precompute.guarded import first_time
 from stoker.precompute.here import encode_here
@@ -31,6 +32,7 @@ from stoker.precompute.verdict import check_quarantined, check_values, describe_
 from stoker.sources.protocol import Source
 from stoker.store import Cache, Digests, Folder, make_recipe, open_folder
 from stoker.store.claims import INDEX_WAIT_S, claim
+from stoker.store.mirror.attach import here
 from stoker.units import format_count
 
 log = logging.getLogger("stoker")
@@ -66,7 +68,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     name: str,
     dtype: str | Mapping[str, str] | None = None,
     readers: int | None = None,
-    device: str = "cpu",
+    device: str | Sequence[str] = "cpu",
     deadlines: Deadlines | Mapping[str, float] | None = None,
     max_quarantined: float = 0.001,
     retry_quarantined: bool = False,
@@ -83,10 +85,11 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
 
     Args:
         source, encoder: What to read, and what to apply; None stores samples as they are.
-        cache_dir, name: The cache goes to `<cache_dir>/<name>/<fingerprint>/`.
+        cache_dir, name: The cache goes to `<cache_dir>/<name>/<fingerprint>/`, here or at an address.
         dtype: Storage dtype of float fields, for all or by field name.
         readers: Reader processes; None: automatic; 0: read in this process, without deadlines.
-        device: Where the encoder runs.
+        device: Where the encoder runs; of several, as `["cuda:0", "cuda:1"]` or `"all"`, on each of them, in
+            processes of their own.
         deadlines: Seconds by stage, as `{"read": 120}`, or `Deadlines`.
         keep: Fields of the raw sample to store beside what the encoder makes of it.
         max_quarantined, retry_quarantined, nan, overwrite, max_error, progress: See
@@ -105,10 +108,12 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         Interrupted: SIGINT or SIGTERM; what was encoded is stored, the same call resumes.
         StokerError: See `stoker.errors`.
     """
+    devices = encode_on(device)
     settings = PrecomputeSettings(
         dtype=dtype,
         readers=readers,
-        device=device,
+        device=devices[0],
+        devices=devices,
         deadlines=as_deadlines(deadlines),
         max_quarantined=max_quarantined,
         retry_quarantined=retry_quarantined,
@@ -136,7 +141,7 @@ def begin_precompute(
     Raises:
         SourceError: Source and encoder cannot be sent to a process.
     """
-    tally, cache_dir = _Tally(), Path(cache_dir)
+    tally, cache_dir = _Tally(), here(cache_dir, must_exist=False)
     digests = Digests(cache_dir, settings.identity)
     recipe = make_recipe(source, encoder, dtype=settings.dtype, digests=digests)
     weights = None if encoder is None else encoder.weights()
@@ -163,15 +168,14 @@ def run_precompute(
 ) -> PrecomputeReport:
     """Do the work of `precompute` and report on it; errors as there."""
     tally = _Tally()
-    cache_dir = Path(cache_dir)
+    cache_dir = here(cache_dir, must_exist=False)
     recipe = make_recipe(source, encoder, dtype=settings.dtype, digests=Digests(cache_dir, settings.identity))
     weights = None if encoder is None else encoder.weights()
     folder = open_folder(cache_dir, name, recipe, weights=weights)
     cache = None if settings.overwrite else _ready(folder, settings)
     if cache is None:
         with Interrupts() as interrupts, ExitStack() as turn:
-            shared, quiet_s = settings.part[1] > 1, _quiet_s(settings)
-            waited = take_turn(folder, turn, interrupts, quiet_s=quiet_s, shared=shared)
+            waited = take_turn(folder, turn, interrupts, quiet_s=_quiet_s(settings), shared=settings.together)
             if interrupts.signal is not None:
                 raise Interrupted("stopped while waiting for another process; nothing was begun")
             if settings.overwrite and not waited and first_time(f"clear {folder.path}"):
@@ -216,19 +220,22 @@ def _fill(whole: Share, engine: Engine, tally: _Tally) -> Cache:
     again = {settings.part[0]}
     """The parts of which this run tries again what failed for a passing reason: once, and its own."""
 
-    def encode(part: int) -> None:
-        fresh = part in again
-        again.discard(part)
+    def encode(part: int, mine: bool) -> bool:
+        fresh = part in again and settings.among != "rest"
         retry = settings.retry_quarantined and fresh
         missing = folder.missing(retry_quarantined=retry, retry_transient=fresh)
         own = part_of(folder.recipe, missing, (part, settings.part[1]))
+        if len(own) and not mine:
+            return False
+        again.discard(part)
         if len(own):
             check_space(folder.path, folder.recipe.schema, len(missing), probe(path=folder.path))
             _work(engine, replace(whole, missing=own), tally)
+        return True
 
     lost = 0
     for _ in range(MOST_PASSES):
-        encode_parts(folder, settings.part, encode, whole.interrupts, quiet_s=_quiet_s(settings))
+        encode_parts(folder, settings, encode, whole.interrupts, quiet_s=_quiet_s(settings))
         cache = folder.finish()
         lost = len(folder.missing(retry_transient=False))
         if not lost:

@@ -49,7 +49,7 @@ class EncodeFiller:
         self._cache_dir = cache_dir
         self._name = name
         self._all = settings
-        self._settings = replace(settings, readers=settings.readers and 1, progress=None)
+        self._settings = replace(settings, readers=settings.readers and 1, devices=(), progress=None)
         self._fingerprint = fingerprint
 
     @property
@@ -117,14 +117,13 @@ class EncodeFiller:
             device=self._settings.device,
         )
         try:
-            encoder, writer = bench.encoder(), bench.writer()
-            encoder.clock.limit_s = self._settings.deadlines.encode
-            stages = bench.stages(feed, encoder, writer)
+            encoding, writer = bench.encoding(feed), bench.writer()
+            stages = bench.stages(feed, encoding, writer)
             try:
-                with bench.watchdog(encoder):
+                with bench.watchdog(encoding.clock):
                     finished = Run(stages, standing, interrupts=Interrupts(), sink=None, pace=None).go(until)
             finally:
-                encoder.clock.alive(bounded=False)
+                encoding.clock.alive(bounded=False)
                 bench.seal(writer)
             writer.check()
         finally:

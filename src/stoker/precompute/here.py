@@ -1,4 +1,7 @@
-"""Encode a share on this machine: readers beside this process, the encoder and the writer in it."""
+"""Encode a share on this machine: readers beside this process, the encoder and the writer in it.
+
+Of several devices each has an encoder in a process of its own (`crew.py`).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ from contextlib import suppress
 
 from stoker.plan.resources import Resources, probe
 from stoker.precompute.allocator import keep_freed_memory, release_memory
+from stoker.precompute.crew import Crew
+from stoker.precompute.encoding import Encoding
 from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.pace import Pace
+from stoker.precompute.parcel import Feed
 from stoker.precompute.progress import ProgressSink
 from stoker.precompute.run import Run, Standing
 from stoker.precompute.settings import PrecomputeSettings
@@ -38,8 +44,8 @@ def encode_here(share: Share, sink: ProgressSink | None) -> Done:
         source.prove()
     resources = probe(path=folder.path)
     settings, most = fit_memory(source.schema(), folder.recipe, settings, resources)
-    most = max(1, min(most, copies, _useful(resources, settings)))
-    pace = Pace(most=most, processors=resources.cpus / settings.beside)
+    most = max(1, min(most, copies, _useful(resources)))
+    pace = Pace(most=most, processors=resources.cpus)
     bench = Bench(source, share.encoder, folder, settings, missing=share.missing)
     try:
         return _encode(bench, sink, share.interrupts, pace)
@@ -55,13 +61,13 @@ def _with_copies(source: Source, settings: PrecomputeSettings) -> tuple[Precompu
     if held < _READER_MIND_BYTES:
         return settings, sys.maxsize
     resources = probe()
-    wanted = settings.readers or _useful(resources, settings)
+    wanted = settings.readers or _useful(resources)
     return fit_copies(held, settings, resources, wanted=wanted)
 
 
-def _useful(resources: Resources, settings: PrecomputeSettings) -> int:
+def _useful(resources: Resources) -> int:
     """Readers that the cores have use for."""
-    return _READERS_A_CORE * (int(resources.cpus) // settings.beside)
+    return _READERS_A_CORE * int(resources.cpus)
 
 
 def _encode(bench: Bench, sink: ProgressSink | None, interrupts: Interrupts, pace: Pace) -> Done:
@@ -70,39 +76,39 @@ def _encode(bench: Bench, sink: ProgressSink | None, interrupts: Interrupts, pac
     settings = bench.settings
     feed = bench.feed(cores=pace.most // _READERS_A_CORE)
     pace.most = min(pace.most, bench.most_readers)
-    writer = None
+    writer = encoding = None
     try:
-        if isinstance(feed, Supervisor):
-            feed.wake_fd = interrupts.fd
-        elif sink is not None:
+        if not isinstance(feed, Supervisor) and sink is not None:
             sink.note(f"{bench.name}: readers=0, reading in this process: in order and without deadlines")
-        group_encoder = bench.encoder()  # the readers are starting meanwhile
+        encoding = _encoding(bench, feed, interrupts)  # the readers are starting meanwhile
         writer = bench.writer()
-        group_encoder.clock.limit_s = settings.deadlines.encode
         run = Run(
-            bench.stages(feed, group_encoder, writer),
+            bench.stages(feed, encoding, writer),
             Standing(
                 name=bench.name,
                 total=bench.folder.recipe.count if settings.part[1] == 1 else len(bench.missing),
                 missing=len(bench.missing),
                 quarantined=len(bench.quarantined),
-                device=settings.device,
+                device=", ".join(settings.devices) or settings.device,
             ),
             interrupts=interrupts,
             sink=sink,
             pace=pace if settings.readers is None else None,
         )
         try:
-            with bench.watchdog(group_encoder):
+            with bench.watchdog(encoding.clock):
                 finished = run.go()
         finally:
-            group_encoder.clock.alive(bounded=False)
+            encoding.clock.alive(bounded=False)
             feed.close()
+            encoding.close()
             bench.seal(writer)
         writer.check()
         bench.leave_device()
     except BaseException:
         feed.close()
+        if encoding is not None:
+            encoding.close()
         if writer is not None:
             writer.abandon()
         raise
@@ -110,9 +116,19 @@ def _encode(bench: Bench, sink: ProgressSink | None, interrupts: Interrupts, pac
     return Done(
         finished=finished,
         encoded=run.encoded,
-        encode_seconds=group_encoder.clock.seconds,
+        encode_seconds=encoding.clock.seconds,
         readers=feed.readers if supervised else 0,
         lost_readers=feed.losses if supervised else 0,
         abandoned_readers=feed.abandoned if supervised else 0,
         failures=tuple(bench.ledger.failures),
     )
+
+
+def _encoding(bench: Bench, feed: Feed, interrupts: Interrupts) -> Encoding:
+    """Whoever encodes; a feed that waits for readers wakes up for it, and for signals."""
+    encoding = bench.encoding(feed)
+    if isinstance(encoding, Crew):
+        encoding.watch(interrupts.fd)
+    if isinstance(feed, Supervisor):
+        feed.wake_fd = encoding.fd if isinstance(encoding, Crew) else interrupts.fd
+    return encoding

@@ -17,10 +17,12 @@ _EXIT_INTERRUPTED = 130
 class Interrupts:
     """Catches both signals while entered, in the main thread only; elsewhere it never fires.
 
-    `fd` becomes readable at the first signal, so that a poll ends at once.
+    `fd` becomes readable at the first signal, so that a poll ends at once. `patient`: a second signal changes
+    nothing, where whoever sends them repeats the first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, patient: bool = False) -> None:
+        self._patient = patient
         self.fd = -1
         self.signal: signal.Signals | None = None
         """The first signal that arrived, or None."""
@@ -38,7 +40,7 @@ class Interrupts:
     def _arrived(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.signal is not None:
-            if now - self._since > TOGETHER_S:
+            if not self._patient and now - self._since > TOGETHER_S:
                 os._exit(_EXIT_INTERRUPTED)  # sealed shards are whole whatever happens; readers die with us
             return
         self.signal, self._since = signal.Signals(number), now

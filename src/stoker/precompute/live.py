@@ -60,16 +60,15 @@ def draw(snapshot: Snapshot) -> Group:
 def _readers(snapshot: Snapshot) -> Table:
     table = Table.grid(padding=(0, 2))
     for view in snapshot.readers[:_READERS_SHOWN]:
-        busy = view.stage in ("open", "read")
+        busy = view.stage in ("open", "read") or (view.name and view.stage == "encode")
         sample = f"sample {format_count(view.sample)}" if busy and view.sample >= 0 else ""
         if view.stage == "wait":
             sample = "(for work, or for room)"
-        who = f"  reader {view.number}" if view.number else "  this process"
-        table.add_row(
-            who, view.stage, sample, f"{view.seconds:.1f} s" if busy or view.stage == "start" else ""
-        )
+        who = f"  {view.name or f'reader {view.number}'}" if view.number else "  this process"
+        since = f"{view.seconds:.1f} s" if (busy and not view.name) or view.stage == "start" else ""
+        table.add_row(who, view.stage, sample, since)
     if len(snapshot.readers) > _READERS_SHOWN:
-        table.add_row(f"  and {len(snapshot.readers) - _READERS_SHOWN} more readers", "", "", "")
+        table.add_row(f"  and {len(snapshot.readers) - _READERS_SHOWN} more", "", "", "")
     return table
 
 

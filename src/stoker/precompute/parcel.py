@@ -45,6 +45,8 @@ class ReaderView:
     """Time since its last sign of life."""
     processor_s: float = 0.0
     """Processor time that it has used so far."""
+    name: str = ""
+    """What it is called in place of `reader` and its number: a node that reads and encodes."""
 
 
 class Feed(Protocol):

@@ -1,8 +1,9 @@
-"""Ranks that fill one cache: group `g` belongs to rank `g mod world`, counted over all groups there are.
+"""Machines that fill one cache: group `g` belongs to machine `g mod nodes`, counted over all groups.
 
-Each rank holds the claim of the part that it encodes. Once its own is done it looks at the others': a part
-whose rank died, or never came, is free and is taken over. So a run ends with every record stored as long as
-one rank lives, and each group is encoded once unless somebody died.
+Whoever encodes a part holds its claim. Once its own is done it looks at the others': a part whose machine
+died, or never came, is free and is taken over. So a run ends with every record stored as long as one process
+lives, and each group is encoded once unless somebody died. Of the ranks on a machine the first encodes; the
+rest wait, and take over only what has lain free for as long as a start may take.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import Interrupted
 from stoker.precompute.interrupts import Interrupts
+from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.turn import POLL_S, folder_mark
 from stoker.store import Folder, Recipe
 
@@ -33,35 +35,37 @@ def part_of(recipe: Recipe, missing: NDArray[np.int64], part: tuple[int, int]) -
 
 def encode_parts(
     folder: Folder,
-    part: tuple[int, int],
-    encode: Callable[[int], None],
+    settings: PrecomputeSettings,
+    encode: Callable[[int, bool], bool],
     interrupts: Interrupts,
     *,
     quiet_s: float,
 ) -> None:
-    """Encode the part of this rank, then every other that nobody works on, until all are dealt with.
+    """Encode the part of this process, then every other that nobody works on, until all are dealt with.
 
     Args:
         folder: The cache.
-        part: This rank and how many there are.
-        encode: Encodes what a part lacks.
+        settings: Which part of how many, and whether others have the same.
+        encode: Encodes what a part lacks, if told to; whether it lacks nothing then.
         interrupts: Ends a wait.
         quiet_s: How long those who hold the rest may leave the folder unchanged before we go on beside them.
 
     Raises:
         Interrupted: A signal came while waiting.
     """
-    rank, world = part
-    if world == 1:  # whoever holds the claim of the cache holds that of its only part
-        encode(0)
+    rank, world = settings.part
+    if not settings.together:  # whoever holds the claim of the cache holds that of its only part
+        encode(0, True)
         return
     left = [(rank + step) % world for step in range(world)]
+    patience_s = settings.deadlines.start if settings.among == "rest" else 0.0
     mark, changed = folder_mark(folder.path), time.monotonic()
     while left:
         if interrupts.signal is not None:
             raise Interrupted("stopped while waiting for other ranks; what is encoded is stored")
-        beside = time.monotonic() - changed > quiet_s
-        done = [number for number in left if _take(folder, number, world, encode, beside=beside)]
+        quiet = time.monotonic() - changed
+        mine, beside = quiet >= patience_s, quiet > quiet_s
+        done = [number for number in left if _take(folder, number, world, encode, mine, beside=beside)]
         left = [number for number in left if number not in done]
         if left and not done:
             select.select([interrupts.fd] if interrupts.fd >= 0 else [], [], [], POLL_S)
@@ -69,9 +73,9 @@ def encode_parts(
             mark, changed = folder_mark(folder.path), time.monotonic()
 
 
-def _take(folder: Folder, number: int, world: int, encode: Callable[[int], None], *, beside: bool) -> bool:
+def _take(
+    folder: Folder, number: int, world: int, encode: Callable[[int, bool], bool], mine: bool, *, beside: bool
+) -> bool:
     """Deal with a part unless somebody else is at it; whether it is dealt with."""
-    with folder.claim(f"encode-{number}-of-{world}") as got:
-        if got or beside:
-            encode(number)
-        return got or beside
+    with folder.claim(f"encode-{number}-of-{world}", shared=not mine) as got:
+        return (got or beside) and encode(number, mine or beside)

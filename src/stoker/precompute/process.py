@@ -1,4 +1,4 @@
-"""One reader process: started, asked for its stacks, killed, collected. Nothing here waits for it.
+"""One process below a run: started, asked for its stacks, killed, collected. Nothing here waits for it.
 
 Nothing is asked of the process to find out how it is: its pidfd, its heartbeat page and /proc tell.
 """
@@ -10,12 +10,12 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from stoker.errors import ResourceError
-from stoker.precompute.arena import Arena
 from stoker.precompute.beat import BeatPage
 from stoker.precompute.layout import Layout
 from stoker.precompute.oom import oom_kills
@@ -41,33 +41,36 @@ class Launch:
     """Takes in their output."""
 
 
-class ReaderProcess:
-    """A process in a session of its own, with a socket, an arena, a heartbeat page and a pipe for its output.
+class Child:
+    """A process in a session of its own, with a socket, a heartbeat page and a pipe for its output.
+
+    Args:
+        module: What it runs; its words: descriptors of socket, page, `shared` and stacks, and our number.
+        shared: Descriptors of memory that both map; they stay the caller's.
+        what: It in words, as `a reader process`.
+        log: Where standard output and error go, and the stacks that it wrote before its end.
+        drain: Takes in its output.
 
     Raises:
         ResourceError: No process or descriptor is left.
     """
 
-    def __init__(self, number: int, launch: Launch) -> None:
-        self.log = launch.logs / f"reader-{number}-{os.getpid()}.txt"
-        """Where standard output and error go, and the stacks that it wrote before its end."""
-        self._drain = launch.drain
+    def __init__(self, module: str, shared: Sequence[int], *, what: str, log: Path, drain: Drain) -> None:
+        self.log = log
+        self._drain = drain
         self._oom_kills = oom_kills()
         try:
-            with ExitStack() as undo:  # whatever fails, no descriptor of a reader that never was stays open
-                self._start(launch.layout, undo)
+            with ExitStack() as undo:  # whatever fails, no descriptor of a process that never was stays open
+                self._start(module, shared, undo)
                 undo.pop_all()
         except OSError as error:
             raise ResourceError(
-                f"a reader process cannot be started: {error}. Use fewer readers, or raise the limits on "
-                "open files and processes (ulimit -n, ulimit -u)"
+                f"{what} cannot be started: {error}. Use fewer readers, or raise the limits "
+                "on open files and processes (ulimit -n, ulimit -u)"
             ) from error
         self._drain.add(self._output)
-        self.channel.send(launch.frame, launch.payload)
 
-    def _start(self, layout: Layout, undo: ExitStack) -> None:
-        self.arena = Arena.create(layout)
-        undo.callback(self.arena.close)
+    def _start(self, module: str, shared: Sequence[int], undo: ExitStack) -> None:
         self.beat = BeatPage.create()
         undo.callback(self.beat.close)
         self._stack_fd = os.memfd_create("stoker-stack", os.MFD_CLOEXEC)
@@ -77,8 +80,8 @@ class ReaderProcess:
         ours, theirs = socket.socketpair()
         undo.enter_context(ours)
         with theirs:
-            fds = (theirs.fileno(), self.beat.fd, self.arena.fd, self._stack_fd)
-            self._process = _spawn(fds, self._output.write_fd)
+            fds = (theirs.fileno(), self.beat.fd, *shared, self._stack_fd)
+            self._process = _spawn(module, fds, self._output.write_fd)
         undo.callback(self._process.kill)
         self._output.handed_over()
         self.pid = self._process.pid
@@ -146,7 +149,6 @@ class ReaderProcess:
     def abandon(self) -> None:
         """Let everything go but what tells of its end, which may never come."""
         self.channel.close()
-        self.arena.close()
         self._drain.remove(self._output)
         self._output.close(keep=True)
 
@@ -159,9 +161,9 @@ class ReaderProcess:
         os.close(self.pidfd)
 
 
-def _spawn(fds: tuple[int, ...], output_fd: int) -> subprocess.Popen[bytes]:
-    """Start a reader with these descriptors, its output, and nothing else of ours."""
-    command = [sys.executable, "-P", "-m", "stoker.precompute.reader", *map(str, fds), str(os.getpid())]
+def _spawn(module: str, fds: tuple[int, ...], output_fd: int) -> subprocess.Popen[bytes]:
+    """Start a process with these descriptors, its output, and nothing else of ours."""
+    command = [sys.executable, "-P", "-m", module, *map(str, fds), str(os.getpid())]
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

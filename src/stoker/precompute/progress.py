@@ -167,6 +167,8 @@ def describe(view: ReaderView) -> str:
     >>> describe(ReaderView(number=2, stage="read", sample=7428, seconds=0.42))
     'reader 2 read sample 7,428 0.4 s'
     """
+    if view.name:
+        return f"{view.name} {view.stage}"
     who = f"reader {view.number}" if view.number else "this process"
     what = (
         f" sample {format_count(view.sample)}" if view.sample >= 0 and view.stage in ("open", "read") else ""

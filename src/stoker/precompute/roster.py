@@ -131,6 +131,7 @@ class Roster:
         stuck = [worker for worker in self.ending if now >= worker.until]
         for worker in stuck:
             self.ending.remove(worker)
+            worker.arena.close()
             worker.process.abandon()
         self.abandoned += stuck
         self.abandoned_count += len(stuck)

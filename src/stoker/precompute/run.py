@@ -6,7 +6,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from stoker.precompute.encode import GroupEncoder
+from stoker.precompute.encoding import Encoding
 from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.ledger import Ledger
 from stoker.precompute.pace import Pace
@@ -44,7 +44,7 @@ class Stages:
     feed: Feed
     queue: WorkQueue
     ledger: Ledger
-    encoder: GroupEncoder
+    encoding: Encoding
     writer: WriteThread
 
 
@@ -92,38 +92,52 @@ class Run:
                 self._show(last=True)
                 return False
             self._alive()
-            waited = 0.0
-            begun = time.monotonic()
-            if not self._parcels:
-                self._parcels.extend(feed.poll(min(_LOOK_S, max(0.0, until - begun))))
-                waited = time.monotonic() - begun
-            groups = 0
-            if self._parcels:
-                groups = self._encode(self._parcels.popleft())
-            self._stages.writer.check()
+            begun, waited, hungry = time.monotonic(), 0.0, stages.encoding.hungry
+            groups = self._deal()
+            if not self._store() and not groups:
+                self._wait(min(_LOOK_S, max(0.0, until - begun)))
+                waited = time.monotonic() - begun if hungry else 0.0
+            stages.writer.check()
             self._adjust(waited, time.monotonic() - begun, groups)
             self._show()
         self._show(last=True)
         return True
 
-    def _encode(self, parcel: Parcel) -> int:
-        stages = self._stages
+    def _deal(self) -> int:
+        """Hand a parcel to an encoder that has room; how many were handed over."""
+        if not self._parcels:
+            return 0
         self._first = self._first or time.monotonic()
-        wanted = stages.queue.wanted(parcel.work)
-        encoded = stages.encoder.encode(parcel, wanted, stages.ledger.fault)
-        stages.feed.release(parcel)
-        if encoded is not None:
-            while not stages.writer.offer(encoded, _OFFER_S):
+        if not self._stages.encoding.take(self._parcels[0]):
+            return 0
+        self._parcels.popleft()
+        return 1
+
+    def _store(self) -> bool:
+        """Hand to the writer what has been encoded; whether there was something."""
+        results = self._stages.encoding.results()
+        for encoded in results:
+            while not self._stages.writer.offer(encoded, _OFFER_S):
                 # A slow disk has a deadline of its own, and must not keep us from noticing readers that hang.
                 self._alive()
-                self._parcels.extend(stages.feed.poll(0.0))
+                if isinstance(self._stages.feed, Supervisor):
+                    self._parcels.extend(self._stages.feed.poll(0.0))
                 self._show()
             self.encoded += len(encoded.numbers)
-        return 1
+        return bool(results)
+
+    def _wait(self, timeout_s: float) -> None:
+        """Wait for parcels, or for encoders where only they can go on."""
+        feed = self._stages.feed
+        # Reading in this process fills one buffer again and again; readers are looked after at all times.
+        if isinstance(feed, Supervisor) or not self._parcels:
+            self._parcels.extend(feed.poll(timeout_s))
+        if not isinstance(feed, Supervisor) and not self._parcels:
+            self._stages.encoding.wait(timeout_s)
 
     def _alive(self) -> None:
         """Say that the loop goes round; what is read in this process may take any time."""
-        self._stages.encoder.clock.alive(bounded=isinstance(self._stages.feed, Supervisor))
+        self._stages.encoding.clock.alive(bounded=isinstance(self._stages.feed, Supervisor))
 
     def _adjust(self, waited_s: float, elapsed_s: float, groups: int) -> None:
         feed, pace = self._stages.feed, self._pace
@@ -136,17 +150,22 @@ class Run:
             self._processor_s = None
             return
         if self._processor_s is None:
-            self._processor_s = _processor_s(feed)
+            self._processor_s = self._used_s(feed)
         pace.step(waited_s, elapsed_s, groups, feed.idle)
         if not pace.full(feed.readers):
             return
-        used = _processor_s(feed)
+        used = self._used_s(feed)
         change = pace.change(feed.readers, used - self._processor_s)
         self._processor_s = used
         if change > 0:
             feed.start(1)
         elif change < 0:
             feed.park()
+
+    def _used_s(self, feed: Supervisor) -> float:
+        """Processor time that this process and those below it have used so far."""
+        others = sum(view.processor_s for view in feed.views()) + self._stages.encoding.processor_s()
+        return time.process_time() + others
 
     def _show(self, *, last: bool = False) -> None:
         now = time.monotonic()
@@ -156,7 +175,7 @@ class Run:
         self._sink.update(self._snapshot(now))
 
     def _snapshot(self, now: float) -> Snapshot:
-        standing, clock, failures = self._standing, self._stages.encoder.clock, self._stages.ledger.failures
+        standing, clock, failures = self._standing, self._stages.encoding.clock, self._stages.ledger.failures
         done = standing.total - standing.missing + self.encoded + len(failures)
         last = (
             f"sample {failures[-1].number:,} ({failures[-1].stage}: {failures[-1].error})" if failures else ""
@@ -173,13 +192,14 @@ class Run:
             device=standing.device,
             group=clock.numbers,
             call_s=clock.seconds / max(1, clock.calls),
-            busy=min(1.0, clock.seconds / (now - self._first)) if self._first and now > self._first else 0.0,
+            busy=self._busy(now),
             shard_fill=self._stages.writer.shard_fill,
             quarantined=standing.quarantined + len(failures),
             last_failure=last,
         )
 
-
-def _processor_s(feed: Supervisor) -> float:
-    """Processor time that this process and its readers have used so far."""
-    return time.process_time() + sum(view.processor_s for view in feed.views())
+    def _busy(self, now: float) -> float:
+        clock = self._stages.encoding.clock
+        if self._first is None or now <= self._first:
+            return 0.0
+        return min(1.0, clock.seconds / clock.lanes / (now - self._first))

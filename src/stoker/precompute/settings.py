@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 Nan: TypeAlias = Literal["reject", "allow"]
 Identity: TypeAlias = Literal["auto", "full"]
 OnHang: TypeAlias = Literal["report", "exit"]
+Among: TypeAlias = Literal["alone", "first", "rest"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,9 @@ class PrecomputeSettings:
     the encoder waits for data; 0, and None elsewhere: read in this process, without deadlines."""
     device: str = "cpu"
     """Where the encoder runs: `cpu`, `cuda` or `cuda:1`."""
+    devices: tuple[str, ...] = ()
+    """Where there are several, an encoder on each, fed by the same readers; else on `device`, in this
+    process, where single records are encoded in any case."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     """How long each stage may go without progress."""
     max_quarantined: float = 0.001
@@ -108,9 +112,10 @@ class PrecomputeSettings:
     progress: ProgressSink | Literal["auto"] | None = "auto"
     """Where progress goes; `auto`: live on a terminal, else a line every ten seconds on standard error."""
     part: tuple[int, int] = (0, 1)
-    """Rank and number of ranks, where several processes fill the cache together; each is to be called."""
-    beside: int = 1
-    """Processes that do so on this machine, and share its cores."""
+    """Which part of how many this process encodes, where several fill the cache together."""
+    among: Among = "alone"
+    """Whether others have the same part: the first of them encodes, the rest wait for it, and take over where
+    it does not come (back) within the deadline of a start."""
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
@@ -120,22 +125,26 @@ class PrecomputeSettings:
             raise ConfigError(
                 f"precompute.max_quarantined is a fraction in [0, 1], got {self.max_quarantined}"
             )
-        for name, known in (("nan", Nan), ("identity", Identity), ("on_hang", OnHang)):
+        choices = (("nan", Nan), ("identity", Identity), ("on_hang", OnHang), ("among", Among))
+        for name, known in choices:
             if getattr(self, name) not in get_args(known):
                 raise ConfigError(
                     f"precompute.{name} is {getattr(self, name)!r}, expected {' or '.join(get_args(known))}"
                 )
-        if not 0 <= self.part[0] < self.part[1] or self.beside < 1:
+        if not 0 <= self.part[0] < self.part[1]:
+            raise ConfigError(f"part {self.part}: expected a rank below the number of ranks")
+        if self.overwrite and self.together:
             raise ConfigError(
-                f"part {self.part} beside {self.beside}: expected a rank below the number of ranks"
-            )
-        if self.overwrite and self.part[1] > 1:
-            raise ConfigError(
-                f"overwrite with {self.part[1]} ranks: one would remove what another has just encoded. "
+                "overwrite with several ranks: one would remove what another has just encoded. "
                 "Run precompute with overwrite in one process, or choose another cache folder"
             )
         if self.memory_bytes < 1:
             raise ConfigError(f"memory_bytes must be above 0, got {self.memory_bytes}")
+
+    @property
+    def together(self) -> bool:
+        """Other processes of the same run fill this cache as well, or wait for it."""
+        return self.part[1] > 1 or self.among != "alone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,7 +118,7 @@ def fit_copies(
     Returns:
         The settings, whose `readers` are 0 where not even one copy fits, and how many there may be at most.
     """
-    room = resources.host_bytes // 4 // settings.beside
+    room = resources.host_bytes // 4
     most = max(0, room - held_bytes) // max(1, 2 * held_bytes)
     if settings.readers == 0 or most >= wanted:
         return settings, most

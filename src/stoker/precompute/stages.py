@@ -14,7 +14,11 @@ from numpy.typing import NDArray
 
 from stoker.encoders.protocol import Encoder
 from stoker.errors import EncoderError, StokerError
+from stoker.precompute.clock import EncodeClock
+from stoker.precompute.crew import Crew, Equipment
+from stoker.precompute.device_process import Task
 from stoker.precompute.encode import GroupEncoder
+from stoker.precompute.encoding import Encoding, InPlace
 from stoker.precompute.fill import PartNames, SampleReader
 from stoker.precompute.guarded import guard_page
 from stoker.precompute.in_process import InProcess, Silent
@@ -172,9 +176,32 @@ class Bench:
         )
         encoder.clock.told = not self._rehearsal
         if self._encoder is not None:
-            with self.watchdog(encoder), encoder.clock.starting(self.settings.deadlines.encode):
+            with self.watchdog(encoder.clock), encoder.clock.starting(self.settings.deadlines.encode):
                 self._encoder.to(torch.device(self.settings.device))
         return encoder
+
+    def encoding(self, feed: Feed) -> Encoding:
+        """Whoever encodes, begun: processes on several devices, or the encoder in this one."""
+        if self._encoder is not None and 1 < len(self.settings.devices) < self.queue.groups:
+            return self._crew(self._encoder, feed)
+        encoder = self.encoder()
+        encoder.clock.limit_s = self.settings.deadlines.encode
+        return InPlace(encoder, feed, self.queue, self.ledger)
+
+    def _crew(self, encoder: Encoder, feed: Feed) -> Crew:
+        self._make_logs()
+        encoder.to(torch.device("cpu"))
+        recipe, limits = self.folder.recipe, self.settings.deadlines
+        task = Task(encoder=encoder, recipe=recipe, schema=self._schema, nan=self.settings.nan)
+        equipment = Equipment(
+            payload=packed(task, "encoder", otherwise="Or encode on one device"),
+            samples=self._schema,
+            records=recipe.encoded,
+            start_s=limits.start,
+            limit_s=limits.encode,
+            logs=self.logs,
+        )
+        return Crew(self.settings.devices, equipment, feed=feed, queue=self.queue, ledger=self.ledger)
 
     def leave_device(self) -> None:
         """Give the memory of a GPU back, where the encoder was: a model is about to want it."""
@@ -182,12 +209,12 @@ class Bench:
             self._encoder.to(torch.device("cpu"))
             torch.cuda.empty_cache()
 
-    def watchdog(self, encoder: GroupEncoder) -> AbstractContextManager[object]:
+    def watchdog(self, clock: EncodeClock) -> AbstractContextManager[object]:
         """Looks after the encoder while entered; a guardian, where there is one, can do more."""
         if guard_page() is not None:
             return nullcontext()
         return EncodeWatchdog(
-            encoder.clock,
+            clock,
             deadline_s=self.settings.deadlines.encode,
             logs=self.logs,
             exit_on_hang=self.settings.on_hang == "exit",
@@ -210,9 +237,9 @@ class Bench:
             deadline_s=settings.deadlines.write,
         )
 
-    def stages(self, feed: Feed, encoder: GroupEncoder, writer: WriteThread) -> Stages:
+    def stages(self, feed: Feed, encoding: Encoding, writer: WriteThread) -> Stages:
         """All of them together."""
-        return Stages(feed=feed, queue=self.queue, ledger=self.ledger, encoder=encoder, writer=writer)
+        return Stages(feed=feed, queue=self.queue, ledger=self.ledger, encoding=encoding, writer=writer)
 
     @staticmethod
     def seal(writer: WriteThread) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from stoker.errors import ResourceError
+from stoker.precompute.arena import Arena
 from stoker.precompute.beat import Beat
+from stoker.precompute.layout import Layout
 from stoker.precompute.parcel import ReaderView
 from stoker.precompute.patience import Patience
-from stoker.precompute.process import Launch, ReaderProcess
+from stoker.precompute.process import Child, Launch
 from stoker.precompute.queue import GroupWork
 from stoker.precompute.settings import Deadlines
 
@@ -58,8 +62,21 @@ class Worker:
         """Why it was killed."""
         self.until = 0.0
         """When it must have written its stack, or be gone; `time.monotonic()` seconds."""
-        self.process = ReaderProcess(number, launch)
-        self.channel, self.arena, self.beat = self.process.channel, self.process.arena, self.process.beat
+        self.arena = _arena(launch.layout)
+        log = launch.logs / f"reader-{number}-{os.getpid()}.txt"
+        try:
+            self.process = Child(
+                "stoker.precompute.reader",
+                (self.arena.fd,),
+                what="a reader process",
+                log=log,
+                drain=launch.drain,
+            )
+        except BaseException:
+            self.arena.close()
+            raise
+        self.channel, self.beat = self.process.channel, self.process.beat
+        self.channel.send(launch.frame, launch.payload)
         self._loaded = False
         self._since = self._moved = time.monotonic()
         self._overdue: Loss | None = None
@@ -186,4 +203,15 @@ class Worker:
 
     def close(self) -> None:
         """Let descriptors go; the log stays if the reader was lost."""
+        self.arena.close()
         self.process.close(keep_log=self.failed)
+
+
+def _arena(layout: Layout) -> Arena:
+    try:
+        return Arena.create(layout)
+    except OSError as error:
+        raise ResourceError(
+            f"no descriptor or address is left for a reader's arena: {error}. Use fewer readers, or raise "
+            "the limits (ulimit -n, ulimit -v)"
+        ) from error

@@ -40,6 +40,7 @@ class RankGroup(Ranks):
         """
         self.rank, self.world = place.rank, place.world
         self.local_rank, self.local_world = place.local_rank, place.local_world
+        self.node, self.nodes = place.node, place.nodes
         self._deadline_s = deadline_s
         self._store = meet(place, deadline_s, host=True)
         self._pulse = Pulse(place, deadline_s)

@@ -21,6 +21,10 @@ class Place:
     """Its number on this machine, which is that of its GPU."""
     local_world: int
     """Ranks on this machine."""
+    node: int = 0
+    """The number of this machine among those of the run."""
+    nodes: int = 1
+    """Machines of the run."""
     host: str
     """Where the ranks meet."""
     port: int
@@ -50,10 +54,11 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     try:
         rank, world, local_rank, local_world, port = (int(environ[name]) for name in names)
+        node, nodes = _node(environ, rank, world, local_world)
     except ValueError as error:
         found = ", ".join(f"{name}={environ[name]}" for name in names)
         raise ConfigError(f"{found}: expected whole numbers, as torchrun sets them") from error
-    if not (0 <= rank < world and 0 <= local_rank < local_world <= world):
+    if not (0 <= rank < world and 0 <= local_rank < local_world <= world and 0 <= node < nodes <= world):
         raise ConfigError(
             f"RANK={rank} of WORLD_SIZE={world}, LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_world}. "
             "Expected ranks below their number, as torchrun sets them"
@@ -63,8 +68,17 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
         world=world,
         local_rank=local_rank,
         local_world=local_world,
+        node=node,
+        nodes=nodes,
         host=environ["MASTER_ADDR"],
         port=port,
         kept=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
     )
+
+
+def _node(environ: Mapping[str, str], rank: int, world: int, local_world: int) -> tuple[int, int]:
+    """Which machine of how many, as torchrun says; other launchers number the ranks machine by machine."""
+    if environ.get("GROUP_RANK") and environ.get("GROUP_WORLD_SIZE"):
+        return int(environ["GROUP_RANK"]), int(environ["GROUP_WORLD_SIZE"])
+    return rank // max(1, local_world), -(-world // max(1, local_world))

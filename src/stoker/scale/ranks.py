@@ -21,6 +21,10 @@ class Ranks:
     """The number of this rank's GPU."""
     local_world: int = 1
     """Ranks on this machine, which share its cores."""
+    node: int = 0
+    """The number of this machine."""
+    nodes: int = 1
+    """Machines of the run."""
 
     @property
     def leads(self) -> bool:

@@ -7,9 +7,10 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
 
 from stoker.errors import (
     ConfigError,
@@ -36,25 +37,28 @@ STATUS: tuple[tuple[type[StokerError], int], ...] = (
     (SourceError, 422),
 )
 """Status by class, the first that fits; 422 for every other error raised on purpose."""
+EVERYWHERE = (400, 401, 403, 408, 413, 422, 429, 431, 503, 504)
+"""What every route may answer: the guard's refusals, a wrong request, a database that does not answer."""
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 class FieldFault(BaseModel):
     """What is wrong with one field of a request."""
 
-    path: str = Field(examples=["config.batch_size"])
-    problem: str = Field(examples=["Input should be less than or equal to 1024"])
+    path: str
+    problem: str
 
 
 class Fault(BaseModel):
     """Why a request was not done."""
 
-    error: str = Field(examples=["there is no job 'x'. `stoker job list` shows those there are"])
+    error: str
     fields: list[FieldFault] = []
 
 
 def faults(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """For the OpenAPI: these statuses and those that every route may answer."""
-    return {status: {"model": Fault} for status in sorted({400, 401, 403, 422, 503, *statuses})}
+    return {status: {"model": Fault} for status in sorted({*EVERYWHERE, *statuses})}
 
 
 def install(app: FastAPI) -> None:
@@ -91,9 +95,21 @@ def _of_fields(_request: Request, error: Exception) -> Response:
     return JSONResponse(body.model_dump(), 422)
 
 
-def _of_routing(_request: Request, error: Exception) -> Response:
+def _of_routing(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    headers = error.headers if isinstance(error, HTTPException) else None
+    headers = dict(getattr(error, "headers", None) or {})
+    if "Allow" in headers:  # each method is a route of its own, and the first one named its own alone
+        headers["Allow"] = ", ".join(_allowed(request))
     said = {404: "there is nothing at this address", 405: "this address does not take that method"}
     detail = said.get(status) or str(getattr(error, "detail", error))
     return JSONResponse({"error": detail, "fields": []}, status, headers=headers)
+
+
+def _allowed(request: Request) -> list[str]:
+    """The methods that the address of a request takes."""
+    routes, scope = request.app.routes, request.scope
+    return [
+        method
+        for method in METHODS
+        if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in routes)
+    ]

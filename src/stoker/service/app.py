@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
@@ -20,6 +21,7 @@ from stoker.service import (
     routes_live,
     routes_machine,
 )
+from stoker.service.examples import BY_MODEL
 from stoker.service.guard import Guard, Rules
 from stoker.service.services import Services
 
@@ -45,6 +47,17 @@ HEADERS = (
 """What every answer carries."""
 
 
+class Described(FastAPI):
+    """An application whose description has examples; the framework's own would lose their nulls."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The OpenAPI."""
+        found = super().openapi()
+        for name, shown in BY_MODEL.items():
+            found["components"]["schemas"][name]["examples"] = list(shown)
+        return found
+
+
 def create_app(services: Services) -> FastAPI:
     """The application of one service, guarded."""
 
@@ -57,7 +70,7 @@ def create_app(services: Services) -> FastAPI:
         with suppress(asyncio.CancelledError):
             await reading
 
-    app = FastAPI(
+    app = Described(
         title="Stoker training service",
         version=stoker.__version__,
         description=DESCRIPTION,
@@ -72,6 +85,7 @@ def create_app(services: Services) -> FastAPI:
         app.include_router(module.router, prefix=API, dependencies=token)
         app.include_router(module.router, prefix=EARLIER_API, include_in_schema=False)
     app.include_router(routes_machine.health)
+    app.include_router(routes_machine.figures, dependencies=token)
     app.include_router(routes_live.sockets)
     app.include_router(pages.router)
     app.include_router(dashboard.router)

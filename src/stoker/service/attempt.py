@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from stoker.atomic import explained
 from stoker.errors import Degraded, LeaseLost, ResourceError, StalledError
 from stoker.service.executor import NO_ROOM, STOPPED, Executor, Hold, Limits, Run
 from stoker.service.leases import Claim, Leases, Outcome
@@ -102,11 +103,12 @@ class Attempt:
             Degraded: The worker is to end, and the database does not answer; the lease will run out.
         """
         try:
-            hold = self._executor.hold(self._work.folder)
-            try:
-                self._attempt(hold)
-            finally:
-                hold.release()
+            with explained(self._work.folder.path):
+                hold = self._executor.hold(self._work.folder)
+                try:
+                    self._attempt(hold)
+                finally:
+                    hold.release()
         except (StalledError, ResourceError, OSError) as error:  # no process runs, or its folder has no room
             self._give_back(str(error), lost=False, wait_s=self._leases.terms.lease_s)
         except LeaseLost as error:

@@ -60,28 +60,28 @@ class ServiceClient:
 
     def job(self, id: str) -> dict[str, Any]:
         """One job: `job`, `recent_metrics`, `events_after`."""
-        return self._ask("GET", f"/jobs/{quote(id, safe='')}")
+        return self._ask("GET", _job(id))
 
     def act(self, id: str, what: Act) -> dict[str, Any]:
         """Ask something of a job; how it stands then."""
-        return self._ask("POST", f"/jobs/{quote(id, safe='')}/{what}")
+        return self._ask("POST", f"{_job(id)}/{what}")
 
     def more(self, id: str, epochs: int) -> dict[str, Any]:
         """Let a completed job train for more epochs."""
-        return self._ask("POST", f"/jobs/{quote(id, safe='')}/continue", body={"additional_epochs": epochs})
+        return self._ask("POST", f"{_job(id)}/continue", body={"additional_epochs": epochs})
 
     def delete(self, id: str) -> None:
         """Forget a job that has ended."""
-        self._ask("DELETE", f"/jobs/{quote(id, safe='')}")
+        self._ask("DELETE", _job(id))
 
     def metrics(self, id: str, *, limit: int = 100, after: int = 0) -> list[dict[str, Any]]:
         """What was measured, an epoch a row."""
-        found = self._ask("GET", f"/jobs/{quote(id, safe='')}/metrics?limit={limit}&after={after}")
+        found = self._ask("GET", f"{_job(id)}/metrics?limit={limit}&after={after}")
         return found["metrics"]
 
     def log(self, id: str, *, tail: int = 200) -> dict[str, Any]:
         """The end of a job's log: `lines`, `offset`."""
-        return self._ask("GET", f"/jobs/{quote(id, safe='')}/logs?tail={tail}")
+        return self._ask("GET", f"{_job(id)}/logs?tail={tail}")
 
     def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Have a data set made: `dataset`, and the `job` that makes it."""
@@ -99,7 +99,7 @@ class ServiceClient:
         """
         headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
         with self._open("GET", path, headers=headers, timeout_s=SILENCE_S) as answer:
-            fields: dict[str, str] = {}
+            fields, number = dict[str, str](), after
             try:
                 for raw in answer:
                     line = raw.decode().rstrip("\r\n")
@@ -108,7 +108,8 @@ class ServiceClient:
                         fields[name] = value.removeprefix(" ")
                     elif "data" in fields:
                         data = json.loads(fields["data"])
-                        yield Told(int(fields.get("id", 0)), fields.get("event", ""), data)
+                        number = int(fields.get("id", number))
+                        yield Told(number, fields.get("event", ""), data)
                         fields = {}
             except (OSError, HTTPException) as error:
                 raise StalledError(f"{self.address}{API}{path} broke off: {error}. Follow it again") from None
@@ -151,7 +152,9 @@ class ServiceClient:
             answer = self._opener.open(request, timeout=timeout_s)
         except urllib.error.HTTPError as error:
             with error:
-                raise _refused(error.code, error.read(1 << 16), f"{method} {path}") from None
+                raise self._refused(
+                    error.code, error.read(1 << 16), f"{method} {path.partition('?')[0]}"
+                ) from None
         except (OSError, HTTPException) as error:
             reason = getattr(error, "reason", None) or error
             if isinstance(reason, TimeoutError):
@@ -164,12 +167,44 @@ class ServiceClient:
         with answer:
             yield answer
 
+    def _refused(self, status: int, text: bytes, what: str) -> StokerError:
+        try:
+            said = str(_object(text, what).get("error") or "no reason given")
+        except ServiceError:
+            said = text[:200].decode("utf-8", "replace")
+        token = ServiceError(
+            f"{self.address} does not take the token ({said}). Give that of its state folder: --state-dir, "
+            "--token-file or $STOKER_TOKEN",
+            status=status,
+        )
+        known: dict[int, StokerError] = {
+            401: token,
+            429: token,
+            404: NotFound(said),
+            409: Conflict(said),
+            422: ConfigError(said),
+            503: Degraded(said),
+            504: StalledError(said),
+        }
+        return known.get(status) or ServiceError(f"{what}: {status}: {said}", status=status)
+
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     """The token goes to the address that was given, nowhere else."""
 
     def redirect_request(self, *_: object) -> None:  # type: ignore[override]
         """Refuse."""
+
+
+def _job(id: str) -> str:
+    """The path of a job.
+
+    Raises:
+        NotFound: No job can have that id.
+    """
+    if not id or not id.isascii() or not id.isprintable() or "/" in id:
+        raise NotFound(f"there is no job {id!r}. `stoker job list` shows those there are")
+    return f"/jobs/{quote(id, safe='')}"
 
 
 def read_address(state_dir: Path) -> str:
@@ -197,21 +232,6 @@ def _first_line(path: Path, advice: str) -> str:
         return path.read_text().strip().splitlines()[0]
     except (OSError, ValueError, IndexError) as error:
         raise ConfigError(f"{path} cannot be read: {error}. {advice}") from None
-
-
-def _refused(status: int, text: bytes, what: str) -> StokerError:
-    try:
-        said = str(_object(text, what).get("error") or "no reason given")
-    except ServiceError:
-        said = text[:200].decode("utf-8", "replace")
-    known: dict[int, StokerError] = {
-        404: NotFound(said),
-        409: Conflict(said),
-        422: ConfigError(said),
-        503: Degraded(said),
-        504: StalledError(said),
-    }
-    return known.get(status) or ServiceError(f"{what}: {status}: {said}", status=status)
 
 
 def _object(text: bytes, what: str) -> dict[str, Any]:

@@ -53,13 +53,13 @@ class GenerateRadio(_Request):
     """Accepted measurements."""
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
     """Equal settings give equal rows."""
-    power_dbm: Annotated[float, Field(ge=0, le=80)] = 37.0
+    power_dbm: Annotated[float, Field(ge=0, le=80, strict=True)] = 37.0
     """What transmitters send."""
     least_receivers: Annotated[int, Field(ge=1, le=7, strict=True)] = 3
     """Receivers that hear it, at least."""
-    least_snr_db: Annotated[float, Field(ge=-20, le=40)] = 5.0
+    least_snr_db: Annotated[float, Field(ge=-20, le=40, strict=True)] = 5.0
     """Mean signal to noise over those, at least."""
-    most_gdop: Annotated[float, Field(gt=1, le=1000)] = 150.0
+    most_gdop: Annotated[float, Field(gt=1, le=1000, strict=True)] = 150.0
     """How badly the receivers' places may suit, at most."""
 
 
@@ -73,7 +73,7 @@ class GenerateSimulations(_Request):
     """Stored states of each."""
     points: Annotated[int, Field(ge=16, le=4096, multiple_of=2, strict=True)] = 256
     """Grid points."""
-    viscosity: Annotated[float, Field(gt=0, le=10)] = 0.01
+    viscosity: Annotated[float, Field(gt=0, le=10, strict=True)] = 0.01
     """The factor of u_xx."""
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
     """Decides the initial states."""

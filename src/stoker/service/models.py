@@ -15,29 +15,18 @@ if TYPE_CHECKING:
     from stoker.service.jobs import Job
     from stoker.service.operations import Operation
 
-DATASET = "6f1c2a34-8c1e-4b7e-9f0a-2d1b7f0c9e55"
-JOB = "0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b"
-CONFIG_EXAMPLE: dict[str, Any] = {
-    "dataset_ids": [DATASET],
-    "batch_size": 256,
-    "epochs": 100,
-    "learning_rate": 0.001,
-    "preload_to_gpu": True,
-    "accelerator": "auto",
-}
 Wait = Annotated[
     float, Query(ge=0, le=25, description="Seconds to wait for the end; then 202, and ask again.")
 ]
-Epochs = Annotated[int, Field(ge=1, le=5000, description="Epochs to train on top of those done.")]
+Epochs = Annotated[
+    int, Field(ge=1, le=5000, strict=True, description="Epochs to train on top of those done.")
+]
 
 
 class JobRequest(BaseModel):
     """A training job to make."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        json_schema_extra={"examples": [{"job_name": "rx-night-run", "config": CONFIG_EXAMPLE}]},
-    )
+    model_config = ConfigDict(extra="forbid")
     job_name: str = Field(default="training", min_length=1, max_length=200)
     config: TrainingConfig
 
@@ -45,25 +34,25 @@ class JobRequest(BaseModel):
 class MoreEpochs(BaseModel):
     """How far a completed job is to go on."""
 
-    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"additional_epochs": 20}]})
+    model_config = ConfigDict(extra="forbid")
     additional_epochs: Epochs
 
 
 class JobOut(BaseModel):
     """A job as it stands. Times are UTC by the clock of the database."""
 
-    id: str = Field(examples=[JOB])
-    job_name: str = Field(examples=["rx-night-run"])
+    id: str
+    job_name: str
     job_type: Literal["training", "generation"]
-    status: State = Field(examples=["running"])
-    created_at: str = Field(examples=["2026-03-01T12:00:00.123Z"])
+    status: State
+    created_at: str
     started_at: str | None
     completed_at: str | None
-    config: dict[str, Any] = Field(examples=[CONFIG_EXAMPLE])
+    config: dict[str, Any]
     dataset_ids: list[str]
     current_epoch: int
     total_epochs: int
-    progress_percent: float = Field(examples=[42.0])
+    progress_percent: float
     progress_message: str
     train_loss: float | None
     val_loss: float | None
@@ -124,7 +113,7 @@ class JobDetail(BaseModel):
 
     job: JobOut
     recent_metrics: list[dict[str, Any]] = Field(description="The last ten epochs.")
-    websocket_url: str = Field(examples=[f"ws://127.0.0.1:8765/ws/training/{JOB}"])
+    websocket_url: str
     events_after: int = Field(description="Follow events from this number on, and nothing is missed.")
 
 
@@ -132,9 +121,7 @@ class JobMetrics(BaseModel):
     """What was measured, an epoch a row."""
 
     job_id: str
-    metrics: list[dict[str, Any]] = Field(
-        examples=[[{"epoch": 1, "at": 1772366400.0, "train_loss": 0.9, "val_loss": 1.0, "stall": 0.002}]]
-    )
+    metrics: list[dict[str, Any]]
 
 
 class JobLog(BaseModel):
@@ -150,7 +137,7 @@ class OperationOut(BaseModel):
     """Work that may take longer than an answer."""
 
     id: str
-    what: str = Field(examples=["verify radio_train/3fa9c1d2e4b7a810"])
+    what: str
     state: Literal["running", "completed", "failed"]
     seconds: float
     result: dict[str, Any] | None

@@ -8,19 +8,20 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
 from fastapi import Path as InPath
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
 
 from stoker.errors import NotFound
 from stoker.service.answers import faults
+from stoker.service.examples import FINGERPRINT
 from stoker.service.models import OperationOut, Wait
 from stoker.service.operations import Operation
 from stoker.service.services import Here, Services
 
 router = APIRouter(tags=["caches"])
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
-FINGERPRINT = r"[0-9a-f]{16}"
+PRINT = r"[0-9a-f]{16}"
 Name = Annotated[str, InPath(pattern=f"^{NAME}$", examples=["radio_train"])]
-Print = Annotated[str, InPath(pattern=f"^{FINGERPRINT}$", examples=["3fa9c1d2e4b7a810"])]
+Print = Annotated[str, InPath(pattern=f"^{PRINT}$", examples=[FINGERPRINT])]
 
 
 class CacheRow(BaseModel):
@@ -66,16 +67,13 @@ class WhyOut(BaseModel):
 class GcRequest(BaseModel):
     """Which caches may go; what is in use stays. Nothing goes unless `dry_run` is false."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        json_schema_extra={"examples": [{"keep": 1, "older_than_s": 2592000, "dry_run": True}]},
-    )
-    keep: int | None = Field(
+    model_config = ConfigDict(extra="forbid")
+    keep: StrictInt | None = Field(
         default=None, ge=0, le=10**6, description="Recipes of each name that stay, newest."
     )
-    max_bytes: int | None = Field(default=None, ge=0, le=2**62)
-    older_than_s: float | None = Field(default=None, ge=0, le=1e10, allow_inf_nan=False)
-    dry_run: bool = True
+    max_bytes: StrictInt | None = Field(default=None, ge=0, le=2**53)
+    older_than_s: Annotated[float, Field(ge=0, le=1e10, strict=True)] | None = None
+    dry_run: StrictBool = True
 
 
 @router.get("/caches", responses=faults())
@@ -134,7 +132,7 @@ def why(
     name: Name,
     fingerprint: Print,
     here: Here,
-    other: Annotated[str | None, Query(pattern=f"^{FINGERPRINT}$", description="None: the nearest.")] = None,
+    other: Annotated[str | None, Query(pattern=f"^{PRINT}$", description="None: the nearest.")] = None,
 ) -> WhyOut:
     """What differs between two recipes of one name."""
     from stoker.pipeline.why import explain
@@ -178,7 +176,7 @@ def cache_folder(here: Services, name: str, fingerprint: str) -> Path:
         NotFound: There is no such cache.
     """
     path = here.folder.caches / name / fingerprint
-    fits = re.fullmatch(NAME, name) and re.fullmatch(FINGERPRINT, fingerprint)
+    fits = re.fullmatch(NAME, name) and re.fullmatch(PRINT, fingerprint)
     if not fits or not path.is_dir() or path.is_symlink() or path.parent.is_symlink():
         raise NotFound(f"there is no cache {name}/{fingerprint}. GET /api/v1/training/caches lists them")
     return path

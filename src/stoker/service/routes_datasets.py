@@ -11,7 +11,8 @@ from pydantic import BaseModel, Field
 from stoker.service.answers import faults
 from stoker.service.dataset_requests import Generation, Registration
 from stoker.service.datasets import Dataset
-from stoker.service.models import DATASET, JobOut, utc
+from stoker.service.examples import DATASET
+from stoker.service.models import JobOut, utc
 from stoker.service.services import Here
 
 router = APIRouter(tags=["datasets"])
@@ -27,19 +28,19 @@ REGISTER = {
 }
 GENERATE = {
     "radio rows": {"value": {"kind": "radio", "name": "radio", "rows": 4030}},
-    "simulations": {"value": {"kind": "hdf5", "name": "burgers", "trajectories": 64}},
+    "simulations": {"value": {"kind": "hdf5", "name": "burgers-64", "trajectories": 64}},
 }
 
 
 class DatasetOut(BaseModel):
     """A data set as it stands."""
 
-    id: str = Field(examples=[DATASET])
+    id: str
     name: str
     kind: Literal["radio", "hdf5", "images"]
     origin: Literal["registered", "generated"]
     spec: dict[str, Any] = Field(description="Where it is and how it is opened.")
-    facts: dict[str, Any] = Field(examples=[{"samples": 4030}])
+    facts: dict[str, Any] = Field(description="What was found there: `samples`, and more by kind.")
     health: str = Field(description="Of the last check: unknown, making, good, doubtful or bad.")
     report: list[dict[str, Any]] = Field(description="Of that check: check, status and detail, a row each.")
     created_at: str

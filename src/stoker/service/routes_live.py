@@ -16,6 +16,7 @@ from starlette.websockets import WebSocketDisconnect
 from stoker.errors import Degraded, NotFound
 from stoker.service import logs
 from stoker.service.answers import faults
+from stoker.service.examples import EVENT, LOG_EVENT
 from stoker.service.models import JobOut
 from stoker.service.outbox import Event
 from stoker.service.services import Here, Services
@@ -35,12 +36,11 @@ Seen = Annotated[int | None, Query(ge=0, lt=2**63, description="The number of th
 LastId = Annotated[
     str | None, Header(alias="Last-Event-ID", pattern=r"^[0-9]{1,18}$", description="As `after`, and wins.")
 ]
-STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"example": EVENT}}}}
+LOG: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"example": LOG_EVENT}}}}
 
 
-@router.get(
-    "/jobs/{job_id}/logs/stream", response_class=StreamingResponse, responses={**STREAM, **faults(404)}
-)
+@router.get("/jobs/{job_id}/logs/stream", response_class=StreamingResponse, responses={**LOG, **faults(404)})
 def stream_logs(job_id: Id, here: Here, after: Seen = None, last_id: LastId = None) -> Response:
     """Follow a job's log: events `log` with `lines`, at last `end`; ids are places in bytes."""
     job = here.jobs.get(job_id)

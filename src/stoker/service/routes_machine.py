@@ -10,12 +10,14 @@ from starlette.responses import PlainTextResponse
 
 import stoker
 from stoker.errors import Degraded
+from stoker.service import examples
 from stoker.service.answers import faults
 from stoker.service.auth import CODE_S
 from stoker.service.machine import as_prometheus, look_at_machine
 from stoker.service.services import Here
 
 health = APIRouter(tags=["machine"])
+figures = APIRouter(tags=["machine"])
 router = APIRouter(tags=["machine"])
 
 
@@ -50,7 +52,7 @@ class Machine(BaseModel):
 class LoginCode(BaseModel):
     """A way into the pages for one browser, once."""
 
-    path: str = Field(examples=["/login?code=tHqz3k"])
+    path: str
     seconds: float = Field(description="How long it may be used.")
 
 
@@ -60,7 +62,11 @@ async def get_health(here: Here) -> Health:
     return Health(status="degraded" if here.degraded else "ok")
 
 
-@health.get("/metrics", response_class=PlainTextResponse, responses=faults())
+@figures.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"example": examples.PROMETHEUS}}}, **faults()},
+)
 def get_prometheus(here: Here) -> PlainTextResponse:
     """Figures for Prometheus, which sends the token as `authorization: {credentials_file: DIR/token}`."""
     return PlainTextResponse(as_prometheus(here), media_type="text/plain; version=0.0.4")

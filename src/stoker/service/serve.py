@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from stoker.errors import ConfigError
 from stoker.schema import Json
+from stoker.service.executor import Limits
 from stoker.service.machine import count_gpus
 from stoker.service.server import address_of, make_server, open_socket, run_server, write_address
 from stoker.service.services import open_services
@@ -36,6 +38,10 @@ class ServeSettings:
     """Folders whose data jobs may read."""
     hosts: tuple[str, ...] = ()
     """Further names by which it may be called."""
+    job_memory_bytes: int | None = None
+    """What a job's processes may hold; None: no limit."""
+    job_s: float | None = None
+    """How long an attempt at a job may take; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +83,7 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold the token
     os.umask(0o077)
-    staff = _staff(settings.workers, environment)
+    staff = _staff(settings, environment)
     services = open_services(
         settings.state_dir, database=settings.database, roots=settings.roots, hosts=settings.hosts
     )
@@ -108,9 +114,16 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
         services.database.close()
 
 
-def _staff(workers: int | None, environment: Mapping[str, str]) -> Staff:
-    """One worker for each GPU that we may use, unless told otherwise."""
+def _staff(settings: ServeSettings, environment: Mapping[str, str]) -> Staff:
+    """One worker for each GPU that we may use, unless told otherwise.
+
+    Raises:
+        ConfigError: A limit with which no job could begin.
+    """
+    if 0 in (settings.job_memory_bytes, settings.job_s):
+        raise ConfigError("a job may use 0 of its memory or time. Give --job-memory and --job-time above 0")
     named = environment.get("CUDA_VISIBLE_DEVICES")
     devices = [str(i) for i in range(count_gpus())] if named is None else [d for d in named.split(",") if d]
-    wanted = workers if workers is not None else max(1, len(devices))
-    return Staff(workers=wanted, devices=tuple(devices) or (None,))
+    wanted = settings.workers if settings.workers is not None else max(1, len(devices))
+    limits = Limits(memory_bytes=settings.job_memory_bytes, wall_s=settings.job_s)
+    return Staff(workers=wanted, devices=tuple(devices) or (None,), limits=limits)

@@ -11,7 +11,17 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StrictBool,
+    StrictInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
     {
@@ -40,18 +50,6 @@ class TrainingConfig(BaseModel):
         frozen=True,
         use_attribute_docstrings=True,
         protected_namespaces=(),
-        json_schema_extra={
-            "examples": [
-                {
-                    "dataset_ids": ["0d6c2c9e-5a3e-5b5f-9a29-6a2b6f2d9d10"],
-                    "batch_size": 256,
-                    "epochs": 100,
-                    "learning_rate": 0.001,
-                    "preload_to_gpu": True,
-                    "accelerator": "auto",
-                }
-            ]
-        },
     )
 
     dataset_ids: Annotated[
@@ -62,9 +60,9 @@ class TrainingConfig(BaseModel):
     """Refused: see `WITHOUT_EFFECT`."""
     model_architecture: Literal["triangulation", "operator", "classifier"] | None = None
     """The network; null: the one for the data, which is `triangulation` for radio rows."""
-    pretrained: bool = False
+    pretrained: StrictBool = False
     """Refused unless false."""
-    freeze_backbone: bool = False
+    freeze_backbone: StrictBool = False
     """Refused unless false."""
     batch_size: Annotated[int, Field(ge=1, le=1024, strict=True)] = 128
     """Rows, images or windows in a step."""
@@ -72,13 +70,13 @@ class TrainingConfig(BaseModel):
     """Processes that read the data while it is encoded; 0: as many as pay. Batches need none."""
     validation_split: Annotated[float, Field(ge=0, le=0.5, strict=True)] = 0.2
     """Part of the data to validate on, by a hash of its keys; 0, for rows and images: none."""
-    preload_to_gpu: bool = True
+    preload_to_gpu: StrictBool = True
     """Serve batches from the device if they fit, else from the best that does; false: from host memory."""
-    n_mels: int = 128
+    n_mels: StrictInt = 128
     """Refused unless at its default."""
-    n_fft: int = 2048
+    n_fft: StrictInt = 2048
     """Refused unless at its default."""
-    hop_length: int = 512
+    hop_length: StrictInt = 512
     """Refused unless at its default."""
     epochs: Annotated[int, Field(ge=1, le=5000, strict=True)] = 100
     """Passes over the training part."""
@@ -100,13 +98,13 @@ class TrainingConfig(BaseModel):
     """Largest norm of the gradient."""
     accelerator: Literal["auto", "gpu", "cpu"] = "auto"
     """Where to compute; `gpu` fails where there is none, `auto` takes one where there is."""
-    devices: int = 1
+    devices: StrictInt = 1
     """Refused unless 1."""
     min_snr_db: Annotated[float, Field(allow_inf_nan=False, strict=True)] | None = None
     """Radio rows: only those with at least this mean signal to noise; null: all. What is dropped is told."""
     max_gdop: Positive | None = None
     """Radio rows: only those with at most this dilution of precision; null: all."""
-    only_approved: bool = True
+    only_approved: StrictBool = True
     """Refused unless true."""
     max_receivers: Annotated[int, Field(ge=1, le=64, strict=True)] = 7
     """Radio rows: room for receivers in a row; a row with more is set aside and listed."""

@@ -32,6 +32,7 @@ from stoker.store.index import Index, Segments, load_index, segments_of
 from stoker.store.layout import axis_length
 from stoker.store.local import LocalStorage
 from stoker.store.lost import LostShard, without_lost
+from stoker.store.mirror.attach import here
 from stoker.store.open_shards import OpenShards
 from stoker.store.packing import read_field
 from stoker.store.protocols import Filler, Filling
@@ -238,8 +239,9 @@ def open_cache(
 
     Args:
         path: A fingerprint's folder, or `<cache_dir>/<name>`: then the newest complete one, by the
-            sequence in their indexes. A lost or damaged index is made again from
-            shards that are read in full.
+            sequence in their indexes. A lost or damaged index is made again from shards, read in full.
+            Also an address, as `s3://bucket/caches/name`: what is read of it is kept in a mirror
+            (docs/objects.md).
         require_complete: Refuse a cache with missing records.
         join: Columns of a table beside the records, by the arguments of `stoker.store.join_table`.
     Raises:
@@ -254,7 +256,7 @@ def open_cache(
 
 def open_unnoted(path: str | Path, *, require_complete: bool = True) -> Cache:
     """As `open_cache`, and does not count as a use: for whoever opens several to choose one."""
-    folder = Path(path)
+    folder = here(path)
     try:
         cache = _open_folder(folder) if (folder / RECIPE_FILE).exists() else _newest(folder)
     except PermissionError as error:

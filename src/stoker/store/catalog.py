@@ -16,19 +16,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.atomic import sync_folder
-from stoker.errors import CorruptError, FormatError, ResourceError
+from stoker.errors import CorruptError, FormatError, ResourceError, StalledError
 from stoker.store.concurrently import in_order
 from stoker.store.failures import Failure, read_failures
 from stoker.store.field_read import repair_advice
-from stoker.store.index import Index, ShardEntry, dump_index, load_index, read_index_entries
+from stoker.store.index import INDEX_FILE, Index, ShardEntry, dump_index, load_index, read_index_entries
 from stoker.store.local import LocalStorage
 from stoker.store.packing import read_field
 from stoker.store.recipe import Recipe
+from stoker.store.remote.protocol import ChangedError, Expected
 from stoker.store.rows import choose_rows, numbers_of, runs_of
 from stoker.store.shard_read import Shard
 from stoker.store.statistics import Accumulator, summarise
 
 log = logging.getLogger("stoker")
+INDEX_TRIES = 20
+"""Times that an index is made while other machines replace it; each of them gets on meanwhile."""
 FEW_SHARDS = 8
 """Fewer are read one after another: they take less than the threads would."""
 
@@ -77,8 +80,8 @@ def read_info(storage: LocalStorage, name: str, recipe: Recipe) -> ShardInfo:
         bytes=shard.size,
         header=shard.header_digest,
         runs=runs_of(shard.numbers()),
-        statistics=shard.statistics,
-        error=shard.error,
+        statistics=shard.described("statistics"),
+        error=shard.described("error"),
     )
 
 
@@ -233,7 +236,30 @@ def write_index(
         afresh: Forget which rows it noted as damaged, since all were read again.
     Raises:
         DamagedShardError: Nothing was written.
+        StalledError: Other machines replaced it each time.
     """
+    for _ in range(INDEX_TRIES):
+        version = storage.version(INDEX_FILE)
+        try:
+            return _write_index(storage, recipe, infos, first, version, afresh=afresh)
+        except ChangedError:  # another machine was quicker: what it knew must not be lost
+            known = {info.file: info for info in Catalog(storage, recipe).refresh()}
+            infos = [*(known | {info.file: info for info in infos if info.file in known}).values()]
+    raise StalledError(
+        f"the index of {storage.path} was replaced by other machines {INDEX_TRIES} times while it was made. "
+        "See how many are writing to it, then run again"
+    )
+
+
+def _write_index(
+    storage: LocalStorage,
+    recipe: Recipe,
+    infos: Sequence[ShardInfo],
+    first: Collection[str],
+    version: Expected,
+    *,
+    afresh: bool,
+) -> Index:
     previous = known_index(storage.path, recipe)
     if previous is not None and not afresh:
         noted = {shard.file: shard.bad for shard in previous.shards if shard.bad}
@@ -244,7 +270,7 @@ def write_index(
         if dump_index(same, recipe) == dump_index(previous, recipe):
             sync_folder(storage.path)  # whoever put it there may have been killed before that
             return previous
-    storage.put("index.json", dump_index(index, recipe))
+    storage.put(INDEX_FILE, dump_index(index, recipe), expected=version)
     return index
 
 

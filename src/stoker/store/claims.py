@@ -17,7 +17,8 @@ from pathlib import Path
 
 from stoker.atomic import explained
 from stoker.errors import FormatError, ResourceError, StalledError
-from stoker.store.local import NO_LOCKS_ERRNOS, NOT_A_FILE_ERRNOS, LocalStorage
+from stoker.store.local import NOT_A_FILE_ERRNOS, LocalStorage
+from stoker.store.pending import NO_LOCKS_ERRNOS
 
 POLL_S = 0.02
 INDEX_WAIT_S = 60.0

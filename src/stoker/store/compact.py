@@ -139,7 +139,7 @@ class _Merge:
                 continue
             fill = self._fill(shard, int(entry.segments[:, 2].sum()))
             if fill < 1:
-                environment = canonical_json(dict(shard.environment))
+                environment = canonical_json(dict(shard.described("environment")))
                 found.setdefault((entry.part, environment), {})[i] = fill
         for (part, _), fills in sorted(found.items()):
             if not _gains(fills):
@@ -147,7 +147,11 @@ class _Merge:
             sound = {i: fill for i, fill in fills.items() if _is_sound(cache, i, left)}
             if _gains(sound):
                 files = frozenset(cache.index.shards[i].file for i in sound)
-                yield _Group(part=part, environment=cache.shard(next(iter(sound))).environment, files=files)
+                yield _Group(
+                    part=part,
+                    environment=cache.shard(next(iter(sound))).described("environment"),
+                    files=files,
+                )
 
     def run(self, group: _Group) -> int:
         """Write the records of a group into full shards, and an index in which those serve."""
@@ -239,7 +243,7 @@ class _Origin:
     """What a shard says of its records, besides their bytes."""
 
     def __init__(self, shard: Shard) -> None:
-        self.error = shard.error
+        self.error = shard.described("error")
         self.marked = frozenset(shard.marked.tolist())
 
 

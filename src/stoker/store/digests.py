@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -58,6 +58,18 @@ class FileDigest:
     sampled: bool
     stamp: tuple[int, ...] = field(default=(), compare=False)
     """Size, times, device and inode when it was digested; not part of what it is known by."""
+
+
+class Digester(Protocol):
+    """Whoever knows what files hold; `Digests` reads them."""
+
+    def files(self, refs: Sequence[FileRef]) -> list[FileDigest]:
+        """Digest files, in their order.
+
+        Raises:
+            SourceError: A file is missing, unreadable, not regular, or changed while it was read.
+        """
+        ...
 
 
 class Digests:

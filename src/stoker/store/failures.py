@@ -71,6 +71,7 @@ def append_failures(storage: LocalStorage, token: str, failures: Sequence[Failur
             os.close(fd)
         if fresh:
             sync_folder(storage.path)
+    storage.share(path.name)
 
 
 def _line(failure: Failure, recipe: Recipe) -> str:

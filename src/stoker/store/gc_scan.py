@@ -14,8 +14,9 @@ from stoker.atomic import explained
 from stoker.errors import FormatError
 from stoker.store.adopt import FINGERPRINT
 from stoker.store.catalog import known_index
-from stoker.store.local import TEMPORARY_NAME, LocalFile, dead_temporaries
+from stoker.store.local import LocalFile, dead_temporaries
 from stoker.store.lost import without_lost
+from stoker.store.pending import TEMPORARY_NAME
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
 from stoker.store.strict_json import as_object
 from stoker.store.use import unused_for_s

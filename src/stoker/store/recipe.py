@@ -32,7 +32,7 @@ from stoker.schema import (
     schema_to_json,
 )
 from stoker.sources.protocol import FileRef, Part, Source, SourceIdentity
-from stoker.store.digests import Digests, FileDigest
+from stoker.store.digests import Digester, Digests, FileDigest
 from stoker.store.layout import FORMATS, format_of
 from stoker.store.local import LocalStorage
 from stoker.store.strict_json import is_count, read_strict
@@ -145,7 +145,7 @@ def make_recipe(
     encoder: Encoder | None,
     *,
     dtype: str | Mapping[str, str] | None = None,
-    digests: Digests | None = None,
+    digests: Digester | None = None,
 ) -> Recipe:
     """The recipe of `encoder` applied to `source`.
 
@@ -308,7 +308,7 @@ def _default_group(sample_schema: Schema) -> Group:
 
 
 def _source_entries(
-    identity: SourceIdentity, count: int, digests: Digests
+    identity: SourceIdentity, count: int, digests: Digester
 ) -> tuple[dict[str, Json], list[FileDigest]]:
     total = sum(part.count for part in identity.parts)
     if total != count:

@@ -23,6 +23,7 @@ from stoker.store.catalog import Catalog, is_shard_name, part_of, write_index
 from stoker.store.claims import INDEX_WAIT_S, claim, maintaining
 from stoker.store.index import Index, load_index
 from stoker.store.local import LocalStorage
+from stoker.store.mirror.attach import here
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
 from stoker.store.shard_read import Shard
 from stoker.store.use import Use, note_use
@@ -95,7 +96,7 @@ def repair(folder: str | Path, *, shards: Collection[str] | None = None) -> Repa
         ReadOnlyError: It cannot be written.
         StalledError: Somebody else has been compacting or repairing it all the while.
     """
-    folder = Path(folder)
+    folder = here(folder)
     recipe = load_recipe(folder)
     _use = Use(folder)
     note_use(folder)
@@ -188,6 +189,8 @@ class _Repair:
             shard.check_padding()
         except CorruptError as error:
             self._report.bad.append(BadRecord(index=-1, shard=path.name, why=str(error)))
+            if self._storage.mirror is not None:
+                return  # an object is not changed in place, and nothing is read from there
             with explained(path):
                 fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:
@@ -220,8 +223,12 @@ class _Repair:
             ]
 
     def _set_aside(self, name: str) -> None:
+        mirror = self._storage.mirror
         with explained(self._folder), suppress(FileNotFoundError):
-            (self._folder / name).rename(self._folder / f"{DAMAGED}{name}")
+            if mirror is not None:
+                mirror.names.rename(name, f"{DAMAGED}{name}")
+            else:
+                (self._folder / name).rename(self._folder / f"{DAMAGED}{name}")
             sync_folder(self._folder)
         self._report.set_aside.append(name)
 
@@ -232,7 +239,7 @@ def folder_to_repair(path: str | Path) -> Path:
     Raises:
         FormatError: There is none, or several: a damaged one among them must not be passed over.
     """
-    path = Path(path)
+    path = here(path)
     if (path / RECIPE_FILE).exists() or (FINGERPRINT.fullmatch(path.resolve().name) and path.is_dir()):
         return path
     found: list[Path] = []

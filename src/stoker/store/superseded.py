@@ -120,7 +120,7 @@ def _put(folder: Path, index: bytes, found: Superseded) -> None:
 def _unlink(folder: Path, found: Superseded) -> None:
     with explained(folder):
         for name in [*found.shards, *found.damaged]:
-            (folder / name).unlink(missing_ok=True)
+            LocalStorage(folder).remove(name)
         sync_folder(folder)
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from stoker.errors import FormatError, StalledError
 from stoker.store.claims import POLL_S
-from stoker.store.local import NO_LOCKS_ERRNOS, LocalFile
+from stoker.store.local import LocalFile
+from stoker.store.pending import NO_LOCKS_ERRNOS
 from stoker.store.recipe import RECIPE_FILE
 
 WAIT_S = 10.0

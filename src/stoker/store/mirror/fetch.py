@@ -30,7 +30,7 @@ class Fetcher:
         self._place = place
         self.counters = place.root.counters
         self._lock = threading.Lock()
-        self._ahead: set[Future[None]] = set()
+        self._ahead: set[Future[bool]] = set()
 
     def origin(self, stand: Stand) -> str:
         """Where its bytes come from."""
@@ -85,6 +85,11 @@ class Fetcher:
             begun += size_of(stand, run)
         return begun
 
+    def bring(self, stand: Stand, ranges: Ranges) -> bool:
+        """Fetch bytes ahead of need, in the thread that calls; whether they came, as in `ahead`."""
+        came = [self._fetch_ahead(stand, *run) for run in self.runs_of(stand, ranges)]
+        return all(came)
+
     def read_direct(self, stand: Stand, offset: int, out: memoryview[Any]) -> None:
         """Fill `out` from the place itself, past the mirror."""
         at = 0
@@ -105,13 +110,15 @@ class Fetcher:
             blocks.drop(first, last)
         self.counters.add(mended=1)
 
-    def _fetch_ahead(self, stand: Stand, first: int, last: int) -> None:
+    def _fetch_ahead(self, stand: Stand, first: int, last: int) -> bool:
         if not threading.main_thread().is_alive():
-            return  # the process ends, and would wait for us
+            return False  # the process ends, and would wait for us
         missing = sum(size_of(stand, run) for run in stand.map.absent(first, last))
         with suppress(StokerError, OSError):  # whoever reads these bytes will meet it
             self._fetch_run(stand, first, last, time.monotonic() + DEADLINE_S)
             self.counters.add(ahead_bytes=missing)
+            return True
+        return False
 
     def _fetch_run(self, stand: Stand, first: int, last: int, deadline: float) -> None:
         left = max(0.0, deadline - time.monotonic())

@@ -11,13 +11,17 @@ from contextlib import suppress
 from pathlib import Path
 from weakref import WeakValueDictionary
 
+import numpy as np
+from numpy.typing import NDArray
+
 from stoker.errors import CorruptError
-from stoker.store.mirror.block_map import BLOCK_BYTES
+from stoker.store.mirror.block_map import BLOCK_BYTES, BlockMap
 from stoker.store.mirror.fetch import Fetcher, Ranges, size_of
 from stoker.store.mirror.file import MirrorFile
 from stoker.store.mirror.names import Names
 from stoker.store.mirror.place import Place
 from stoker.store.mirror.root import MirrorRoot, root_of
+from stoker.store.mirror.space import MAP_PREFIX
 from stoker.store.mirror.stand import Stand, make_stand
 from stoker.store.remote import Object
 from stoker.store.remote.retries import DEADLINE_S
@@ -36,6 +40,10 @@ class MirrorFolder:
         self._fetcher = Fetcher(self._place)
         self._stands: WeakValueDictionary[str, Stand] = WeakValueDictionary()
         self._lock = threading.Lock()
+
+    def url_of(self, name: str) -> str:
+        """The address of a file; of the folder for an empty name."""
+        return self._place.url_of(name).rstrip("/")
 
     def open(self, name: str) -> MirrorFile:
         """Open a shard for reading; nothing of it is fetched yet.
@@ -61,6 +69,19 @@ class MirrorFolder:
         said: whoever reads those bytes will meet it.
         """
         return self._fetcher.ahead(self._stand(name), ranges)
+
+    def bring(self, name: str, ranges: Ranges) -> bool:
+        """As `ahead`, in the thread that calls; whether they came."""
+        return self._fetcher.bring(self._stand(name), ranges)
+
+    def rank(self, name: str, used: NDArray[np.uint32]) -> None:
+        """Say for each block of a shard how late it goes when there is no room, those with the least first:
+        in seconds since 1970, as if it had last been read then.
+        """
+        with suppress(FileNotFoundError, CorruptError):  # nothing of it is here
+            blocks = BlockMap(self._place.path / f"{MAP_PREFIX}{name}")
+            if len(used) == blocks.count:
+                blocks.used[:] = used
 
     def absent_bytes(self, name: str, ranges: Ranges) -> int:
         """How many bytes have to be fetched before these are here: whole blocks."""

@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from stoker.store.local import NO_LOCKS_ERRNOS
+from stoker.store.pending import NO_LOCKS_ERRNOS
 
 _FLOCK = struct.Struct("hhqqi4x")
 _SET_LOCK: int | None = getattr(fcntl, "F_OFD_SETLK", None)

@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from stoker.errors import StokerError
-from stoker.store.local import LocalPending, LocalStorage
 from stoker.store.mirror.block_map import BLOCK_BYTES
 from stoker.store.mirror.place import Place
 from stoker.store.mirror.stand import mark_whole, remove_stand
+from stoker.store.pending import LocalPending, put_file
 from stoker.store.protocols import Buffer
 from stoker.store.remote import ChangedError, Expected, Object
 from stoker.units import KIB
@@ -93,6 +93,16 @@ class Names:
                 raise
             return found.etag
 
+    def share(self, name: str) -> None:
+        """Put a small file as it is here; nobody else writes one of this name."""
+        self.put(name, (self._place.path / name).read_bytes(), "anything")
+
+    def rename(self, name: str, new: str) -> None:
+        """Give a shard another name there; what was here of it goes."""
+        place = self._place
+        place.ask("put", new, lambda remote: remote.rename(place.key(name), place.key(new)))
+        place.forget(name)
+
     def remove(self, name: str) -> None:
         """Remove a file there, then here."""
         place = self._place
@@ -104,9 +114,8 @@ class Names:
         return MirrorPending(self, self._place, name)
 
     def _keep(self, name: str, data: bytes, etag: str) -> None:
-        folder = LocalStorage(self._place.path)
-        folder.put_here(name, data)
-        folder.put_here(f"{ETAG_PREFIX}{name}", etag.encode())
+        put_file(self._place.path / name, data)
+        put_file(self._place.path / f"{ETAG_PREFIX}{name}", etag.encode())
 
     def _etag(self, name: str) -> str:
         with suppress(FileNotFoundError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,6 +43,7 @@ class Place:
     @contextmanager
     def locked(self) -> Generator[None]:
         """Keep all others on this machine from changing which files are here."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self.path / LOCK_FILE
         path.touch(mode=0o600)
         with lock_range(path, 0, 1, wait_s=DEADLINE_S) as got:
@@ -54,5 +55,5 @@ class Place:
 
     def forget(self, name: str) -> None:
         """Remove what is here of a shard."""
-        with suppress(FileNotFoundError), self.locked():  # the folder may be gone as well
+        with self.locked():
             remove_stand(self.path, name)

@@ -140,6 +140,11 @@ def make_root(path: Path, url: str, limit_bytes: int | None) -> None:
             root.space.limit_bytes = limit_bytes
 
 
+def limit_of(path: Path) -> int | None:
+    """How many bytes a mirror may have; None: any number, or there is no mirror yet."""
+    return _read_marker(path)[1] if (path / MARKER).exists() else None
+
+
 def _read_marker(root: Path) -> tuple[str, int | None]:
     """The address that a folder stands for, and its limit."""
     where = root / MARKER

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from stoker.atomic import explained
 from stoker.errors import CorruptError
-from stoker.store.local import LocalFile, LocalPending
+from stoker.store.local import LocalFile
 from stoker.store.mirror.block_map import BlockMap, new_map
 from stoker.store.mirror.space import MAP_PREFIX
+from stoker.store.pending import LocalPending
 from stoker.store.remote import Object
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from stoker.atomic import READ_ONLY_ERRNOS, explained
 from stoker.errors import FormatError, ReadOnlyError
 from stoker.store.claims import INDEX_WAIT_S, claim
-from stoker.store.local import LocalFile, LocalPending
+from stoker.store.local import LocalFile
+from stoker.store.pending import LocalPending
 from stoker.store.remote.protocol import ChangedError, Expected, Object, PassingError
 from stoker.units import MIB
 
@@ -91,6 +92,11 @@ class FolderRemote:
                 if now != expected:
                     raise ChangedError(name)
                 return self._write(path, data)
+
+    def rename(self, name: str, new: str) -> None:
+        """Give a file another name."""
+        with _passing(), explained(self._root):
+            (self._root / name).replace(self._root / new)
 
     def remove(self, name: str) -> None:
         """Remove a file."""

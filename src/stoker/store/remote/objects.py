@@ -173,6 +173,11 @@ class ObjectRemote:
                 raise PassingError("the store has no conditional put; going on without") from None
         return result["e_tag"] or ""
 
+    def rename(self, name: str, new: str) -> None:
+        """Give an object another name: a copy at the store, then the removal of the first."""
+        with self._asking("put", new):
+            obstore.rename(self._writing, name, new)
+
     def remove(self, name: str) -> None:
         """Remove an object."""
         with self._asking("delete", name):

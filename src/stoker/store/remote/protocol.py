@@ -82,6 +82,10 @@ class Remote(Protocol):
         """Put an object, whole or not at all; returns its etag."""
         ...
 
+    def rename(self, name: str, new: str) -> None:
+        """Give an object another name."""
+        ...
+
     def remove(self, name: str) -> None:
         """Remove an object; no error where there is none."""
         ...

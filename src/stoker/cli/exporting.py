@@ -1,0 +1,131 @@
+"""`stoker export`: a cache as files of other libraries."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from stoker.cli.edge import edge
+from stoker.cli.flags import CachePath, Debug, Json
+from stoker.cli.quantities import size
+from stoker.units import format_bytes
+
+TELL_S = 10.0
+"""Seconds between two lines of progress where there is no terminal."""
+
+
+def numbers_between(text: str) -> range:
+    """`A:B` as numbers.
+
+    >>> numbers_between("10:20")
+    range(10, 20)
+    """
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal()):
+        raise typer.BadParameter(f"{text!r} is no range. Write two numbers, as 0:1000")
+    return range(int(first), int(last))
+
+
+def export(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    path: CachePath,
+    out: Annotated[
+        Path, typer.Argument(metavar="DIR", readable=False, help="A folder that does not exist, or is empty.")
+    ],
+    to: Annotated[str, typer.Option(metavar="FORMAT", help="safetensors or tensordict.")],
+    records: Annotated[
+        range | None,
+        typer.Option(
+            parser=numbers_between, metavar="A:B", help="Sample numbers from A on and below B; default: all."
+        ),
+    ] = None,
+    fields: Annotated[
+        str | None, typer.Option(metavar="X,Y", help="Fields of the records; default: all.")
+    ] = None,
+    ragged: Annotated[
+        str | None,
+        typer.Option(metavar="FORM", help="nested or pad; needed where records differ in length."),
+    ] = None,
+    packed: Annotated[
+        str,
+        typer.Option(metavar="DTYPE", help="What int8 and float8 with scales become, or refuse."),
+    ] = "float32",
+    file_size: Annotated[
+        int, typer.Option(parser=size, metavar="4GB", help="Of a safetensors file, at most.")
+    ] = cast(int, "4GiB"),
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write a cache as files of other libraries.
+
+    Plain safetensors, or the memory-mapped layout that TensorDict.load_memmap reads; records in order of
+    number, every byte verified on the way, DIR there as a whole or not at all. Exit code 4 when a record is
+    damaged, 6 when there is no room.
+
+    \b
+    Example:
+      stoker export data/latent_cache/burgers1d_train burgers --to safetensors
+      stoker export data/latent_cache/burgers1d_train burgers --to tensordict --records 0:1000
+    """
+    with edge(as_json=as_json, debug=debug) as outlet:
+        from stoker.export import ExportSettings, export_cache
+
+        wanted: Any = {"to": to, "ragged": ragged, "packed": packed}  # checked by ExportSettings
+        settings = ExportSettings(
+            **wanted,
+            fields=None if fields is None else [name.strip() for name in fields.split(",")],
+            records=None if records is None else (records.start, records.stop),
+            file_bytes=file_size,
+        )
+        teller = Teller(outlet.note, outlet.notes)
+        try:
+            report = export_cache(path, out, settings, progress=teller)
+        finally:
+            teller.clear()
+        outlet.show(report, render)
+
+
+class Teller:
+    """Says how far it is: a line that is kept up to date on a terminal, elsewhere one every ten seconds."""
+
+    def __init__(self, say: Any, console: Console) -> None:
+        self._say = say
+        self._status = console.status("") if console.is_terminal else None
+        self._told = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Take what was written so far, and what there is in all."""
+        line = f"{format_bytes(done)} of {format_bytes(total)} written"
+        if self._status is not None:
+            self._status.start()
+            self._status.update(escape(line))
+        elif time.monotonic() - self._told > TELL_S:
+            self._told = time.monotonic()
+            self._say(line)
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._status is not None:
+            self._status.stop()
+
+
+def render(report: Any, console: Console) -> None:
+    """What there is now, and what is not in it."""
+    from stoker.cli.render import table
+    from stoker.units import format_count, format_seconds
+
+    files = format_count(len(report.files))
+    rows = [
+        ("records", format_count(report.records)),
+        ("fields", escape(", ".join(f"{name} {f['dtype']}" for name, f in report.fields.items()))),
+        ("written", f"{format_bytes(report.bytes)} in {files} files, {format_seconds(report.seconds)}"),
+        ("folder", escape(report.path)),
+    ]
+    if report.quarantined:
+        count = len(report.quarantined)
+        rows.append(("not in it", f"{format_count(count)} quarantined samples, named in manifest.json"))
+    table(console, rows)

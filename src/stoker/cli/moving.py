@@ -1,0 +1,115 @@
+"""The commands that bring caches to an address and from there: push, pull."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from stoker.cli.edge import edge
+from stoker.cli.flags import CachePath, Debug, Json
+from stoker.errors import ConfigError
+from stoker.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from stoker.store.mirror.transfer import Progress, TransferReport
+
+TELL_S = 10.0
+"""Seconds between two lines about how far it is."""
+Address = Annotated[str, typer.Argument(metavar="URL", help="As s3://bucket/caches; docs/objects.md.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.command()(push)
+    app.command()(pull)
+
+
+def push(path: CachePath, url: Address, as_json: Json = False, debug: Debug = False) -> None:
+    """Bring a cache to an object store or a shared folder.
+
+    It goes to URL/NAME/FINGERPRINT. Each shard is checked before it goes, the index goes last, and a push
+    that was stopped goes on.
+
+    \b
+    Example:
+      stoker push data/latent_cache/burgers1d_train s3://bucket/caches
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        from stoker.store.mirror.push import push as run
+
+        out.show(run(path, url, listen=_teller(out.note)), render)
+
+
+def pull(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    url: Address,
+    cache_dir: Annotated[
+        Path, typer.Argument(metavar="[CACHE_DIR]", readable=False, help="The folder that holds caches.")
+    ] = Path("data/latent_cache"),
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Only what this rank reads in the order static(WORLD).")
+    ] = None,
+    world: Annotated[int | None, typer.Option(min=1, help="Ranks there are.")] = None,
+    records: Annotated[
+        str | None, typer.Option(metavar="FIRST:STOP", help="Only shards that hold these samples.")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Bring a cache from an object store or a shared folder here.
+
+    It goes to CACHE_DIR/NAME/FINGERPRINT, several shards at a time, each checked before it gets its place. A
+    pull that was stopped goes on. With --records or --rank, whole shards that hold any of them.
+
+    \b
+    Example:
+      stoker pull s3://bucket/caches/burgers1d_train
+      stoker pull s3://bucket/caches/burgers1d_train /scratch/caches --rank 0 --world 8
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        from stoker.store.mirror.pull import pull as run
+        from stoker.store.mirror.transfer import Wanted
+
+        wanted = Wanted(rank=rank, world=world, records=_range(records))
+        out.show(run(url, cache_dir, wanted=wanted, listen=_teller(out.note)), render)
+
+
+def _range(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    first, _, stop = text.partition(":")
+    if not (first.isdecimal() and stop.isdecimal()):
+        raise ConfigError(f"--records is {text!r}, expected FIRST:STOP as 0:1000")
+    return int(first), int(stop)
+
+
+def _teller(say: Callable[[str], None]) -> Callable[[Progress], None]:
+    told = time.monotonic()
+
+    def tell(now: Progress) -> None:
+        nonlocal told
+        if time.monotonic() - told > TELL_S or now.done == now.count:
+            told = time.monotonic()
+            say(
+                f"{format_count(now.done)} of {format_count(now.count)} shards, "
+                f"{format_bytes(now.bytes)} of {format_bytes(now.total)}"
+            )
+
+    return tell
+
+
+def render(report: TransferReport, console: Console) -> None:
+    """What was brought, and what is there now."""
+    rate = f" at {format_bytes(report.bytes / report.seconds)}/s" if report.seconds else ""
+    state = "complete" if report.complete else "not all of the cache: the index there says which"
+    console.print(f"{report.url}\n{report.path}", soft_wrap=True, markup=False)
+    console.print(
+        f"{format_count(report.shards)} shards, {format_bytes(report.bytes)} in "
+        f"{format_seconds(report.seconds)}{rate}; {format_count(report.present)} were there already",
+        soft_wrap=True,
+    )
+    console.print(f"{format_count(report.records)} records, {state}", soft_wrap=True)

@@ -1,0 +1,393 @@
+"""Encoders on several devices, fed by the same readers: one process for each device, one writer for all.
+
+A process of its own for each: the interpreter's lock would have encoders of one process take turns, and an
+error that leaves a CUDA context beyond use would take the other devices with it (design note 036). Which
+device a group goes to is a matter of who has room; its bits do not depend on it, since each call of an
+encoder has the shape that the recipe names.
+
+A device that is lost, hangs, dies or runs out of memory costs nobody else anything. The groups that it had in
+hand are read again and go to whoever has room. Its process is started again, but not for ever, and not where
+memory was short; a group at which processes end again and again ends the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from stoker import errors
+from stoker.errors import DeviceError, ResourceError, StalledError, StokerError
+from stoker.precompute.clock import EncodeClock
+from stoker.precompute.device_process import DESKS, OWN_FAULTS
+from stoker.precompute.encode import Encoded
+from stoker.precompute.exchange import Exchange
+from stoker.precompute.fill import SampleFault
+from stoker.precompute.ledger import Ledger
+from stoker.precompute.output import Drain
+from stoker.precompute.parcel import Feed, Parcel
+from stoker.precompute.process import Child
+from stoker.precompute.queue import GroupWork, WorkQueue
+from stoker.precompute.wire import Frame
+from stoker.schema import Sample, Schema
+from stoker.store.convert import from_array
+
+log = logging.getLogger("stoker")
+
+MAX_TRIES = 3
+"""Processes that may end at one group, and starts of one device without a group encoded in between."""
+_DUMP_S = 0.5
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Equipment:
+    """What every process of a crew is started with."""
+
+    payload: bytes
+    """A `Task`, pickled once."""
+    samples: Schema
+    """Fields of a raw sample."""
+    records: Schema
+    """Fields of a record as encoded."""
+    start_s: float
+    """Seconds that a process may take to import and unpickle what it needs."""
+    limit_s: float
+    """Seconds that a call of the encoder, or its way to the device, may take."""
+    logs: Path
+    """Folder of output and stack dumps."""
+
+
+class Crew:
+    """An `Encoding` on several devices.
+
+    Raises:
+        ResourceError: Not one process can be started.
+    """
+
+    def __init__(
+        self, devices: Sequence[str], equipment: Equipment, *, feed: Feed, queue: WorkQueue, ledger: Ledger
+    ) -> None:
+        self._equipment = equipment
+        self._feed = feed
+        self._queue = queue
+        self._ledger = ledger
+        self._drain = Drain()
+        self._epoll = select.epoll()
+        self._ready: list[Encoded] = []
+        self._tries = Counter[int]()
+        self._broken: set[int] = set()
+        """Keys of samples whose encoder was lost half-way; what still comes of them is let go."""
+        self.clock = EncodeClock(lanes=len(devices), limit_s=equipment.limit_s)
+        self._devices = [_Device(name, place) for place, name in enumerate(devices)]
+        self._last: StokerError | None = None
+        self._used_s = 0.0
+        try:
+            for device in self._devices:
+                self._start(device)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def fd(self) -> int:
+        """Readable when there is something to take in."""
+        return self._epoll.fileno()
+
+    def watch(self, fd: int) -> None:
+        """Have `wait`, and whoever polls `fd`, wake up for this descriptor too (signals)."""
+        if fd >= 0:
+            self._epoll.register(fd, select.EPOLLIN)
+
+    @property
+    def hungry(self) -> bool:
+        """See `Encoding`; one that is still starting waits for nobody."""
+        return any(device.ready and not device.held for device in self._devices)
+
+    def take(self, parcel: Parcel) -> bool:
+        """See `Encoding`. The arrays are copied, so that the reader goes on at once."""
+        work = parcel.work
+        if parcel.start == 0:
+            self._broken.discard(work.key)
+        elif work.key in self._broken:
+            self._feed.release(replace(parcel, last=False))
+            if parcel.last:
+                self._broken.discard(work.key)
+                self._queue.give_back(work)
+            return True
+        at_it = [device for device in self._devices if work.key in device.works]
+        free = [device for device in at_it or self._devices if device.ready and device.room]
+        if not free:
+            return False
+        device = min(free, key=lambda one: len(one.held))
+        device.take(parcel, self._queue.wanted(work), self._equipment.samples)
+        self._feed.release(replace(parcel, last=False))  # done with only when its records are here
+        self.clock.numbers = work.numbers
+        return True
+
+    def results(self) -> list[Encoded]:
+        """See `Encoding`. Deadlines are enforced here."""
+        for device in self._devices:
+            if device.child is not None:
+                self._take_in(device, device.child)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def wait(self, timeout_s: float) -> None:
+        """See `Encoding`."""
+        if any(device.child is not None for device in self._devices):
+            self._epoll.poll(timeout_s)
+
+    def processor_s(self) -> float:
+        """See `Encoding`."""
+        return self._used_s + sum(d.child.processor_s() for d in self._devices if d.child is not None)
+
+    def close(self) -> None:
+        """See `Encoding`."""
+        for device in self._devices:
+            if device.child is not None:
+                self._end(device, device.child, keep_log=False)
+        self._drain.close()
+        if not self._epoll.closed:
+            self._epoll.close()
+
+    def _start(self, device: _Device) -> None:
+        try:
+            child = device.start(self._equipment, self._drain)
+        except ResourceError as error:
+            self._give_up(device, error)
+            return
+        self._epoll.register(child.channel, select.EPOLLIN)
+        self._epoll.register(child.pidfd, select.EPOLLIN)
+
+    def _end(self, device: _Device, child: Child, *, keep_log: bool) -> None:
+        """Kill a process and let its descriptors go; one that cannot be killed is left behind."""
+        self._used_s += child.processor_s()
+        self._epoll.unregister(child.channel)
+        self._epoll.unregister(child.pidfd)
+        child.kill()
+        if not _gone(child, _GRACE_S):
+            log.warning("the encoder on %s (%s) cannot be ended", device.name, child.kernel_view())
+        device.stop(keep_log=keep_log)
+
+    def _take_in(self, device: _Device, child: Child) -> None:
+        ended = child.ended()  # looked at first: what it sent before its end is in the socket by then
+        child.channel.flush()
+        for frame in child.channel.receive():
+            if frame["kind"] == "ready":
+                device.ready = True
+            elif frame["kind"] == "encoded":
+                self._records(device, frame)
+            else:
+                self._failed(device, child, frame)
+                return
+        if ended:
+            tail = child.tail()
+            said = f"; its last output: {tail.splitlines()[-1][:200]}" if tail else ""
+            self._lose(device, child, DeviceError(f"its process {child.death()}{said}"))
+            return
+        beat = child.beat.look()
+        since = beat.time_ns / 1e9 or device.begun
+        limit_s = beat.limit_s if beat.time_ns else self._equipment.start_s
+        if limit_s and time.monotonic() - since > limit_s:
+            child.ask_for_stacks()  # its handler writes them without the interpreter's help
+            if not _gone(child, _DUMP_S) and child.beat.look().time_ns == beat.time_ns:
+                text = f'it made no progress for {limit_s:g} s in stage "{beat.stage}"'
+                self._lose(device, child, StalledError(text))
+
+    def _records(self, device: _Device, frame: Frame) -> None:
+        """Take the records of a group from a desk, which is free then."""
+        work, last = device.held.pop(frame["desk"])
+        for fault in frame["faults"]:
+            self._ledger.fault(SampleFault(**fault))
+        self.clock.seconds += frame["seconds"]
+        self.clock.calls += 1
+        if frame["numbers"]:
+            shapes = {name: tuple(shape) for name, shape in frame["shapes"].items()}
+            arrays = device.shared[DESKS + frame["desk"]].arrays(self._equipment.records, shapes)
+            self._ready.append(_owned(frame, arrays, self._equipment.records))
+        if last:
+            del device.works[work.key]
+            device.failures = 0
+            self._tries.pop(work.key, None)
+            self._queue.done()
+
+    def _failed(self, device: _Device, child: Child, frame: Frame) -> None:
+        kind = getattr(errors, frame["error"], StokerError)
+        if kind not in OWN_FAULTS:
+            raise kind(f"the encoder on {device.name}: {frame['message']}")
+        self._lose(device, child, kind(frame["message"]))
+
+    def _lose(self, device: _Device, child: Child, error: StokerError) -> None:
+        """Do without a process: say why, have its groups read again, and start another unless that is vain.
+
+        Raises:
+            StokerError: It was the last device, or not the first process to end at this group.
+        """
+        works = [work for work, _ in device.works.values()]
+        at = f" at samples {works[0].numbers.start}-{works[0].numbers.stop - 1}" if works else ""
+        child.record(str(error))
+        self._end(device, child, keep_log=True)
+        for work, whole in reversed(device.works.values()):
+            if whole:
+                self._queue.give_back(work)
+            else:
+                self._broken.add(work.key)
+        device.held, device.works = {}, {}
+        device.failures += 1
+        if works:
+            self._tries[works[0].key] += 1
+            if self._tries[works[0].key] >= MAX_TRIES:
+                raise type(error)(
+                    f"{MAX_TRIES} encoders in a row ended{at}, the last on {device.name}: {error}. What is "
+                    f"stored stays, and the same command resumes once the cause is mended; stacks and "
+                    f"output: {child.log}"
+                )
+        said = type(error)(f"the encoder on {device.name} is lost{at}: {error}; output: {child.log}")
+        if isinstance(error, ResourceError) or device.failures >= MAX_TRIES:
+            self._give_up(device, said)
+            return
+        log.warning("%s. Its groups go to whoever has room, and it is started again", said)
+        self._start(device)
+
+    def _give_up(self, device: _Device, error: StokerError) -> None:
+        """Go on with the other devices.
+
+        Raises:
+            StokerError: There is none.
+        """
+        device.given_up = True
+        left = [one.name for one in self._devices if not one.given_up]
+        if not left:
+            raise type(error)(
+                f"no device is left of {', '.join(one.name for one in self._devices)}. The last: {error}. "
+                "What is stored stays, and the same command resumes"
+            ) from self._last
+        self._last = error
+        log.warning("%s. Its groups go to the rest: %s", error, ", ".join(left))
+
+
+class _Device:
+    """One device, its process if there is one, and what that has in hand."""
+
+    def __init__(self, name: str, place: int) -> None:
+        self.name = name
+        self.child: Child | None = None
+        self.shared: list[Exchange] = []
+        """Desks with samples, then desks with records."""
+        self.ready = False
+        """The encoder is on the device."""
+        self.held: dict[int, tuple[GroupWork, bool]] = {}
+        """By desk: the group, and whether nothing of it comes after."""
+        self.works: dict[int, tuple[GroupWork, bool]] = {}
+        """The same by key, oldest first, until all records of the group are here."""
+        self.begun = 0.0
+        """When its process was started, `time.monotonic()`."""
+        self.failures = 0
+        """Processes that ended since it last encoded a group."""
+        self.given_up = False
+        self._place = place
+        self._starts = 0
+
+    @property
+    def room(self) -> bool:
+        """Whether a desk is free."""
+        return len(self.held) < DESKS
+
+    def start(self, equipment: Equipment, drain: Drain) -> Child:
+        """Start its process.
+
+        Raises:
+            ResourceError: No process, descriptor or memory is left.
+        """
+        self._starts += 1
+        name = f"encoder-{self._place}-{self.name.replace(':', '')}-{self._starts}-{os.getpid()}.txt"
+        shared = [Exchange.create() for _ in range(2 * DESKS)]
+        fds = [exchange.fd for exchange in shared]
+        try:
+            child = Child(
+                "stoker.precompute.device_process",
+                fds,
+                what=f"a process to encode on {self.name}",
+                log=equipment.logs / name,
+                drain=drain,
+            )
+        except BaseException:
+            for exchange in shared:
+                exchange.close()
+            raise
+        self.child, self.shared, self.ready, self.begun = child, shared, False, time.monotonic()
+        frame = {
+            "kind": "start",
+            "sys_path": [entry or str(Path.cwd()) for entry in sys.path],
+            "threads": torch.get_num_threads(),
+            "device": self.name,
+            "limit_s": equipment.limit_s,
+        }
+        child.channel.send(frame, equipment.payload)
+        return child
+
+    def stop(self, *, keep_log: bool) -> None:
+        """Let everything of its process go."""
+        assert self.child is not None
+        self.child.close(keep_log=keep_log)
+        for exchange in self.shared:
+            exchange.close()
+        self.child, self.shared, self.ready = None, [], False
+
+    def take(self, parcel: Parcel, wanted: list[int], samples: Schema) -> None:
+        """Lay a parcel on a free desk, and say so."""
+        assert self.child is not None
+        desk = next(desk for desk in range(DESKS) if desk not in self.held)
+        shapes = {name: array.shape for name, array in parcel.arrays.items()}
+        try:
+            arrays = self.shared[desk].arrays(samples, shapes)
+        except OSError as error:
+            raise ResourceError(
+                f"no memory to hand a group to {self.name}: {error}. Use fewer devices, or smaller groups"
+            ) from error
+        for name, array in parcel.arrays.items():
+            np.copyto(arrays[name], array)
+        work = parcel.work
+        self.held[desk] = self.works[work.key] = (work, parcel.last)
+        self.child.channel.send(
+            {
+                "kind": "work",
+                "desk": desk,
+                "key": work.key,
+                "part": work.part,
+                "first": work.numbers.start,
+                "count": len(work.numbers),
+                "start": parcel.start,
+                "last": parcel.last,
+                "wanted": wanted,
+                "shapes": {name: list(shape) for name, shape in shapes.items()},
+            }
+        )
+
+
+def _gone(child: Child, timeout_s: float) -> bool:
+    poller = select.poll()
+    poller.register(child.pidfd, select.POLLIN)
+    poller.poll(timeout_s * 1000)
+    return child.ended()
+
+
+def _owned(frame: Frame, arrays: Sample, schema: Schema) -> Encoded:
+    """Records in memory that outlives the desk."""
+    tensors = {name: from_array(array.copy(), schema[name].dtype) for name, array in arrays.items()}
+    return Encoded(
+        numbers=frame["numbers"],
+        records={name: list(value) if schema[name].ragged else value for name, value in tensors.items()},
+        marked=frame["marked"],
+        size_bytes=sum(value.nbytes for value in tensors.values()),
+    )

@@ -1,0 +1,36 @@
+"""Where tasks say how far they are: one actor, which holds the latest word of each and no more."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+MOST_NOTES = 1000
+"""Notes that wait for the driver; older ones go."""
+
+
+class Board:
+    """An actor beside the driver. It keeps no state worth saving: started again, it hears the next word."""
+
+    def __init__(self) -> None:
+        self._views: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
+        self._notes: deque[str] = deque(maxlen=MOST_NOTES)
+        self._words = 0
+
+    def tell(self, place: tuple[int, int], view: dict[str, Any]) -> None:
+        """A task says how far it is; `place` is its slice and attempt."""
+        self._words += 1
+        self._views[place] = self._words, view
+
+    def note(self, text: str) -> None:
+        """A task says something that a person should read."""
+        self._notes.append(text)
+
+    def look(
+        self, running: list[tuple[int, int]]
+    ) -> tuple[dict[tuple[int, int], tuple[int, dict[str, Any]]], list[str]]:
+        """The latest word of each of the tasks `running`, numbered, and notes since the last look."""
+        self._views = {place: view for place, view in self._views.items() if place in running}
+        notes = list(self._notes)
+        self._notes.clear()
+        return self._views, notes

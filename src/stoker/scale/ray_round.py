@@ -1,0 +1,370 @@
+"""One round on a cluster: slices go out as tasks, what comes back is counted, what is lost goes out again."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import select
+import sys
+import time
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stoker import errors
+from stoker.errors import ConfigError, Interrupted, StalledError, StokerError
+from stoker.precompute.clock import EncodeClock
+from stoker.precompute.progress import ProgressSink
+from stoker.precompute.share import Done, Share
+from stoker.scale.ray_board import Board
+from stoker.scale.ray_cluster import RayCluster, ray, whoami
+from stoker.scale.ray_settings import RaySettings
+from stoker.scale.ray_task import encode_slice, versions
+from stoker.scale.ray_view import View, Views
+from stoker.scale.slices import Slice, Slices
+from stoker.store import Failure
+from stoker.units import format_count
+
+log = logging.getLogger("stoker")
+
+LOOK_S = 0.2
+GET_S = 60.0
+"""How long the short answer of a task that has ended may take to come here."""
+NODES_EVERY_S = 5.0
+DRIVER_S = 120.0
+"""How long one turn of the driver's loop may take before its guardian ends it."""
+SEAL_SHARE, SEAL_LEAST_S, SEAL_MOST_S = 0.05, 1.0, 30.0
+"""A task seals what it has after a twentieth of the run so far: what losing it costs."""
+SIGHT_S = 90.0
+"""How long what tasks have stored may take to be seen here: file servers cache directories for a minute."""
+STOP_S = 30.0
+"""What a task that is to stop gets beside the time to write one group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where a round takes place."""
+
+    cluster: RayCluster
+    settings: RaySettings
+    payload: Any
+    """Reference to source, encoder and settings, in the object store."""
+    marker: tuple[str, str]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Task:
+    """A slice that is out."""
+
+    slice: Slice
+    sent: float
+    heard: float | None = None
+    """When it was last heard of; None: it waits for a place."""
+    word: int = -1
+    view: View = field(default_factory=View)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """What the board knows it by."""
+        return self.slice.key, self.slice.losses
+
+
+class Round:
+    """Drives a share of work to its end."""
+
+    def __init__(self, share: Share, sink: ProgressSink | None, site: Site) -> None:
+        self._share, self._site = share, site
+        self._interrupts = share.interrupts
+        self._begun = time.monotonic()
+        settings, cluster = share.settings, site.cluster
+        self._threads = torch.get_num_threads()
+        self._need = cluster.need(device=settings.device, threads=self._threads)
+        self._slices = Slices(
+            share.folder.recipe, share.missing, share.source.runs(), longest_s=site.settings.slice_s
+        )
+        self._tasks: dict[Any, _Task] = {}
+        self._room, self._looked = 0, float("-inf")
+        self._moved = self._begun
+        """When anything was last heard."""
+        self._encoded, self._encode_s = 0, 0.0
+        self._readers, self._lost_readers, self._abandoned = 0, 0, 0
+        self._failures: list[Failure] = []
+        self._quiet_s = sum(getattr(settings.deadlines, one.name) for one in fields(settings.deadlines))
+        self._clock = EncodeClock(limit_s=DRIVER_S)
+        self._device = "cuda" if self._need.num_gpus else settings.device
+        self._views = Views(share, sink, device=self._device)
+        self._board = (
+            ray.remote(Board).options(num_cpus=0, max_restarts=-1, scheduling_strategy=_beside_us()).remote()
+        )
+        self._send = ray.remote(encode_slice).options(
+            num_cpus=self._need.num_cpus,
+            num_gpus=self._need.num_gpus,
+            max_retries=0,  # we see to that ourselves: what a lost task has stored is not encoded again
+            scheduling_strategy="SPREAD" if site.settings.placement == "spread" else "DEFAULT",
+        )
+        self._run = secrets.token_hex(8)
+
+    def go(self) -> Done:
+        """Encode everything, or stop in order at a signal.
+
+        Raises:
+            StokerError: As `RayEngine`.
+        """
+        finished = False
+        try:
+            while self._tasks or not self._slices.empty:
+                if self._interrupts.signal is not None:
+                    break
+                self._clock.alive(bounded=True)
+                self._send_out()
+                self._collect(LOOK_S)
+                self._listen()
+                self._check()
+                self._show()
+            else:
+                finished = True
+        finally:
+            self._stop()
+            self._clock.alive(bounded=False)
+        if finished:
+            self._wait_for_sight()
+        self._show(last=True)
+        return Done(
+            finished=finished,
+            encoded=self._encoded,
+            encode_seconds=self._encode_s,
+            readers=self._readers,
+            lost_readers=self._lost_readers,
+            abandoned_readers=self._abandoned,
+            failures=tuple(self._failures),
+        )
+
+    def _send_out(self) -> None:
+        """Give every place that the cluster has a slice."""
+        now = time.monotonic()
+        if now - self._looked > NODES_EVERY_S:
+            self._looked = now
+            self._room = sum(self._need.times(node.resources) for node in self._site.cluster.nodes())
+            if not self._room:
+                self._no_room(now)
+        while len(self._tasks) < self._room and not self._slices.empty:
+            one = self._slices.take(self._room)
+            reference = self._send.remote(self._order(one), [self._site.payload], self._board)
+            self._tasks[reference] = _Task(slice=one, sent=now)
+
+    def _no_room(self, now: float) -> None:
+        """No node of the cluster could ever run a task; others may join one that is not ours."""
+        refusal = self._site.cluster.refuse(self._need)
+        if self._site.cluster.own or now - self._moved > self._site.settings.wait_s:
+            raise refusal
+        log.warning("%s. Waiting %g s for one", refusal, self._site.settings.wait_s)
+
+    def _order(self, one: Slice) -> dict[str, Any]:
+        """What a task is told, in plain values."""
+        folder, elapsed_s = self._share.folder, time.monotonic() - self._begun
+        return {
+            "run": self._run,
+            "place": (one.key, one.losses),
+            "numbers": one.numbers,
+            "versions": versions(),
+            "driver": whoami(),
+            "cwd": str(Path.cwd()),
+            "sys_path": [entry or str(Path.cwd()) for entry in sys.path],
+            "folder": str(folder.path.resolve()),
+            "cache_dir": str(folder.path.parent.parent.resolve()),
+            "name": folder.name,
+            "fingerprint": folder.recipe.fingerprint,
+            "marker": self._site.marker,
+            "threads": self._threads,
+            "num_cpus": self._need.num_cpus,
+            "device": self._device,
+            "seal_after_s": min(SEAL_MOST_S, max(SEAL_LEAST_S, SEAL_SHARE * elapsed_s)),
+        }
+
+    def _collect(self, timeout_s: float) -> None:
+        """Take in what has ended."""
+        if not self._tasks:
+            select.select([self._interrupts.fd] if self._interrupts.fd >= 0 else [], [], [], timeout_s)
+            return
+        ready, _ = ray.wait([*self._tasks], num_returns=1, timeout=timeout_s)
+        if ready:
+            ready, _ = ray.wait([*self._tasks], num_returns=len(self._tasks), timeout=0)
+        for reference in ready:
+            task = self._tasks.pop(reference)
+            self._moved = time.monotonic()
+            try:
+                answer = ray.get(reference, timeout=GET_S)
+            except _LOST as error:
+                self._lost(task, _why(error))
+            except ray.exceptions.RayError as error:
+                raise _failed(task, error) from error
+            else:
+                self._take_in(task, answer)
+
+    def _take_in(self, task: _Task, answer: dict[str, Any]) -> None:
+        if answer["kind"] == "failed":
+            kind = getattr(errors, answer["error"], StokerError)
+            raise kind(f"node {answer['node']}, samples {task.slice.span}: {answer['message']}")
+        if not answer["finished"]:
+            self._lost(task, "it was told to stop, and not by us")
+            return
+        self._slices.learn(task.slice, answer["seconds"])
+        self._encoded += answer["encoded"]
+        self._encode_s += answer["encode_seconds"]
+        self._readers = max(self._readers, answer["readers"])
+        self._lost_readers += answer["lost_readers"]
+        self._abandoned += answer["abandoned_readers"]
+        self._failures += [Failure(**failure) for failure in answer["failures"]]
+
+    def _lost(self, task: _Task, why: str) -> None:
+        """What a lost worker has not stored goes to another one.
+
+        Raises:
+            StokerError: That has happened too often to this slice.
+        """
+        if self._interrupts.signal is not None:
+            return
+        one, node = task.slice, task.view.node or "a node"
+        if one.losses >= self._site.settings.max_retries:
+            raise StokerError(
+                f"samples {one.span} were lost with their worker {one.losses + 1} times, at last on {node}: "
+                f"{why}. {self._views.last_note}What is stored stays, and the same command resumes; "
+                "precompute.ray.max_retries allows more"
+            )
+        unstored = self._share.folder.missing(retry_quarantined=True)
+        rest = len(np.intersect1d(one.numbers, unstored))
+        self._encoded += len(one.numbers) - rest
+        self._slices.give_back(one, unstored)
+        log.warning(
+            "%s lost samples %s (%s): %s of them are stored, the other %s go to another worker",
+            node, one.span, why, format_count(len(one.numbers) - rest), format_count(rest),
+        )  # fmt: skip
+
+    def _listen(self) -> None:
+        """What tasks say about themselves; a board that does not answer is asked again."""
+        places = {task.place: task for task in self._tasks.values()}
+        try:
+            words, notes = ray.get(self._board.look.remote([*places]), timeout=LOOK_S * 10)
+        except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
+            return
+        now = time.monotonic()
+        for place, (word, view) in words.items():
+            task = places.get(tuple(place))
+            if task is not None and word != task.word:
+                task.word, task.heard, self._moved = word, now, now
+                task.view = View(**view)
+        for note in notes:
+            self._views.note(note)
+
+    def _check(self) -> None:
+        """End what hangs where its own supervision does not see it; do not wait for a place forever.
+
+        Raises:
+            StalledError: Nothing was heard of any task for as long as the settings allow.
+        """
+        now, settings = time.monotonic(), self._site.settings
+        waiting = [task for task in self._tasks.values() if task.heard is None]
+        none_placed = bool(self._tasks) and len(waiting) == len(self._tasks)
+        if none_placed and now - self._moved > settings.wait_s:
+            raise StalledError(
+                f"the Ray cluster gave none of {len(waiting)} tasks a place within {settings.wait_s:g} s. "
+                f"Each takes {self._need}; free now: {self._site.cluster.free()}. Ask for less, wait for "
+                "other jobs to end, or give more time with precompute.ray.wait"
+            )
+        for reference, task in list(self._tasks.items()):
+            limit_s = settings.wait_s if task.view.stage == "prepare" else self._quiet_s
+            if task.heard is not None and now - task.heard > limit_s:
+                del self._tasks[reference]
+                ray.cancel(reference, force=True)
+                self._lost(task, f"it said nothing for {limit_s:g} s in stage {task.view.stage}")
+
+    def _show(self, *, last: bool = False) -> None:
+        views = [task.view for task in self._tasks.values() if task.heard is not None]
+        self._views.show(views, self._encoded, self._failures, last=last)
+
+    def _stop(self) -> None:
+        """Have what still runs seal and end, and wait for that, but not for long."""
+        if not self._tasks:
+            return
+        for reference in self._tasks:
+            ray.cancel(reference, force=False)
+        until = time.monotonic() + self._share.settings.deadlines.write + STOP_S
+        while self._tasks and time.monotonic() < until:
+            self._clock.alive(bounded=True)
+            ready, _ = ray.wait([*self._tasks], num_returns=1, timeout=LOOK_S)
+            for reference in ready:
+                self._tasks.pop(reference)
+                try:
+                    answer = ray.get(reference, timeout=GET_S)
+                except ray.exceptions.RayError:  # it never began, or was lost: nothing more to save
+                    continue
+                self._encoded += answer.get("encoded", 0)
+                self._encode_s += answer.get("encode_seconds", 0.0)
+        for reference in self._tasks:
+            ray.cancel(reference, force=True)
+
+    def _wait_for_sight(self) -> None:
+        """See here what tasks have stored elsewhere.
+
+        Raises:
+            ConfigError: It does not come into sight.
+            Interrupted: A signal came.
+        """
+        aside = np.array([failure.number for failure in self._failures], np.int64)
+        expected: NDArray[np.int64] = np.setdiff1d(self._share.missing, aside)
+        until = time.monotonic() + SIGHT_S
+        while True:
+            unseen = np.intersect1d(expected, self._share.folder.missing(retry_quarantined=True))
+            if not len(unseen):
+                return
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"{format_count(len(unseen))} records that tasks have stored are not in "
+                    f"{self._share.folder.path} as seen from {whoami()}, {SIGHT_S:g} s later "
+                    f"(sample {unseen[0]} is the first). Expected "
+                    "one folder on storage that all nodes share. The same command encodes what is missing"
+                )
+            if self._interrupts.signal is not None:
+                raise Interrupted(
+                    "stopped while waiting to see what tasks have stored; the same command resumes"
+                )
+            self._clock.alive(bounded=False)
+            time.sleep(1.0)
+
+
+_LOST = (
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.ObjectLostError,
+    ray.exceptions.GetTimeoutError,
+    ray.exceptions.TaskCancelledError,
+)
+"""A worker or a node is gone, with what it was doing; another one can do it."""
+
+
+def _why(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _failed(task: _Task, error: Exception) -> StokerError:
+    text = " ".join(str(error).split())
+    if "No module named 'stoker" in text:
+        return ConfigError(
+            f"a node of the Ray cluster cannot import this version of stoker: {text[-300:]}. Install the "
+            "driver's version of it on every node"
+        )
+    return StokerError(
+        f"the task for samples {task.slice.span} failed: {type(error).__name__}: {text[-600:]}"
+    )
+
+
+def _beside_us() -> Any:
+    """On this node if that is one of the cluster's: driver and board are gone together then."""
+    strategies: Any = ray.util.scheduling_strategies
+    here = ray.get_runtime_context().get_node_id()
+    return strategies.NodeAffinitySchedulingStrategy(node_id=here, soft=True)

@@ -1,0 +1,326 @@
+"""What a task on a node does: see whether this is the right place, encode a slice, say how that ended.
+
+It runs in a worker process of Ray, which serves many tasks: what it loaded for one it keeps for the next. The
+order comes as plain values, since the driver's Stoker may be another than this one; source and encoder come
+pickled by the driver, whom a cluster trusts by its token. An error of ours is answered by name, and not
+raised: the driver ends the run with it, as one machine alone would.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stoker.encoders.protocol import Encoder
+from stoker.errors import ConfigError, DeviceError, SourceError, StokerError
+from stoker.plan.resources import probe
+from stoker.precompute.here import encode_here
+from stoker.precompute.interrupts import Interrupts
+from stoker.precompute.progress import Snapshot
+from stoker.precompute.settings import PrecomputeSettings
+from stoker.precompute.share import Share
+from stoker.sources.protocol import FileRef, Source
+from stoker.store import Digests, FileDigest, Folder, Recipe, make_recipe, open_folder
+from stoker.units import MIB
+
+SIGHT_S = 5.0
+"""How long a file that the driver has just written may take to be seen on another node."""
+FETCH_S = 300.0
+"""How long source and encoder may take to come to a node."""
+_LEAST_BYTES = 64 * MIB
+_LAST_WORD_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What all tasks of a run need; pickled once by the driver."""
+
+    source: Source
+    encoder: Encoder | None
+    settings: PrecomputeSettings
+    files: tuple[FileDigest, ...]
+    """The source's files as the driver digested them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """What this process keeps from one task to the next: one run's, for that is how workers are used."""
+
+    run: str
+    load: Load
+    folder: Folder
+
+
+_kept: dict[str, _Kept] = {}
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on all nodes: it decides bits, or whether a pickle can be read."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    # A build for other hardware (2.13.0+cu128) is no other version.
+    return {
+        "python": python,
+        "torch": torch.__version__.partition("+")[0],
+        "stoker": import_module("stoker").__version__,
+    }
+
+
+def encode_slice(order: dict[str, Any], payload: list[Any], board: Any) -> dict[str, Any]:
+    """Encode a slice, on a node.
+
+    Args:
+        order: Plain values; `ray_round.py` makes them.
+        payload: A reference to a `Load`, pickled, as bytes in an array; fetched once by a process.
+        board: The actor that is told how far this is.
+
+    Returns:
+        How it ended: `kind` is `done` or `failed`, and which node says so.
+    """
+    answer: dict[str, Any] = {"node": _node(), "kind": "failed"}
+    teller = _Teller(board, tuple(order["place"]), answer["node"])
+    teller.say(stage="prepare")
+    try:
+        with _warnings_to(teller):
+            kept = _prepare(order, payload, answer["node"])
+            begun = time.monotonic()
+            answer |= _encode(order, kept, teller)
+            answer |= {"kind": "done", "seconds": time.monotonic() - begun}
+    except DeviceError as error:  # this process can never use the device again: another one takes the slice
+        teller.insist(str(error))
+        os._exit(1)
+    except StokerError as error:
+        answer |= {"error": type(error).__name__, "message": str(error)}
+    except Exception as error:  # noqa: BLE001  a process edge: the driver raises it
+        traceback.print_exc()
+        answer |= {"error": "StokerError", "message": f"unexpected {type(error).__name__}: {error}"}
+    return answer
+
+
+def _node() -> str:
+    """This node in messages; several may be on one machine."""
+    return f"{os.uname().nodename} ({_ray().get_runtime_context().get_node_id()[:6]})"
+
+
+def _ray() -> Any:
+    """The library, which is there when a task runs."""
+    return import_module("ray")
+
+
+def _prepare(order: dict[str, Any], payload: list[Any], node: str) -> _Kept:
+    """Source, encoder and folder, as this process has them or gets them now.
+
+    Raises:
+        ConfigError: Versions differ, or the node does not see the driver's folder.
+        SourceError: The node does not see the driver's data.
+    """
+    _check_versions(order["versions"], node)
+    kept = _kept.get("run")
+    if kept is not None and kept.run == order["run"]:
+        return kept
+    _check_folder(Path(order["folder"]), order["marker"], node, order["driver"])
+    _go_where_the_driver_is(order)
+    load = _load(payload)
+    digests = Agreed(load.files, Digests(Path(order["cache_dir"]), load.settings.identity))
+    try:
+        recipe = make_recipe(load.source, load.encoder, dtype=load.settings.dtype, digests=digests)
+    except SourceError as error:
+        raise SourceError(
+            f"node {node} cannot make the recipe of {order['name']}: {error}. All nodes read the data at the "
+            f"paths that {order['driver']} has it at: put it on storage that they share"
+        ) from error
+    _check_recipe(recipe, order, node)
+    folder = open_folder(Path(order["cache_dir"]), order["name"], recipe)
+    _kept["run"] = _Kept(run=order["run"], load=load, folder=folder)
+    return _kept["run"]
+
+
+def _check_versions(driver: dict[str, str], node: str) -> None:
+    here = versions()
+    differing = [
+        f"{name} {here[name]} (driver: {driver.get(name)})" for name in here if driver.get(name) != here[name]
+    ]
+    if differing:
+        raise ConfigError(
+            f"node {node} has {', '.join(differing)}. Expected the same versions on all nodes: records of "
+            "two of them may differ. Install what the driver has"
+        )
+
+
+def _check_folder(folder: Path, marker: tuple[str, str], node: str, driver: str) -> None:
+    """See whether the folder is the one that the driver has just written a file to."""
+    name, text = marker
+    until = time.monotonic() + SIGHT_S
+    while True:
+        found = None
+        with suppress(OSError):
+            found = (folder / name).read_text()
+        if found == text:
+            return
+        if time.monotonic() > until:
+            raise ConfigError(
+                f"node {node} does not see {folder}, where {driver} has just written {name}. Expected the "
+                "cache folder on storage that all nodes see at the same path: a file server, or a bucket "
+                "that is mounted. Set training.latent_cache_dir (--cache-dir) to such a place"
+            )
+        time.sleep(0.1)
+
+
+def _check_recipe(recipe: Recipe, order: dict[str, Any], node: str) -> None:
+    if recipe.fingerprint != order["fingerprint"]:
+        raise ConfigError(
+            f"node {node} makes {order['name']} another cache: {recipe.fingerprint} there, "
+            f"{order['fingerprint']} at the driver ({order['driver']}). The node sees other data, or has "
+            "another version of the encoder's code. Mend the node; nothing of it was stored"
+        )
+
+
+def _go_where_the_driver_is(order: dict[str, Any]) -> None:
+    """Relative paths and modules of scripts are found as the driver finds them, where that is shared."""
+    with suppress(OSError):
+        os.chdir(order["cwd"])
+    sys.path.extend(entry for entry in order["sys_path"] if entry not in sys.path)
+
+
+def _load(payload: list[Any]) -> Load:
+    import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
+
+    fetched: Any = _ray().get(payload[0], timeout=FETCH_S)
+    return cloudpickle.loads(memoryview(fetched))
+
+
+def _encode(order: dict[str, Any], kept: _Kept, teller: _Teller) -> dict[str, Any]:
+    torch.set_num_threads(order["threads"])  # what the driver would have encoded with; bits depend on it
+    machine = probe()
+    beside = max(1, round(machine.cpus / max(order["num_cpus"], 0.01)))
+    settings = replace(
+        kept.load.settings,
+        seal_after_s=order["seal_after_s"],
+        device=order["device"],
+        beside=beside,
+        memory_bytes=max(
+            _LEAST_BYTES, min(kept.load.settings.memory_bytes, machine.host_bytes // (2 * beside))
+        ),
+    )
+    with Interrupts(patient=True) as interrupts:
+        done = encode_here(
+            Share(
+                source=kept.load.source,
+                encoder=kept.load.encoder,
+                folder=kept.folder,
+                settings=settings,
+                missing=order["numbers"],
+                interrupts=interrupts,
+            ),
+            teller,
+        )
+    return {**asdict(done), "failures": [asdict(failure) for failure in done.failures]}
+
+
+class Agreed:
+    """A `Digester` that takes the driver's word for files which are to all appearances the driver's.
+
+    Size, times and inode decide; the device's number is a matter of each node. Where one file differs all are
+    digested, since which of them are sampled depends on those before.
+    """
+
+    def __init__(self, known: Sequence[FileDigest], digests: Digests) -> None:
+        self._known = known
+        self._digests = digests
+
+    def files(self, refs: Sequence[FileRef]) -> list[FileDigest]:
+        """See `Digester`."""
+        from stoker.sources.files import stamp_of
+
+        found: list[FileDigest] = []
+        for ref, known in zip(refs, self._known, strict=False):
+            try:
+                stamp = stamp_of(Path(ref.path).stat())
+            except OSError:
+                break
+            if ref.name != known.name or _without_device(stamp) != _without_device(known.stamp):
+                break
+            found.append(replace(known, stamp=stamp))
+        return found if len(found) == len(refs) else self._digests.files(refs)
+
+
+def _without_device(stamp: tuple[int, ...]) -> tuple[int, ...]:
+    return (*stamp[:3], *stamp[4:])
+
+
+class _Teller:
+    """A `ProgressSink` that tells the board."""
+
+    def __init__(self, board: Any, place: tuple[int, ...], node: str) -> None:
+        self._board = board
+        self._place = place
+        self._node = node
+
+    @property
+    def interval_s(self) -> float:
+        """Often enough for a person, seldom enough for an actor that a thousand tasks talk to."""
+        return 1.0
+
+    def say(self, **view: Any) -> None:
+        """Tell where this task stands."""
+        self._board.tell.remote(self._place, {"node": self._node, **view})
+
+    def update(self, snapshot: Snapshot) -> None:
+        """See `ProgressSink`."""
+        group = snapshot.group
+        self.say(
+            stage="encode" if snapshot.encoded else "read",
+            encoded=snapshot.encoded,
+            quarantined=snapshot.quarantined,
+            written_bytes=snapshot.written_bytes,
+            sample=group.start if group else -1,
+            call_s=snapshot.call_s,
+            busy=snapshot.busy,
+            shard_fill=snapshot.shard_fill,
+            last_failure=snapshot.last_failure,
+        )
+
+    def note(self, text: str) -> None:
+        """See `ProgressSink`."""
+        self._board.note.remote(f"{self._node}: {text}")
+
+    def insist(self, text: str) -> None:
+        """Say something and wait until it is heard, for this process is about to end."""
+        with suppress(Exception):  # whoever is not there cannot be told
+            _ray().get(self._board.note.remote(f"{self._node}: {text}"), timeout=_LAST_WORD_S)
+
+    def close(self) -> None:
+        """See `ProgressSink`."""
+
+
+class _Handler(logging.Handler):
+    """Passes warnings to the board; an error may be the last word of this process."""
+
+    def __init__(self, teller: _Teller) -> None:
+        super().__init__(logging.WARNING)
+        self._teller = teller
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say = self._teller.insist if record.levelno >= logging.ERROR else self._teller.note
+        say(record.getMessage())
+
+
+@contextmanager
+def _warnings_to(teller: _Teller) -> Generator[None]:
+    logger, handler = logging.getLogger("stoker"), _Handler(teller)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

@@ -1,0 +1,240 @@
+"""Encoders on several devices: the records of one, near its speed times their number, whoever is lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from stoker.errors import ConfigError, DeviceError, EncoderError, Interrupted, ResourceError, StalledError
+from stoker.precompute import Deadlines, PrecomputeReport, precompute
+from tests.precompute.fake_encoders import FakeEncoder
+from tests.precompute.fake_sources import FakeSource
+from tests.precompute.test_engine import assert_same, records, run
+
+TWO = {"devices": ("cpu", "cpu")}
+AT = 17
+"""The sample at which encoders misbehave; in the fifth group of four."""
+
+
+class Misbehaving(FakeEncoder):
+    """Does `how` at the group of sample `AT`, in as many processes as `times`; otherwise as its parent."""
+
+    def __init__(self, how: str, marker: Path, *, times: int = 1, **settings: object) -> None:
+        super().__init__(by_shape=True, **settings)
+        self.how, self.marker, self.times = how, marker, times
+
+    def encode(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        at_it = bool((batch["nu"] == np.float32(AT) / np.float32(7)).any())
+        done = len(list(self.marker.glob("done-*")))
+        if at_it and done < self.times:
+            (self.marker / f"done-{done}-{os.getpid()}").touch()
+            if self.how == "lost":
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            if self.how == "memory":
+                raise torch.OutOfMemoryError("CUDA out of memory (fake)")
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+        return super().encode(batch)
+
+
+def without_leftovers() -> bool:
+    """Whether no process of ours is left that encodes."""
+    return not encoders_of(psutil.Process())
+
+
+def encoders_of(process: psutil.Process) -> list[psutil.Process]:
+    found: list[psutil.Process] = []
+    for child in process.children():
+        with suppress(psutil.Error):
+            if "stoker.precompute.device_process" in child.cmdline():
+                found.append(child)
+    return found
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    (tmp_path / "marker").mkdir()
+    return tmp_path / "marker"
+
+
+def test_two_devices_store_what_one_stores(tmp_path: Path) -> None:
+    """Short groups at the ends of both parts, and an encoder that shows the shape of a call."""
+    source = FakeSource((30, 18), run=6)
+    whole = run(source, FakeEncoder(by_shape=True), tmp_path / "one", readers=0)
+
+    shared = run(source, FakeEncoder(by_shape=True, sleep_s=0.02), tmp_path / "two", **TWO)
+
+    assert shared.encoded == 48
+    assert_same(records(shared.cache), records(whole.cache))
+    assert not list((tmp_path / "two").glob(".readers/*")), "nothing was lost, so no output is kept"
+    assert without_leftovers()
+
+
+def test_devices_that_are_none_are_refused(tmp_path: Path) -> None:
+    for device in (["cpu", "cuda:99"], ["cpu", "tape"], [], *([] if torch.cuda.is_available() else ["all"])):
+        with pytest.raises(ConfigError, match="device"):
+            precompute(FakeSource((4,)), FakeEncoder(), tmp_path, name="c", device=device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("lost", "the encoder on cpu is lost at samples 16-19.*illegal memory access.*it is started again"),
+        ("kill", "lost at samples 16-19: its process was killed by signal 9.*it is started again"),
+        ("stop", 'lost at samples 16-19: it made no progress for 2 s in stage "encode".*it is started again'),
+        ("memory", "lost at samples 16-19: the encoder has no memory on cpu.*go to the rest: cpu"),
+    ],
+)
+def test_a_device_that_is_lost_costs_no_record_and_no_other_device(
+    how: str, said: str, tmp_path: Path, marker: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = FakeSource((41,))
+    whole = run(source, FakeEncoder(by_shape=True), tmp_path / "one", readers=0)
+    # Out of memory ends a device when halving a group down to one sample has not helped.
+    encoder = Misbehaving(how, marker, times=6 if how == "memory" else 1, sleep_s=0.05)
+
+    shared = run(source, encoder, tmp_path / "two", deadlines=Deadlines(encode=2.0), **TWO)
+
+    assert (shared.encoded, shared.quarantined) == (41, 0), "nothing is encoded twice"
+    assert sum(shard.rows for shard in shared.cache.index.shards) == 41
+    assert_same(records(shared.cache), records(whole.cache))
+    (line,) = [message for message in caplog.messages if "the encoder on" in message]
+    assert re.search(said, line), line
+    assert without_leftovers()
+
+
+@pytest.mark.slow
+def test_a_group_at_which_every_process_ends_ends_the_run_and_keeps_the_rest(
+    tmp_path: Path, marker: Path
+) -> None:
+    source = FakeSource((200,))
+    with pytest.raises(DeviceError, match=r"3 encoders in a row ended at samples 16-19.*killed by signal 9"):
+        run(source, Misbehaving("kill", marker, times=9), tmp_path, **TWO)
+    assert without_leftovers()
+
+    mended = run(source, FakeEncoder(by_shape=True), tmp_path, readers=0)
+
+    assert mended.reused > 0
+    assert mended.encoded + mended.reused == 200
+
+
+@pytest.mark.slow
+def test_where_no_device_is_left_all_are_named(tmp_path: Path, marker: Path) -> None:
+    with pytest.raises(ResourceError, match=r"no device is left of cpu, cpu\..*no memory on cpu"):
+        run(FakeSource((41,)), FakeEncoder(oom_above=0), tmp_path, **TWO)
+
+
+@pytest.mark.slow
+def test_an_encoder_that_fails_on_anything_ends_the_run_at_once(tmp_path: Path) -> None:
+    with pytest.raises(EncoderError, match="the encoder on cpu: the encoder failed on samples 0-3 and fails"):
+        run(FakeSource((41,)), FakeEncoder(raises=0.0), tmp_path, **TWO)
+
+
+@pytest.mark.slow
+def test_a_sample_that_the_encoder_refuses_is_set_aside_by_name(tmp_path: Path) -> None:
+    report = run(FakeSource((41,)), FakeEncoder(raises=AT), tmp_path, **TWO)
+
+    assert (report.encoded, report.quarantined) == (40, 1)
+    assert report.cache.quarantined[AT].stage == "encode"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["lost", "kill"])
+def test_a_long_sample_whose_device_is_lost_half_way_is_read_again(
+    how: str, tmp_path: Path, marker: Path
+) -> None:
+    """Four stretches a sample; those that come for a device that is gone are let go."""
+    source = FakeSource((24,), steps=64, width=5)
+    settings = {"memory_bytes": 4096 * 12, "readers": 1}
+    whole = run(source, FakeEncoder(samples=1, steps=16, by_shape=True), tmp_path / "one", **settings)
+    encoder = Misbehaving(how, marker, samples=1, steps=16)
+
+    shared = run(source, encoder, tmp_path / "two", **settings, **TWO)
+
+    assert shared.encoded == 24
+    assert_same(records(shared.cache), records(whole.cache))
+
+
+@pytest.mark.slow
+def test_a_signal_ends_all_devices_and_the_same_call_resumes(
+    tmp_path: Path, during: Callable[[Path], None]
+) -> None:
+    source = FakeSource((400,))
+    encoder = FakeEncoder(by_shape=True, sleep_s=0.05)
+    during(tmp_path)
+    with pytest.raises(Interrupted):
+        run(source, encoder, tmp_path, **TWO)
+    assert without_leftovers()
+
+    rest: PrecomputeReport = run(source, FakeEncoder(by_shape=True), tmp_path, readers=0)
+
+    assert rest.reused > 0
+    assert rest.records == 400
+
+
+@pytest.fixture
+def during() -> Generator[Callable[[Path], None]]:
+    """Sends this process a SIGINT once something has been written below a folder."""
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def begin(folder: Path) -> None:
+        text = (
+            "import os, signal, sys, time, pathlib\n"
+            "until = time.monotonic() + 60\n"
+            "while time.monotonic() < until:\n"
+            "    if any(p.stat().st_size > 4096 for p in pathlib.Path(sys.argv[1]).rglob('*shard-*')):\n"
+            "        break\n"
+            "    time.sleep(0.05)\n"
+            "os.kill(int(sys.argv[2]), signal.SIGINT)\n"
+        )
+        begun.append(subprocess.Popen([sys.executable, "-c", text, str(folder), str(os.getpid())]))
+
+    yield begin
+    for process in begun:
+        process.wait(90)
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+def test_encoders_end_with_who_started_them(tmp_path: Path) -> None:
+    text = (
+        "import sys; from tests.precompute.test_engine import run\n"
+        "from tests.precompute.fake_encoders import FakeEncoder\n"
+        "from tests.precompute.fake_sources import FakeSource\n"
+        "run(FakeSource((4000,)), FakeEncoder(sleep_s=0.2), sys.argv[1], devices=('cpu', 'cpu'))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", text, str(tmp_path)], cwd=Path(__file__).parents[2])
+    until = time.monotonic() + 60
+    below: list[psutil.Process] = []
+    while time.monotonic() < until and len(below) < 2:
+        below = encoders_of(psutil.Process(process.pid))
+        time.sleep(0.1)
+    process.kill()
+    process.wait(30)
+
+    assert len(below) == 2
+    assert not psutil.wait_procs(below, timeout=30)[1]
+
+
+@pytest.mark.slow
+def test_an_encoder_that_hangs_in_every_process_is_a_stall(tmp_path: Path, marker: Path) -> None:
+    encoder = Misbehaving("stop", marker, times=9)
+    with pytest.raises(
+        StalledError, match=r"3 encoders in a row ended at samples 16-19.*no progress for 1 s"
+    ):
+        run(FakeSource((41,)), encoder, tmp_path, deadlines=Deadlines(encode=1.0), **TWO)

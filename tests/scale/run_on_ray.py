@@ -1,0 +1,75 @@
+"""A precompute run on a cluster, as a program: `run_on_ray.py SETTINGS`, a JSON object.
+
+The encoder notes each of its calls in `<folder>/calls`, so that a test can count what was encoded twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from stoker.errors import StokerError
+from stoker.precompute import LineProgress, PrecomputeSettings, run_precompute
+from stoker.precompute.settings import as_deadlines
+from tests.precompute.fake_encoders import FakeEncoder
+from tests.precompute.fake_sources import FakeSource
+
+
+class CountingEncoder(FakeEncoder):
+    """Writes the samples of each call (`nu` is a seventh of the number) to a file, and may freeze once."""
+
+    def __init__(self, folder, *, sleep_s=0.0, freeze_at=None):
+        super().__init__(by_shape=True, sleep_s=sleep_s)
+        self.folder, self.freeze_at = str(folder), freeze_at
+
+    def encode(self, batch):
+        numbers = [round(7 * value) for value in batch["nu"].tolist()]
+        frozen = Path(self.folder) / "frozen"
+        if self.freeze_at in numbers and not frozen.exists():
+            frozen.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        out = super().encode(batch)
+        if any(numbers):  # not when it is tried on zeros
+            with (Path(self.folder) / "calls").open("a") as file:
+                file.write(f"{os.getpid()} {' '.join(map(str, numbers))}\n")
+        return out
+
+
+def main(text):
+    given = json.loads(text)
+    folder = Path(given["folder"])
+    faults = {int(number): what for number, what in given.get("faults", {}).items()}
+    source = FakeSource((given["samples"],), run=given.get("run"), faults=faults)
+    encoder = CountingEncoder(folder, sleep_s=given.get("sleep_s", 0.0), freeze_at=given.get("freeze_at"))
+    settings = PrecomputeSettings(
+        progress=LineProgress(sys.stderr, every_s=2.0),
+        deadlines=as_deadlines(given.get("deadlines")),
+        max_quarantined=given.get("max_quarantined", 0.0),
+    )
+    engine = None
+    if "ray" in given:
+        from stoker.scale.ray_engine import RayEngine
+
+        engine = RayEngine(**given["ray"])
+    try:
+        report = run_precompute(
+            source, encoder, folder / "caches", name="c", settings=settings, engine=engine
+        )
+    except StokerError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return error.exit_code
+    finally:
+        if engine is not None:
+            engine.close()
+    answer = {"path": report.path, "records": report.records, "encoded": report.encoded}
+    sys.stdout.write(
+        json.dumps({**answer, "reused": report.reused, "quarantined": report.quarantined}) + "\n"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

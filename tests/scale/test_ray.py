@@ -1,0 +1,330 @@
+"""Precompute on a Ray cluster of two nodes: the records of one machine, whatever is killed meanwhile.
+
+Everything runs in processes of its own: Ray reads its environment when it is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from stoker.store import open_cache
+
+pytest.importorskip("ray", reason="Ray is an extra: pip install 'stoker[ray]'")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+BURGERS = ROOT.parent / "shared/data/pde_exponax/1D_Burgers_Sols_Nu0.01.hdf5"
+LONG_S = 240.0
+"""Against hangs only: a cluster starts in seconds, on a busy machine in half a minute."""
+
+
+class TwoNodes:
+    """A cluster in a process of its own."""
+
+    def __init__(self, environment, cpus=1):
+        self.environment = environment
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "two_nodes.py"), str(cpus)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        self.address = self.process.stdout.readline().strip()
+        assert self.address, "no cluster"
+
+    def kill_a_node(self):
+        """End the second node as a power cut would, as far as processes of one machine can."""
+        self.process.stdin.write("kill\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "killed\n"
+
+    def close(self):
+        self.process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(60)
+        for one in psutil.process_iter(["environ"]):  # what Ray leaves behind at times
+            if (one.info["environ"] or {}).get("RAY_TMPDIR") == self.environment["RAY_TMPDIR"]:
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+
+
+@pytest.fixture(scope="module")
+def environment():
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # sockets: 107 bytes at most
+    Path(folder, "ray").mkdir()
+    yield {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": "a-token-of-the-tests-0123456789abcdef",
+        "RAY_TMPDIR": folder,
+        "HOME": folder,
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def nodes(environment, cpus=1):
+    cluster = TwoNodes(environment, cpus)
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(environment):
+    """For tests that leave it whole."""
+    with nodes(environment) as cluster:
+        yield cluster
+
+
+@contextmanager
+def running(environment, **given):
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "run_on_ray.py"), json.dumps(given)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def run(environment, **given):
+    """Run to the end; exit code, report, and what was said."""
+    with running(environment, **given) as process:
+        out, said = process.communicate(timeout=LONG_S)
+    return process.returncode, json.loads(out) if out else None, said
+
+
+def calls(folder):
+    """How often each sample was encoded; the zeros that fill up a short group are not samples."""
+    path = Path(folder, "calls")
+    found = Counter()
+    for line in path.read_text().splitlines() if path.exists() else ():
+        numbers = [int(word) for word in line.split()[1:]]
+        found.update(set(numbers) - ({0} if numbers[0] else set()))
+    return found
+
+
+def wait_for(what, limit_s=LONG_S):
+    until = time.monotonic() + limit_s
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def same_records(path, others):
+    one, two = open_cache(Path(path)), open_cache(Path(others))
+    assert one.fingerprint == two.fingerprint
+    assert len(one) == len(two) > 0
+    for number in range(one.recipe.count):
+        for name, value in one[number].items():
+            assert torch.equal(value, two[number][name]), (number, name)
+
+
+def alone(environment, tmp_path, samples, **given):
+    """The cache that one machine makes of the same."""
+    (tmp_path / "alone").mkdir()
+    code, report, said = run(environment, folder=str(tmp_path / "alone"), samples=samples, **given)
+    assert code == 0, said
+    return report["path"]
+
+
+@pytest.mark.skipif(not BURGERS.exists(), reason=f"{BURGERS} is not there")
+def test_real_data_on_two_nodes_gives_the_records_of_one_machine(cluster, environment, tmp_path):
+    paths = []
+    for engine in (["--engine", "ray", "--address", cluster.address], []):
+        done = subprocess.run(
+            [
+                *(
+                    sys.executable,
+                    "-m",
+                    "stoker",
+                    "precompute",
+                    str(ROOT / "configs/train_burgers_32dim.yaml"),
+                ),
+                *(f"data.files={BURGERS}", "--cache-dir", str(tmp_path / f"caches{len(engine)}"), "--json"),
+                *engine,
+            ],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LONG_S,
+        )
+        assert done.returncode == 0, done.stderr
+        caches = json.loads(done.stdout)["caches"]
+        assert [cache["encoded"] for cache in caches] == [cache["count"] for cache in caches]
+        paths.append([cache["path"] for cache in caches])
+
+    assert len(paths[0]) == 2  # train and val
+    for one, two in zip(*paths, strict=True):
+        same_records(one, two)
+
+
+def test_both_nodes_work_and_no_record_depends_on_which(cluster, environment, tmp_path):
+    """The encoder's output depends on the shape of its batch, so a cut group would show in every record."""
+    code, report, said = run(
+        environment,
+        folder=str(tmp_path),
+        samples=203,
+        run=7,
+        sleep_s=0.1,
+        faults={"50": "raise"},
+        max_quarantined=0.1,
+        ray={"address": cluster.address, "slice_s": 1.0},
+    )
+
+    assert code == 0, said
+    assert (report["records"], report["encoded"], report["quarantined"]) == (202, 202, 1)
+    assert "sample 50" in said
+    workers = {line.split()[0] for line in (tmp_path / "calls").read_text().splitlines()}
+    assert len(workers) >= 2
+    assert set(calls(tmp_path).values()) == {1}
+    same = alone(environment, tmp_path, 203, run=7, faults={"50": "raise"}, max_quarantined=0.1)
+    same_records(report["path"], same)
+
+
+def test_a_node_killed_midway_costs_a_little_work(environment, tmp_path):
+    with (
+        nodes(environment) as cluster,
+        running(
+            environment, folder=str(tmp_path), samples=2400, sleep_s=0.1, ray={"address": cluster.address}
+        ) as process,
+    ):
+        wait_for(lambda: len(calls(tmp_path)) > 1000)
+        cluster.kill_a_node()
+        out, said = process.communicate(timeout=LONG_S)
+
+    assert process.returncode == 0, said
+    assert "go to another worker" in said
+    report = json.loads(out)
+    assert (report["records"], report["encoded"]) == (2400, 2400)
+    encoded = calls(tmp_path)
+    assert len(encoded) == 2400
+    assert sum(encoded.values()) <= 1.1 * 2400
+    same_records(report["path"], alone(environment, tmp_path, 2400))
+
+
+def test_a_killed_driver_takes_its_tasks_along_and_is_resumed(cluster, environment, tmp_path):
+    given = {"folder": str(tmp_path), "samples": 1200, "ray": {"address": cluster.address}}
+    with running(environment, sleep_s=0.1, **given) as process:
+        wait_for(lambda: len(calls(tmp_path)) > 500)
+        process.kill()
+        process.wait()
+    time.sleep(20.0)  # tasks must not outlive their driver for long
+    before = sum(calls(tmp_path).values())
+    time.sleep(2.0)
+    assert sum(calls(tmp_path).values()) == before
+
+    code, report, said = run(environment, **given)
+
+    assert code == 0, said
+    assert report["records"] == 1200
+    assert report["reused"] > 300
+    assert sum(calls(tmp_path).values()) <= 1.25 * 1200
+
+
+def test_ctrl_c_seals_what_is_encoded_and_the_next_run_goes_on(cluster, environment, tmp_path):
+    given = {"folder": str(tmp_path), "samples": 1200, "ray": {"address": cluster.address}}
+    with running(environment, sleep_s=0.1, **given) as process:
+        wait_for(lambda: len(calls(tmp_path)) > 300)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=LONG_S)
+
+    assert process.returncode == 130, said
+    encoded = sum(calls(tmp_path).values())
+    assert f"{encoded:,} of 1,200 records are stored" in said
+
+    code, report, said = run(environment, **given)
+
+    assert code == 0, said
+    assert (report["reused"], report["encoded"]) == (encoded, 1200 - encoded)
+    assert set(calls(tmp_path).values()) == {1}
+
+
+def test_a_worker_that_is_frozen_loses_its_slice(cluster, environment, tmp_path):
+    """Nobody within a stopped process can notice that it is stopped; the driver does."""
+    code, report, said = run(
+        environment,
+        folder=str(tmp_path),
+        samples=200,
+        sleep_s=0.05,
+        freeze_at=120,
+        deadlines=dict.fromkeys(("start", "open", "read", "encode", "write"), 4.0),
+        ray={"address": cluster.address},
+    )
+
+    assert code == 0, said
+    assert "said nothing for" in said
+    assert report["records"] == 200
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "words"),
+    [
+        pytest.param({"num_gpus": 8, "wait_s": 1.0}, 6, "num_gpus=8", id="no-such-node"),
+        pytest.param({"address": "127.0.0.1:9"}, 5, "no Ray cluster answers at 127.0.0.1:9", id="no-cluster"),
+    ],
+)
+def test_what_cannot_work_is_said_and_not_waited_for(cluster, environment, tmp_path, changed, code, words):
+    found, _, said = run(
+        environment, folder=str(tmp_path), samples=8, ray={"address": cluster.address, **changed}
+    )
+
+    assert (found, words in said) == (code, True), said
+    assert not (tmp_path / "calls").exists()
+
+
+def test_a_wrong_token_is_named(cluster, environment, tmp_path):
+    wrong = {**environment, "RAY_AUTH_TOKEN": "another-token-0123456789abcdef012345"}
+    code, _, said = run(
+        wrong, folder=str(tmp_path), samples=8, ray={"address": cluster.address, "connect_s": 30.0}
+    )
+
+    assert (code, "RAY_AUTH_TOKEN" in said) == (3, True), said
+
+
+def test_without_an_address_a_cluster_lives_as_long_as_it_is_needed(environment, tmp_path):
+    code, report, said = run(environment, folder=str(tmp_path), samples=40, ray={})
+    assert code == 0, said
+    assert report["records"] == 40
+
+    with running(environment, folder=str(tmp_path), samples=900, sleep_s=0.1, ray={}) as process:
+        wait_for(lambda: len(calls(tmp_path)) > 200)
+        process.kill()
+
+    def left():
+        found = [one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline", "environ"])
+                 if (one.info["environ"] or {}).get("RAY_TMPDIR") == environment["RAY_TMPDIR"]]  # fmt: skip
+        return [words for words in found if "raylet" in " ".join(words) and "two_nodes" not in words]
+
+    clusters = len([words for words in left() if words and words[0].endswith("/raylet")])
+    wait_for(
+        lambda: len([words for words in left() if words and words[0].endswith("/raylet")]) <= min(2, clusters)
+    )
