@@ -53,6 +53,10 @@ def test_steps_that_vary_hold_up_all_ranks_and_the_same_seed_gives_the_same() ->
     assert uneven == again != queue(0.0, 0.02, ranks=8, spread=0.1, seed=2)
 
 
+def test_gradients_are_summed_after_each_step_and_all_wait_for_it() -> None:
+    assert queue(0.0, 0.02, ranks=2, sync_s=0.005) == pytest.approx(0.025)
+
+
 def test_more_ahead_evens_out_steps_that_vary() -> None:
     shallow, deep = (queue(0.018, 0.02, spread=0.5, depth=depth, seed=3) for depth in (1, 8))
 

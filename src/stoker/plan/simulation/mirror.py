@@ -45,6 +45,8 @@ def hit_share(
     (0.15, 0.15)
     >>> round(hit_share(0.5, 16), 1), hit_share(1.0, 4), hit_share(0.25, 4, order="static")
     (0.5, 1.0, 1.0)
+    >>> round(hit_share(0.5, 1, in_block=16), 1)
+    0.5
     """
     needed = 1 / nodes if order == "static" else 1.0
     block = min(MOST_IN_BLOCK, max(1, round(in_block)))
