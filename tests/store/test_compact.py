@@ -110,7 +110,7 @@ def test_marks_and_environments_travel_with_their_records(tmp_path: Path) -> Non
 
     cache = open_cache(folder.path)
     found = {
-        cache.shard(i).environment["device"]: (
+        cache.shard(i).described("environment")["device"]: (
             cache.shard(i).numbers().tolist(),
             cache.shard(i).marked.tolist(),
         )

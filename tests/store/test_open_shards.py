@@ -112,7 +112,7 @@ def test_what_is_known_of_shards_takes_so_much_memory(
     for number in cache.numbers:
         assert cache[number]
 
-    assert 30_000 < sum(facts.nbytes for facts in cache._shards._facts.values()) <= 100_000
+    assert 0 < sum(facts.nbytes for facts in cache._shards._facts.values()) <= 100_000
 
 
 def test_another_file_in_place_of_a_known_shard_is_noticed(tmp_path: Path, few_files: int) -> None:
