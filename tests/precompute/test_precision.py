@@ -86,7 +86,7 @@ def test_an_encoder_is_called_in_full_precision_and_everything_is_as_before_afte
 def test_a_shard_says_how_its_records_were_made(tmp_path):
     cache = run_precompute(FakeSource((6,)), FakeEncoder(), tmp_path, name="c", settings=SETTINGS).cache
 
-    assert cache.shard(0).environment["float32"] == "highest"
+    assert cache.shard(0).described("environment")["float32"] == "highest"
 
 
 def test_an_encoder_that_wants_less_says_so_in_its_call(tmp_path):

@@ -46,7 +46,7 @@ def described(cache: Cache) -> dict[int, Any]:
         assert place is not None
         shard, local = cache.shard(place[0]), number - cache.recipe.parts[0].count * (number > 10)
         record = {name: value.flatten().tolist() for name, value in cache[number].items()}
-        found[number] = (record, local in shard.marked, shard.environment)
+        found[number] = (record, local in shard.marked, shard.described("environment"))
     return found
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stoker.errors import ConfigError, CorruptError, FormatError, ReadOnlyError, StalledError
-from stoker.schema import Field
+from stoker.schema import Field, Schema
 from stoker.store import catalog, make_recipe, open_cache, open_folder
 from stoker.store.cache import Cache
 from stoker.store.compact import compact
@@ -25,7 +25,7 @@ from stoker.store.remote.folder import FolderRemote
 from stoker.store.remote.protocol import PassingError
 from stoker.store.repair import repair
 from stoker.units import MIB
-from tests.store.fakes import FakeSource, expected, fill, make_cache
+from tests.store.fakes import RAGGED, SCHEMA, FakeSource, expected, fill, make_cache
 
 BIG = {"latent": Field(shape=(64, 64, 32), dtype="float32", time=True)}
 """Half a mebibyte a record."""
@@ -57,8 +57,9 @@ def check(cache: Cache, source: FakeSource) -> None:
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_what_one_machine_encodes_another_reads(tmp_path: Path) -> None:
-    source = FakeSource()
+@pytest.mark.parametrize("schema", [pytest.param(SCHEMA, id="fixed"), pytest.param(RAGGED, id="ragged")])
+def test_what_one_machine_encodes_another_reads(tmp_path: Path, schema: Schema) -> None:
+    source = FakeSource(schema)
     make_cache(machine(tmp_path, "a"), source, shard_bytes=8192)
 
     cache = open_cache(machine(tmp_path, "b") / "x")

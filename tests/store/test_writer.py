@@ -203,7 +203,7 @@ def test_marked_samples_are_noted_in_the_shard(tmp_path: Path) -> None:
     shard = folder.finish().shard(0)
 
     assert shard.marked.tolist() == [2, 3]
-    assert shard.environment["torch"] == torch.__version__
+    assert shard.described("environment")["torch"] == torch.__version__
 
 
 def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:

@@ -80,8 +80,8 @@ def read_info(storage: LocalStorage, name: str, recipe: Recipe) -> ShardInfo:
         bytes=shard.size,
         header=shard.header_digest,
         runs=runs_of(shard.numbers()),
-        statistics=shard.statistics,
-        error=shard.error,
+        statistics=shard.described("statistics"),
+        error=shard.described("error"),
     )
 
 

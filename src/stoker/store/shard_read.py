@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import xxhash
@@ -67,20 +67,14 @@ class Shard:
         }
         """Reads each field's records, many at once or without waiting."""
 
-    @property
-    def statistics(self) -> Mapping[str, Any]:
-        """Partial statistics by field."""
-        return self._described("statistics")
+    def described(self, what: Literal["statistics", "error", "environment"]) -> Mapping[str, Any]:
+        """What the header says of the records.
 
-    @property
-    def error(self) -> Mapping[str, Any]:
-        """Largest conversion error by field: `{"max", "rms"}`."""
-        return self._described("error")
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """Versions and hardware that made the records."""
-        return self._described("environment")
+        Args:
+            what: `statistics`: partial ones by field; `error`: the largest of a conversion by field,
+                `{"max", "rms"}`; `environment`: versions and hardware that made them.
+        """
+        return read_strict(self.facts.metadata[what].encode(), where=f"{what} of {self._path}")
 
     def numbers(self) -> NDArray[np.int64]:
         """Part-local sample numbers, one per row."""
@@ -208,13 +202,6 @@ class Shard:
                     f"{self._path}: padding at byte {offset} is not zero. No record is affected"
                 )
 
-    def ahead(self, offset: int, size: int) -> None:
-        """Begin to bring bytes of the file near; `FieldReader.extent` says which."""
-        self._file.ahead(offset, size)
-
     def fileno(self) -> int:
         """The descriptor, for mapping columns; stays open as long as the shard."""
         return self._file.fileno()
-
-    def _described(self, entry: str) -> dict[str, Any]:
-        return read_strict(self.facts.metadata[entry].encode(), where=f"{entry} of {self._path}")

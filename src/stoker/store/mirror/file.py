@@ -40,7 +40,7 @@ class MirrorFile:
             CorruptError: The file ends before `out` is full, or was replaced since it was opened.
             StalledError, ServiceError: It cannot be fetched.
         """
-        if self._read_here(offset, [out]):
+        if not len(out) or self._read_here(offset, [out]):
             self._counters.hits += 1  # under no lock: a count for people may miss one of two threads
             return
         self._check(offset, len(out))
@@ -82,7 +82,7 @@ class MirrorFile:
 
     def _read_here(self, offset: int, outs: Sequence[memoryview[Any]], *, wait: bool = True) -> bool:
         stand = self._stand
-        blocks, size = stand.map, sum(map(len, outs)) if len(outs) > 1 else len(outs[0])
+        blocks, size = stand.map, sum(map(len, outs))
         first, last = blocks.blocks(offset, offset + size)
         if offset + size > blocks.size:
             return False

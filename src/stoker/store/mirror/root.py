@@ -119,6 +119,12 @@ def root_of(folder: Path) -> tuple[MirrorRoot, str] | None:
     return None
 
 
+def limit_at(folder: Path) -> int | None:
+    """How many bytes are kept here of what is put into a folder, or below it; None: all."""
+    found = root_of(folder) or root_of(folder / "name" / "fingerprint")
+    return None if found is None else found[0].space.limit_bytes
+
+
 def make_root(path: Path, url: str, limit_bytes: int | None) -> None:
     """Make a folder stand for an address, or change its limit.
 

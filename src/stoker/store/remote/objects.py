@@ -154,12 +154,8 @@ class ObjectRemote:
 
     def put(self, name: str, data: bytes | Path, *, expected: Expected = "anything") -> str:
         """Put an object; large ones in parts, which become one object at the end."""
-        mode: Any = "overwrite"
-        if self._conditional and expected is None:
-            mode = "create"
-        elif self._conditional and expected and expected != "anything":
-            mode = {"e_tag": expected}
         with self._asking("put", name):
+            mode = self._mode(name, expected)
             try:
                 # An update of one version exists for whole puts only, and what is updated is small.
                 result = obstore.put(
@@ -175,6 +171,20 @@ class ObjectRemote:
                 self._conditional = False
                 raise PassingError("the store has no conditional put; going on without") from None
         return result["e_tag"] or ""
+
+    def _mode(self, name: str, expected: Expected) -> Any:
+        """What the client takes for what a put replaces."""
+        if not self._conditional or expected in ("anything", ""):
+            return "overwrite"
+        if expected is None:
+            return "create"
+        if not self._url.startswith("gs://"):
+            return {"e_tag": expected}
+        # Google counts versions, and only those can be expected.
+        meta = obstore.head(self._store, name)
+        if meta["e_tag"] != expected or meta["version"] is None:
+            raise ChangedError(name)
+        return {"e_tag": expected, "version": meta["version"]}
 
     def rename(self, name: str, new: str) -> None:
         """Give an object another name: a copy at the store, then the removal of the first."""
