@@ -16,7 +16,7 @@ from stoker.pipeline.locate import Located, batch_size_of, locate, trajectory_st
 from stoker.pipeline.served import Step, served_loads
 from stoker.pipeline.smaller import Smaller, say, smaller_dtypes
 from stoker.plan import Demand, Plan, Resources, measure_rates, plan_tiers, probe
-from stoker.plan.gpus import GpuRow, gpu_table, say_gpus
+from stoker.plan.gpus import GpuRow, gpu_table, say_gpus, say_together
 from stoker.schema import Json, Schema, columns_of
 from stoker.sources.files import canonical_split
 from stoker.store.layout import is_fixed, record_bytes
@@ -39,6 +39,8 @@ class PlanResult:
     """What the memory of GPUs would hold, half of it left to the model."""
     on_gpus: str = ""
     """That in words."""
+    together: str = ""
+    """How many devices hold together what one does not; empty where one holds it, or there is none."""
 
     @property
     def reason(self) -> str:
@@ -56,6 +58,7 @@ class PlanResult:
             "smaller": [one.to_json() for one in self.smaller],
             "advice": self.advice,
             "gpus": [one.to_json() for one in self.gpus],
+            "together": self.together,
         }
 
 
@@ -101,6 +104,7 @@ def plan_located(config: Config, located: Located, resources: Resources | None =
         advice=say(smaller, plan, config.precompute.max_error),
         gpus=gpu_table(demand.record_bytes, demand.records) if demand.record_bytes else (),
         on_gpus=say_gpus(demand.record_bytes, demand.records) if demand.record_bytes else "",
+        together="" if device == "cpu" else say_together(plan.records_by_tier()["device"], demand.records),
     )
 
 
