@@ -502,11 +502,11 @@ def main() -> None:
     torch.set_num_threads(1)
     kept = RESULTS / "simulate.jsonl"
     before = [json.loads(line) for line in kept.read_text().splitlines()[1:]] if kept.exists() else []
-    fresh = {part: rows_of(part, arguments.rounds) for part in arguments.only}
-    rows = [row for row in before if row["part"] not in fresh and len(arguments.only) < len(PARTS)]
-    rows += [row for part in fresh.values() for row in part]
-    rows.sort(key=lambda row: [*PARTS].index(row["part"]))
-    publish("simulate", rows, save=arguments.save)
+    rows = [row for row in before if row["part"] not in arguments.only]
+    for part in arguments.only:
+        rows += rows_of(part, arguments.rounds)
+        rows.sort(key=lambda row: [*PARTS].index(row["part"]))
+        publish("simulate", rows, save=arguments.save)  # what is measured is kept if the rest is broken off
 
 
 if __name__ == "__main__":
