@@ -80,9 +80,9 @@ class Site:
     def trained(self, job: str) -> int:
         return self.look(job)["current_epoch"]
 
-    def begin(self) -> None:
+    def begin(self, name: str = "long") -> None:
         """A job that has come to train."""
-        self.job = self.made("long", EPOCHS)
+        self.job = self.made(name, EPOCHS)
         until(lambda: self.trained(self.job) >= 2, 120)
 
     def gets_over_it(self) -> None:
@@ -223,12 +223,16 @@ def test_a_server_that_restarts_is_cut_off_or_says_nothing_costs_a_job_nothing(
     says_so_quickly(found, 30)
     own_server.start()
     found.gets_over_it()
+    found.is_whole(attempts=1)
 
+    found.begin("while nobody is let in")
     proxy.refuse(True)
     says_so_quickly(found, 30)
     proxy.refuse(False)
     found.gets_over_it()
+    found.is_whole(attempts=1)
 
+    found.begin("while nothing is said")
     frozen(own_server, True)
     try:
         says_so_quickly(found, 60)
