@@ -103,6 +103,8 @@ class Running:
     """Has the token."""
     stop: Callable[[], None]
     """Let the server end as a signal would."""
+    unsent: Callable[[], list[int]]
+    """Bytes that each connection holds for its client."""
 
     @property
     def port(self) -> int:
@@ -144,11 +146,16 @@ def serving(
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
     thread.start()
     assert ready.wait(30)
+
+    def unsent() -> list[int]:
+        return [one.transport.get_write_buffer_size() for one in list(server.server_state.connections)]
+
     try:
         with httpx.Client(
             headers={"Authorization": f"Bearer {token}"}, timeout=30, trust_env=False
         ) as client:
-            yield Running(services, address, token, client, lambda: setattr(server, "should_exit", True))
+            stop = lambda: setattr(server, "should_exit", True)  # noqa: E731
+            yield Running(services, address, token, client, stop, unsent)
     finally:
         server.should_exit = True
         thread.join(30)

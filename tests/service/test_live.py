@@ -256,6 +256,84 @@ def test_who_floods_a_websocket_is_cut_off(running: Running) -> None:
         flood(ws, ["x" * 100_000])
 
 
+def frame(opcode: int, data: bytes = b"", *, last: bool = True) -> bytes:
+    """A frame as a client sends it, with a mask of zeros."""
+    assert len(data) < 126
+    return bytes([opcode | 0x80 * last, 0x80 | len(data), 0, 0, 0, 0]) + data
+
+
+TEXT, PART, PING = 1, 0, 9
+
+
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [
+        pytest.param(b"", frame(PING, b"x" * 120), id="pings"),
+        pytest.param(frame(TEXT, b"a", last=False), frame(PART, b"", last=False), id="empty-parts"),
+        pytest.param(frame(TEXT, b"a", last=False), frame(PART, b"x" * 100, last=False), id="parts"),
+    ],
+)
+def test_who_sends_without_end_and_reads_nothing_is_cut_off(
+    running: Running, first: bytes, again: bytes
+) -> None:
+    with closing(reader_that_reads_nothing(running, "/ws")) as raw:
+        raw.sendall(first)
+        held: list[int] = []
+
+        def send() -> None:
+            for _ in range((200 << 20) // len(again) // 1000):
+                raw.sendall(again * 1000)
+                held.extend(running.unsent())
+
+        with pytest.raises(ConnectionError):
+            send()
+
+    assert max(held, default=0) < server.UNSENT_BYTES + (1 << 20), "answers to pings pile up no further"
+    assert running.client.get(running.api("/jobs")).status_code == 200
+
+
+def test_a_client_that_shows_no_life_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose machine was switched off: it ends nothing and answers nothing."""
+    monkeypatch.setattr(server, "PING_S", 0.3)
+    with (
+        serving(tmp_path / "state") as own,
+        open_socket(own, "/ws") as alive,
+        closing(reader_that_reads_nothing(own, "/ws")),
+    ):
+        assert json.loads(alive.recv(10)) == {"event": "connected"}
+        deadline, seen = time.monotonic() + 30, 0
+        while time.monotonic() < deadline and not (seen == 2 and own.services.feed.clients == 1):
+            seen = max(seen, own.services.feed.clients)
+            time.sleep(0.02)
+
+        assert (seen, own.services.feed.clients) == (2, 1), "the one that answers pings stays"
+
+
+@pytest.mark.slow
+def test_hundreds_of_readers_that_read_nothing_hold_little_and_let_others_in(tmp_path: Path) -> None:
+    """Most are refused; of those that are not, each holds what one send may hold and no queue."""
+    with serving(tmp_path / "state") as own, ExitStack() as stack:
+        note_radio(own.services, CONFIG["dataset_ids"][0])
+        job = own.services.jobs.create(dict(CONFIG), name="live", epochs=3)[0].id
+        for n in range(240):
+            path = "/ws" if n % 2 else "/api/v1/training/events"
+            stack.enter_context(closing(reader_that_reads_nothing(own, path)))
+        deadline = time.monotonic() + 60
+        while own.services.feed.clients < stream.CLIENTS and time.monotonic() < deadline:
+            time.sleep(0.05)
+        held: list[int] = []
+        for _ in range(10):
+            tell(own, job, 20, size=40_000)
+            held.extend(own.unsent())
+            while (found := own.client.get(own.api("/jobs"))).status_code == 503:
+                assert time.monotonic() < deadline, "the refused ones keep their connections"
+                time.sleep(0.1)
+            assert found.json()["total"] == 1
+
+        assert own.services.feed.clients <= stream.CLIENTS
+        assert max(held) < 256 << 10, "8 MB were told to each"
+
+
 def test_one_stream_too_many_is_refused_and_places_are_given_back(running: Running) -> None:
     deadline = time.monotonic() + 20
     while running.services.feed.clients and time.monotonic() < deadline:

@@ -61,6 +61,11 @@ def faults(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": Fault} for status in sorted({*EVERYWHERE, *statuses})}
 
 
+def as_json(body: BaseModel) -> Response:
+    """An answer to a read that comes often: written where it was made, and not checked once more."""
+    return Response(body.model_dump_json(), media_type="application/json")
+
+
 def install(app: FastAPI) -> None:
     """Let `app` answer in this form whatever happens."""
     app.add_exception_handler(StokerError, _of_ours)

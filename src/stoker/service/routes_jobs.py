@@ -10,7 +10,7 @@ from fastapi import Path as InPath
 from stoker.errors import ConfigError, Conflict, NotFound
 from stoker.schema import Json
 from stoker.service import logs
-from stoker.service.answers import faults
+from stoker.service.answers import as_json, faults
 from stoker.service.datasets import describe
 from stoker.service.models import (
     JobDetail,
@@ -67,30 +67,33 @@ def create_job(body: JobRequest, here: Here, response: Response, key: Key = None
     return JobOut.of(job)
 
 
-@router.get("/jobs", responses=faults())
+@router.get("/jobs", response_model=JobList, responses=faults())
 def list_jobs(
     here: Here,
     status: Annotated[State | None, Query(description="Only jobs of this status.")] = None,
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
     offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
-) -> JobList:
+) -> Response:
     """Jobs, the newest first."""
     found = here.jobs.list(status, limit=limit, offset=offset)
     total = here.jobs.count(status)
-    return JobList(jobs=[JobOut.of(job) for job in found], total=total, limit=limit, offset=offset)
+    jobs = [JobOut.of(job) for job in found]
+    return as_json(JobList(jobs=jobs, total=total, limit=limit, offset=offset))
 
 
-@router.get("/jobs/{job_id}", responses=faults(404))
-def get_job(job_id: Id, here: Here, request: Request) -> JobDetail:
+@router.get("/jobs/{job_id}", response_model=JobDetail, responses=faults(404))
+def get_job(job_id: Id, here: Here, request: Request) -> Response:
     """One job, its last epochs, and where to follow it."""
     newest = here.outbox.newest()  # first: what the job says may be later, never earlier
     job = here.jobs.get(job_id)
     scheme = "wss" if request.url.scheme == "https" else "ws"
-    return JobDetail(
-        job=JobOut.of(job),
-        recent_metrics=here.jobs.metrics(job_id, limit=RECENT, after=max(0, job.epoch - RECENT)),
-        websocket_url=f"{scheme}://{request.headers['host']}/ws/training/{job.id}",
-        events_after=newest,
+    return as_json(
+        JobDetail(
+            job=JobOut.of(job),
+            recent_metrics=here.jobs.metrics(job_id, limit=RECENT, after=max(0, job.epoch - RECENT)),
+            websocket_url=f"{scheme}://{request.headers['host']}/ws/training/{job.id}",
+            events_after=newest,
+        )
     )
 
 
@@ -124,25 +127,25 @@ def delete_job(job_id: Id, here: Here) -> None:
     here.jobs.delete(job_id)
 
 
-@router.get("/jobs/{job_id}/metrics", responses=faults(404))
+@router.get("/jobs/{job_id}/metrics", response_model=JobMetrics, responses=faults(404))
 def get_metrics(
     job_id: Id,
     here: Here,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Annotated[int, Query(ge=0, le=10**9, description="From the epoch after this one on.")] = 0,
-) -> JobMetrics:
+) -> Response:
     """What was measured, an epoch a row, in order."""
-    return JobMetrics(job_id=job_id, metrics=here.jobs.metrics(job_id, limit=limit, after=after))
+    return as_json(JobMetrics(job_id=job_id, metrics=here.jobs.metrics(job_id, limit=limit, after=after)))
 
 
-@router.get("/jobs/{job_id}/logs", responses=faults(404))
+@router.get("/jobs/{job_id}/logs", response_model=JobLog, responses=faults(404))
 def get_logs(
     job_id: Id, here: Here, tail: Annotated[int, Query(ge=1, le=5000, description="Lines.")] = 200
-) -> JobLog:
+) -> Response:
     """The end of what the job's process wrote."""
     job = here.jobs.get(job_id)
     lines, offset, truncated = logs.tail(here.folder.job(job.id).log, tail)
-    return JobLog(job_id=job.id, lines=lines, offset=offset, truncated=truncated)
+    return as_json(JobLog(job_id=job.id, lines=lines, offset=offset, truncated=truncated))
 
 
 @router.post(

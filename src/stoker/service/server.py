@@ -12,6 +12,7 @@ from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from stoker.atomic import replacing
 from stoker.errors import ConfigError
@@ -22,6 +23,10 @@ CONNECTIONS = 200
 """Connections at once; more are answered with 503."""
 LOOK_S = 10.0
 """How often a connection is looked at; one that did nothing between two looks is closed."""
+PING_S = 20.0
+"""How often a WebSocket's client has to show that it lives, and how long it may take for it."""
+UNSENT_BYTES, PARTS = 1 << 20, 1000
+"""Bytes that the client of a WebSocket may leave unread before it says more, and parts of one message."""
 END_S = 5
 """How long answers under way get when the service ends."""
 
@@ -51,6 +56,21 @@ class Watched(H11Protocol):
             return
         self._seen = stuck
         self.loop.call_later(LOOK_S, self._look)
+
+
+class Socket(WebSocketsSansIOProtocol):
+    """A WebSocket whose client cannot make us hold more than a little.
+
+    The library bounds the length of a message, but neither the answers to pings that nobody reads nor the
+    empty parts of a message that never ends.
+    """
+
+    def data_received(self, data: bytes) -> None:
+        """Take what came, unless there is too much of it."""
+        if self.transport.get_write_buffer_size() > UNSENT_BYTES or len(self.frames) > PARTS:
+            self.transport.abort()
+        else:
+            super().data_received(data)
 
 
 class Server(uvicorn.Server):
@@ -107,7 +127,7 @@ def make_server(services: Services, ready: Callable[[], None]) -> Server:
     config = uvicorn.Config(
         create_app(services),
         http=Watched,
-        ws="websockets-sansio",
+        ws=Socket,
         loop="asyncio",
         lifespan="on",
         log_config=None,
@@ -120,6 +140,8 @@ def make_server(services: Services, ready: Callable[[], None]) -> Server:
         timeout_keep_alive=5,
         timeout_graceful_shutdown=END_S,
         ws_max_size=16 << 10,
+        ws_ping_interval=PING_S,
+        ws_ping_timeout=PING_S,
         ws_per_message_deflate=False,  # a few bytes could become many
     )
     return Server(config, services, ready)

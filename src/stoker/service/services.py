@@ -117,8 +117,8 @@ def open_services(
     )
 
 
-def services_of(connection: HTTPConnection) -> Services:
-    """The services of the app that a request came to."""
+async def services_of(connection: HTTPConnection) -> Services:
+    """The services of the app that a request came to; a plain function would run in a thread of its own."""
     return connection.app.state.services
 
 

@@ -250,6 +250,9 @@ async def pump(texts: AsyncIterator[str], write: Callable[[str], Awaitable[None]
                 await write(text)
         except TimeoutError:
             return False
+        await asyncio.sleep(
+            0
+        )  # a write that fits into a buffer does not wait: others would, for all of these
     return True
 
 
