@@ -112,6 +112,8 @@ def running(environment, **given):
     finally:
         process.kill()
         process.wait()
+        process.stdout.close()
+        process.stderr.close()
 
 
 def run(environment, **given):
