@@ -1,8 +1,8 @@
 """Question: do several encoders fed by the same readers take the time of one, divided by their number?
 
 The encoder waits, as a caller waits for a kernel on a GPU: 40 ms a group. Encoders share two cores here, so
-what is measured is all that lies around them: reading, the copy to their processes and back, the writer. Two
-sizes of groups: 64 KiB and 16 MiB of samples, with records half as large. The time of a group is taken from the
+what is measured is all that lies around them: reading, the copy to their processes and back, the writer. Three
+sizes of groups: 64 KiB, 1 MiB and 16 MiB of samples, with records half as large. The time of a group is taken from the
 first third of them to the last, so that starting processes does not count; `of_ideal` is the ideal, the wait divided
 by the number of encoders, over that. One encoder runs in the calling process, several in processes of their own.
 
@@ -190,7 +190,7 @@ def main() -> None:
     taken: dict[tuple[int, int], list[float]] = {}
     with tempfile.TemporaryDirectory() as text:
         for _ in range(arguments.rounds):
-            for case in ((width, devices) for width in (2048, 524288) for devices in (1, 2, 4)):
+            for case in ((width, devices) for width in (2048, 32768, 524288) for devices in (1, 2, 4)):
                 taken.setdefault(case, []).append(group_s(case[1], case[0], Path(text) / "cache"))
                 print(case, round(taken[case][-1] * 1e3, 2), "ms", file=sys.stderr)
     rows = [scaling(devices, width, found) for (width, devices), found in taken.items()]

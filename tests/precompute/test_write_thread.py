@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from stoker.errors import RecordError, ResourceError, StalledError
 from stoker.precompute.encode import Encoded
 from stoker.precompute.write_thread import WriteThread
+from tests.precompute.fake_encoders import FakeEncoder
+from tests.precompute.fake_sources import FakeSource
+from tests.precompute.test_engine import assert_same, records, run
 
 
 class FakeWriter:
@@ -95,3 +100,21 @@ def test_closing_writes_what_is_queued_and_seals(tmp_path):
         assert thread.offer(encoded(number), 1)
     thread.close()
     assert (len(writer.numbers), writer.ended, thread.written) == (20, ["seal"], 20)
+
+
+def test_a_disk_that_is_slow_does_not_mix_up_groups_read_in_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading here fills one buffer again and again: nothing is read while a group waits for the writer."""
+    source = FakeSource((64,))
+    whole = run(source, FakeEncoder(), tmp_path / "fast", readers=0)
+    offer, refused = WriteThread.offer, Counter[int]()
+
+    def slow(self: WriteThread, encoded: Encoded, timeout_s: float) -> bool:
+        refused[encoded.numbers[0]] += 1
+        return refused[encoded.numbers[0]] > 3 and offer(self, encoded, timeout_s)
+
+    monkeypatch.setattr(WriteThread, "offer", slow)
+    late = run(source, FakeEncoder(), tmp_path / "slow", readers=0)
+
+    assert_same(records(late.cache), records(whole.cache))

@@ -65,7 +65,7 @@ def plan(result: PlanResult, console: Console) -> None:
         rows.append((row.tier, *figures, escape(row.note)))
     table(console, rows, fixed=5, right=range(1, 5), gap=2)
     console.print(escape(result.reason), soft_wrap=True)
-    for line in filter(None, (result.advice, result.on_gpus)):
+    for line in filter(None, (result.advice, result.together, result.on_gpus)):
         console.print(escape(line), soft_wrap=True)
 
 

@@ -21,6 +21,7 @@ from stoker.precompute.devices import encode_on
 from stoker.scale.ranks import Ranks
 from stoker.scale.storage import nodes_that_share
 from stoker.store import Cache
+from stoker.store.remote import is_url
 
 log = logging.getLogger("stoker")
 
@@ -76,11 +77,13 @@ def own_trajectories(cache: Cache, ranks: Ranks) -> Sequence[int] | None:
 
 
 def cache_sharing(config: Config, ranks: Ranks) -> list[int]:
-    """The machines that share the cache folder with this one; where they do not all, it is said.
+    """The machines that share the cache folder with this one (an address: all); where not all do, it is said.
 
     Errors as `nodes_that_share`.
     """
     folder = config.training.latent_cache_dir
+    if is_url(folder):
+        return list(range(ranks.nodes))
     nodes = nodes_that_share(Path(folder), ranks)
     if ranks.leads and len(nodes) < ranks.nodes:
         log.info(

@@ -117,3 +117,21 @@ def say_gpus(record_bytes: float, records: int, *, model_bytes: int | None = Non
         else f"{format_bytes(model_bytes)} for the model"
     )
     return f"{format_count(records)} records of {format_bytes(record_bytes)}, {left}: {places}"
+
+
+def say_together(held: int, records: int) -> str:
+    """How many devices like this one hold what it does not hold alone; empty where it does, or holds nothing.
+
+    >>> say_together(300, 1000)[:66]
+    'one device holds 300 of 1,000 records, 4 of them hold all together'
+    >>> say_together(1000, 1000), say_together(0, 1000)
+    ('', '')
+    """
+    if not 0 < held < records:
+        return ""
+    count = -(-records // held)
+    return (
+        f"one device holds {format_count(held)} of {format_count(records)} records, {count} of them hold all "
+        f"together: `torchrun --nproc-per-node {count} -m stoker train CONFIG training.order=static`, "
+        f"1/{count} of the examples each, shuffled by itself"
+    )

@@ -5,7 +5,9 @@ folder.py      one fingerprint's folder being filled: missing, adopt, quarantine
 writer.py      records -> shards (convert.py, shard_write.py, statistics.py, sums.py)
 cache.py       shards -> records (index.py, shard_read.py, field_read.py, blocks.py, header.py, columns.py);
                verify.py reads them all, lost.py says which shards are gone
-catalog.py     what shards there are, and the index made from them; adopt.py takes over a sibling's
+open_shards.py which shards a process has open, and what is known of the others (shard_facts.py, offsets.py)
+catalog.py     what shards there are, and the index made from them (rows.py says which rows serve);
+               concurrently.py reads many at a time; adopt.py takes over a sibling's
 layout.py      where columns lie, pure arithmetic
 compact.py     short shards into full ones; repair.py sets damaged ones aside
 growing.py     what is there of a cache that is being filled, and in which order that is done

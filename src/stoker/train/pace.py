@@ -37,6 +37,7 @@ class Pace:
         self._journals: tuple[StallJournal, StallJournal] | None = None
         if meter is not None:
             meter.reset()
+            folder.mkdir(parents=True, exist_ok=True)  # on another machine than rank 0's nobody made it
             path = folder / journal_name(meter.epoch().rank)
             self._journals = (
                 StallJournal(meter, every_s=TELL_S, clock=clock),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from stoker.errors import CorruptError, ResourceError
@@ -43,7 +44,13 @@ class MirrorFile:
             self._counters.hits += 1  # under no lock: a count for people may miss one of two threads
             return
         self._check(offset, len(out))
-        self._counters.add(misses=1)
+        begin = perf_counter()
+        try:
+            self._fetched(offset, out)
+        finally:
+            self._counters.add(misses=1, wait_s=perf_counter() - begin)
+
+    def _fetched(self, offset: int, out: memoryview[Any]) -> None:
         for _ in range(TRIES):
             try:
                 self._fetcher.fetch(self._stand, [(offset, offset + len(out))])

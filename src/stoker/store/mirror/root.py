@@ -53,9 +53,11 @@ class Counters:
     """Times that bytes here did not match their sums and were fetched again."""
     put_bytes: int = 0
     """Bytes of shards that were written here and put there."""
+    wait_s: float = 0.0
+    """Seconds that reads waited for the place, all threads together."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def add(self, **counts: int) -> None:
+    def add(self, **counts: float) -> None:
         """Count what happened; safe from several threads."""
         with self._lock:
             for name, count in counts.items():
