@@ -34,6 +34,8 @@ def test_these_are_the_commands() -> None:
         "export",
         "import-pt",
         "stage",
+        "push",
+        "pull",
         "bench",
         "profile",
         "launch",

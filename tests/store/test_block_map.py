@@ -49,7 +49,7 @@ STEP = st.one_of(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     steps=st.lists(STEP, max_size=14), limit=st.sampled_from([None, 6 * BLOCK, 30 * BLOCK]), cut=st.integers()
 )

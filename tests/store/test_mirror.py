@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -138,9 +139,10 @@ def test_what_is_fetched_ahead_is_there_when_it_is_read(tmp_path: Path) -> None:
 
 
 def damage(path: Path) -> None:
-    """Turn bytes in the middle of a file that is a record's."""
+    """Turn a bit of a record in a shard."""
     with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 2)
+        size = int.from_bytes(file.read(8), "little")
+        file.seek(8 + size + json.loads(file.read(size))["latent"]["data_offsets"][0] + 5)
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 1]))

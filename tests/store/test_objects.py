@@ -144,6 +144,7 @@ def test_no_error_or_file_holds_a_secret(variables: S3Server, tmp_path: Path) ->
     assert SECRET_KEY not in repr(caught.value)
 
 
+@pytest.mark.slow
 def test_a_forked_process_is_told_instead_of_waiting_for_ever(variables: S3Server) -> None:
     code = (
         "import os, sys\n"

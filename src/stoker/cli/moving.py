@@ -30,9 +30,9 @@ def register(app: typer.Typer) -> None:
 
 
 def push(path: CachePath, url: Address, as_json: Json = False, debug: Debug = False) -> None:
-    """Bring a cache to an object store or a shared folder.
+    """Bring a cache to an address.
 
-    It goes to URL/NAME/FINGERPRINT. Each shard is checked before it goes, the index goes last, and a push
+    To URL/NAME/FINGERPRINT, on an object store or a shared folder. Each shard is checked, and a push
     that was stopped goes on.
 
     \b
@@ -60,7 +60,7 @@ def pull(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Bring a cache from an object store or a shared folder here.
+    """Bring a cache here from an address.
 
     It goes to CACHE_DIR/NAME/FINGERPRINT, several shards at a time, each checked before it gets its place. A
     pull that was stopped goes on. With --records or --rank, whole shards that hold any of them.

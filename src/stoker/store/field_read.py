@@ -14,6 +14,9 @@ from stoker.schema import Field, numpy_dtype
 from stoker.store.blocks import Blocks, Verify
 from stoker.store.protocols import OpenFile
 
+MENDS = 2
+"""Times that bytes which do not match their sums are fetched again, where they come from elsewhere."""
+
 
 class ShardFile:
     """The file of a shard; errors name it, the field and the sample.
@@ -130,10 +133,10 @@ class FieldReader:
         for own, out in enumerate(outs, row):
             if wait:
                 file.read(offset, out, self._name, own)
-            right = blocks.right(own, low, out, verify)
-            if not right and file.file.mend(offset, len(out)):
+            right, mends = blocks.right(own, low, out, verify), MENDS
+            while not right and mends and file.file.mend(offset, len(out)):
                 file.read(offset, out, self._name, own)
-                right = blocks.right(own, low, out, verify)
+                right, mends = blocks.right(own, low, out, verify), mends - 1
             offset += len(out)
             if not right:
                 raise file.corrupt(f"{file.where(self._name, own)} does not match its checksum")

@@ -18,6 +18,7 @@ from stoker.errors import CorruptError, FormatError
 from stoker.schema import Schema, columns_of
 from stoker.store.blocks import Blocks
 from stoker.store.columns import Column, check_metadata, check_offsets, columns_in, is_pad, read_tail
+from stoker.store.field_read import MENDS
 from stoker.store.header import read_header
 from stoker.store.protocols import OpenFile
 from stoker.store.strict_json import read_strict
@@ -120,9 +121,10 @@ def facts_of(file: OpenFile, schema: Schema, name: str, known: ShardFacts | None
             return known
     except (OSError, CorruptError):
         pass  # reading all of it says what is wrong
-    try:
-        return read_facts(file, schema, name)
-    except CorruptError:
-        if not file.mend(0, file.size):
-            raise
+    for _ in range(MENDS):
+        try:
+            return read_facts(file, schema, name)
+        except CorruptError:
+            if not file.mend(0, file.size):
+                raise
     return read_facts(file, schema, name)

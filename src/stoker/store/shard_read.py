@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from stoker.errors import CorruptError
 from stoker.schema import Schema
 from stoker.store.blocks import Verify
-from stoker.store.field_read import FieldReader, ShardFile
+from stoker.store.field_read import MENDS, FieldReader, ShardFile
 from stoker.store.protocols import ColumnSink, OpenFile
 from stoker.store.shard_facts import ShardFacts, facts_of
 from stoker.store.strict_json import read_strict
@@ -132,9 +132,9 @@ class Shard:
         Raises:
             CorruptError: It differs; names the damaged samples.
         """
-        digest = self._digest(field, sink)
-        if digest != self.facts.digests.get(field) and self._mend(field):
-            digest = self._digest(field, sink)
+        digest, mends = self._digest(field, sink), MENDS
+        while digest != self.facts.digests.get(field) and mends and self._mend(field):
+            digest, mends = self._digest(field, sink), mends - 1
         if digest != self.facts.digests.get(field):
             rows = self._bad_rows(field) or range(self.rows)
             bad = [int(self._numbers[row]) + self._offset for row in rows]
