@@ -10,6 +10,8 @@ backwards: a drive that others use too is quicker at some times, and who always 
 `over_off` of "off again", the same contender once more, says how far such ratios can be trusted.
 
 With `--checks` only what checking costs, in more rounds: Stoker's contenders in full order, cold; saved apart.
+With `--ahead` only what it brings to announce batches of the order to the system that are further ahead than the
+loader reads: cold, printed and not saved.
 
     python benchmarks/serve_disk.py [--checks] [--save] [--only 103] [--folder /data]
 """
@@ -37,6 +39,9 @@ from torch.utils.data import DataLoader
 import stoker
 from measure import publish
 from serve_memory import PerSampleFiles, Records, cache_of
+from stoker.loader import engine
+from stoker.loader.chunks import Chunk, host
+from stoker.loader.disk import MAX_AHEAD, DiskBatches
 
 PAGE = 4096
 THREADS = 16
@@ -306,11 +311,65 @@ def checks(workload: Workload, folder: Path) -> Iterator[dict[str, Any]]:
         yield row
 
 
+class Announced(DiskBatches):
+    """Announces so many batches more than are read ahead."""
+
+    further = 0
+
+    def batches(self, chunk: Chunk, first: int) -> Iterator[list[Any]]:
+        """As the loader's, and tells the system of later ones in a thread."""
+        told, size = first, chunk.span.batch
+        for number, values in enumerate(super().batches(chunk, first), first):
+            begin = max(told, number + 1 + MAX_AHEAD)
+            told = max(told, min(chunk.span.batches, number + 1 + MAX_AHEAD + self.further))
+            if begin < told:
+                ANNOUNCER.submit(self._announce, host(chunk.records[begin * size : told * size]))
+            yield values
+
+    def _announce(self, records: np.ndarray) -> None:
+        shards, rows = self._places.shard[records], self._places.row[records]
+        for i in np.lexsort((rows, shards)).tolist():
+            shard = self._cache.shard(int(shards[i]))
+            place, _ = shard.fields["latent"].extent(int(rows[i]), 0, 0, "always")
+            os.posix_fadvise(shard.fileno(), place, self._example_bytes, os.POSIX_FADV_WILLNEED)
+
+
+ANNOUNCER = ThreadPoolExecutor(1)
+
+
+def ahead(workload: Workload, folder: Path) -> Iterator[dict[str, Any]]:
+    """The rate with batches announced over that without, of the same round."""
+    folder.mkdir()
+    cache = cache_of(Records({"latent": values(workload)}), folder, 4)
+    files = Place(cache, workload.record_bytes).files
+    for order in workload.orders:
+        taken: dict[str, list[float]] = {}
+        contenders: dict[str, Contender] = {}
+        for further in (0, 8, 32):
+            engine.DiskBatches = type("", (Announced,), {"further": further})  # type: ignore[misc]
+            loader = stoker.Loader(cache, batch_size=workload.batch, tier="disk", order=order, drop_last=True)
+            contenders[str(further)] = Contender(served(loader, workload), files)
+            contenders[str(further)].turn(cold=True)
+        for names in rounds(list(contenders), ROUNDS[True]):
+            for name in names:
+                taken.setdefault(name, []).append(contenders[name].turn(cold=True)[0])
+        for name, seconds in taken.items():
+            ratios = [base / own for base, own in zip(taken["0"], seconds, strict=True)]
+            yield {
+                "records": workload.name,
+                "order": order,
+                "announced": int(name),
+                "MB_per_s": round(workload.record_bytes / statistics.median(seconds) / 1e6, 1),
+                "of_none": round(statistics.median(ratios), 3),
+            }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("--checks", action="store_true")
+    parser.add_argument("--ahead", action="store_true")
     parser.add_argument(
         "--folder", type=Path, help="a folder of the drive to be measured; default: temporary"
     )
@@ -320,8 +379,10 @@ def main() -> None:
     for workload in WORKLOADS:
         if arguments.only in workload.name:
             with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
-                rows += (checks if arguments.checks else measured)(workload, Path(scratch) / "set")
-    publish("serve_disk_checks" if arguments.checks else "serve_disk", rows, save=arguments.save)
+                how = ahead if arguments.ahead else checks if arguments.checks else measured
+                rows += how(workload, Path(scratch) / "set")
+    save = arguments.save and not arguments.ahead
+    publish("serve_disk_checks" if arguments.checks else "serve_disk", rows, save=save)
 
 
 if __name__ == "__main__":

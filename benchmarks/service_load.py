@@ -37,7 +37,7 @@ class Reader:
         paths = (f"{api}/jobs", f"{api}/jobs/{job}", f"{api}/jobs/{job}/metrics", f"{api}/jobs/{job}/logs")
         self.requests = [f"GET {path} HTTP/1.1\r\n{head}".encode() for path in paths]
         self.port = port
-        self.free: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
+        self.free: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
         self.seconds: list[float] = []
         self.failed = 0
 
@@ -57,6 +57,7 @@ class Reader:
         self.free.put_nowait(pair)
 
     async def run(self, rate: float, seconds: float) -> None:
+        self.free = asyncio.Queue()  # a queue belongs to one event loop
         for _ in range(CONNECTIONS):
             self.free.put_nowait(await asyncio.open_connection("127.0.0.1", self.port))
         begin, sent = time.perf_counter(), []

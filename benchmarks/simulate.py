@@ -1,14 +1,14 @@
 """Question: are the times that `stoker plan --simulate` predicts those that runs here then take?
 
 Whole epochs and whole precomputes on this machine, of the parts below. The simulator is told what was measured by
-itself just before: a step with nothing to load, batches with no step, reading, encoding and writing of a few samples each
+itself just before and, where it is quick to do, just after (their mean): a step with nothing to load, batches with no step, reading, encoding and writing of a few samples each
 alone, the start of a precompute with eight samples, gradients summed with nothing else going on, and of the throttled store
 the rate and latency that it was set to. It is never told what a combination of them took. `error` is predicted over
 measured, less 1: the median over rounds in which primitives and run take turns. `bare_error` is that of the guess that
 nothing waits for anything (steps alone; of precompute the encoder alone), so that one sees what there was to predict.
 
 - serve: W2-like windows (batch 256) from host memory and from the disk tier (page cache), steps that sleep 2, 5, 20 ms.
-- partial: whole records of 103 KiB, a part of them in host memory, the rest from disk; steps of 2 ms.
+- partial: whole records of 103 KiB, a part of them in host memory, the rest from disk; steps of 5 ms.
 - encode: every sample read and encoded for each batch in the same process, steps of 2 and 20 ms.
 - precompute: a cheap and a dear encoder, gzip HDF5, 1 and 2 readers, fresh processes.
 - ranks: 1, 2, 4 ranks under torchrun on the same cores; steps multiply matrices, then sum 1 MiB of gradients (gloo).
@@ -47,7 +47,7 @@ from precompute_wall import make_encoder, write
 from serve_memory import Records, cache_of
 from stoker.loader.outputs import make_outputs
 from stoker.pipeline.served import served_loads
-from stoker.plan import Scenario, probe, simulate
+from stoker.plan import Load, Scenario, probe, simulate
 from stoker.precompute import PrecomputeSettings
 from stoker.precompute.trial import Trial, try_stages
 from stoker.store import make_recipe
@@ -55,12 +55,13 @@ from stoker.store import make_recipe
 Found = tuple[float, float, float]
 """Predicted, measured and bare seconds."""
 WINDOWS = stoker.Windows()
-TRAJECTORIES, BATCH = 400, 256
-RECORDS, RECORD_BATCH = 2_000, 32
-SAMPLES, TRIED = 240, 48
+TRAJECTORIES, BATCH = 800, 256
+RECORDS, RECORD_BATCH = 2_000, 16
+SAMPLES, TRIED = 160, 32
 STORE_BYTES_S, STORE_LATENCY_S, STORE_THREADS = 60e6, 4e-3, 4
-STORE_RECORDS, STORE_BATCH = 1_000, 32
+STORE_RECORDS, STORE_BATCH = 640, 32
 RANK_BATCH, RANK_PRODUCTS, RANK_GRADIENTS = 64, 20, 1 << 18
+FILL_S = 1.0
 LONG_S = 200.0
 
 
@@ -90,10 +91,18 @@ def scenario_of(
     )
 
 
+def mean_load(*loads: Load) -> Load:
+    return Load(
+        **{n: statistics.fmean(getattr(one, n) for one in loads) for n in ("alone_s", "direct_s", "beside_s")}
+    )
+
+
 def epoch_of(loader: Any, step: Callable[[], None]) -> float:
-    """Seconds of an epoch; one before it fills memory and is not counted."""
-    for _ in loader:
-        pass
+    """Seconds of an epoch; those before it fill memory and are not counted."""
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < FILL_S:
+        for _ in loader:
+            pass
     begin = time.perf_counter()
     for _ in loader:
         step()
@@ -105,12 +114,14 @@ def serve(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
 
     def once(tier: str, length_s: float) -> Found:
         step = sleeping(length_s)
-        step_s = alone(step)
-        served = served_loads(cache, WINDOWS, BATCH, tiers=[tier])
-        scenario = scenario_of(cache, WINDOWS, BATCH, step_s, served=served)
-        found = simulate(scenario).way(tier)
+        primitives = [(alone(step), served_loads(cache, WINDOWS, BATCH, tiers=[tier])[tier])]
         loader = stoker.Loader(cache, BATCH, windows=WINDOWS, tier=tier, drop_last=True)
-        return found.epoch_s, epoch_of(loader, step), scenario.batches * step_s
+        measured = epoch_of(loader, step)
+        primitives.append((alone(step), served_loads(cache, WINDOWS, BATCH, tiers=[tier])[tier]))
+        step_s = statistics.fmean(each for each, _ in primitives)
+        served = {tier: mean_load(*(load for _, load in primitives))}
+        scenario = scenario_of(cache, WINDOWS, BATCH, step_s, served=served)
+        return simulate(scenario).way(tier).epoch_s, measured, scenario.batches * step_s
 
     for tier in ("host", "disk"):
         for length_s in (2e-3, 5e-3, 20e-3):
@@ -119,21 +130,31 @@ def serve(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
 
 def partial(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
     cache = cache_of(latents(RECORDS), folder, shards=40)
-    step = sleeping(2e-3)
+    step = sleeping(5e-3)
 
     def once(fraction: float) -> Found:
         step_s = alone(step)
         served = served_loads(cache, None, RECORD_BATCH)
-        size = len(cache) * cache.schema["latent"].size_bytes()
-        scenario = scenario_of(
-            cache, None, RECORD_BATCH, step_s, served=served, host_memory_bytes=int(fraction * size / 0.8)
-        )
+        few = served_loads(cache, None, RECORD_BATCH // 4)
         loader = stoker.Loader(cache, RECORD_BATCH, reserve_bytes=reserve(cache, fraction), drop_last=True)
         measured = epoch_of(loader, step)
-        return simulate(scenario).way("tiers").epoch_s, measured, scenario.batches * step_s
+        step_s = (step_s + alone(step)) / 2
+        held = loader.plan.records_by_tier()["host"] / len(cache)  # free memory moves while others use it
+        size = len(cache) * cache.schema["latent"].size_bytes()
+        scenario = scenario_of(
+            cache, None, RECORD_BATCH, step_s, served=served, host_memory_bytes=int(held * size / 0.8) + 1,
+            fixed_s={"disk": fixed(few["disk"].direct_s, served["disk"].direct_s)},
+        )  # fmt: skip
+        found = {way.name: way for way in simulate(scenario).ways}
+        return found.get("tiers", found["disk"]).epoch_s, measured, scenario.batches * step_s
 
     for fraction in (0.25, 0.5, 0.75):
-        yield f"{fraction:.0%} in host memory, step 2 ms", lambda f=fraction: once(f)
+        yield f"{fraction:.0%} in host memory, step 5 ms", lambda f=fraction: once(f)
+
+
+def fixed(few_s: float, many_s: float) -> float:
+    """What is of a batch and not of its examples, from batches of a quarter as many."""
+    return min(many_s, max(0.0, (4 * few_s - many_s) / 3))
 
 
 def stages(source: Any, encoder: Any, folder: Path) -> dict[str, float]:
@@ -170,12 +191,16 @@ def encode(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
 
     def once(length_s: float) -> Found:
         step = sleeping(length_s)
-        step_s, made = alone(step), stages(some, encoder, folder)
+        steps, tried = [alone(step)], [stages(some, encoder, folder)]
+        measured = epoch(8, step)
+        steps.append(alone(step))
+        tried.append(stages(some, encoder, folder))
+        step_s, made = statistics.fmean(steps), {n: statistics.fmean(t[n] for t in tried) for n in tried[0]}
         scenario = Scenario(
             records=SAMPLES, record_bytes=101 * 16 * 32 * 2, batch=8, step_s=step_s, step_cpus=0.0, readers=0,
             host_memory_bytes=probe().host_bytes, cores=2, disk_bytes_s=1e12, **made,
         )  # fmt: skip
-        return simulate(scenario).way("encode").epoch_s, epoch(8, step), scenario.batches * step_s
+        return simulate(scenario).way("encode").epoch_s, measured, scenario.batches * step_s
 
     for length_s in (2e-3, 20e-3):
         yield f"encoded for each batch, step {length_s * 1e3:g} ms", lambda s=length_s: once(s)
@@ -187,14 +212,16 @@ def precompute(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
         write(file, count, "gzip")
 
     def once(kind: str, readers: int) -> Found:
-        made = child("stages", tried, kind, folder)
-        few = wall(small, kind, 1)
+        before, few = child("stages", tried, kind, folder), wall(small, kind, 1)
+        measured = wall(path, kind, readers)
+        after = child("stages", tried, kind, folder)
+        made = {name: (before[name] + after[name]) / 2 for name in before}
         start_s = max(0.0, few - 8 * sum(made.values()))
         scenario = Scenario(
             records=SAMPLES, record_bytes=1.0, batch=1, step_s=1.0, host_memory_bytes=1, cores=2, disk_bytes_s=1e12,
             readers=readers, start_s=start_s, **made,
         )  # fmt: skip
-        return simulate(scenario).encoding.seconds, wall(path, kind, readers), SAMPLES * made["encode_s"]
+        return simulate(scenario).encoding.seconds, measured, SAMPLES * made["encode_s"]
 
     def wall(data: Path, kind: str, readers: int) -> float:
         with tempfile.TemporaryDirectory(dir=folder) as place:
@@ -230,18 +257,20 @@ def child_stages(path: str, kind: str, folder: str) -> dict[str, float]:
 
 
 def ranks(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
-    cache = cache_of(latents(TRAJECTORIES), folder, shards=4)
+    cache = cache_of(latents(TRAJECTORIES // 8), folder, shards=4)
     cores = len(os.sched_getaffinity(0))
+    one = child("step")["products_s"]
+    worth = 2 * one / child("step", ranks=2)["products_s"]  # cores may share what they compute with
 
     def once(count: int) -> Found:
-        one = child("step", cache.path)
         sync_s = child("sync", ranks=count)["sync_s"] if count > 1 else 0.0
         served = served_loads(cache, WINDOWS, RANK_BATCH, tiers=["host"])
         scenario = scenario_of(
-            cache, WINDOWS, RANK_BATCH, one["step_s"], served=served, gpus=count, step_cpus=1.0, sync_s=sync_s
-        )
+            cache, WINDOWS, RANK_BATCH, one, served=served, gpus=count, step_cpus=1.0, sync_s=sync_s,
+            cores=min(float(cores), worth),
+        )  # fmt: skip
         measured = child("rank", cache.path, ranks=count)["epoch_s"]
-        return simulate(scenario).way("host").epoch_s, measured, scenario.batches * one["step_s"]
+        return simulate(scenario).way("host").epoch_s, measured, scenario.batches * one
 
     for count in (1, 2, 4):
         yield f"{count} rank{'s' * (count > 1)} on {cores} cores", lambda n=count: once(n)
@@ -258,9 +287,14 @@ def products() -> Callable[[], None]:
     return step
 
 
-def child_step(_path: str) -> dict[str, float]:
-    torch.set_num_threads(1)
-    return {"step_s": alone(products())}
+def child_step() -> dict[str, float]:
+    """A step with nothing to load, on every rank at once and without a word among them."""
+    joined()
+    step = products()
+    alone(step)
+    if dist.is_initialized():
+        dist.barrier()
+    return said({"products_s": alone(step)})
 
 
 def joined() -> tuple[int, int]:
@@ -355,7 +389,7 @@ def store(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
         served = served_loads(cache, None, STORE_BATCH, tiers=["disk"])
         scenario = scenario_of(
             cache, None, STORE_BATCH, step_s, served=served, nodes=nodes, store="throttled", network_bytes_s=1e12,
-            store_bytes_s=STORE_BYTES_S, store_latency_s=STORE_LATENCY_S, requests=STORE_THREADS, sync_s=sync_s,
+            store_bytes_s=STORE_BYTES_S, store_latency_s=STORE_LATENCY_S, requests=STORE_THREADS, fetch_bytes=1, sync_s=sync_s,
         )  # fmt: skip
         measured = child("store", cache.path, folder / "throttle", length_s, ranks=nodes)["epoch_s"]
         return simulate(scenario).way("store").epoch_s, measured, scenario.batches * step_s
@@ -390,16 +424,17 @@ def filling(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
         write(file, count, "gzip")
 
     def once(kind: str, length_s: float) -> Found:
-        made = child("stages", tried, kind, folder)
-        step_s = alone(sleeping(length_s))
+        before, step_s = child("stages", tried, kind, folder), alone(sleeping(length_s))
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            measured = child("beside", path, kind, place, length_s, 8)["epoch_s"]
+        after = child("stages", tried, kind, folder)
+        made = {name: (before[name] + after[name]) / 2 for name in before}
         with tempfile.TemporaryDirectory(dir=folder) as place:
             few = child("beside", small, kind, place, length_s, 4)["epoch_s"]
         scenario = Scenario(
             records=SAMPLES, record_bytes=1.0, batch=8, step_s=step_s, host_memory_bytes=1, cores=2, step_cpus=0.0,
             disk_bytes_s=1e12, start_s=max(0.0, few - 8 * sum(made.values()) - step_s), **made,
         )  # fmt: skip
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            measured = child("beside", path, kind, place, length_s, 8)["epoch_s"]
         return simulate(scenario).beside_s, measured, scenario.batches * step_s
 
     for kind, length_s in (("grid", 20e-3), ("mlp", 20e-3), ("grid", 200e-3)):
@@ -467,11 +502,11 @@ def main() -> None:
     torch.set_num_threads(1)
     kept = RESULTS / "simulate.jsonl"
     before = [json.loads(line) for line in kept.read_text().splitlines()[1:]] if kept.exists() else []
-    fresh = {part: rows_of(part, arguments.rounds) for part in arguments.only}
-    rows = [row for row in before if row["part"] not in fresh and len(arguments.only) < len(PARTS)]
-    rows += [row for part in fresh.values() for row in part]
-    rows.sort(key=lambda row: [*PARTS].index(row["part"]))
-    publish("simulate", rows, save=arguments.save)
+    rows = [row for row in before if row["part"] not in arguments.only]
+    for part in arguments.only:
+        rows += rows_of(part, arguments.rounds)
+        rows.sort(key=lambda row: [*PARTS].index(row["part"]))
+        publish("simulate", rows, save=arguments.save)  # what is measured is kept if the rest is broken off
 
 
 if __name__ == "__main__":

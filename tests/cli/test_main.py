@@ -227,7 +227,7 @@ def test_a_run_that_waits_longer_than_it_may_ends_with_5(project: Path) -> None:
 
     report = run_json("train", "c.yaml", "training.max_stall=1.0")
     assert report["over_budget"] is None
-    assert set(report["stall_parts"]) <= {"read", "gather", "copy", "transform", "wait"}
+    assert set(report["stall_parts"]) <= {"fetch", "read", "gather", "copy", "transform", "wait"}
 
 
 def test_plan_knows_the_stall_once_a_step_was_timed(project: Path) -> None:

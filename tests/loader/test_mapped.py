@@ -93,7 +93,7 @@ def test_without_addresses_everything_is_copied(tmp_path: Path, monkeypatch: pyt
 
 
 def test_too_many_maps_and_machines_without_them_fall_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = write_cache(tmp_path, {"x": torch.randn(20, 8)}, shards=(7, 9))
 
@@ -102,6 +102,7 @@ def test_too_many_maps_and_machines_without_them_fall_back(
             patch.setattr(mapped, name, value)
             fill(map_host(cache, find_places(cache, None), everything(cache)))
             assert maps_of(cache.path) == 0
+    assert "3 shards of 1 fields are more than the 2 that one process can map" in caplog.text
     monkeypatch.setattr(sys, "platform", "darwin")
     fill(map_host(cache, find_places(cache, None), everything(cache)))
     assert maps_of(cache.path) == 0

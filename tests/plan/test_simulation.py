@@ -14,9 +14,9 @@ from stoker.plan.simulation.pace import encoding_with
 from stoker.plan.simulation.queues import Traffic, Visit, passed
 
 SMALL = Scenario(records=10_000, record_bytes=1e6, batch=10, step_s=0.02, host_memory_bytes=100_000_000_000)
-CLUSTER = replace(
+CLUSTER = replace(  # read as a mounted folder is, byte by byte
     SMALL, nodes=4, gpus=2, gpu_memory_bytes=16_000_000_000, store="s3", network_bytes_s=1e9,
-    store_bytes_s=2e9, read_s=0.004, encode_s=0.002, raw_bytes=4e6, cores=8,
+    store_bytes_s=2e9, read_s=0.004, encode_s=0.002, raw_bytes=4e6, cores=8, fetch_bytes=1,
 )  # fmt: skip
 
 
@@ -51,6 +51,10 @@ def test_steps_that_vary_hold_up_all_ranks_and_the_same_seed_gives_the_same() ->
     # The largest of eight normal values lies 1.42 deviations above their mean.
     assert uneven == pytest.approx(0.02 * 1.142, rel=0.02)
     assert uneven == again != queue(0.0, 0.02, ranks=8, spread=0.1, seed=2)
+
+
+def test_gradients_are_summed_after_each_step_and_all_wait_for_it() -> None:
+    assert queue(0.0, 0.02, ranks=2, sync_s=0.005) == pytest.approx(0.025)
 
 
 def test_more_ahead_evens_out_steps_that_vary() -> None:
@@ -127,6 +131,13 @@ def test_a_copy_with_a_size_limit_saves_what_it_has() -> None:
 
     assert half.epoch_bytes == pytest.approx(1e10 * (1 - hit_share(0.5, 4)), rel=1e-6)
     assert half.first_bytes == 1e10
+    # In blocks of 4 MB each read of 1 MB moves 5 MB, unless neighbours are asked for together.
+    blocks, in_order = (
+        simulate(replace(CLUSTER, disk_bytes=5_000_000_000, fetch_bytes=4_000_001, order=order)).way("mirror")
+        for order in ("full", "block")
+    )
+    assert blocks.first_bytes == 5e10
+    assert in_order.epoch_bytes == half.epoch_bytes < blocks.epoch_bytes / 4
     assert "mirror" not in {way.name for way in whole.ways}
     assert whole.way("disk").epoch_bytes == static.epoch_bytes == 0
 
@@ -140,7 +151,7 @@ def test_what_does_not_fit_is_said_with_figures_and_the_rest_goes_on() -> None:
     assert "6.0 GiB of host memory may be filled" in host.why_not
     assert "Use tier" not in host.why_not
     assert found.way("static").fits
-    assert "what does not fit: host, device" in found.reason
+    assert "what does not fit: disk, host" in found.reason
 
 
 def test_nothing_that_fits_is_an_answer_too() -> None:
@@ -161,7 +172,7 @@ def test_costs_are_hours_bytes_and_a_month() -> None:
     scenario = parse_scenario(
         ["nodes=2", "network=1GB/s", "store=s3", "records=10_000", "record_bytes=1MB", "raw_bytes=2MB",
          "batch=10", "step=20ms", "host_memory=100GB", "epochs=3", "price_node_hour=36",
-         "price_gb_month=0.5", "price_gb_read=0.1"]
+         "price_gb_month=0.5", "price_gb_read=0.1", "fetch=1B"]
     )  # fmt: skip
     found = simulate(scenario)
     way, encoding = found.way("store"), found.encoding
@@ -169,6 +180,24 @@ def test_costs_are_hours_bytes_and_a_month() -> None:
     hours = 2 * 36 * (way.total_s - encoding.seconds) / 3600 + encoding.nodes * 36 * encoding.seconds / 3600
     assert way.cost == pytest.approx(hours + 0.5 * 10 + 0.1 * (3 * 10 + 20))
     assert found.cheapest in {one.name for one in found.ways}
+
+
+def test_reads_of_a_store_are_those_of_a_mirror() -> None:
+    from stoker.store.mirror.block_map import BLOCK_BYTES
+    from stoker.store.mirror.root import AT_ONCE
+
+    assert (SMALL.fetch_bytes, SMALL.requests) == (BLOCK_BYTES, AT_ONCE)
+
+
+def test_cores_that_share_what_they_compute_with_are_worth_what_they_were_measured_at() -> None:
+    steps = {
+        ranks: simulate(replace(SMALL, gpus=ranks, cores=1.25, step_cpus=1.0, copy_bytes_s=1e15)).way("host")
+        for ranks in (1, 2, 4)
+    }
+
+    assert steps[1].epoch_s / 1000 == pytest.approx(0.02, rel=0.01)
+    assert steps[2].epoch_s / 500 == pytest.approx(0.02 * 2 / 1.25, rel=0.01)
+    assert steps[4].epoch_s / 250 == pytest.approx(0.02 * 4 / 1.25, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import stoker
+from stoker.errors import ResourceError
 from stoker.plan.resources import Resources
 from stoker.precompute import engine, here, space
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.space import fit_copies
-from stoker.units import MIB
+from stoker.schema import Field
+from stoker.store.mirror.attach import attach
+from stoker.units import GIB, MIB
 
 
 class Held:
@@ -87,3 +91,14 @@ def test_a_source_that_holds_little_is_read_as_before(caplog: pytest.LogCaptureF
 
     assert fit_copies(1000, settings, free(1024), wanted=64)[0] is settings
     assert not caplog.records
+
+
+def test_a_cache_at_an_address_may_be_larger_than_the_disk_that_its_mirror_is_on(tmp_path: Path) -> None:
+    schema = {"x": Field(shape=(256, 1024), dtype="float32")}
+    root = attach(f"file://{tmp_path / 'there'}", tmp_path / "here", 64 * MIB)
+    disk = replace(free(1024), disk_bytes=2 * GIB, disk_inodes=1000)
+
+    space.check_space(root / "x" / "0123456789abcdef", schema, 100_000, disk)
+
+    with pytest.raises(ResourceError, match="Make room"):
+        space.check_space(tmp_path / "plain", schema, 100_000, disk)

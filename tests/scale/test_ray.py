@@ -57,9 +57,8 @@ class TwoNodes:
         assert self.process.stdout.readline() == "killed\n"
 
     def close(self):
-        self.process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(60)
+            self.process.communicate(timeout=60)
         for one in psutil.process_iter(["environ"]):  # what Ray leaves behind at times
             if (one.info["environ"] or {}).get("RAY_TMPDIR") == self.environment["RAY_TMPDIR"]:
                 with suppress(psutil.NoSuchProcess):
@@ -119,7 +118,12 @@ def run(environment, **given):
     """Run to the end; exit code, report, and what was said."""
     with running(environment, **given) as process:
         out, said = process.communicate(timeout=LONG_S)
-    return process.returncode, json.loads(out) if out else None, said
+    return process.returncode, last_line(out), said
+
+
+def last_line(out):
+    """The report; Ray itself prints to standard output when a node is lost."""
+    return json.loads(out.splitlines()[-1]) if out else None
 
 
 def calls(folder):
@@ -132,6 +136,13 @@ def calls(folder):
     return found
 
 
+def is_still(folder):
+    """Whether nothing is being encoded: a call takes a tenth of a second."""
+    before = sum(calls(folder).values())
+    time.sleep(3.0)
+    return sum(calls(folder).values()) == before
+
+
 def wait_for(what, limit_s=LONG_S):
     until = time.monotonic() + limit_s
     while not what():
@@ -142,8 +153,8 @@ def wait_for(what, limit_s=LONG_S):
 def same_records(path, others):
     one, two = open_cache(Path(path)), open_cache(Path(others))
     assert one.fingerprint == two.fingerprint
-    assert len(one) == len(two) > 0
-    for number in range(one.recipe.count):
+    assert one.numbers.tolist() == two.numbers.tolist() != []
+    for number in one.numbers.tolist():
         for name, value in one[number].items():
             assert torch.equal(value, two[number][name]), (number, name)
 
@@ -214,57 +225,55 @@ def test_a_node_killed_midway_costs_a_little_work(environment, tmp_path):
     with (
         nodes(environment) as cluster,
         running(
-            environment, folder=str(tmp_path), samples=2400, sleep_s=0.1, ray={"address": cluster.address}
+            environment, folder=str(tmp_path), samples=1400, sleep_s=0.1, ray={"address": cluster.address}
         ) as process,
     ):
-        wait_for(lambda: len(calls(tmp_path)) > 1000)
+        wait_for(lambda: len(calls(tmp_path)) > 600)
         cluster.kill_a_node()
         out, said = process.communicate(timeout=LONG_S)
 
     assert process.returncode == 0, said
     assert "go to another worker" in said
-    report = json.loads(out)
-    assert (report["records"], report["encoded"]) == (2400, 2400)
+    report = last_line(out)
+    assert (report["records"], report["encoded"]) == (1400, 1400)
     encoded = calls(tmp_path)
-    assert len(encoded) == 2400
-    assert sum(encoded.values()) <= 1.1 * 2400
-    same_records(report["path"], alone(environment, tmp_path, 2400))
+    assert len(encoded) == 1400
+    assert sum(encoded.values()) <= 1.1 * 1400
+    same_records(report["path"], alone(environment, tmp_path, 1400))
 
 
 def test_a_killed_driver_takes_its_tasks_along_and_is_resumed(cluster, environment, tmp_path):
-    given = {"folder": str(tmp_path), "samples": 1200, "ray": {"address": cluster.address}}
+    given = {"folder": str(tmp_path), "samples": 1000, "ray": {"address": cluster.address}}
     with running(environment, sleep_s=0.1, **given) as process:
-        wait_for(lambda: len(calls(tmp_path)) > 500)
+        wait_for(lambda: len(calls(tmp_path)) > 400)
         process.kill()
         process.wait()
-    time.sleep(20.0)  # tasks must not outlive their driver for long
-    before = sum(calls(tmp_path).values())
-    time.sleep(2.0)
-    assert sum(calls(tmp_path).values()) == before
+    wait_for(lambda: is_still(tmp_path), limit_s=60.0)  # tasks must not outlive their driver for long
+    assert len(calls(tmp_path)) < 1000
 
     code, report, said = run(environment, **given)
 
     assert code == 0, said
-    assert report["records"] == 1200
-    assert report["reused"] > 300
-    assert sum(calls(tmp_path).values()) <= 1.25 * 1200
+    assert report["records"] == 1000
+    assert report["reused"] > 200
+    assert sum(calls(tmp_path).values()) <= 1.25 * 1000
 
 
 def test_ctrl_c_seals_what_is_encoded_and_the_next_run_goes_on(cluster, environment, tmp_path):
-    given = {"folder": str(tmp_path), "samples": 1200, "ray": {"address": cluster.address}}
+    given = {"folder": str(tmp_path), "samples": 1000, "ray": {"address": cluster.address}}
     with running(environment, sleep_s=0.1, **given) as process:
-        wait_for(lambda: len(calls(tmp_path)) > 300)
+        wait_for(lambda: len(calls(tmp_path)) > 200)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=LONG_S)
 
     assert process.returncode == 130, said
     encoded = sum(calls(tmp_path).values())
-    assert f"{encoded:,} of 1,200 records are stored" in said
+    assert f"{encoded:,} of 1,000 records are stored" in said
 
     code, report, said = run(environment, **given)
 
     assert code == 0, said
-    assert (report["reused"], report["encoded"]) == (encoded, 1200 - encoded)
+    assert (report["reused"], report["encoded"]) == (encoded, 1000 - encoded)
     assert set(calls(tmp_path).values()) == {1}
 
 

@@ -248,6 +248,22 @@ def test_a_connection_that_was_cut_misses_nothing(running: Running, page: Any) -
     page.get_by_role("img", name="last: training 0.6667, validation 0.3333").wait_for()
 
 
+def test_a_page_that_is_looked_at_says_that_the_service_is_degraded(running: Running, page: Any) -> None:
+    id, claim, leases = claimed(running, "while the disk is full")
+    page.goto(f"/jobs/{id}")
+    trouble, banner = running.services.database.trouble, page.locator("#degraded")
+    banner.wait_for(state="hidden")
+
+    trouble.note("disk", "the disk of /srv/stoker is full. Make room")
+    banner.get_by_text("the disk of /srv/stoker is full").wait_for()
+    leases.report(claim, [metrics(1)], 1)
+    page.get_by_role("img", name="Loss by epoch").wait_for()
+    assert banner.is_visible(), "the page goes on, and says it still"
+    trouble.note("disk", None)
+
+    banner.wait_for(state="hidden")
+
+
 @pytest.mark.parametrize(
     ("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)]
 )

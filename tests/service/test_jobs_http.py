@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -193,6 +195,51 @@ def test_a_database_that_does_not_answer_is_told_from_a_fault(
     assert running.client.get(f"{running.address}/health").json() == {"status": "ok"}
     monkeypatch.undo()
     assert running.client.get(running.api("/ready")).json()["status"] == "ready"
+
+
+@pytest.mark.slow  # it waits as long as a statement may take
+def test_a_database_that_another_holds_is_read_and_refuses_in_time(running: Running) -> None:
+    other = sqlite3.connect(running.services.folder.database, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    try:
+        answer = running.client.post(running.api("/jobs"), json=GUIDE)
+        listed = running.client.get(running.api("/jobs"))
+    finally:
+        other.execute("ROLLBACK")
+        other.close()
+
+    assert (answer.status_code, listed.status_code) == (503, 200)
+    assert "retry-after" in answer.headers
+    assert "database is locked" in answer.json()["error"]
+    assert running.client.post(running.api("/jobs"), json=GUIDE).status_code == 201
+
+
+SQL = ["'", "'; DROP TABLE jobs; --", '" UNION SELECT value FROM meta --']
+
+
+@pytest.mark.parametrize("text", SQL)
+def test_no_text_is_taken_for_sql(running: Running, job: str, text: str) -> None:
+    known, said = running.services.jobs.count(), []
+    named = running.client.post(
+        running.api("/jobs"),
+        json={"job_name": text, "config": CONFIG},
+        headers={"Idempotency-Key": text},
+    )
+    said.append(running.client.post(running.api("/jobs"), json={"config": {**CONFIG, "dataset_ids": [text]}}))
+    for path in ("/jobs/{}", "/jobs/{}/metrics", "/jobs/{}/logs", "/datasets/{}", "/operations/{}"):
+        said.append(running.client.get(running.api(path.format(quote(text, safe="")))))
+    for name in ("status", "limit", "offset"):
+        said.append(running.client.get(running.api("/jobs"), params={name: text}))
+    for asked in (
+        {"kind": "radio", "name": text, "url": text, "set": text},
+        {"kind": "hdf5", "name": text, "path": text},
+    ):
+        said.append(running.client.post(running.api("/datasets"), json=asked))
+
+    assert (named.status_code, named.json()["job_name"]) == (201, text)
+    assert {answer.status_code for answer in said} <= {403, 404, 422}
+    assert running.services.jobs.count() == known + 1
+    assert running.services.jobs.get(job).id == job
 
 
 def test_figures_for_prometheus_name_every_state(running: Running) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 import threading
 from pathlib import Path
 
@@ -12,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from stoker.errors import ConfigError, IncompleteError, StalledError
+from stoker.errors import ConfigError, IncompleteError, ResourceError, StalledError
 from stoker.loader import Loader
-from stoker.schema import Schema
+from stoker.schema import Field, Schema
 from stoker.store import Cache, WriterSettings, claims, make_recipe, open_cache, open_folder
 from stoker.store.compact import compact
+from stoker.store.shard_write import OpenShard
 from tests.store.fakes import RAGGED, SCHEMA, FakeSource, assert_whole, batch_of, fill, make_cache
 
 ROOT = Path(__file__).parents[2]
@@ -108,7 +110,7 @@ def test_marks_and_environments_travel_with_their_records(tmp_path: Path) -> Non
 
     cache = open_cache(folder.path)
     found = {
-        cache.shard(i).environment["device"]: (
+        cache.shard(i).described("environment")["device"]: (
             cache.shard(i).numbers().tolist(),
             cache.shard(i).marked.tolist(),
         )
@@ -278,3 +280,86 @@ def test_numbers_come_as_plain_integers(tmp_path: Path) -> None:
     compact(cache.path, shard_bytes=FULL)
 
     assert open_cache(cache.path).numbers.dtype == np.int64
+
+
+def test_an_index_is_not_written_for_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names every shard: with as many parts as shards that would cost their square."""
+    source = FakeSource(parts=[(f"p{i}", 4) for i in range(12)])
+    before = make_short(tmp_path, source, step=2)
+
+    report = compact(before.path)
+
+    assert (report.shards_before, report.shards_after, report.merged) == (24, 12, 24)
+    assert report.generation <= before.index.generation + 2
+    assert_whole(open_cache(before.path), source)
+
+    monkeypatch.setattr("stoker.store.compact.PUBLISH_S", 0.0)
+    monkeypatch.setattr("stoker.store.compact.PUBLISH_TIMES", 0.0)
+    before = make_short(tmp_path / "again", source, step=2)
+    assert compact(before.path).generation == before.index.generation + 12, "as soon as they may serve"
+
+
+def test_what_was_merged_serves_though_the_rest_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = FakeSource(parts=[(f"p{i}", 4) for i in range(6)])
+    before = make_short(tmp_path, source, step=2)
+    sealed: list[int] = []
+    plain = OpenShard.seal
+
+    def seal(self: OpenShard) -> None:
+        if len(sealed) == 4:
+            raise ResourceError("the disk is full")
+        sealed.append(self.rows)
+        plain(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OpenShard, "seal", seal)
+        with pytest.raises(ResourceError, match="the disk is full"):
+            compact(before.path)
+
+    after = open_cache(before.path)
+    assert sorted(serving(after)) == [2, 2, 2, 2, 4, 4, 4, 4]
+    assert_whole(after, source)
+    assert compact(before.path).merged == 4, "the next one goes on with what is left"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_ten_thousand_short_shards_become_a_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a thousand descriptors, in little memory, while somebody reads the earlier generation."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    schema: Schema = {"x": Field(shape=(16,), dtype="float32")}
+    source = FakeSource(schema, parts=[("a", 20_000)])
+    folder = open_folder(tmp_path, "x", make_recipe(source, None))
+    values = torch.arange(20_000 * 16, dtype=torch.float32).reshape(20_000, 16)
+    writer = folder.writer(WriterSettings(shard_bytes=128))
+    for begin in (0, 1):  # interleaved, as two writers leave it
+        for first in range(begin * 1000, 20_000, 2000):
+            writer.append(range(first, first + 1000), {"x": values[first : first + 1000]})
+    writer.seal()
+    before = folder.finish()
+    assert len(before.index.shards) == 10_000
+    code = f"""
+        import resource
+        from stoker.store.compact import compact
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        report = compact({str(before.path)!r})
+        assert (report.merged, report.shards_after, report.records) == (10_000, 1, 20_000), report
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """
+
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) < 400 * 1024, "KiB"
+    for cache in (before, open_cache(before.path)):
+        (batch,) = Loader(cache, 20_000, tier="disk", order="sequential", device="cpu")
+        assert torch.equal(batch["x"], values)

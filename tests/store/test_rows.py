@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stoker.store.rows import choose_rows, numbers_of, runs_of
+from stoker.store.rows import choose_rows, numbers_of, runs_of, spread
 
 
 def served(chosen: list[NDArray[np.int64]]) -> list[dict[int, int]]:
@@ -65,3 +65,15 @@ def test_numbers_come_back_from_their_runs() -> None:
 
     assert numbers_of(runs_of(numbers)).tolist() == numbers.tolist()
     assert len(runs_of(np.empty(0, np.int64))) == 0
+
+
+def test_runs_are_spread_in_blocks_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.store.rows.BLOCK", 10)
+    rng = np.random.default_rng(0)
+    first, count = rng.integers(0, 1000, 50), rng.choice([0, 1, 3, 40], 50)
+
+    found = spread(first, count, np.int32)
+
+    assert found.dtype == np.int32
+    assert found.tolist() == [n + k for n, c in zip(first, count, strict=True) for k in range(c)]
+    assert not len(spread(first[:0], count[:0]))

@@ -126,13 +126,16 @@ def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     force: Annotated[
         bool, typer.Option("--force", help="Also what is in use, was used in the last day, or is the newest.")
     ] = False,
+    at_address: Annotated[
+        bool, typer.Option("--at-address", help="Of an address: also shards there that serve nothing.")
+    ] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Remove what no cache needs any more.
 
     Superseded shards, temporaries of dead writers, weights that no recipe names; and recipes, as --keep,
-    --max-size and --older-than say. What is in use stays.
+    --max-size and --older-than say. What is in use stays. Of an address (s3://...) only copies here go.
 
     \b
     Example:
@@ -142,9 +145,16 @@ def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     with edge(as_json=as_json, debug=debug) as out:
         from stoker.cli import render_keeping
         from stoker.store.gc import GcPolicy, collect
+        from stoker.store.mirror.attach import here
+        from stoker.store.mirror.clean import clean
+        from stoker.store.remote import is_url
 
         policy = GcPolicy(keep=keep, max_bytes=max_size, older_than_s=older_than, force=force)
-        out.show(collect(cache_dir, policy, dry_run=dry_run), render_keeping.gc)
+        if is_url(cache_dir):
+            report = clean(here(cache_dir), policy, dry_run=dry_run, at_address=at_address)
+        else:
+            report = collect(cache_dir, policy, dry_run=dry_run)
+        out.show(report, render_keeping.gc)
 
 
 def import_pt(  # noqa: PLR0913, PLR0917 (one parameter per flag)

@@ -27,7 +27,7 @@ LINE_S = 10.0
 """Seconds between two lines without a terminal."""
 BAR = 28
 """Columns of a bar."""
-PARTS = ("read", "gather", "copy", "transform", "wait")
+PARTS = ("fetch", "read", "gather", "copy", "transform", "wait")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from stoker.units import format_percent
 
 if TYPE_CHECKING:
     from stoker.service.client import Act, ServiceClient
+    from stoker.service.ray_client import RayTarget
     from stoker.service.serve import Started
 
 STATE_DIR = Path(".stoker/service")
@@ -68,6 +69,13 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     allow_host: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A further name by which browsers call it.")
     ] = None,
+    executor: Annotated[
+        str, typer.Option(metavar="local|ray", help="Where jobs run: here, or on a Ray cluster.")
+    ] = "local",
+    ray_address: Annotated[
+        str | None, typer.Option(metavar="URL", help="Its dashboard, as http://HOST:8265.")
+    ] = None,
+    ray_gpus: Annotated[float, typer.Option(min=0, help="GPUs of a job on the Ray cluster.")] = 0.0,
     job_memory: Annotated[
         int | None,
         typer.Option(parser=size, metavar="16GiB", help="What a job's processes may hold; more fails it."),
@@ -88,6 +96,7 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     Example:
       stoker serve --root data/pdebench
       stoker serve --port 9000 --state-dir /srv/stoker --workers 2 --job-memory 16GiB --job-time 12h
+      stoker serve --executor ray --ray-address http://10.0.0.1:8265 --state-dir /shared/stoker
     """
     with edge(as_json=as_json, debug=debug) as out:
         missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -98,14 +107,16 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         from stoker.service.serve import ServeSettings
         from stoker.service.serve import serve as run
 
+        cluster = _cluster(executor, ray_address, ray_gpus)
         settings = ServeSettings(
-            state_dir=state_dir,
+            state_dir=state_dir.absolute() if cluster else state_dir,
             host=host,
             port=port,
             database=database or os.environ.get(DATABASE),
             workers=workers,
             roots=tuple(root or ()),
             hosts=tuple(allow_host or ()),
+            ray=cluster,
             job_memory_bytes=job_memory,
             job_s=job_time,
         )
@@ -113,6 +124,21 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         environment = {name: value for name, value in os.environ.items() if name not in hidden}
         run(settings, environment, lambda started: out.show(started, render_started))
         out.note("the service has ended; jobs that ran go on at its next start")
+
+
+def _cluster(executor: str, address: str | None, gpus: float) -> RayTarget | None:
+    """The cluster that runs jobs; None: this machine does."""
+    if executor not in ("local", "ray") or (executor == "ray") != (address is not None):
+        raise ConfigError(
+            f"--executor {executor}{f' --ray-address {address}' if address else ''}: expected --executor ray "
+            "with --ray-address http://HOST:8265, or neither"
+        )
+    if address is None:
+        return None
+    from stoker.service.ray_client import RayJobs, RayTarget, ray_token
+
+    RayJobs(address, ray_token(os.environ)).check()
+    return RayTarget(address=address, python=sys.executable, gpus=gpus)
 
 
 def render_started(started: Started, console: Console) -> None:

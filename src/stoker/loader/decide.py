@@ -29,6 +29,7 @@ from stoker.loader.outputs import Output, make_outputs
 from stoker.loader.places import Places, find_places, lengths_of, weighted
 from stoker.loader.ragged import Ragged, check_lengths, make_join
 from stoker.loader.ranks import Share, own_records
+from stoker.loader.read_ahead import elsewhere_of
 from stoker.loader.residency import claim_plan, parts_of
 from stoker.loader.transform import Transform, names_of
 from stoker.loader.watch import Ask
@@ -111,7 +112,16 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
         examples=examples,
         outputs=outputs,
         order=order,
-        demand=_demand(cache, places, outputs, wishes.batch_size, str(wishes.device)),
+        demand=replace(
+            _demand(cache, places, outputs, wishes.batch_size, str(wishes.device)),
+            elsewhere=elsewhere_of(
+                cache,
+                order.kind,
+                examples=order.positions,
+                example_bytes=sum(output.example_bytes for output in outputs),
+                step_examples=order.global_batch,
+            ),
+        ),
         shards=tuple(places.shards()),
     )
     made = design(cache, wishes, found, plan or partial(_planned, cache, wishes), ledger=ledger)

@@ -102,6 +102,9 @@ class DiskBatches:
         self._example_bytes = sum(output.example_bytes for output in outputs)
         self._buffers: dict[tuple[str, int], Buffers] = {}
         self.meter: StallMeter | None = None
+        self.fetching_s: Callable[[], float] | None = None
+        """Gives the seconds that reads have waited for an object store so far; None: the files are here."""
+        self._fetching_s = 0.0
         self._pieces = Pieces(cache.recipe.columns, outputs, READ_THREADS)
         self._twins = [twin_for(output, torch.device("cpu")) for output in outputs]
         self._views: tuple[Memory, list[Tensor]] | None = None
@@ -207,8 +210,17 @@ class DiskBatches:
         if waited:
             self._waits = any(waited)
         if meter is not None:
-            meter.spent("read", perf_counter() - begin)
+            fetched_s = self._fetched_s(len(waited))
+            meter.spent("fetch", min(fetched_s, perf_counter() - begin))
+            meter.spent("read", max(0.0, perf_counter() - begin - fetched_s))
         return pending.values
+
+    def _fetched_s(self, threads: int) -> float:
+        """Seconds, of each thread, that reads have waited for an object store since this was last asked."""
+        if self.fetching_s is None:
+            return 0.0
+        before, self._fetching_s = self._fetching_s, self.fetching_s()
+        return (self._fetching_s - before) / max(1, threads)
 
     def _gather(
         self,

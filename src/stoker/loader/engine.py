@@ -24,7 +24,7 @@ from stoker.loader.partial import PartialBatches
 from stoker.loader.places import Places
 from stoker.loader.ranks import Share
 from stoker.loader.reach import Reach
-from stoker.loader.read_ahead import read_ahead_of
+from stoker.loader.read_ahead import fetching_of, read_ahead_of
 from stoker.loader.residency import Held, Residency
 from stoker.loader.watch import Ask
 from stoker.loader.windows import Examples
@@ -140,7 +140,7 @@ class Engine:
         made = DiskBatches(
             design.cache, design.places, outputs, locator, lambda: self.residency.held.host, design.reading
         )
-        made.meter = design.meter
+        made.meter, made.fetching_s = design.meter, fetching_of(design.cache)
         return made
 
     def _reach(self, block_bytes: int) -> Reach:

@@ -13,6 +13,7 @@ mapping cannot work.
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import mmap
 import sys
@@ -44,6 +45,7 @@ from stoker.schema import Field, Schema
 if TYPE_CHECKING:
     from stoker.store import Cache, Shard
 
+log = logging.getLogger("stoker")
 PAGE = 4096
 """The alignment of columns in a shard. Pages of the machine must not be larger."""
 
@@ -174,6 +176,11 @@ def _choose_mapped(cache: Cache, schema: Schema, shards: frozenset[int]) -> Choi
         (name for name, f in schema.items() if unit_bytes(f)), key=lambda n: -unit_bytes(schema[n])
     )
     if len(by_size) * len(shards) > MAX_MAPS:
+        log.warning(
+            "%s: %d shards of %d fields are more than the %d that one process can map, so each process holds "
+            "a copy. `stoker compact` makes fewer shards",
+            cache.path, len(shards), len(by_size), MAX_MAPS,
+        )  # fmt: skip
         return None
     fixed: list[str] = []
     align = 1

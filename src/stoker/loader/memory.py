@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stoker.loader.places import Places
 from stoker.schema import Field, Schema
+from stoker.store.offsets import offsets_in
 from stoker.store.shard_read import PIECE_BYTES
 
 if TYPE_CHECKING:
@@ -91,9 +92,9 @@ def make_layout(
     rows = np.array([s.rows if i in shards else 0 for i, s in enumerate(cache.index.shards)], dtype=np.int64)
     steps: dict[str, NDArray[np.int64]] = {}
     for name in (name for name, f in schema.items() if f.ragged):
-        steps[name] = np.zeros(count, dtype=np.int64)
-        for shard in sorted(shards):
-            steps[name][shard] = cache.shard(shard).offsets(name)[-1]
+        steps[name], held = np.zeros(count, dtype=np.int64), sorted(shards)
+        every = offsets_in(cache.shard, held, name, where=str(cache.path))
+        steps[name][held] = [offsets[-1] for offsets in every]
     return Layout(
         rows=rows,
         base=aligned_starts(rows, row_align),
@@ -159,11 +160,10 @@ def record_rows(layout: Layout, places: Places) -> NDArray[np.int64]:
 def record_steps(cache: Cache, layout: Layout, places: Places, name: str) -> NDArray[np.int64]:
     """The first virtual step of each served record's ragged field; 0 for records held elsewhere."""
     found = np.zeros(len(places.numbers), dtype=np.int64)
-    for shard in places.shards():
-        if layout.rows[shard]:
-            own = np.flatnonzero(places.shard == shard)
-            offsets = cache.shard(shard).offsets(name)
-            found[own] = layout.step_base[name][shard] + offsets[places.row[own]]
+    held = [(shard, own) for shard, own in places.by_shard() if layout.rows[shard]]
+    every = offsets_in(cache.shard, [shard for shard, _ in held], name, where=str(cache.path))
+    for offsets, (shard, own) in zip(every, held, strict=True):
+        found[own] = layout.step_base[name][shard] + offsets[places.row[own]]
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ from stoker.errors import ConfigError, IncompleteError, MissingRecordError
 from stoker.loader.draws import Weights
 from stoker.loader.order import SORTED_LIMIT, Draws
 from stoker.loader.windows import Examples
+from stoker.store.offsets import offsets_in
+from stoker.store.rows import spread
 from stoker.units import format_count
 
 if TYPE_CHECKING:
@@ -38,6 +40,14 @@ class Places:
         """The shards that hold any of its own, sorted. (`np.unique` would import `numpy.ma`: 20 ms.)"""
         return np.flatnonzero(np.bincount(self.shard[slice(*self.own)])).tolist()
 
+    def by_shard(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Each of `shards()` with the records in it, as places here."""
+        order = np.argsort(self.shard, kind="stable")
+        inside, shards = self.shard[order], self.shards()
+        begins, ends = (np.searchsorted(inside, shards, side=side) for side in ("left", "right"))
+        for shard, begin, end in zip(shards, begins.tolist(), ends.tolist(), strict=True):
+            yield shard, order[begin:end]
+
     def of_all(self, per_record: NDArray[Any]) -> NDArray[Any]:
         """Pick the served records' entries from an array over all stored records."""
         return per_record if self.chosen is None else per_record[self.chosen]
@@ -55,10 +65,8 @@ def find_places(cache: Cache, indices: Sequence[int] | NDArray[Any] | None) -> P
         IncompleteError: Nothing is left to serve.
     """
     runs = cache.segments
-    starts = np.cumsum(runs.count) - runs.count
-    row = np.repeat(runs.row - starts, runs.count) + np.arange(len(cache), dtype=np.int64)
-    row = row.astype(np.int32)
-    shard = np.repeat(runs.shard, runs.count).astype(np.int32)
+    row = spread(runs.row, runs.count, np.int32)
+    shard = np.repeat(runs.shard.astype(np.int32), runs.count)
     numbers = cache.numbers
     chosen = None if indices is None else _choose(cache, numbers, np.asarray(indices))
     if chosen is not None:
@@ -104,9 +112,9 @@ def _choose(cache: Cache, numbers: NDArray[np.int64], wanted: NDArray[Any]) -> N
 def lengths_of(cache: Cache, places: Places, field: str) -> NDArray[np.int64]:
     """Steps of each of these records in a ragged field; reads nothing of shards that hold none of them."""
     lengths = np.zeros(len(places.numbers), np.int64)
-    for shard in places.shards():
-        own = places.shard == shard
-        lengths[own] = np.diff(cache.shard(shard).offsets(field))[places.row[own]]
+    every = offsets_in(cache.shard, places.shards(), field, where=str(cache.path))
+    for offsets, (_, own) in zip(every, places.by_shard(), strict=True):
+        lengths[own] = np.diff(offsets)[places.row[own]]
     return lengths
 
 

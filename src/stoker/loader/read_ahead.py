@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 
 from stoker.errors import StokerError
 from stoker.loader.horizon import Depth, Horizon
-from stoker.loader.order import Ids
+from stoker.loader.order import Ids, OrderKind
 from stoker.loader.pool import Pool, ending
 from stoker.loader.ranks import Share
 from stoker.loader.reach import Reach
+from stoker.plan import Elsewhere
 from stoker.store.joint import Joint
 from stoker.store.local import LocalStorage
 from stoker.store.mirror.block_map import BLOCK_BYTES
@@ -232,6 +233,32 @@ def runs_of(blocks: NDArray[np.int64], reach: Reach, most: int) -> list[Run]:
             when = int(places[at : at + most].min())
             found.append((when, Run(shard=shard, first=first, stop=first + len(some))))
     return [run for _, run in sorted(found, key=lambda one: one[0])]
+
+
+def fetching_of(cache: Cache) -> Callable[[], float] | None:
+    """Gives the seconds that reads of a cache have waited for where it lies; None where that is here."""
+    counters = list({id(m.folder.counters): m.folder.counters for m in mirrored(cache) or ()}.values())
+    return (lambda: sum(one.wait_s for one in counters)) if counters else None
+
+
+def elsewhere_of(
+    cache: Cache, kind: OrderKind, *, examples: int, example_bytes: float, step_examples: int
+) -> Elsewhere | None:
+    """What a plan asks about a cache that lies elsewhere; None where its files are all on this machine."""
+    shards = mirrored(cache)
+    if not shards:
+        return None
+    rooms = [shard.room for shard in shards if shard.room is not None]
+    return Elsewhere(
+        url=shards[0].folder.url,
+        bytes=sum(entry.bytes for entry in cache.index.shards),
+        room_bytes=min(rooms, default=None),
+        block_bytes=BLOCK_BYTES,
+        examples=examples,
+        example_bytes=example_bytes,
+        step_examples=step_examples,
+        order=str(kind),
+    )
 
 
 def read_ahead_of(

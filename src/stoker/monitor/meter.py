@@ -15,9 +15,10 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from stoker.schema import Json
 
-Part: TypeAlias = Literal["read", "gather", "copy", "transform", "wait"]
-"""What a wait was for: reading from disk, putting the batch together in memory (all that nobody else claims),
-copying it to the device or into page-locked memory, the user's transforms, or waiting for another thread."""
+Part: TypeAlias = Literal["fetch", "read", "gather", "copy", "transform", "wait"]
+"""What a wait was for: bytes from an object store or shared storage, reading from disk, putting the batch
+together in memory (all that nobody else claims), copying it to the device or into page-locked memory, the
+user's transforms, or waiting for another thread."""
 PARTS: tuple[Part, ...] = get_args(Part)
 
 

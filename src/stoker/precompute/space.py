@@ -12,6 +12,8 @@ from stoker.precompute.layout import slot_size
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.schema import Schema, columns_of
 from stoker.store import Recipe
+from stoker.store.mirror.root import limit_at
+from stoker.store.writer import OPEN_PARTS
 from stoker.units import MIB, format_bytes, format_count
 
 log = logging.getLogger("stoker")
@@ -39,6 +41,8 @@ def check_space(folder: Path, schema: Schema, records: int, resources: Resources
         ResourceError: It does not fit; nothing has been written.
     """
     needed = needed_bytes(schema, records)
+    if (limit := limit_at(folder)) is not None:  # what is put elsewhere makes room here
+        needed = min(needed, limit + OPEN_PARTS * _SHARD_BYTES)
     files = needed // _SHARD_BYTES + 1 + _SPARE_INODES
     free, inodes = resources.disk_bytes, resources.disk_inodes
     if free is not None and needed + _RESERVE_BYTES > free:

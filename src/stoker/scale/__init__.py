@@ -4,4 +4,13 @@ place.py    which rank of how many this process is, from the launcher's environm
 ranks.py    what ranks do together, and `ALONE`, a process that has nobody to wait for
 group.py    `RankGroup`: the same over torch.distributed, every wait with a deadline
 pulse.py    who is alive, and who ended with which message
+
+Precompute on a Ray cluster (`ray_engine.py`, `RayEngine`):
+
+slices.py        cuts what is missing into whole groups, large at first
+ray_settings.py  which cluster, what a task takes
+ray_cluster.py   the connection, nodes and room
+ray_round.py     sends slices out, takes back what is lost
+ray_task.py      what runs on a node
+ray_board.py     the actor that hears how far tasks are;  ray_view.py shows it
 """

@@ -86,7 +86,9 @@ class RayEngine:
 
     @staticmethod
     def _packed(share: Share) -> bytes:
-        settings = replace(share.settings, progress=None, part=(0, 1), on_hang="exit", overwrite=False)
+        settings = replace(
+            share.settings, progress=None, part=(0, 1), devices=(), on_hang="exit", overwrite=False
+        )
         load = Load(
             source=share.source,
             encoder=share.encoder,

@@ -31,6 +31,7 @@ from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.progress import Snapshot
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.share import Share
+from stoker.sources.files import stamp_of
 from stoker.sources.protocol import FileRef, Source
 from stoker.store import Digests, FileDigest, Folder, Recipe, make_recipe, open_folder
 from stoker.units import MIB
@@ -208,7 +209,6 @@ def _encode(order: dict[str, Any], kept: _Kept, teller: _Teller) -> dict[str, An
         kept.load.settings,
         seal_after_s=order["seal_after_s"],
         device=order["device"],
-        beside=beside,
         memory_bytes=max(
             _LEAST_BYTES, min(kept.load.settings.memory_bytes, machine.host_bytes // (2 * beside))
         ),
@@ -241,12 +241,10 @@ class Agreed:
 
     def files(self, refs: Sequence[FileRef]) -> list[FileDigest]:
         """See `Digester`."""
-        from stoker.sources.files import stamp_of
-
         found: list[FileDigest] = []
         for ref, known in zip(refs, self._known, strict=False):
             try:
-                stamp = stamp_of(Path(ref.path).stat())
+                stamp = stamp_of(ref.path.stat())
             except OSError:
                 break
             if ref.name != known.name or _without_device(stamp) != _without_device(known.stamp):

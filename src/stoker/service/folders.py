@@ -9,6 +9,7 @@ DIR/jobs/ID/job.json    what the job is to do
            events.jsonl what it says about itself, a line each
            log.txt      its standard output and error
            lock         held by its process; says which one
+           ray          on a Ray cluster: the submission that is to run; ray-stop: which is to stop
            checkpoints/
 """
 
@@ -51,6 +52,16 @@ class JobFolder:
     def lock(self) -> Path:
         """Held by its process."""
         return self.path / "lock"
+
+    @property
+    def submission(self) -> Path:
+        """Says which submission to a Ray cluster is the one that is to run."""
+        return self.path / "ray"
+
+    @property
+    def stop(self) -> Path:
+        """Says which submission is to make its checkpoint and end."""
+        return self.path / "ray-stop"
 
     @property
     def checkpoints(self) -> Path:

@@ -13,6 +13,7 @@ from stoker.errors import ConfigError
 from stoker.schema import Json
 from stoker.service.executor import Limits
 from stoker.service.machine import count_gpus
+from stoker.service.ray_client import RayTarget
 from stoker.service.server import address_of, make_server, open_socket, run_server, write_address
 from stoker.service.services import open_services
 from stoker.service.supervise import Staff, Supervisor
@@ -38,6 +39,8 @@ class ServeSettings:
     """Folders whose data jobs may read."""
     hosts: tuple[str, ...] = ()
     """Further names by which it may be called."""
+    ray: RayTarget | None = None
+    """The Ray cluster that runs jobs; None: this machine."""
     job_memory_bytes: int | None = None
     """What a job's processes may hold; None: no limit."""
     job_s: float | None = None
@@ -118,7 +121,7 @@ def _staff(settings: ServeSettings, environment: Mapping[str, str]) -> Staff:
     """One worker for each GPU that we may use, unless told otherwise.
 
     Raises:
-        ConfigError: A limit with which no job could begin.
+        ConfigError: A limit with which no job could begin, or that nobody would hold.
     """
     if 0 in (settings.job_memory_bytes, settings.job_s):
         raise ConfigError("a job may use 0 of its memory or time. Give --job-memory and --job-time above 0")
@@ -126,4 +129,11 @@ def _staff(settings: ServeSettings, environment: Mapping[str, str]) -> Staff:
     devices = [str(i) for i in range(count_gpus())] if named is None else [d for d in named.split(",") if d]
     wanted = settings.workers if settings.workers is not None else max(1, len(devices))
     limits = Limits(memory_bytes=settings.job_memory_bytes, wall_s=settings.job_s)
+    if settings.ray is not None:
+        if settings.job_memory_bytes is not None:
+            raise ConfigError(
+                "--job-memory is not looked at on nodes of a Ray cluster. Leave it out, and limit it there"
+            )
+        # A worker only watches a job of the cluster, which hands out its GPUs itself.
+        return Staff(workers=settings.workers or 1, limits=limits, ray=settings.ray)
     return Staff(workers=wanted, devices=tuple(devices) or (None,), limits=limits)

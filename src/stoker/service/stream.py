@@ -47,7 +47,6 @@ class Feed:
     Args:
         outbox: Of the database.
         degraded: What does not work now; readers are told of it and of its end.
-
     """
 
     def __init__(self, outbox: Outbox, degraded: Callable[[], str | None] = lambda: None) -> None:

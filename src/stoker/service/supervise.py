@@ -28,6 +28,7 @@ from stoker.service.folders import StateFolder
 from stoker.service.jobs import Jobs
 from stoker.service.leases import Leases, Terms
 from stoker.service.outbox import Outbox
+from stoker.service.ray_client import RayTarget
 from stoker.service.upgrade import claim_folder
 from stoker.service.worker import CHILD, Settings
 
@@ -58,6 +59,8 @@ class Staff:
     terms: Terms = field(default_factory=Terms)
     pace: Pace = field(default_factory=Pace)
     limits: Limits = field(default_factory=Limits)
+    ray: RayTarget | None = None
+    """The cluster that runs the jobs; None: this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +223,7 @@ class _Member:
             terms=staff.terms,
             pace=staff.pace,
             limits=replace(staff.limits, devices=device),
+            ray=staff.ray,
         )
         self._process: subprocess.Popen[bytes] | None = None
         self._name = ""

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,8 @@ from stoker.service.folders import StateFolder
 from stoker.service.job_file import JobFile
 from stoker.service.leases import Claim, Leases, Outcome, Terms
 from stoker.service.local import LocalExecutor
+from stoker.service.ray_client import RayJobs, RayTarget, ray_token
+from stoker.service.ray_executor import RayExecutor
 from stoker.service.states import State
 
 if TYPE_CHECKING:
@@ -61,6 +63,8 @@ class Settings:
     terms: Terms = field(default_factory=Terms)
     pace: Pace = field(default_factory=Pace)
     limits: Limits = field(default_factory=Limits)
+    ray: RayTarget | None = None
+    """The cluster that runs its jobs; None: this machine."""
 
     def to_text(self) -> str:
         """One line of JSON."""
@@ -73,6 +77,7 @@ class Settings:
         values["child"] = tuple(values["child"])
         for name, kind in (("terms", Terms), ("pace", Pace), ("limits", Limits)):
             values[name] = kind(**values[name])
+        values["ray"] = values["ray"] and RayTarget(**values["ray"])
         return cls(**values)
 
 
@@ -209,13 +214,21 @@ def main() -> int:
     except StokerError as error:
         _log.error("%s", error)
         return 1
-    worker = Worker(settings, database, LocalExecutor(os.environ), describe)
+    worker = Worker(settings, database, _executor(settings, os.environ), describe)
     workers.append(worker)
     if stopped:
         worker.stop()
     worker.run()
     database.close()
     return 0
+
+
+def _executor(settings: Settings, environment: Mapping[str, str]) -> Executor:
+    """Where its jobs run."""
+    local = LocalExecutor(environment)
+    if settings.ray is None:
+        return local
+    return RayExecutor(settings.ray, RayJobs(settings.ray.address, ray_token(environment)), local)
 
 
 def describe(database: Database, ids: list[str]) -> list[dict[str, Json]]:

@@ -5,12 +5,17 @@ folder.py      one fingerprint's folder being filled: missing, adopt, quarantine
 writer.py      records -> shards (convert.py, shard_write.py, statistics.py, sums.py)
 cache.py       shards -> records (index.py, shard_read.py, field_read.py, blocks.py, header.py, columns.py);
                verify.py reads them all, lost.py says which shards are gone
-catalog.py     what shards there are, and the index made from them; adopt.py takes over a sibling's
+open_shards.py which shards a process has open, and what is known of the others (shard_facts.py, offsets.py)
+catalog.py     what shards there are, and the index made from them (rows.py says which rows serve);
+               concurrently.py reads many at a time; adopt.py takes over a sibling's
 layout.py      where columns lie, pure arithmetic
 compact.py     short shards into full ones; repair.py sets damaged ones aside
 growing.py     what is there of a cache that is being filled, and in which order that is done
 gc.py          removes what nobody needs (gc_scan.py, superseded.py); use.py says who needs a folder
-local.py       files that appear whole or not at all; claims.py, failures.py, strict_json.py
+local.py       a folder of files (pending.py: that appear whole or not at all); claims.py, failures.py,
+               strict_json.py
+mirror/        a local folder that stands for caches at an address: blocks are fetched when they are read;
+               push and pull. remote/ is what is there
 protocols.py   what the store asks of storage, and a loader of whoever can fill gaps
 """
 
@@ -21,6 +26,9 @@ from stoker.store.failures import Failure
 from stoker.store.folder import Folder, open_folder
 from stoker.store.index import Index, Segments
 from stoker.store.join import Join, Joined, JoinReport, join_table
+from stoker.store.mirror.pull import pull
+from stoker.store.mirror.push import push
+from stoker.store.mirror.transfer import TransferReport, Wanted
 from stoker.store.recipe import Recipe, RecipePart, load_recipe, make_recipe
 from stoker.store.shard_read import Shard
 from stoker.store.verify import BadRecord, VerifyReport
@@ -45,7 +53,9 @@ __all__ = [
     "RecordWriter",
     "Segments",
     "Shard",
+    "TransferReport",
     "VerifyReport",
+    "Wanted",
     "WriterSettings",
     "diff_recipes",
     "join_table",
@@ -53,4 +63,6 @@ __all__ = [
     "make_recipe",
     "open_cache",
     "open_folder",
+    "pull",
+    "push",
 ]

@@ -33,10 +33,12 @@ from stoker.store.layout import axis_length
 from stoker.store.local import LocalStorage
 from stoker.store.lost import LostShard, without_lost
 from stoker.store.mirror.attach import here
+from stoker.store.offsets import offsets_in
 from stoker.store.open_shards import OpenShards
 from stoker.store.packing import read_field
 from stoker.store.protocols import Filler, Filling
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
+from stoker.store.rows import spread
 from stoker.store.shard_facts import ShardFacts
 from stoker.store.shard_read import Shard
 from stoker.store.use import Use, note_use
@@ -119,9 +121,7 @@ class Cache:
     @cached_property
     def numbers(self) -> NDArray[np.int64]:
         """Sample numbers of stored records, sorted, `(len(self),)`. Read-only."""
-        segments = self.segments
-        before = np.cumsum(segments.count) - segments.count
-        numbers = np.repeat(segments.first - before, segments.count) + np.arange(self.index.stored)
+        numbers = spread(self.segments.first, self.segments.count)
         numbers.flags.writeable = False
         return numbers
 
@@ -190,8 +190,9 @@ class Cache:
             return np.full(len(self), axis_length(spec), np.int64)
         segments = self.segments
         pieces = [np.empty(0, np.int64)]
-        for shard, row, count in zip(segments.shard, segments.row, segments.count, strict=True):
-            pieces.append(np.diff(self.shard(int(shard)).offsets(field)[row : row + count + 1]))
+        every = offsets_in(self.shard, segments.shard.tolist(), field, where=str(self.path))
+        for offsets, row, count in zip(every, segments.row, segments.count, strict=True):
+            pieces.append(np.diff(offsets[row : row + count + 1]))
         return np.concatenate(pieces)
 
     def verify(self, subset: float = 1.0, *, seed: int = 0) -> VerifyReport:

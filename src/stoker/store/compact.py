@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,8 @@ from stoker.units import MIB
 CHUNK_BYTES = 4 * MIB
 """Bytes of records read before they are written."""
 CHUNK_ROWS = 1024
+PUBLISH_S, PUBLISH_TIMES = 10.0, 10.0
+"""What was merged serves after this many seconds, or this many times what writing an index took."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,9 +95,12 @@ def compact(path: str | Path, *, shard_bytes: int = layout.SHARD_BYTES) -> Compa
     with maintaining(cache.path):
         merge = _Merge(cache, shard_bytes)
         report = CompactReport(path=str(cache.path), shards_before=_serving(merge.cache.index))
-        for group in merge.groups(report.left):
-            report.merged += len(group.files)
-            report.records += merge.run(group)
+        try:
+            for group in merge.groups(report.left):
+                report.merged += len(group.files)
+                report.records += merge.run(group)
+        finally:
+            merge.publish()
         report.written = len(merge.written)
     index = merge.cache.index
     report.generation, report.shards_after = index.generation, _serving(index)
@@ -124,6 +130,8 @@ class _Merge:
         self._catalog = Catalog(self._storage, self._recipe)
         self._writer = secrets.token_hex(6)
         self._capacity = layout.capacity(self._recipe.columns, shard_bytes)
+        self._fresh: list[str] = []
+        self._publish_at = 0.0
         self.cache = self._index()
 
     def groups(self, left: list[tuple[str, str]]) -> Iterator[_Group]:
@@ -154,9 +162,10 @@ class _Merge:
                 )
 
     def run(self, group: _Group) -> int:
-        """Write the records of a group into full shards, and an index in which those serve."""
-        # By name: merging one group makes another generation, with other places.
-        entries = {i: e for i, e in enumerate(self.cache.index.shards) if e.file in group.files}
+        """Write the records of a group into full shards; `publish` makes them serve, now or later."""
+        # By name: another generation has other places.
+        places = sorted(self._places[file] for file in group.files)
+        entries = {i: self.cache.index.shards[i] for i in places}
         table = np.concatenate([_served_rows(entry, i) for i, entry in entries.items()])
         table = table[np.argsort(table[:, 0], kind="stable")]
         origins = {i: _Origin(self.cache.shard(i)) for i in entries}
@@ -177,13 +186,25 @@ class _Merge:
             if out is not None:
                 out.discard()
         self.written += fresh
-        self.cache = self._index(fresh)
+        self._fresh += fresh
+        if time.monotonic() >= self._publish_at:
+            self.publish()
         return len(table)
 
+    def publish(self) -> None:
+        """Write an index in which what was written so far serves, if anything was since the last one."""
+        if self._fresh:
+            self.cache = self._index(self._fresh)
+            self._fresh = []
+
     def _index(self, first: Sequence[str] = ()) -> Cache:
-        path = self._storage.path
+        """Another generation: O(shards), so one for many groups. Killed before it, they are merged anew."""
+        path, begun = self._storage.path, time.monotonic()
         with claim(path, "index", wait_s=INDEX_WAIT_S):
             index = write_index(self._storage, self._recipe, self._catalog.refresh(), first)
+        self._places = {shard.file: i for i, shard in enumerate(index.shards)}
+        now = time.monotonic()
+        self._publish_at = now + max(PUBLISH_S, PUBLISH_TIMES * (now - begun))
         return Cache(path, self._recipe, index)
 
     def _fill(self, shard: Shard, served: int) -> float:

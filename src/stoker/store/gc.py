@@ -37,6 +37,7 @@ from stoker.store.gc_scan import (
     weights_in,
 )
 from stoker.store.local import dead_temporaries
+from stoker.store.mirror.root import MARKER
 from stoker.store.recipe import RECIPE_FILE
 from stoker.store.superseded import drop_superseded, find_superseded, reasons, still_needed
 from stoker.store.use import alone, unnoted
@@ -72,7 +73,7 @@ class GcItem:
     """One thing that goes, or stays although the policy names it."""
 
     kind: str
-    """`fingerprint`, `shard`, `damaged`, `temporary`, `weights`, or `leftover` of a removal cut short."""
+    """`fingerprint`, `shard`, `damaged`, `temporary`, `weights`, `copy`, or `leftover` of one cut short."""
     path: str
     bytes: int
     """What its removal sets free; files linked from elsewhere count nothing."""
@@ -131,6 +132,8 @@ def collect(cache_dir: str | Path, policy: GcPolicy | None = None, *, dry_run: b
     cache_dir = Path(cache_dir)
     if not cache_dir.is_dir():
         raise FormatError(f"there is no folder {cache_dir}. Name the folder that holds caches by name")
+    if (cache_dir / MARKER).exists():
+        raise FormatError(f"{cache_dir} holds copies of an address. Give the address: stoker gc s3://...")
     inside = [cache_dir, *(path for path in cache_dir.iterdir() if FINGERPRINT.fullmatch(path.name))]
     if any((path / RECIPE_FILE).exists() for path in inside):
         raise FormatError(f"{cache_dir} is one cache. Name the folder above, which holds caches by name")

@@ -6,9 +6,13 @@ A run is `(row, first number, count)`: consecutive rows that hold consecutive nu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
+
+BLOCK = 1 << 20
+"""Records that are spread at a time, in 16 MiB; more where one run has more."""
 
 
 def runs_of(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -29,7 +33,7 @@ def numbers_of(runs: NDArray[np.int64]) -> NDArray[np.int64]:
     >>> numbers_of(np.array([[0, 4, 3], [3, 2, 2]])).tolist()
     [4, 5, 6, 2, 3]
     """
-    return _spread(runs[:, 1], runs[:, 2])
+    return spread(runs[:, 1], runs[:, 2])
 
 
 def choose_rows(
@@ -63,7 +67,7 @@ def choose_rows(
 def without_rows(runs: NDArray[np.int64], rows: Sequence[int]) -> NDArray[np.int64]:
     """The runs with some rows cut out."""
     numbers = numbers_of(runs)
-    places = _spread(runs[:, 0], runs[:, 2])
+    places = spread(runs[:, 0], runs[:, 2])
     keep = ~np.isin(places, rows)
     return _joined(np.zeros(int(keep.sum()), np.int64), places[keep], numbers[keep])[:, 1:]
 
@@ -82,8 +86,8 @@ def _settle(table: NDArray[np.int64]) -> NDArray[np.int64]:
     count = table[:, 3]
     shard, row, number = (
         np.repeat(table[:, 0], count),
-        _spread(table[:, 1], count),
-        _spread(table[:, 2], count),
+        spread(table[:, 1], count),
+        spread(table[:, 2], count),
     )
     order = np.lexsort((row, shard, number))
     shard, row, number = shard[order], row[order], number[order]
@@ -99,7 +103,21 @@ def _joined(shard: NDArray[np.int64], row: NDArray[np.int64], number: NDArray[np
     return np.stack([shard[begins], row[begins], number[begins], counts], axis=1)
 
 
-def _spread(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`first`, `first + 1`, ... of each run, one after another."""
-    total = int(count.sum())
-    return np.repeat(first - (np.cumsum(count) - count), count) + np.arange(total, dtype=np.int64)
+def spread(first: NDArray[np.int64], count: NDArray[np.int64], dtype: DTypeLike = np.int64) -> NDArray[Any]:
+    """`first`, `first + 1`, ... of each run, one after another.
+
+    Made in blocks, so that at its peak it takes no more memory than what comes out.
+
+    >>> spread(np.array([4, 0]), np.array([3, 2])).tolist()
+    [4, 5, 6, 0, 1]
+    """
+    ends = np.cumsum(count)
+    out = np.empty(int(ends[-1]) if len(ends) else 0, dtype)
+    begin = done = 0
+    while begin < len(count):
+        stop = max(begin + 1, int(np.searchsorted(ends, done + BLOCK, side="right")))
+        own, end = slice(begin, stop), int(ends[stop - 1])
+        before = ends[own] - count[own] - done
+        out[done:end] = np.repeat(first[own] - before, count[own]) + np.arange(end - done, dtype=np.int64)
+        begin, done = stop, end
+    return out

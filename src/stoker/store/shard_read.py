@@ -202,10 +202,6 @@ class Shard:
                     f"{self._path}: padding at byte {offset} is not zero. No record is affected"
                 )
 
-    def ahead(self, offset: int, size: int) -> None:
-        """Begin to bring bytes of the file near; `FieldReader.extent` says which."""
-        self._file.ahead(offset, size)
-
     def fileno(self) -> int:
         """The descriptor, for mapping columns; stays open as long as the shard."""
         return self._file.fileno()

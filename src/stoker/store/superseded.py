@@ -21,6 +21,7 @@ from stoker.store.claims import claim
 from stoker.store.index import INDEX_FILE, Index, ShardEntry, dump_index, load_index
 from stoker.store.local import LocalStorage
 from stoker.store.recipe import Recipe, load_recipe
+from stoker.store.remote.protocol import ChangedError, Expected
 from stoker.store.repair import DAMAGED
 from stoker.store.shard_read import Shard
 from stoker.store.use import Use, alone
@@ -93,6 +94,7 @@ def drop_superseded(folder: Path, found: Superseded, *, force: bool = False) -> 
         # No waiting: whoever opens the folder meanwhile waits for us.
         if not stack.enter_context(claim(folder, "index")):
             return "somebody writes its index"
+        version = LocalStorage(folder).version(INDEX_FILE)
         view = _view(folder)
         now = Superseded() if view is None else _superseded(folder, view[1])
         same = found.shards.keys() <= now.shards.keys() and found.damaged.keys() <= now.damaged.keys()
@@ -102,19 +104,21 @@ def drop_superseded(folder: Path, found: Superseded, *, force: bool = False) -> 
         kept = tuple(shard for shard in index.shards if shard.file not in found.shards)
         data = dump_index(replace(index, shards=kept), recipe)
         try:
-            _put(folder, data, found)
+            _put(folder, data, found, version)
+        except ChangedError:
+            return "another machine replaced its index meanwhile"
         except ResourceError:
             # The disk is full, so make room first; that an index names what serves nothing is no harm.
             _unlink(folder, found)
-            _put(folder, data, found)
+            _put(folder, data, found, version)
         else:
             _unlink(folder, found)
     return None
 
 
-def _put(folder: Path, index: bytes, found: Superseded) -> None:
+def _put(folder: Path, index: bytes, found: Superseded, version: Expected) -> None:
     if found.shards:
-        LocalStorage(folder).put(INDEX_FILE, index)
+        LocalStorage(folder).put(INDEX_FILE, index, expected=version)
 
 
 def _unlink(folder: Path, found: Superseded) -> None:

@@ -141,7 +141,7 @@ class TrainReport:
     tasks: dict[str, dict[str, float | None]] = field(default_factory=dict[str, "dict[str, float | None]"])
     """The errors above for each task, where several are trained on; those above are then their means."""
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Seconds waited for data, by what for: `read`, `gather`, `copy`, `transform`, `wait`."""
+    """Seconds waited for data, by what for: `fetch`, `read`, `gather`, `copy`, `transform`, `wait`."""
     ceiling_step_s: float | None = None
     """Seconds of a step that never waits, measured in this run; None: the run was too short for it."""
     lost: float | None = None

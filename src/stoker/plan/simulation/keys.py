@@ -117,6 +117,7 @@ KEYS: Mapping[str, tuple[str, Callable[[str], Any], str]] = {
     "store_rate": ("store_bytes_s", rate, "of the store towards all nodes together"),
     "store_latency": ("store_latency_s", seconds, "until the first byte"),
     "requests": ("requests", count, "that one rank has under way at once"),
+    "fetch": ("fetch_bytes", lambda text: int(size(text)), "that reads of the store move in steps of"),
     "network": ("network_bytes_s", rate, "of each node"),
     "disk": ("disk_bytes", size, "local disk of each node for records"),
     "disk_rate": ("disk_bytes_s", rate, "of it"),

@@ -108,7 +108,9 @@ def asked_of_tiers(scenario: Scenario, plan: Plan, *, far: float, near: float) -
     inline_s = beside_s = aside_s = disk = 0.0
     for row in plan.rows:
         part = row.records / total
-        inline_s += part * (row.direct_s or 0.0)
+        if not row.records:
+            continue
+        inline_s += part * (row.direct_s or 0.0) + (1 - part) * scenario.fixed_s.get(row.tier, 0.0)
         # What the step waits for in any case is not done beside it, and keeps who loads busy as well.
         busy_s = part * (row.load_s or 0.0) if row.beside_s else 0.0
         if row.tier == "disk":
@@ -118,14 +120,15 @@ def asked_of_tiers(scenario: Scenario, plan: Plan, *, far: float, near: float) -
         else:
             beside_s += busy_s
     taken = disk * scenario.batch * scenario.taken_bytes
-    requests = far * disk * scenario.batch
+    fetched = disk * scenario.batch * scenario.fetched_bytes
+    requests = far * disk * scenario.batch * scenario.record_requests
     found = "disk" in scenario.served and not far
     return Asked(
         inline_s=inline_s,
         beside_s=beside_s,
         aside_s=aside_s + _latency_s(scenario, requests),
         requests=requests,
-        far_bytes=far * taken,
+        far_bytes=far * fetched,
         disk_bytes=0.0 if found else near * taken,
     )
 
@@ -150,6 +153,8 @@ def asked_to_encode(scenario: Scenario) -> Asked:
 
 def traffic_of(scenario: Scenario, asked: Asked) -> Traffic:
     """The queues of a run in which every batch asks that."""
+    whole = max(1, math.ceil(scenario.node_cores))
+    slower = whole / scenario.node_cores if scenario.gpus * scenario.busy_cores > scenario.node_cores else 1.0
     spare = scenario.node_cores / scenario.gpus - scenario.busy_cores
     visits = [
         Visit(place="store", seconds=asked.far_bytes / (scenario.store_bytes_s or math.inf)),
@@ -164,9 +169,9 @@ def traffic_of(scenario: Scenario, asked: Asked) -> Traffic:
         ranks=scenario.gpus,
         visits=[visit for visit in visits if visit.seconds > 0],
         inline_s=asked.inline_s + asked.encode_s,
-        step_s=scenario.step_s,
+        step_s=scenario.step_s * slower,
         step_cores=scenario.busy_cores,
-        cores=max(1, int(scenario.node_cores)),
+        cores=whole,
         readers=max(1, min(scenario.readers, int(spare))),
         depth=scenario.depth,
         spread=scenario.step_spread,

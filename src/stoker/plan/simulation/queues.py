@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MOST_EVENTS = 60_000
+MOST_EVENTS = 20_000
 """Events of one simulation; longer epochs go on as these did."""
 
 

@@ -15,6 +15,11 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 LOCAL = "local"
 """The name of a store that is each node's own disk; every other one is reached over the network."""
 
+REQUESTS, FETCH_BYTES = 16, 1 << 20
+"""Of a mirror of an address.
+
+Source: `store/mirror/root.py` and `store/mirror/block_map.py`, whose import costs torch; a test compares.
+"""
 _TYPICAL = Rates()
 
 
@@ -56,7 +61,8 @@ class Scenario:
     model_bytes: int | None = None
     """GPU memory that the model takes; None: the planner's rule for a model not seen yet, half of it."""
     cores: float | None = None
-    """Of one node; None: two for each rank, one that starts kernels and one that loads."""
+    """Of one node; None: two for each rank, one that starts kernels and one that loads. Of cores that share
+    what they compute with, as many as they are worth together."""
     step_cpus: float | None = None
     """Cores that a step keeps busy; None: 1."""
 
@@ -66,8 +72,11 @@ class Scenario:
     """Of the store towards all nodes together; None: no limit but the nodes' network."""
     store_latency_s: float = 0.0
     """Until the first byte of a request."""
-    requests: int = 16
-    """Requests that one rank has under way at once."""
+    requests: int = REQUESTS
+    """Requests that one rank has under way at once; as many as a mirror waits for."""
+    fetch_bytes: int = FETCH_BYTES
+    """What a read of the store moves in steps of, as a mirror of an address does. 1: only what is asked for,
+    as from a folder that is mounted."""
     network_bytes_s: float | None = None
     """Of one node; needed where the store is not local."""
     disk_bytes: int = 0
@@ -109,6 +118,9 @@ class Scenario:
     device_bytes_s: float = _TYPICAL.device_bytes_s
     served: Mapping[str, Load] = field(default_factory=dict[str, Load])
     """Per tier what loading a batch was found to take on one rank; wins over rates."""
+    fixed_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Per tier the part of what a step waits for in any case that is of a batch, not of its examples: threads
+    that are woken. It is the same for a batch of which only a part comes from there."""
     prices: Prices = field(default_factory=Prices)
 
     def __post_init__(self) -> None:
@@ -188,6 +200,28 @@ class Scenario:
     def taken_bytes(self) -> float:
         """What one example takes out of a tier."""
         return self.record_bytes if self.example_bytes is None else self.example_bytes
+
+    @property
+    def fetched_bytes(self) -> float:
+        """What the read of one example moves where its neighbours are of no use: blocks that it touches.
+
+        On average: in blocks of b bytes a record of r bytes at any place touches 1 + (r - 1) / b of them.
+        """
+        if self.order == "block" or not self.shared:
+            return self.taken_bytes
+        return self.taken_bytes + self.fetch_bytes - 1
+
+    @property
+    def block_records(self) -> float:
+        """Records that one read of the store brings along."""
+        return 1.0 if self.order == "block" else max(1.0, self.fetch_bytes / self.record_bytes)
+
+    @property
+    def record_requests(self) -> float:
+        """Requests to the store for one example; in block order one brings its neighbours along."""
+        if self.order != "block":
+            return 1.0
+        return min(1.0, self.record_bytes / self.fetch_bytes)
 
     @property
     def batches(self) -> int:

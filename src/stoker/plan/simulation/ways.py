@@ -79,21 +79,21 @@ def _way(
     even = passed(traffic_of(scenario, kept.asked), scenario.batches)
     epoch_s = scenario.batches * even.period_s
     each_node = scenario.epoch_examples / scenario.nodes
-    taken = scenario.taken_bytes
+    demand, moved = each_node * scenario.taken_bytes, each_node * scenario.fetched_bytes
     if encoding is None:
-        taken = scenario.sample_bytes * min(1.0, taken / scenario.record_bytes)
-    demand = each_node * taken
-    early = [(epoch_s, kept.far * demand)]
+        moved = each_node * scenario.sample_bytes * min(1.0, scenario.taken_bytes / scenario.record_bytes)
+    early = [(epoch_s, kept.far * moved)]
     if kept.fill_bytes:
         room = (kept.fill_bytes, demand, epoch_s, scenario.link_bytes_s)
         early = fill_beside(*room, most=scenario.epochs)
     elif kept.cold is not None:
         cold = passed(traffic_of(scenario, kept.cold), scenario.batches)
-        early = [(scenario.batches * cold.period_s, demand)]
+        early = [(scenario.batches * cold.period_s, moved)]
     later = scenario.epochs - len(early)
     start_s = scenario.start_s + (0.0 if encoding is None else encoding.seconds)
     empty = traffic_of(
-        scenario, replace(kept.asked, far_bytes=scenario.batch * taken if scenario.shared else 0.0)
+        scenario,
+        replace(kept.asked, far_bytes=scenario.batch * moved / each_node if scenario.shared else 0.0),
     )
     bottleneck, cure = limited(scenario, kept.asked, even, base)
     way = Way(
@@ -106,13 +106,13 @@ def _way(
         stall=max(0.0, 1 - base.period_s / even.period_s),
         first_node_bytes=early[0][1],
         first_bytes=early[0][1] * scenario.nodes,
-        epoch_node_bytes=kept.far * demand,
-        epoch_bytes=kept.far * demand * scenario.nodes,
+        epoch_node_bytes=kept.far * moved,
+        epoch_bytes=kept.far * moved * scenario.nodes,
         device_bytes=kept.device_bytes,
         host_bytes=kept.host_bytes,
         disk_bytes=kept.disk_bytes,
         total_s=start_s + sum(seconds for seconds, _ in early) + later * epoch_s,
-        read_bytes=scenario.nodes * (sum(moved for _, moved in early) + later * kept.far * demand),
+        read_bytes=scenario.nodes * (sum(moved for _, moved in early) + later * kept.far * moved),
         bottleneck=bottleneck,
         cure=cure,
         remark=kept.remark,
@@ -147,7 +147,20 @@ def _store(scenario: Scenario) -> _Kept | None:
     if not scenario.shared:
         return None
     plan = planned(scenario, "disk", scenario.records)
-    return _Kept(asked=asked_of_tiers(scenario, plan, far=1.0, near=0.0), far=1.0)
+    remark = _say_blocks(scenario).removeprefix(", ")
+    return _Kept(asked=asked_of_tiers(scenario, plan, far=1.0, near=0.0), far=1.0, remark=remark)
+
+
+def _say_blocks(scenario: Scenario) -> str:
+    """What blocks cost, where a record is much smaller than one."""
+    times = scenario.fetched_bytes / scenario.taken_bytes
+    if times < 1.5:
+        return ""
+    size, moved = format_bytes(scenario.taken_bytes), format_bytes(scenario.fetched_bytes)
+    return (
+        f", each read of {size} moves {moved} in blocks, {times:.1f} times as much: "
+        "order=block uses neighbours, fetch=1B is a mounted folder"
+    )
 
 
 def _mirror(scenario: Scenario) -> _Kept | None:
@@ -155,14 +168,15 @@ def _mirror(scenario: Scenario) -> _Kept | None:
     fraction = scenario.disk_bytes / scenario.set_bytes
     if not scenario.shared or not fraction or fraction >= 1:
         return None
-    hits = hit_share(fraction, scenario.nodes, order=scenario.order, seed=scenario.seed)
+    order, in_block = scenario.order, scenario.block_records
+    hits = hit_share(fraction, scenario.nodes, order=order, in_block=in_block, seed=scenario.seed)
     plan = planned(scenario, "disk", scenario.records)
     return _Kept(
         asked=asked_of_tiers(scenario, plan, far=1 - hits, near=hits),
         far=1 - hits,
         cold=asked_of_tiers(scenario, plan, far=1.0, near=0.0),
         disk_bytes=min(scenario.disk_bytes, scenario.set_bytes / (scenario.nodes if hits == 1 else 1)),
-        remark=f"the copy has {format_percent(hits)} of what is asked for",
+        remark=f"the copy has {format_percent(hits)} of what is asked for{_say_blocks(scenario)}",
     )
 
 

@@ -74,7 +74,7 @@ def attach(
     names = [name for name in names if FINGERPRINT.fullmatch(name.rpartition("/")[2])]
     for _ in in_order(lambda name: _bring(root / name), names, what=f"reading what is at {url}"):
         pass
-    _remove_gone(root, inside, {*names})
+    _remove_gone(root, inside, {*names}, remote)
     (root / inside).mkdir(mode=0o700, parents=True, exist_ok=True)
     return root / inside
 
@@ -123,11 +123,22 @@ def _bring(folder: Path) -> None:
             mirror.names.fresh(name)
 
 
-def _remove_gone(root: Path, inside: str, names: set[str]) -> None:
+def _remove_gone(root: Path, inside: str, names: set[str], remote: Remote) -> None:
     """Remove what stands for a folder that is not there any more, unless somebody has it open."""
     for recipe in root.glob(f"[!.]*/[!.]*/{RECIPE_FILE}"):
         name = str(recipe.parent.relative_to(root))
-        if name not in names and (name == inside or name.startswith(inside and f"{inside}/")):
-            with alone(recipe.parent) as nobody:
-                if nobody:
-                    shutil.rmtree(recipe.parent, ignore_errors=True)
+        if name in names or not (name == inside or name.startswith(inside and f"{inside}/")):
+            continue
+        if _is_there(remote, f"{name}/{RECIPE_FILE}"):
+            continue  # begun since the list was made
+        with alone(recipe.parent) as nobody:
+            if nobody:
+                shutil.rmtree(recipe.parent, ignore_errors=True)
+
+
+def _is_there(remote: Remote, name: str) -> bool:
+    try:
+        Retries().run(lambda: remote.head(name), f"head {remote.url}/{name}")
+    except FileNotFoundError:
+        return False
+    return True

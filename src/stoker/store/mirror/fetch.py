@@ -39,13 +39,14 @@ class Fetcher:
     def runs_of(self, stand: Stand, ranges: Ranges) -> list[tuple[int, int]]:
         """Runs of blocks that are not here, each for one request: first, and one past the last."""
         blocks, most = stand.map, self._place.root.run_blocks
-        runs: list[tuple[int, int]] = []
-        reached = 0
+        together: list[tuple[int, int]] = []
         for first, last in sorted(blocks.blocks(begin, end) for begin, end in ranges if begin < end):
-            for a, b in blocks.absent(max(first, reached), max(last, reached)):
-                runs += [(at, min(at + most, b)) for at in range(a, b, most)]
-            reached = max(reached, last)
-        return runs
+            if together and first <= together[-1][1]:
+                together[-1] = together[-1][0], max(last, together[-1][1])
+            else:
+                together.append((first, last))
+        missing = [run for first, last in together for run in blocks.absent(first, last)]
+        return [(at, min(at + most, end)) for begin, end in missing for at in range(begin, end, most)]
 
     def fetch(self, stand: Stand, ranges: Ranges, deadline_s: float = DEADLINE_S) -> None:
         """Have bytes here; returns when they are, or were before they had to go again.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from stoker.errors import CorruptError, ResourceError
@@ -39,11 +40,17 @@ class MirrorFile:
             CorruptError: The file ends before `out` is full, or was replaced since it was opened.
             StalledError, ServiceError: It cannot be fetched.
         """
-        if self._read_here(offset, [out]):
+        if not len(out) or self._read_here(offset, [out]):
             self._counters.hits += 1  # under no lock: a count for people may miss one of two threads
             return
         self._check(offset, len(out))
-        self._counters.add(misses=1)
+        begin = perf_counter()
+        try:
+            self._fetched(offset, out)
+        finally:
+            self._counters.add(misses=1, wait_s=perf_counter() - begin)
+
+    def _fetched(self, offset: int, out: memoryview[Any]) -> None:
         for _ in range(TRIES):
             try:
                 self._fetcher.fetch(self._stand, [(offset, offset + len(out))])
@@ -75,7 +82,7 @@ class MirrorFile:
 
     def _read_here(self, offset: int, outs: Sequence[memoryview[Any]], *, wait: bool = True) -> bool:
         stand = self._stand
-        blocks, size = stand.map, sum(map(len, outs)) if len(outs) > 1 else len(outs[0])
+        blocks, size = stand.map, sum(map(len, outs))
         first, last = blocks.blocks(offset, offset + size)
         if offset + size > blocks.size:
             return False

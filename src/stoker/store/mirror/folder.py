@@ -45,6 +45,11 @@ class MirrorFolder:
         """The address of a file; of the folder for an empty name."""
         return self._place.url_of(name).rstrip("/")
 
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"{self._place.root.url}/{self._place.name}"
+
     def open(self, name: str) -> MirrorFile:
         """Open a shard for reading; nothing of it is fetched yet.
 

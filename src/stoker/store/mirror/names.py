@@ -6,7 +6,9 @@ each read, at the cost of one request that is answered with nothing where it is 
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from stoker.units import KIB
 
 log = logging.getLogger("stoker")
 ETAG_PREFIX = ".etag-"
+_MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 LASTING = ("recipe.json", "sources.jsonl")
 """Small files that never change under their name; weights neither."""
 
@@ -54,7 +57,7 @@ class Names:
         with place.locked():
             known = self._etag(name) if path.exists() else ""
             try:
-                answer = place.ask("get", name, lambda remote: remote.get(place.key(name), known=known))
+                answer = self._get(name, known)
             except FileNotFoundError:
                 path.unlink(missing_ok=True)
                 raise
@@ -62,6 +65,15 @@ class Names:
                 return known
             self._keep(name, *answer)
             return answer[1]
+
+    def _get(self, name: str, known: str) -> tuple[bytes, str] | None:
+        """A small file and its etag, fetched twice where the first one came wrong; None: it is as it was."""
+        place, answer = self._place, None
+        for _ in range(2):
+            answer = place.ask("get", name, lambda remote: remote.get(place.key(name), known=known))
+            if answer is None or _matches(*answer):
+                break
+        return answer
 
     def version(self, name: str) -> Expected:
         """What a put of a file would replace; the copy here is of this version, or of a later one."""
@@ -124,6 +136,12 @@ class Names:
         return ""
 
 
+def _matches(data: bytes, etag: str) -> bool:
+    """Whether bytes are those of their etag, where that is their MD5: as a rule, for small objects."""
+    found = _MD5.fullmatch(etag)
+    return found is None or hashlib.md5(data, usedforsecurity=False).hexdigest() == found[1]
+
+
 class MirrorPending:
     """A shard being written here; `commit` puts it there, and keeps it here as what is fetched already."""
 
@@ -146,9 +164,10 @@ class MirrorPending:
     def commit(self) -> None:
         """Put the object; it exists for everybody when this returns, and for nobody before."""
         place = self._place
-        etag = self._names.put_file(self._name, self._pending.path)
+        etag, size = self._names.put_file(self._name, self._pending.path), self._pending.path.stat().st_size
+        place.root.counters.add(put_bytes=size)
         try:
-            place.root.space.take(self._pending.path.stat().st_size)
+            place.root.space.take(size)
             with place.locked():
                 remove_stand(place.path, self._name)
                 self._pending.show()

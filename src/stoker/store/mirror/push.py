@@ -73,9 +73,7 @@ def _own_entries(cache: Cache) -> list[ShardEntry]:
         FormatError: Their records lie elsewhere.
     """
     if LocalStorage(cache.path).mirror is not None:
-        raise FormatError(
-            f"{cache.path} is a copy of an address, in part. Pull it to a folder, and push that"
-        )
+        raise FormatError(f"{cache.path} is a copy of an address, in part. Pull it, and push that")
     entries = [entry for entry in cache.index.shards if len(entry.segments)]
     for entry in entries:
         places = places_name(entry.file)

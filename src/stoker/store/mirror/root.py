@@ -52,9 +52,12 @@ class Counters:
     mended: int = 0
     """Times that bytes here did not match their sums and were fetched again."""
     put_bytes: int = 0
+    """Bytes of shards that were written here and put there."""
+    wait_s: float = 0.0
+    """Seconds that reads waited for the place, all threads together."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def add(self, **counts: int) -> None:
+    def add(self, **counts: float) -> None:
         """Count what happened; safe from several threads."""
         with self._lock:
             for name, count in counts.items():
@@ -115,6 +118,12 @@ def root_of(folder: Path) -> tuple[MirrorRoot, str] | None:
                     _roots[key] = MirrorRoot(root)
                 return _roots[key], name
     return None
+
+
+def limit_at(folder: Path) -> int | None:
+    """How many bytes are kept here of what is put into a folder, or below it; None: all."""
+    found = root_of(folder) or root_of(folder / "name" / "fingerprint")
+    return None if found is None else found[0].space.limit_bytes
 
 
 def make_root(path: Path, url: str, limit_bytes: int | None) -> None:

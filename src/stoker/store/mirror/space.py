@@ -109,8 +109,12 @@ class Space:
     def free(self, count: int) -> int:
         """Give back at least `count` bytes, as far as there are so many; returns how many."""
         before = self.evicted_bytes
-        self._locked(lambda _: self._shrink(max(0, sum(_held_bytes(path) for path in self._maps()) - count)))
+        self._locked(lambda _: self._shrink(max(0, self.held() - count)))
         return self.evicted_bytes - before
+
+    def held(self, since: float = 0) -> int:
+        """Bytes that are here and were read since then, in seconds since 1970; counted block by block."""
+        return sum(_held_bytes(path, since) for path in self._maps())
 
     def used(self) -> int:
         """Bytes that are here or on their way, by the common count."""
@@ -183,9 +187,8 @@ class Space:
         return gone
 
 
-def _held_bytes(path: Path) -> int:
-    """Bytes of one file that are here or coming."""
+def _held_bytes(path: Path, since: float) -> int:
     with suppress(OSError, CorruptError):
         blocks = BlockMap(path)
-        return int((blocks.state != ABSENT).sum()) * blocks.block_bytes
+        return int(((blocks.state != ABSENT) & (blocks.used >= since)).sum()) * blocks.block_bytes
     return 0

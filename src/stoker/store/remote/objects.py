@@ -37,7 +37,10 @@ PUT_S = 120.0
 """One put, or one part of a large one."""
 PART_BYTES = 16 * MIB
 PIECE_BYTES = MIB
-_CREDENTIALS = re.compile(r"(?i)credential|InstanceMetadata|metadata endpoint|169\.254\.169\.254")
+_MACHINE_ASKED = re.compile(
+    r"/latest/(api/token|meta-data)|computeMetadata|169\.254\.169\.254|/metadata/identity"
+)
+"""Where a client asks a rented machine for credentials, having found none; shows in what it says."""
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _STATUS = re.compile(r"status code: (\d{3})(?: ([A-Z][A-Za-z ]{1,40}))?")
 _REASONS = (
@@ -151,12 +154,8 @@ class ObjectRemote:
 
     def put(self, name: str, data: bytes | Path, *, expected: Expected = "anything") -> str:
         """Put an object; large ones in parts, which become one object at the end."""
-        mode: Any = "overwrite"
-        if self._conditional and expected is None:
-            mode = "create"
-        elif self._conditional and expected and expected != "anything":
-            mode = {"e_tag": expected}
         with self._asking("put", name):
+            mode = self._mode(name, expected)
             try:
                 # An update of one version exists for whole puts only, and what is updated is small.
                 result = obstore.put(
@@ -168,10 +167,27 @@ class ObjectRemote:
                     chunk_size=PART_BYTES,
                     max_concurrency=4,
                 )
-            except NotSupportedError:
+            except BaseError as error:
+                unknown = isinstance(error, NotSupportedError) or "status code: 501" in str(error)
+                if mode == "overwrite" or not unknown:
+                    raise
                 self._conditional = False
                 raise PassingError("the store has no conditional put; going on without") from None
         return result["e_tag"] or ""
+
+    def _mode(self, name: str, expected: Expected) -> Any:
+        """What the client takes for what a put replaces."""
+        if not self._conditional or expected in ("anything", ""):
+            return "overwrite"
+        if expected is None:
+            return "create"
+        if not self._url.startswith("gs://"):
+            return {"e_tag": expected}
+        # Google counts versions, and only those can be expected.
+        meta = obstore.head(self._store, name)
+        if meta["e_tag"] != expected or meta["version"] is None:
+            raise ChangedError(name)
+        return {"e_tag": expected, "version": meta["version"]}
 
     def rename(self, name: str, new: str) -> None:
         """Give an object another name: a copy at the store, then the removal of the first."""
@@ -213,6 +229,8 @@ class ObjectRemote:
 
     @staticmethod
     def _refused(where: str, operation: str, text: str) -> ServiceError | ReadOnlyError:
+        if _MACHINE_ASKED.search(text):
+            return ServiceError(f"{where}: {_LACKING}", status=403)
         code = match[1] if (match := _CODE.search(text)) else "AccessDenied"
         if advice := _ADVICE.get(code):
             return ServiceError(f"{where}: {advice}", status=403)
@@ -228,12 +246,12 @@ class ObjectRemote:
 
     @staticmethod
     def _failed(where: str, text: str) -> Exception:
+        if _MACHINE_ASKED.search(text):
+            return ServiceError(f"{where}: {_LACKING}")
         code = match[1] if (match := _CODE.search(text)) else ""
         if code in _ADVICE:
             return ServiceError(f"{where}: {_ADVICE[code]}")
         status = int(match[1]) if (match := _STATUS.search(text)) else 0
-        if not status and _CREDENTIALS.search(text):
-            return ServiceError(f"{where}: {_LACKING}")
         if 400 <= status < 500 and status not in (408, 425, 429):
             return ServiceError(f"{where}: the store answers {status} {code}", status=status)
         return PassingError(f"the store answers {status} {code}".rstrip() if status else _plain(text))

@@ -1,0 +1,190 @@
+"""Training from a cache that lies elsewhere, through a local cache smaller than the set.
+
+The quick test has the set in a folder of shared storage; those with a real S3 server, and a wire that fails,
+are slow ones.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from stoker.errors import StalledError
+from stoker.loader import Loader, read_ahead
+from stoker.loader.loader import design_of
+from stoker.monitor import StallMeter
+from stoker.store import Cache
+from stoker.store.mirror import folder, names, root
+from stoker.units import KIB
+from tests.loader.objects import compared, opened, put, settings, size_of, stored, variables
+from tests.store.faulty_s3 import Faults, a_wire
+from tests.store.s3_server import S3Server, an_s3_server, missing
+
+needs_s3 = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Cache:
+    """48 MiB."""
+    return stored(tmp_path_factory.mktemp("local"), 480)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with an_s3_server() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def url(local: Cache, server: S3Server) -> str:
+    return put(local, server)
+
+
+def test_a_small_mirror_serves_the_same_batches_and_fetches_no_more_than_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each epoch fetches about what does not fit. By what was unused longest it would be nearly all."""
+    block = 64 * KIB
+    for module in (read_ahead, folder, root, names):
+        monkeypatch.setattr(module, "BLOCK_BYTES", block)
+    cache = stored(tmp_path / "share", 400, record=(64, 64))
+    room = size_of(cache) // 2
+    remote, mirror = opened(f"file://{tmp_path}/share/c", tmp_path / "mirrors", room)
+    one, other = (Loader(c, **settings(batch_size=8, order="block(20,40)")) for c in (remote, cache))
+
+    compared(one, other, 1)
+    before = mirror.counters.bytes
+    assert compared(one, other, 2) == 100
+
+    fetched = (mirror.counters.bytes - before) / 2 / size_of(cache)
+    said = design_of(one).ask.demand.elsewhere
+    assert said is not None
+    assert 0.4 < said.fetched() < 0.75
+    assert fetched < said.fetched() + 0.15
+    assert mirror.root.space.used() <= room
+    assert "share/c/" in one.plan.reason
+    assert "through a local cache of 3.2 MiB of 6.3 MiB" in one.plan.reason
+    assert one.plan.tier == "disk"
+
+
+@pytest.mark.slow
+@needs_s3
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        pytest.param(("cut", "short"), id="cut"),
+        pytest.param(("busy", "broken", "refused"), id="503"),
+        pytest.param(("slow",), id="slow"),
+        pytest.param(("flipped", "padded"), id="wrong-bytes"),
+        pytest.param(("cut", "short", "busy", "broken", "refused", "slow", "flipped", "padded"), id="all"),
+    ],
+)
+def test_no_fault_of_the_wire_reaches_a_batch(
+    local: Cache, server: S3Server, url: str, tmp_path: Path, kinds: tuple[str, ...]
+) -> None:
+    """A third of all answers fail. Batches are those of the cache on this machine, bit by bit."""
+    faults = Faults(rate=0.33, kinds=kinds, seed=11, slow_bytes_s=2e6, under=".safetensors")
+    with a_wire(server.url, faults) as wire, variables(server.variables(wire.url)):
+        remote, mirror = opened(url, tmp_path, size_of(local) // 2)
+        one, other = (Loader(c, **settings(batch_size=16, order="block(20,120)")) for c in (remote, local))
+        assert compared(one, other, 2) == 60
+
+        met = {request.fault for request in wire.requests if request.fault}
+        assert met == set(kinds)
+        if {"flipped", "padded"} & met:
+            assert mirror.counters.mended > 0
+
+
+@pytest.mark.slow
+@needs_s3
+def test_a_store_that_hangs_is_given_up_in_time_and_served_when_it_is_back(
+    local: Cache, server: S3Server, url: str, tmp_path: Path
+) -> None:
+    faults = Faults(rate=1.0, kinds=("hang",), most=10**6, under=".safetensors")
+    with a_wire(server.url) as wire, variables(server.variables(wire.url)):
+        remote, _ = opened(url, tmp_path)
+        loader = Loader(remote, **settings(timeout=2.0))
+        state = loader.state_dict()
+        wire.faults = faults
+        with pytest.raises(StalledError):
+            next(iter(loader))
+        wire.faults = Faults()
+        wire.release()
+        loader.load_state_dict(state)
+        assert compared(loader, Loader(local, **settings()), 1) == 120
+
+
+CHILD = """
+import json, sys, torch
+from pathlib import Path
+from stoker.errors import StalledError
+from stoker.loader import Loader, read_ahead
+from tests.loader.objects import opened
+url, mirrors, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+cache, mirror = opened(url, mirrors)
+loader = Loader(cache, batch_size=4, seed=5, tier="disk", rank=rank, world=4)
+total = 0.0
+for _ in range(2):
+    for batch in loader:
+        total += float(batch["latent"].double().sum())
+print(json.dumps({"bytes": mirror.counters.bytes, "sum": total}))
+"""
+
+
+@pytest.mark.slow
+@needs_s3
+def test_four_processes_of_a_node_download_the_set_once(
+    local: Cache, server: S3Server, url: str, tmp_path: Path
+) -> None:
+    root = Path(__file__).parent.parent.parent
+    with variables(server.variables()):
+        children = [
+            subprocess.Popen(
+                [sys.executable, "-c", CHILD, url, str(tmp_path), str(rank)],
+                cwd=root, stdout=subprocess.PIPE, text=True,
+            )
+            for rank in range(4)
+        ]  # fmt: skip
+        told = [json.loads(child.communicate(timeout=150)[0]) for child in children]
+
+    assert sum(one["bytes"] for one in told) == size_of(local)
+    loaders = [Loader(local, **settings(rank=rank, world=4)) for rank in range(4)]
+    for one, loader in zip(told, loaders, strict=True):
+        sums = [float(batch["latent"].double().sum()) for _ in range(2) for batch in loader]
+        assert one["sum"] == pytest.approx(sum(sums))
+
+
+@pytest.mark.slow
+@needs_s3
+def test_a_mirror_with_room_for_the_set_is_filled_and_memory_serves(
+    local: Cache, server: S3Server, url: str, tmp_path: Path
+) -> None:
+    with variables(server.variables()):
+        remote, mirror = opened(url, tmp_path)
+        one = Loader(remote, **settings(tier="auto"))
+        assert compared(one, Loader(local, **settings(tier="auto")), 3) == 360
+
+    assert one.plan.tier == "host"
+    assert mirror.counters.bytes == size_of(local)
+    assert one._serving.engine.residency.complete  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+@needs_s3
+def test_training_waits_for_the_network_and_the_meter_says_so(
+    local: Cache, server: S3Server, url: str, tmp_path: Path
+) -> None:
+    meter = StallMeter()
+    with a_wire(server.url, Faults(latency_s=0.1)) as wire, variables(server.variables(wire.url)):
+        remote, _ = opened(url, tmp_path, size_of(local) // 3)
+        loader = Loader(remote, **settings(batch_size=8, meter=meter))
+        for batch in loader:
+            assert batch["latent"].dtype == torch.float32
+    report = meter.epoch()
+    assert report.parts["fetch"] > 0.5 * report.wait_s > 0.1

@@ -1,0 +1,255 @@
+"""Jobs on a Ray cluster, and on a stand-in that speaks its job API: the same from claim to end.
+
+The stand-in runs in the plain tests; a real cluster, with a token and on the loopback interface, in the slow.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from stoker.errors import ConfigError, ResourceError, StalledError
+from stoker.service import ray_child, ray_executor
+from stoker.service.database import Database
+from stoker.service.executor import Limits
+from stoker.service.folders import JobFolder, StateFolder
+from stoker.service.job_file import JobFile
+from stoker.service.local import LocalExecutor
+from stoker.service.ray_client import RayJobs, RayTarget, ray_token
+from stoker.service.ray_executor import RayExecutor, RayRun
+from stoker.service.states import State
+from tests.service.one_node import TOKEN, OneNode
+from tests.service.test_workers import Bench
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def node() -> Iterator[OneNode]:
+    opened = OneNode()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[str]:
+    """The dashboard of a Ray cluster of one node."""
+    pytest.importorskip("ray", reason="Ray is an extra: pip install 'ray[default]'")
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # sockets: 107 bytes at most
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": TOKEN,
+        "RAY_TMPDIR": folder,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "HOME": folder,
+    }
+    port, dashboard = _free_port(), _free_port()
+    words = ["start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2"]
+    words += [f"--dashboard-port={dashboard}", "--object-store-memory=100000000", "--disable-usage-stats"]
+    try:
+        command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", *words]
+        subprocess.run(command, env=environment, check=True, timeout=170, stdout=subprocess.DEVNULL)
+        yield f"http://127.0.0.1:{dashboard}"
+    finally:
+        for one in psutil.process_iter(["environ"]):
+            if (one.info["environ"] or {}).get("RAY_TMPDIR") == folder:
+                one.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+@pytest.fixture(
+    params=["stand-in", pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
+)
+def jobs(request: pytest.FixtureRequest) -> RayJobs:
+    if request.param == "ray":
+        return RayJobs(request.getfixturevalue("real"), TOKEN)
+    return RayJobs(request.getfixturevalue("node").address, TOKEN)
+
+
+def executor(jobs: RayJobs) -> RayExecutor:
+    target = RayTarget(address=jobs.address, python=sys.executable)
+    return RayExecutor(target, jobs, LocalExecutor(os.environ))
+
+
+@pytest.fixture
+def bench(embedded: Database, tmp_path: Path, jobs: RayJobs, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A worker whose jobs run on the cluster."""
+    monkeypatch.setattr(ray_executor, "LOOK_S", 0.1)
+    state = StateFolder(tmp_path / "state")
+    state.make()
+    bench = Bench(embedded, state, Limits(grace_s=20.0))
+    bench.worker._executor = executor(jobs)
+    return bench
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> JobFolder:
+    """Of a job that takes its time."""
+    made = JobFolder(tmp_path / "job")
+    made.make()
+    told = JobFile(
+        id="7", name="n", kind="training", attempt=1, epochs=600, epoch=0, checkpoint=None,
+        config={"epoch_s": 0.1}, datasets=[], dataset_ids=[], caches="", data="", limits={},
+    )  # fmt: skip
+    told.write(made.job_file)
+    return made
+
+
+COMMAND = ("python", "-I", "-S", str(ROOT / "tests/service/stand_in.py"))
+
+
+def soon(what, limit_s: float = 150.0) -> None:
+    until = time.monotonic() + limit_s
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def starts(folder: JobFolder) -> int:
+    path = folder.path / "witness.txt"
+    return path.read_text().count("start") if path.exists() else 0
+
+
+def test_a_job_runs_there_pauses_at_a_checkpoint_and_goes_on(bench: Bench) -> None:
+    job = bench.make(epochs=6, epoch_s=0.3)
+    bench.attempt(lambda: bench.jobs.pause(job.id))
+    paused = bench.jobs.get(job.id)
+    bench.jobs.resume(job.id)
+    bench.attempt()
+
+    assert (paused.state, paused.message) == (State.PAUSED, "paused with a checkpoint")
+    done = bench.jobs.get(job.id)
+    assert (done.state, done.exit_code) == (State.COMPLETED, 0)
+    assert [row["epoch"] for row in bench.jobs.metrics(job.id)] == [1, 2, 3, 4, 5, 6]
+    assert bench.witness(job.id) == ["start", "start", "end"]
+
+
+def test_a_job_whose_worker_died_is_watched_by_the_next_and_not_run_twice(
+    folder: JobFolder, jobs: RayJobs
+) -> None:
+    command = (*COMMAND, str(folder.path))
+    first = executor(jobs).hold(folder)
+    run = first.start(command, Limits())
+    soon(lambda: starts(folder))
+    first.release()  # as the end of its process does
+
+    second = executor(jobs).hold(folder)
+    again = second.start(command, Limits())
+
+    assert again.submission == run.submission
+    again.terminate()
+    soon(lambda: again.poll() is not None)
+    second.release()
+    assert (again.poll(), starts(folder)) == (75, 1)
+
+
+def test_what_does_not_stop_is_killed(folder: JobFolder, jobs: RayJobs) -> None:
+    told = JobFile.read(folder.job_file)
+    told.config["deaf"] = True
+    told.write(folder.job_file)
+    hold = executor(jobs).hold(folder)
+    run = hold.start((*COMMAND, str(folder.path)), Limits())
+    soon(lambda: starts(folder))
+
+    run.terminate()
+    time.sleep(1.0)
+    assert run.poll() is None
+    run.kill()
+    soon(lambda: run.poll() is not None)
+
+    assert run.poll() == ray_executor.KILLED
+    pid = int((folder.path / "witness.txt").read_text().split()[1])
+    soon(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_submission_whose_answer_was_lost_is_sent_once(folder: JobFolder, node: OneNode) -> None:
+    node.drop_answers = 1
+    hold = executor(RayJobs(node.address, TOKEN)).hold(folder)
+    run = hold.start((*COMMAND, str(folder.path)), Limits())
+    soon(lambda: starts(folder))
+
+    assert list(node.processes) == [run.submission]
+    assert starts(folder) == 1
+
+
+def test_a_cluster_that_is_gone_loses_the_attempt_and_nobody_starts_another_in_the_dark(
+    folder: JobFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_executor, "SILENT_S", 0.5)
+    monkeypatch.setattr(ray_executor, "LOOK_S", 0.1)
+    node = OneNode()
+    jobs = RayJobs(node.address, TOKEN)
+    hold = executor(jobs).hold(folder)
+    run: RayRun = hold.start((*COMMAND, str(folder.path)), Limits())
+    soon(lambda: starts(folder))
+    node.hang_up()
+    soon(lambda: run.poll() is not None)
+    hold.release()
+
+    assert run.poll() == ray_executor.KILLED
+    with pytest.raises(StalledError, match="whether that still runs cannot be told"):
+        executor(jobs).hold(folder)  # the process does run, out of our sight
+    for process in node.processes.values():
+        process.kill()
+        process.wait(30)
+
+
+def test_a_newer_submission_ends_the_older_process(folder: JobFolder, node: OneNode) -> None:
+    """Where a cluster could not be heard, this is what keeps two attempts from going on side by side."""
+    run = executor(RayJobs(node.address, TOKEN)).hold(folder).start((*COMMAND, str(folder.path)), Limits())
+    soon(lambda: starts(folder))
+    folder.submission.write_text("stoker-7-2")
+
+    assert node.processes[run.submission].wait(30) == ray_child.OVERTAKEN
+
+
+def test_a_node_that_does_not_see_the_folder_runs_nothing(
+    folder: JobFolder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ray_child, "SIGHT_S", 0.0)
+    code = ray_child.main([str(folder.path), "stoker-7-1", *COMMAND, str(folder.path)])
+
+    assert (code, starts(folder)) == (ray_child.UNSEEN, 0)
+    assert "names nothing and not stoker-7-1" in capfd.readouterr().err
+    run = RayRun.__new__(RayRun)
+    run._folder = folder
+    assert run._judge({"status": "FAILED", "driver_exit_code": code}) == code
+    assert "storage that service and cluster share" in folder.log.read_text()
+
+
+def test_a_cluster_that_wants_another_token_says_so(folder: JobFolder, node: OneNode) -> None:
+    jobs = RayJobs(node.address, "another")
+
+    with pytest.raises(ConfigError, match="RAY_AUTH_TOKEN"):
+        jobs.check()
+    with pytest.raises(ResourceError, match="RAY_AUTH_TOKEN"):  # the job waits, and does not fail
+        executor(jobs).hold(folder).start((*COMMAND, str(folder.path)), Limits())
+
+
+def test_the_token_comes_from_where_ray_takes_it(tmp_path: Path) -> None:
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray/auth_token").write_text("at home\n")
+    (tmp_path / "named").write_text("by path")
+    home = {"HOME": str(tmp_path)}
+
+    assert ray_token({}) is None
+    assert ray_token(home) == "at home"
+    assert ray_token({**home, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "named")}) == "by path"
+    assert ray_token({**home, "RAY_AUTH_TOKEN": "here"}) == "here"

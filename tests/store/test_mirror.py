@@ -1,0 +1,362 @@
+"""Caches at an address, through the local folder that stands for it: here a shared folder, `file://`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stoker.errors import ConfigError, CorruptError, FormatError, ReadOnlyError, StalledError
+from stoker.schema import Field, Schema
+from stoker.store import catalog, make_recipe, open_cache, open_folder
+from stoker.store.cache import Cache
+from stoker.store.compact import compact
+from stoker.store.gc import GcPolicy, collect
+from stoker.store.local import LocalStorage
+from stoker.store.mirror.attach import attach
+from stoker.store.mirror.clean import clean
+from stoker.store.mirror.folder import MirrorFolder
+from stoker.store.remote import parse_url
+from stoker.store.remote.folder import FolderRemote
+from stoker.store.remote.protocol import PassingError
+from stoker.store.repair import repair
+from stoker.units import MIB
+from tests.store.fakes import RAGGED, SCHEMA, FakeSource, expected, fill, make_cache
+
+BIG = {"latent": Field(shape=(64, 64, 32), dtype="float32", time=True)}
+"""Half a mebibyte a record."""
+
+
+def shared(tmp_path: Path) -> str:
+    """An address, and nothing there."""
+    return f"file://{tmp_path / 'shared'}"
+
+
+def machine(tmp_path: Path, name: str, limit: int | None = None) -> Path:
+    """The mirror of the address on a machine of its own."""
+    return attach(shared(tmp_path), tmp_path / name, limit)
+
+
+def mirror_of(cache: Cache) -> MirrorFolder:
+    mirror = LocalStorage(cache.path).mirror
+    assert mirror is not None
+    return mirror
+
+
+def check(cache: Cache, source: FakeSource) -> None:
+    """Every record is there and right."""
+    assert len(cache) == len(source)
+    for number in range(len(source)):
+        wanted = expected(source, cache.recipe, number)
+        found = cache[number]
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("schema", [pytest.param(SCHEMA, id="fixed"), pytest.param(RAGGED, id="ragged")])
+def test_what_one_machine_encodes_another_reads(tmp_path: Path, schema: Schema) -> None:
+    source = FakeSource(schema)
+    make_cache(machine(tmp_path, "a"), source, shard_bytes=8192)
+
+    cache = open_cache(machine(tmp_path, "b") / "x")
+
+    check(cache, source)
+    assert cache.verify().ok
+    assert not [*(tmp_path / "shared" / "x" / cache.fingerprint).glob(".tmp-*")]
+
+
+def test_any_depth_of_an_address_is_one_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = make_cache(machine(tmp_path, "a"))
+
+    below = open_cache(f"{shared(tmp_path)}/x")
+    exact = open_cache(Path(f"{shared(tmp_path)}/x/{made.fingerprint}"))  # a Path has lost a slash
+
+    assert below.path == exact.path
+    with pytest.raises(FormatError, match=r"there is no cache at file://.*/none"):
+        open_cache(f"{shared(tmp_path)}/none")
+
+
+def test_a_block_is_fetched_once_however_often_it_is_read(tmp_path: Path) -> None:
+    source = FakeSource()
+    make_cache(machine(tmp_path, "a"), source)
+    cache = open_cache(machine(tmp_path, "b") / "x")
+    check(cache, source)
+    counters = mirror_of(cache).counters
+    fetched = counters.requests
+
+    check(open_cache(cache.path), source)
+
+    assert fetched > 0
+    assert counters.requests == fetched
+
+
+def test_a_mirror_smaller_than_the_cache_serves_all_of_it(tmp_path: Path) -> None:
+    source = FakeSource(BIG, [("a", 24)])
+    make_cache(machine(tmp_path, "a"), source, shard_bytes=4 * MIB)
+    limit = 4 * MIB
+    cache = open_cache(machine(tmp_path, "b", limit) / "x")
+
+    for _ in range(2):
+        check(cache, source)
+
+    mirror = mirror_of(cache)
+    on_disk = sum(path.stat().st_blocks * 512 for path in cache.path.glob("shard-*"))
+    assert mirror.root.space.evicted_bytes > 0
+    assert mirror.root.space.used() <= limit
+    assert on_disk <= limit + MIB
+
+
+def test_what_was_released_goes_before_what_was_read_last(tmp_path: Path) -> None:
+    make_cache(machine(tmp_path, "a"), FakeSource(BIG, [("a", 16)]), shard_bytes=64 * MIB)
+    cache = open_cache(machine(tmp_path, "b", 6 * MIB) / "x")
+    mirror, name = mirror_of(cache), cache.index.shards[0].file
+    mirror.ensure(name, [(0, 4 * MIB)])
+
+    mirror.release(name, [(2 * MIB, 4 * MIB)])
+    mirror.ensure(name, [(5 * MIB, 8 * MIB)])
+
+    assert mirror.absent_bytes(name, [(0, 2 * MIB)]) == 0
+    assert mirror.absent_bytes(name, [(2 * MIB, 4 * MIB)]) > 0
+
+
+def test_what_is_fetched_ahead_is_there_when_it_is_read(tmp_path: Path) -> None:
+    make_cache(machine(tmp_path, "a"), FakeSource(BIG, [("a", 8)]))
+    cache = open_cache(machine(tmp_path, "b") / "x")
+    mirror, entry = mirror_of(cache), cache.index.shards[0]
+
+    begun = mirror.ahead(entry.file, [(0, entry.bytes)])
+    mirror.root.ahead_pool.shutdown(wait=True)
+
+    assert begun == entry.bytes
+    assert mirror.absent_bytes(entry.file, [(0, entry.bytes)]) == 0
+    assert mirror.counters.ahead_bytes == entry.bytes
+
+
+def damage(path: Path) -> None:
+    """Turn bytes in the middle of a file that is a record's."""
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_damaged_copy_is_fetched_again_and_a_damaged_object_is_named(tmp_path: Path) -> None:
+    source = FakeSource(BIG, [("a", 4)])
+    made = make_cache(machine(tmp_path, "a"), source)
+    cache = open_cache(machine(tmp_path, "b") / "x")
+    check(cache, source)
+    file = cache.index.shards[0].file
+
+    damage(cache.path / file)
+    check(cache, source)
+    assert mirror_of(cache).counters.mended == 1
+    assert cache.verify().ok
+
+    damage(tmp_path / "shared" / "x" / made.fingerprint / file)
+    fresh = open_cache(machine(tmp_path, "c") / "x")
+    with pytest.raises(CorruptError, match=r"fetched again from file://.*/shard-"):
+        check(fresh, source)
+
+
+def test_a_damaged_object_is_set_aside_and_only_its_records_are_missing(tmp_path: Path) -> None:
+    source = FakeSource(BIG, [("a", 4)])
+    made = make_cache(machine(tmp_path, "a"), source)
+    damage(tmp_path / "shared" / "x" / made.fingerprint / made.index.shards[0].file)
+
+    report = repair(machine(tmp_path, "b") / "x" / made.fingerprint)
+
+    cache = open_cache(machine(tmp_path, "c") / "x", require_complete=False)
+    assert [*report.missing] == sorted({*range(4)} - {*cache.numbers.tolist()})
+    assert len(report.missing) == 1
+
+
+def test_two_machines_fill_one_cache_and_neither_loses_what_the_other_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = FakeSource()
+    recipe = make_recipe(source, None, dtype=None)
+    a = open_folder(machine(tmp_path, "a"), "x", recipe)
+    b = open_folder(machine(tmp_path, "b"), "x", recipe)
+    fill(a, source, range(8))
+    build: Callable[..., Any] = catalog.build_index
+    between: list[str] = []
+
+    def interrupted(*args: Any) -> Any:
+        index = build(*args)
+        if not between:
+            between.append("now")
+            fill(b, source, range(8, 16))
+            b.finish()  # the other machine stores, and writes the index, before this one's is put
+        return index
+
+    monkeypatch.setattr(catalog, "build_index", interrupted)
+
+    a.finish()
+
+    check(open_cache(machine(tmp_path, "c") / "x"), source)
+
+
+def test_quarantined_samples_are_known_to_other_machines(tmp_path: Path) -> None:
+    source = FakeSource()
+    recipe = make_recipe(source, None, dtype=None)
+    a = open_folder(machine(tmp_path, "a"), "x", recipe)
+    from stoker.store import Failure
+
+    a.quarantine(Failure(number=3, stage="read", error="OSError", attempts=2, kind="sample"))
+
+    assert [*open_folder(machine(tmp_path, "b"), "x", recipe).failures()] == [3]
+
+
+def test_an_address_that_may_not_be_written_serves_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = FakeSource()
+    make_cache(machine(tmp_path, "a"), source)
+
+    def refuse(*_: object, **__: object) -> str:
+        raise ReadOnlyError("put file://...: it may not be written")
+
+    monkeypatch.setattr(FolderRemote, "put", refuse)
+    folder = open_folder(machine(tmp_path, "b"), "x", make_recipe(source, None, dtype=None))
+
+    complete = folder.complete()
+
+    assert complete is not None
+    check(complete, source)
+
+
+def test_what_is_gone_from_the_address_is_not_served_from_the_copy(tmp_path: Path) -> None:
+    made = make_cache(machine(tmp_path, "a"))
+    path = machine(tmp_path, "b") / "x" / made.fingerprint
+    assert (path / "recipe.json").exists()
+    for file in (tmp_path / "shared" / "x" / made.fingerprint).iterdir():
+        file.unlink()
+    (tmp_path / "shared" / "x" / made.fingerprint).rmdir()
+
+    machine(tmp_path, "b")
+
+    assert not path.exists()
+
+
+def test_a_place_that_does_not_answer_is_named_with_attempts_when_the_deadline_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_cache(machine(tmp_path, "a"))
+    cache = open_cache(machine(tmp_path, "b") / "x")
+    entry = cache.index.shards[0]
+
+    def cut(*_: object, **__: object) -> None:
+        raise PassingError("the connection was cut")
+
+    monkeypatch.setattr(FolderRemote, "read", cut)
+
+    with pytest.raises(StalledError, match=r"get file://.*/shard-.* failed \d+ times in .* was cut"):
+        mirror_of(cache).ensure(entry.file, [(0, entry.bytes)], deadline_s=0.3)
+
+
+def test_reads_go_past_a_mirror_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stoker.errors import ResourceError
+    from stoker.store.mirror.stand import Stand
+
+    source = FakeSource()
+    make_cache(machine(tmp_path, "a"), source)
+    cache = open_cache(machine(tmp_path, "b") / "x")
+
+    def full(*_: object) -> None:
+        raise ResourceError("no space left")
+
+    monkeypatch.setattr(Stand, "write", full)
+
+    check(cache, source)
+    assert mirror_of(cache).counters.direct > 0
+
+
+def test_a_read_is_done_again_if_its_blocks_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may give blocks back between the look at the map and the read."""
+    source = FakeSource(BIG, [("a", 4)])
+    make_cache(machine(tmp_path, "a"), source)
+    cache = open_cache(machine(tmp_path, "b") / "x")
+    check(cache, source)
+    mirror = mirror_of(cache)
+    from stoker.store.mirror.block_map import BlockMap
+
+    holds = BlockMap.holds
+    monkeypatch.setattr(
+        BlockMap, "holds", lambda self, *at: holds(self, *at) and (mirror.root.space.free(64 * MIB) >= 0)
+    )
+
+    check(cache, source)
+    assert mirror.counters.mended == 0
+    assert mirror.root.space.evicted_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("s3://KEY:planted-secret@bucket/x", "holds a user"),
+        ("s3://bucket/x?sig=planted-secret", "a query"),
+        ("s3://bucket/x#planted-secret", "a fragment"),
+        ("s3://", "names no bucket"),
+        ("s3://bucket/../other", "has a part"),
+        ("ftp://bucket/x", "is no address"),
+    ],
+)
+def test_an_address_with_more_than_a_place_is_refused_and_not_repeated(url: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        parse_url(url)
+
+    assert "planted-secret" not in str(caught.value)
+
+
+def test_runs_of_blocks_are_fetched_together(tmp_path: Path) -> None:
+    make_cache(machine(tmp_path, "a"), FakeSource(BIG, [("a", 24)]), shard_bytes=64 * MIB)
+    cache = open_cache(machine(tmp_path, "b") / "x")
+    mirror, entry = mirror_of(cache), cache.index.shards[0]
+
+    mirror.ensure(entry.file, [(0, 10), (20, MIB + 1), (5 * MIB, 5 * MIB + 1)])
+    assert mirror.counters.requests == 2
+
+    mirror.ensure(entry.file, [(0, entry.bytes)])
+    blocks = -(-entry.bytes // MIB)
+    assert mirror.counters.bytes == entry.bytes
+    assert mirror.counters.requests <= 2 + blocks // mirror.root.run_blocks + 3
+
+
+def test_a_clean_up_takes_copies_and_leaves_the_address_alone(tmp_path: Path) -> None:
+    source = FakeSource(BIG, [("a", 8)])
+    make_cache(machine(tmp_path, "a"), source, shard_bytes=2 * MIB)
+    root = machine(tmp_path, "b")
+    cache = open_cache(root / "x")
+    check(cache, source)
+    there = sorted((tmp_path / "shared").rglob("shard-*"))
+
+    planned = clean(root, GcPolicy(max_bytes=MIB), dry_run=True)
+    done = clean(root, GcPolicy(max_bytes=MIB))
+    assert planned.bytes_removed == done.bytes_removed == done.bytes_before - MIB
+    assert clean(root, GcPolicy(older_than_s=3600)).removed == []
+    check(cache, source)
+
+    assert sorted((tmp_path / "shared").rglob("shard-*")) == there
+    with pytest.raises(FormatError, match="Give the address"):
+        collect(root)
+
+
+def test_shards_that_serve_nothing_leave_the_address_when_that_is_asked_for(tmp_path: Path) -> None:
+    source = FakeSource()
+    root = machine(tmp_path, "a")
+    made = make_cache(root, source, shard_bytes=4096)
+    merged = compact(root / "x")
+    before = len([*(tmp_path / "shared").rglob("shard-*")])
+    del made
+
+    report = clean(root, GcPolicy(), at_address=True)
+
+    assert len(report.removed) == merged.merged > 1
+    assert len([*(tmp_path / "shared").rglob("shard-*")]) == before - merged.merged
+    check(open_cache(machine(tmp_path, "b") / "x"), source)

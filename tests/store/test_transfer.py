@@ -1,0 +1,159 @@
+"""Push and pull: what arrives is what was sent, whatever was stopped on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.errors import ConfigError, CorruptError, FormatError
+from stoker.store import open_cache
+from stoker.store.mirror.pull import pull
+from stoker.store.mirror.push import push
+from stoker.store.mirror.transfer import Progress, Wanted
+from stoker.store.remote.folder import FolderRemote
+from tests.store.fakes import FakeSource, make_cache
+from tests.store.test_mirror import check, damage
+
+
+class StoppedError(BaseException):
+    """The process ends here."""
+
+
+def pushed(tmp_path: Path, source: FakeSource | None = None) -> str:
+    """A cache of several shards at an address."""
+    make_cache(tmp_path / "a", source or FakeSource(), shard_bytes=4096)
+    push(tmp_path / "a" / "x", f"file://{tmp_path / 'there'}", mirror_dir=tmp_path / "m")
+    return f"file://{tmp_path / 'there'}/x"
+
+
+def test_what_is_pushed_and_pulled_is_the_same_cache(tmp_path: Path) -> None:
+    source = FakeSource()
+    url = pushed(tmp_path, source)
+
+    report = pull(url, tmp_path / "b")
+
+    cache = open_cache(tmp_path / "b" / "x")
+    check(cache, source)
+    assert cache.verify().ok
+    assert report.complete
+    assert report.shards == len(open_cache(tmp_path / "a" / "x").index.shards)
+    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == [".coming", "x"]
+    assert not [*(tmp_path / "b" / ".coming").iterdir()]
+    assert (tmp_path / "there" / "x" / cache.fingerprint / "index.json").exists()
+
+
+def test_doing_it_again_brings_nothing(tmp_path: Path) -> None:
+    url = pushed(tmp_path)
+    pull(url, tmp_path / "b")
+
+    again = push(tmp_path / "a" / "x", url.removesuffix("/x"), mirror_dir=tmp_path / "m")
+    back = pull(url, tmp_path / "b")
+
+    assert (again.shards, back.shards) == (0, 0)
+    assert again.present == back.present > 1
+
+
+@pytest.mark.parametrize("way", ["push", "pull"])
+def test_what_was_stopped_goes_on_and_is_no_cache_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    source = FakeSource()
+    url = pushed(tmp_path, source)
+    there = tmp_path / "there2"
+
+    def run(listen: Any = None) -> Any:
+        if way == "pull":
+            return pull(url, tmp_path / "b", listen=listen)
+        return push(tmp_path / "a" / "x", f"file://{there}", mirror_dir=tmp_path / "m", listen=listen)
+
+    def stop(now: Progress) -> None:
+        if now.done == 2:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        run(stop)
+    assert not [*(tmp_path / "b").glob("x/*/index.json"), *there.glob("x/*/index.json")]
+
+    report = run()
+
+    assert report.complete
+    assert report.present >= 2
+    check(open_cache(tmp_path / "b" / "x" if way == "pull" else f"file://{there}/x"), source)
+
+
+def test_a_part_is_pulled_and_the_rest_later(tmp_path: Path) -> None:
+    source = FakeSource()
+    url = pushed(tmp_path, source)
+
+    part = pull(url, tmp_path / "b", wanted=Wanted(records=(0, 3)))
+    cache = open_cache(tmp_path / "b" / "x", require_complete=False)
+    assert {0, 1, 2} <= {*cache.numbers.tolist()} < {*range(16)}
+    assert not part.complete
+    assert cache.verify().ok
+
+    assert pull(url, tmp_path / "b").complete
+    check(open_cache(tmp_path / "b" / "x"), source)
+
+
+def test_the_parts_of_all_ranks_are_the_whole(tmp_path: Path) -> None:
+    url = pushed(tmp_path)
+    held: list[set[int]] = []
+
+    for rank in range(3):
+        pull(url, tmp_path / str(rank), wanted=Wanted(rank=rank, world=3))
+        cache = open_cache(tmp_path / str(rank) / "x", require_complete=False)
+        held.append({*cache.numbers.tolist()})
+        assert {*range(16 * rank // 3, 16 * (rank + 1) // 3)} <= held[-1]
+
+    assert set.union(*held) == {*range(16)}
+    assert all(len(own) < 16 for own in held)
+
+
+def test_what_is_damaged_neither_goes_nor_comes(tmp_path: Path) -> None:
+    url = pushed(tmp_path)
+    damage(next((tmp_path / "there").glob("x/*/shard-*")))
+
+    with pytest.raises(CorruptError, match=r"file://.*/shard-.* is damaged"):
+        pull(url, tmp_path / "b")
+    assert not [*(tmp_path / "b").glob("x/*/index.json")]
+
+    damage(next((tmp_path / "a").glob("x/*/shard-*")))
+    with pytest.raises(CorruptError, match="Nothing of it was pushed"):
+        push(tmp_path / "a" / "x", f"file://{tmp_path / 'there2'}", mirror_dir=tmp_path / "m")
+
+
+def test_bytes_that_came_wrong_come_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = FakeSource()
+    url = pushed(tmp_path, source)
+    read, turned = FolderRemote.read, list[str]()
+
+    def flipped(self: FolderRemote, name: str, begin: int, end: int, *, etag: str, sink: Any) -> None:
+        def turn(piece: bytes) -> None:
+            sink(piece if name in turned else piece[:5000] + bytes([piece[5000] ^ 1]) + piece[5001:])
+            turned.append(name)
+
+        read(self, name, begin, end, etag=etag, sink=turn)
+
+    monkeypatch.setattr(FolderRemote, "read", flipped)
+
+    assert pull(url, tmp_path / "b").complete
+    check(open_cache(tmp_path / "b" / "x"), source)
+
+
+def test_a_mirror_is_not_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    url = pushed(tmp_path)
+
+    with pytest.raises(FormatError, match="copy of an address"):
+        push(open_cache(url).path, f"file://{tmp_path / 'there2'}")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"rank": 1}, {"rank": 2, "world": 2}, {"rank": 0, "world": 2, "records": (0, 1)}, {"records": (3, 3)}],
+)
+def test_a_part_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Wanted(**wrong)
