@@ -6,9 +6,6 @@ sizes of groups: 64 KiB, 1 MiB and 16 MiB of samples, with records half as large
 first third of them to the last, so that starting processes does not count; `of_ideal` is the ideal, the wait divided
 by the number of encoders, over that. One encoder runs in the calling process, several in processes of their own.
 
-Why processes: an encoder bound by Python (20 ms of a loop a group) in two threads of one process and in two
-processes, over the same in one thread (`python`).
-
     python benchmarks/devices.py [--save] [--rounds 3]
 """
 
@@ -19,10 +16,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -150,36 +144,6 @@ def scaling(devices: int, width: int, taken: list[float]) -> dict[str, Any]:
     }
 
 
-def spin(seconds: float = 0.02, groups: int = 40) -> float:
-    """Encode so many groups in Python; how long the loops alone take by the clock of the thread."""
-    for _ in range(groups):
-        count = 0
-        until = time.thread_time() + seconds
-        while time.thread_time() < until:
-            count += 1
-    return 0.0
-
-
-def in_threads(count: int) -> float:
-    """Seconds of so many threads that encode the same number of groups each."""
-    threads = [threading.Thread(target=spin) for _ in range(count)]
-    begun = time.perf_counter()
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    return time.perf_counter() - begun
-
-
-def in_processes(count: int) -> float:
-    """The same in processes that are there already."""
-    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
-        list(pool.map(spin, [0.001] * count, [1] * count))
-        begun = time.perf_counter()
-        list(pool.map(spin, [0.02] * count))
-        return time.perf_counter() - begun
-
-
 def main() -> None:
     """Measure, in turns, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -194,14 +158,6 @@ def main() -> None:
                 taken.setdefault(case, []).append(group_s(case[1], case[0], Path(text) / "cache"))
                 print(case, round(taken[case][-1] * 1e3, 2), "ms", file=sys.stderr)
     rows = [scaling(devices, width, found) for (width, devices), found in taken.items()]
-    one = in_threads(1)
-    rows.append(
-        {
-            "python": "speed of two encoders over one",
-            "threads": round(2 * one / in_threads(2), 2),
-            "processes": round(2 * one / in_processes(2), 2),
-        }
-    )
     publish("devices", rows, save=arguments.save)
 
 
