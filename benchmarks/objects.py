@@ -1,7 +1,7 @@
 """Question: how much of what an S3 server can give does training from it reach, and what does an epoch fetch?
 
 A real S3 server on loopback (SeaweedFS, else moto: the row says which), a set put to it, and a local cache
-of half the set. In one process, in turns:
+of half the set, on the drive and in memory. In one process, in turns:
 
 - `limit`: parallel range GETs of 8 MiB of the same objects through obstore, best of several numbers of threads,
   nothing kept. What the server gives.
@@ -42,12 +42,14 @@ from tests.loader.objects import put, size_of, stored
 from tests.store.faulty_s3 import Faults, a_wire
 from tests.store.s3_server import an_s3_server
 
-RECORDS, BATCH = 4000, 32
+RECORDS, BATCH = 3000, 32
 """Of 100 KiB each."""
-ORDER = "block(80,800)"
+ORDER = "block(80,480)"
 GET_BYTES = 8 * 1024**2
 THREADS = (4, 8, 16)
 ROUNDS = 3
+MEMORY = Path("/dev/shm")
+"""A folder without a drive behind it: what is found there is not the drive's rate of writing."""
 
 
 def ranges(cache: stoker.Cache) -> list[tuple[str, int, int]]:
@@ -109,34 +111,35 @@ def served(url: str, folder: Path, limit_bytes: int) -> list[dict[str, float]]:
     return rows
 
 
-def measured(url: str, local: stoker.Cache, folder: Path) -> list[dict[str, Any]]:
-    """Rounds in which all take turns; ratios are of the same round."""
+def measured(url: str, local: stoker.Cache, where: str, folder: Path) -> list[dict[str, Any]]:
+    """Rounds in which all take turns; ratios are of the same round. `folder` has what is kept."""
     limit_bytes = size_of(local) // 2
     quickest = max(THREADS, key=lambda threads: gets(url, local, threads, None))
     taken: dict[str, list[Any]] = {"limit": [], "keep": [], "stoker": []}
-    for number in range(ROUNDS):
-        keep = folder / f"keep{number}"
-        keep.mkdir()
-        taken["limit"].append(gets(url, local, quickest, None))
-        taken["keep"].append(gets(url, local, quickest, keep))
-        taken["stoker"].append(served(url, folder / f"mirror{number}", limit_bytes))
+    for _ in range(ROUNDS):
+        with tempfile.TemporaryDirectory(dir=folder) as kept:
+            taken["limit"].append(gets(url, local, quickest, None))
+            taken["keep"].append(gets(url, local, quickest, Path(kept)))
+        with tempfile.TemporaryDirectory(dir=folder) as mirrors:
+            taken["stoker"].append(served(url, Path(mirrors), limit_bytes))
 
     def middle(values: list[float]) -> float:
         return round(statistics.median(values), 3)
 
     of = list(zip(taken["stoker"], taken["limit"], taken["keep"], strict=True))
+    later = [(epoch, limit) for epochs, limit, _ in of for epoch in epochs[1:]]
+    first = [epochs[0] for epochs in taken["stoker"]]
     rows: list[dict[str, Any]] = [
         {"what": name, "MB_per_s": middle([one / 1e6 for one in taken[name]]), "threads": quickest}
         for name in ("limit", "keep")
     ]
     rows.append({
         "what": "stoker, first",
-        "MB_per_s": middle([epochs[0]["fetched_s"] / 1e6 for epochs in taken["stoker"]]),
+        "MB_per_s": middle([epoch["fetched_s"] / 1e6 for epoch in first]),
         "of_limit": middle([epochs[0]["fetched_s"] / limit for epochs, limit, _ in of]),
         "of_keep": middle([epochs[0]["fetched_s"] / kept for epochs, _, kept in of]),
-        "fetched": middle([epochs[0]["fetched"] for epochs in taken["stoker"]]),
+        "fetched": middle([epoch["fetched"] for epoch in first]),
     })  # fmt: skip
-    later = [(epoch, limit) for epochs, limit, _ in of for epoch in epochs[1:]]
     rows.append({
         "what": "stoker, steady",
         "MB_per_s": middle([epoch["fetched_s"] / 1e6 for epoch, _ in later]),
@@ -145,7 +148,7 @@ def measured(url: str, local: stoker.Cache, folder: Path) -> list[dict[str, Any]
         "fetched": middle([epoch["fetched"] for epoch, _ in later]),
         "predicted": middle([epoch["predicted"] for epoch, _ in later]),
     })  # fmt: skip
-    return rows
+    return [{"local cache": where, **row} for row in rows]
 
 
 def main() -> None:
@@ -168,7 +171,10 @@ def main() -> None:
             endpoint = stack.enter_context(a_wire(server.url, Faults(latency_s=arguments.latency))).url
         os.environ.update(server.variables(endpoint))
         head = {"server": server.kind, "latency_s": arguments.latency, "set_MB": round(size_of(local) / 1e6)}
-        rows = [{**head, **row} for row in measured(url, local, folder)]
+        rows: list[dict[str, Any]] = []
+        for where, kept in {"drive": folder, "memory": MEMORY}.items():
+            if kept.is_dir():
+                rows += [{**head, **row} for row in measured(url, local, where, kept)]
     publish("objects_latency" if arguments.latency else "objects", rows, save=arguments.save)
 
 

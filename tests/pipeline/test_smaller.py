@@ -79,6 +79,20 @@ def test_the_bound_that_was_set_is_kept(configure: Configure) -> None:
     assert plan_config(configure(*WIDE, "precompute.max_error=1e-9")).advice == ""
 
 
+def test_a_cache_at_an_address_is_planned_through_its_local_copy(
+    configure: Configure, tmp_path: Path
+) -> None:
+    at = (*WIDE, f"training.latent_cache_dir=file://{tmp_path}/share")
+    fill_caches(configure(*at), ["train"])
+
+    whole = plan_config(configure(*at)).reason
+    small = plan_config(configure(*at, "training.mirror_bytes=4096")).reason
+
+    assert f"from file://{tmp_path}/share/" in whole
+    assert "through a local cache of all" in whole
+    assert "through a local cache of 4.0 KiB of" in small
+
+
 def test_nothing_is_smaller_than_what_is_packed(configure: Configure) -> None:
     assert plan_config(configure(*WIDE[:2], "training.latent_cache_dtype=int8")).smaller == ()
 

@@ -115,6 +115,7 @@ def test_a_device_that_is_lost_costs_no_record_and_no_other_device(
     assert_same(records(shared.cache), records(whole.cache))
     (line,) = [message for message in caplog.messages if "the encoder on" in message]
     assert re.search(said, line), line
+    assert "encoded again" not in caplog.text, "all in one pass"
     assert without_leftovers()
 
 
@@ -156,7 +157,7 @@ def test_a_sample_that_the_encoder_refuses_is_set_aside_by_name(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["lost", "kill"])
 def test_a_long_sample_whose_device_is_lost_half_way_is_read_again(
-    how: str, tmp_path: Path, marker: Path
+    how: str, tmp_path: Path, marker: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Four stretches a sample; those that come for a device that is gone are let go."""
     source = FakeSource((24,), steps=64, width=5)
@@ -167,6 +168,7 @@ def test_a_long_sample_whose_device_is_lost_half_way_is_read_again(
     shared = run(source, encoder, tmp_path / "two", **settings, **TWO)
 
     assert shared.encoded == 24
+    assert "encoded again" not in caplog.text, "all in one pass"
     assert_same(records(shared.cache), records(whole.cache))
 
 

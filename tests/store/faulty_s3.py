@@ -115,6 +115,12 @@ class Wire:
             self._now += change
             self.at_once = max(self.at_once, self._now)
 
+    def settle(self) -> None:
+        """Wait until all that was asked for is noted: an answer is read before its end is noted."""
+        until = time.monotonic() + 10
+        while self._now and time.monotonic() < until:
+            time.sleep(0.005)
+
     def pass_by(self, size: int) -> None:
         """Wait until so many bytes have their turn."""
         if not self.faults.bytes_s:
@@ -164,8 +170,8 @@ def a_wire(url: str, faults: Faults = Faults()) -> Iterator[Wire]:
             except (OSError, HTTPException):
                 self.drop()
             finally:
-                wire.count(-(self.command == "GET"))
                 wire.note(Request(method=self.command, path=path, place=place, fault=fault, sent=sent))
+                wire.count(-(self.command == "GET"))
 
         do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer
 

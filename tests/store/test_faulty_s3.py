@@ -83,6 +83,7 @@ def test_the_same_requests_meet_the_same_faults_in_any_order(upstream: str) -> N
         with a_wire(upstream, Faults(rate=0.4, kinds=("short", "padded", "flipped"), seed=3)) as wire:
             for path in order:
                 ask(wire, path)
+            wire.settle()
             seen.append({request.path: request.fault for request in wire.requests})
 
     assert seen[0] == seen[1]

@@ -114,7 +114,13 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
         order=order,
         demand=replace(
             _demand(cache, places, outputs, wishes.batch_size, str(wishes.device)),
-            elsewhere=elsewhere_of(cache, order, sum(output.example_bytes for output in outputs)),
+            elsewhere=elsewhere_of(
+                cache,
+                order.kind,
+                examples=order.positions,
+                example_bytes=sum(output.example_bytes for output in outputs),
+                step_examples=order.global_batch,
+            ),
         ),
         shards=tuple(places.shards()),
     )

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import StokerError
 from stoker.loader.horizon import Depth, Horizon
-from stoker.loader.order import Ids, Order
+from stoker.loader.order import Ids, OrderKind
 from stoker.loader.pool import Pool, ending
 from stoker.loader.ranks import Share
 from stoker.loader.reach import Reach
@@ -241,7 +241,9 @@ def fetching_of(cache: Cache) -> Callable[[], float] | None:
     return (lambda: sum(one.wait_s for one in counters)) if counters else None
 
 
-def elsewhere_of(cache: Cache, order: Order, example_bytes: float) -> Elsewhere | None:
+def elsewhere_of(
+    cache: Cache, kind: OrderKind, *, examples: int, example_bytes: float, step_examples: int
+) -> Elsewhere | None:
     """What a plan asks about a cache that lies elsewhere; None where its files are all on this machine."""
     shards = mirrored(cache)
     if not shards:
@@ -252,10 +254,10 @@ def elsewhere_of(cache: Cache, order: Order, example_bytes: float) -> Elsewhere 
         bytes=sum(entry.bytes for entry in cache.index.shards),
         room_bytes=min(rooms, default=None),
         block_bytes=BLOCK_BYTES,
-        examples=order.positions,
+        examples=examples,
         example_bytes=example_bytes,
-        step_examples=order.global_batch,
-        order=str(order.kind),
+        step_examples=step_examples,
+        order=str(kind),
     )
 
 

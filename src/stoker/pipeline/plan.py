@@ -8,6 +8,8 @@ from functools import partial
 import torch
 
 from stoker.config import Config
+from stoker.loader.order import parse_order
+from stoker.loader.read_ahead import elsewhere_of
 from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import last_step_s
 from stoker.pipeline.folders import cache_dir_of
@@ -15,10 +17,11 @@ from stoker.pipeline.inspect import shard_bytes
 from stoker.pipeline.locate import Located, batch_size_of, locate, trajectory_steps, windows_for, windows_of
 from stoker.pipeline.served import Step, served_loads
 from stoker.pipeline.smaller import Smaller, say, smaller_dtypes
-from stoker.plan import Demand, Plan, Resources, measure_rates, plan_tiers, probe
+from stoker.plan import Demand, Elsewhere, Plan, Resources, measure_rates, plan_tiers, probe
 from stoker.plan.gpus import GpuRow, gpu_table, say_gpus, say_together
 from stoker.schema import Json, Schema, columns_of
 from stoker.sources.files import canonical_split
+from stoker.store import Cache
 from stoker.store.layout import is_fixed, record_bytes
 from stoker.units import format_count
 
@@ -127,6 +130,7 @@ def demand_of(config: Config, located: Located, device: str) -> Demand:
         size = shard_bytes(cache) / len(cache) if cache is not None and len(cache) else 0.0
     quarantined = 0 if cache is None else len(cache.index.quarantined)
     return Demand(
+        elsewhere=None if cache is None else _elsewhere(config, cache, size),
         records=located.recipe.count - quarantined,
         record_bytes=size,
         batch_examples=batch_size_of(config, trajectory_steps(schema)),
@@ -134,6 +138,21 @@ def demand_of(config: Config, located: Located, device: str) -> Demand:
         device=device,
         encoded_first=located.missing,
         step_cpus=1.0 if device != "cpu" else float(torch.get_num_threads()),
+    )
+
+
+def _elsewhere(config: Config, cache: Cache, size: float) -> Elsewhere | None:
+    """Where the cache lies, if not here, and how training would go through it."""
+    steps = trajectory_steps(cache.recipe.schema)
+    windows = windows_for(config, cache.recipe.schema)
+    each = 1 if windows is None else windows.count(steps)
+    example = example_bytes(config, cache.recipe.schema, size)
+    return elsewhere_of(
+        cache,
+        parse_order(config.training.order, world=1, example_bytes=max(1, int(example))),
+        examples=max(1, each * len(cache)),
+        example_bytes=example,
+        step_examples=batch_size_of(config, steps),
     )
 
 

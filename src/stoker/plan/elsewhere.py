@@ -106,9 +106,9 @@ class Elsewhere:
 
     def _uses(self, order: str) -> float:
         """How many times an epoch comes to a block, apart from each other."""
-        found = re.fullmatch(r"block\((\d+),\s*\d+\)", order)
-        blocks = max(1.0, self.bytes / self.block_bytes)
-        if found:
+        found = re.fullmatch(r"block\((\d+),\s*(\d+)\)", order)
+        blocks, room = max(1.0, self.bytes / self.block_bytes), self.room_bytes or self.bytes
+        if found and int(found[2]) * self.bytes <= room * (1 - AHEAD_OF) * self.examples:
             return 1 + self.block_bytes * self.examples / (int(found[1]) * self.bytes)
         if order == "sequential":
             return 1.0

@@ -164,9 +164,10 @@ class MirrorPending:
     def commit(self) -> None:
         """Put the object; it exists for everybody when this returns, and for nobody before."""
         place = self._place
-        etag = self._names.put_file(self._name, self._pending.path)
+        etag, size = self._names.put_file(self._name, self._pending.path), self._pending.path.stat().st_size
+        place.root.counters.add(put_bytes=size)
         try:
-            place.root.space.take(self._pending.path.stat().st_size)
+            place.root.space.take(size)
             with place.locked():
                 remove_stand(place.path, self._name)
                 self._pending.show()

@@ -52,6 +52,7 @@ class Counters:
     mended: int = 0
     """Times that bytes here did not match their sums and were fetched again."""
     put_bytes: int = 0
+    """Bytes of shards that were written here and put there."""
     wait_s: float = 0.0
     """Seconds that reads waited for the place, all threads together."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)

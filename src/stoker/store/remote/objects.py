@@ -167,7 +167,10 @@ class ObjectRemote:
                     chunk_size=PART_BYTES,
                     max_concurrency=4,
                 )
-            except NotSupportedError:
+            except BaseError as error:
+                unknown = isinstance(error, NotSupportedError) or "status code: 501" in str(error)
+                if mode == "overwrite" or not unknown:
+                    raise
                 self._conditional = False
                 raise PassingError("the store has no conditional put; going on without") from None
         return result["e_tag"] or ""
