@@ -502,9 +502,9 @@ def main() -> None:
     torch.set_num_threads(1)
     kept = RESULTS / "simulate.jsonl"
     before = [json.loads(line) for line in kept.read_text().splitlines()[1:]] if kept.exists() else []
-    rows = [row for row in before if row["part"] not in arguments.only]
+    rows = before
     for part in arguments.only:
-        rows += rows_of(part, arguments.rounds)
+        rows = [row for row in rows if row["part"] != part] + rows_of(part, arguments.rounds)
         rows.sort(key=lambda row: [*PARTS].index(row["part"]))
         publish("simulate", rows, save=arguments.save)  # what is measured is kept if the rest is broken off
 
