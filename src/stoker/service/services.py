@@ -117,9 +117,14 @@ def open_services(
     )
 
 
-async def services_of(connection: HTTPConnection) -> Services:
-    """The services of the app that a request came to; a plain function would run in a thread of its own."""
+def services_of(connection: HTTPConnection) -> Services:
+    """The services of the app that a request came to."""
     return connection.app.state.services
 
 
-Here = Annotated[Services, Depends(services_of)]
+async def _here(connection: HTTPConnection) -> Services:
+    """The same for a route; a plain function would run in a thread of its own."""
+    return services_of(connection)
+
+
+Here = Annotated[Services, Depends(_here)]
