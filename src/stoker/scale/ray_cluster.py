@@ -195,8 +195,8 @@ def _within(deadline_s: float, call: Callable[[], Any], interrupts: Interrupts) 
             raise Interrupted("stopped while connecting to the Ray cluster; nothing was begun")
         if not ended and waited > deadline_s:
             raise StalledError(
-                f"the Ray cluster did not answer within {deadline_s:g} s. Look at it with `ray status`; give "
-                "more time with precompute.ray.connect"
+                f"the Ray cluster did not answer within {deadline_s:g} s. Look at it with `ray status`; a "
+                "wrong RAY_AUTH_TOKEN looks like this, too. Give more time with precompute.ray.connect"
             )
     if ended[0] is not None:
         raise ended[0]
