@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -19,18 +18,14 @@ from tests.precompute.fake_sources import FakeSource
 
 
 class CountingEncoder(FakeEncoder):
-    """Writes the samples of each call (`nu` is a seventh of the number) to a file, and may freeze once."""
+    """Writes the samples of each call (`nu` is a seventh of the number) to a file."""
 
-    def __init__(self, folder, *, sleep_s=0.0, freeze_at=None):
+    def __init__(self, folder, *, sleep_s=0.0):
         super().__init__(by_shape=True, sleep_s=sleep_s)
-        self.folder, self.freeze_at = str(folder), freeze_at
+        self.folder = str(folder)
 
     def encode(self, batch):
         numbers = [round(7 * value) for value in batch["nu"].tolist()]
-        frozen = Path(self.folder) / "frozen"
-        if self.freeze_at in numbers and not frozen.exists():
-            frozen.touch()
-            os.kill(os.getpid(), signal.SIGSTOP)
         out = super().encode(batch)
         if any(numbers):  # not when it is tried on zeros
             with (Path(self.folder) / "calls").open("a") as file:
@@ -43,7 +38,7 @@ def main(text):
     folder = Path(given["folder"])
     faults = {int(number): what for number, what in given.get("faults", {}).items()}
     source = FakeSource((given["samples"],), run=given.get("run"), faults=faults)
-    encoder = CountingEncoder(folder, sleep_s=given.get("sleep_s", 0.0), freeze_at=given.get("freeze_at"))
+    encoder = CountingEncoder(folder, sleep_s=given.get("sleep_s", 0.0))
     settings = PrecomputeSettings(
         progress=LineProgress(sys.stderr, every_s=2.0),
         deadlines=as_deadlines(given.get("deadlines")),

@@ -279,23 +279,6 @@ def test_ctrl_c_seals_what_is_encoded_and_the_next_run_goes_on(cluster, environm
     assert set(calls(tmp_path).values()) == {1}
 
 
-def test_a_worker_that_is_frozen_loses_its_slice(cluster, environment, tmp_path):
-    """Nobody within a stopped process can notice that it is stopped; the driver does."""
-    code, report, said = run(
-        environment,
-        folder=str(tmp_path),
-        samples=200,
-        sleep_s=0.05,
-        freeze_at=120,
-        deadlines=dict.fromkeys(("start", "open", "read", "encode", "write"), 4.0),
-        ray={"address": cluster.address},
-    )
-
-    assert code == 0, said
-    assert "said nothing for" in said
-    assert report["records"] == 200
-
-
 @pytest.mark.parametrize(
     ("changed", "code", "words"),
     [
@@ -315,27 +298,7 @@ def test_what_cannot_work_is_said_and_not_waited_for(cluster, environment, tmp_p
 def test_a_wrong_token_is_named(cluster, environment, tmp_path):
     wrong = {**environment, "RAY_AUTH_TOKEN": "another-token-0123456789abcdef012345"}
     code, _, said = run(
-        wrong, folder=str(tmp_path), samples=8, ray={"address": cluster.address, "connect_s": 30.0}
+        wrong, folder=str(tmp_path), samples=8, ray={"address": cluster.address, "connect_s": 5.0}
     )
 
-    assert (code, "RAY_AUTH_TOKEN" in said) == (3, True), said
-
-
-def test_without_an_address_a_cluster_lives_as_long_as_it_is_needed(environment, tmp_path):
-    code, report, said = run(environment, folder=str(tmp_path), samples=40, ray={})
-    assert code == 0, said
-    assert report["records"] == 40
-
-    with running(environment, folder=str(tmp_path), samples=900, sleep_s=0.1, ray={}) as process:
-        wait_for(lambda: len(calls(tmp_path)) > 200)
-        process.kill()
-
-    def left():
-        found = [one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline", "environ"])
-                 if (one.info["environ"] or {}).get("RAY_TMPDIR") == environment["RAY_TMPDIR"]]  # fmt: skip
-        return [words for words in found if "raylet" in " ".join(words) and "two_nodes" not in words]
-
-    clusters = len([words for words in left() if words and words[0].endswith("/raylet")])
-    wait_for(
-        lambda: len([words for words in left() if words and words[0].endswith("/raylet")]) <= min(2, clusters)
-    )
+    assert (code, "RAY_AUTH_TOKEN" in said) == (5, True), said

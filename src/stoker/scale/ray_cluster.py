@@ -70,6 +70,7 @@ class RayCluster:
     def __init__(self, settings: RaySettings) -> None:
         self._settings = settings
         self._ours = False
+        self._over = threading.Event()
 
     @property
     def own(self) -> bool:
@@ -104,7 +105,7 @@ class RayCluster:
             _knock(settings.address, min(_KNOCK_S, settings.connect_s))
             options |= {"address": settings.address}
         try:
-            _within(settings.connect_s, lambda: ray.init(**options), interrupts)
+            _within(settings.connect_s, lambda: ray.init(**options), interrupts, self._over)
         except StokerError:
             raise
         except Exception as error:
@@ -157,6 +158,8 @@ class RayCluster:
         if self._ours:
             self._ours = False
             ray.shutdown()
+            self._over.set()
+            self._over = threading.Event()
 
 
 def _knock(address: str, timeout_s: float) -> None:
@@ -173,8 +176,13 @@ def _knock(address: str, timeout_s: float) -> None:
         ) from error
 
 
-def _within(deadline_s: float, call: Callable[[], Any], interrupts: Interrupts) -> None:
-    """Run what may hang in a thread, which is left behind if it does; Ray leaves signals alone there, too."""
+def _within(
+    deadline_s: float, call: Callable[[], Any], interrupts: Interrupts, over: threading.Event
+) -> None:
+    """Run what may hang in a thread, which is left behind if it does; Ray leaves signals alone there, too.
+
+    The thread stays until `over`: the kernel ends a cluster of our own with the thread that started it.
+    """
     ended: list[BaseException | None] = []
 
     def run() -> None:
@@ -184,6 +192,7 @@ def _within(deadline_s: float, call: Callable[[], Any], interrupts: Interrupts) 
             ended.append(error)
         else:
             ended.append(None)
+            over.wait()
 
     thread = threading.Thread(target=run, name="stoker-ray-connect", daemon=True)
     thread.start()
@@ -195,8 +204,8 @@ def _within(deadline_s: float, call: Callable[[], Any], interrupts: Interrupts) 
             raise Interrupted("stopped while connecting to the Ray cluster; nothing was begun")
         if not ended and waited > deadline_s:
             raise StalledError(
-                f"the Ray cluster did not answer within {deadline_s:g} s. Look at it with `ray status`; give "
-                "more time with precompute.ray.connect"
+                f"the Ray cluster did not answer within {deadline_s:g} s. Look at it with `ray status`; a "
+                "wrong RAY_AUTH_TOKEN looks like this, too. Give more time with precompute.ray.connect"
             )
     if ended[0] is not None:
         raise ended[0]
