@@ -212,18 +212,6 @@ class Scenario:
         return self.taken_bytes + self.fetch_bytes - 1
 
     @property
-    def block_records(self) -> float:
-        """Records that one read of the store brings along."""
-        return 1.0 if self.order == "block" else max(1.0, self.fetch_bytes / self.record_bytes)
-
-    @property
-    def record_requests(self) -> float:
-        """Requests to the store for one example; in block order one brings its neighbours along."""
-        if self.order != "block":
-            return 1.0
-        return min(1.0, self.record_bytes / self.fetch_bytes)
-
-    @property
     def batches(self) -> int:
         """Batches of one rank in an epoch."""
         return self.epoch_examples // (self.batch * self.world)

@@ -168,7 +168,8 @@ def _mirror(scenario: Scenario) -> _Kept | None:
     fraction = scenario.disk_bytes / scenario.set_bytes
     if not scenario.shared or not fraction or fraction >= 1:
         return None
-    order, in_block = scenario.order, scenario.block_records
+    order = scenario.order
+    in_block = 1.0 if order == "block" else max(1.0, scenario.fetch_bytes / scenario.record_bytes)
     hits = hit_share(fraction, scenario.nodes, order=order, in_block=in_block, seed=scenario.seed)
     plan = planned(scenario, "disk", scenario.records)
     return _Kept(
