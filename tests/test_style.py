@@ -45,7 +45,7 @@ def test_nothing_dangerous_or_unfinished(path: Path) -> None:
     text = path.read_text()
 
     assert not re.search(r"pickle\.loads?\(|shell=True|NotImplementedError|\bTODO\b|\bFIXME\b", text) or (
-        # where a pickle is read: our own parent's, over a private descriptor, or our driver's, from its cluster
+        # where a pickle is read: our own parent's, over a private descriptor; our driver's, on a cluster
         path.name in ("reader.py", "fill_process.py", "device_process.py", "torch_child.py", "ray_task.py")
         and "cloudpickle.loads(" in text
     )
