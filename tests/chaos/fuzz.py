@@ -63,6 +63,9 @@ class MemoryFile:
             )
         out[:] = piece
 
+    def mend(self, offset: int, size: int) -> bool:
+        return False
+
     def fileno(self) -> int:
         return -1
 

@@ -66,6 +66,22 @@ def test_what_hangs_is_named_and_given_up() -> None:
     let_go.set()
 
 
+def test_what_had_begun_has_ended_when_the_rest_is_given_up() -> None:
+    begun, ended = list[int](), list[int]()
+
+    def work(item: int) -> None:
+        begun.append(item)
+        time.sleep(0.2 * bool(item))
+        ended.append(item)
+
+    results = in_order(work, range(100), what="x", threads=4)
+    next(results)
+    results.close()
+
+    assert len(begun) < 100
+    assert sorted(ended) == sorted(begun)
+
+
 def test_threads_end_with_the_work() -> None:
     before = threading.active_count()
     assert len(list(in_order(lambda item: item, range(100), what="x", threads=8))) == 100

@@ -118,6 +118,19 @@ def test_a_wire_that_fails_serves_right_records_or_none(
         assert {request.fault for request in wire.requests} & {*kinds}
 
 
+def test_what_goes_wrong_with_bytes_that_came_is_not_called_the_stores_fault(variables: S3Server) -> None:
+    remote = open_remote("s3://bucket")
+    etag = remote.put("bytes", b"12345")
+
+    def full(_: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left") as caught:
+        remote.read("bytes", 0, 5, etag=etag, sink=full)
+
+    assert caught.value.errno == 28
+
+
 def test_a_bucket_that_is_not_there_is_said_at_once(variables: S3Server) -> None:
     with pytest.raises(ServiceError, match="there is no such bucket"):
         open_remote("s3://no-such-bucket/x").list()

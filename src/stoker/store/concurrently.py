@@ -7,9 +7,11 @@ daemons: one that hangs in a read is left behind and keeps no process alive.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar, cast
 
 from stoker.errors import StalledError
@@ -23,6 +25,8 @@ AHEAD = 4
 """Results per thread that may wait to be taken."""
 DEADLINE_S = 600.0
 """Seconds that one item may take."""
+LAST_S = 30.0
+"""Seconds at most for what had begun when the rest is given up."""
 
 
 class _Task(Generic[T, R]):
@@ -96,7 +100,12 @@ def in_order(
         while line:
             yield next_result()
     finally:
-        while not tasks.empty():  # given up: what was not begun is not done
-            tasks.get()
+        begun = set(line)
+        with suppress(Empty):
+            while True:  # given up: what was not begun is not done
+                begun.discard(cast("_Task[T, R]", tasks.get_nowait()))
         for _ in range(started):
             tasks.put(None)
+        limit = time.monotonic() + min(deadline_s, LAST_S)
+        for task in begun:  # whoever called may release a claim next
+            task.done.wait(max(0.0, limit - time.monotonic()))

@@ -125,11 +125,16 @@ class ObjectRemote:
             answer = obstore.get(self._store, name, options=options)
             if tuple(answer.range) != (begin, end):
                 raise PassingError(f"bytes {answer.range} were sent, {begin}:{end} asked for")
-            at = begin
-            for piece in answer.stream(min_chunk_size=PIECE_BYTES):
-                data = bytes(piece)[: end - at]
-                at += len(data)
-                sink(data)
+            pieces = iter(answer.stream(min_chunk_size=PIECE_BYTES))
+        at = begin
+        while True:
+            with self._asking("get", name):
+                piece = next(pieces, None)
+            if piece is None:
+                break
+            data = bytes(piece)[: end - at]
+            at += len(data)
+            sink(data)  # what goes wrong there is not the store's
         if at < end:
             raise PassingError(f"the answer ended at byte {at}, expected {end}")
 
