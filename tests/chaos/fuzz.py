@@ -201,7 +201,7 @@ class Header:
     def read(self, data: bytes) -> None:
         shard = Shard(MemoryFile(data), self._path, self._schema)
         for entry in ("statistics", "error", "environment"):
-            getattr(shard, entry)
+            shard.described(entry)
         shard.check_padding()
         for field in shard.columns:
             shard.damage(field)
