@@ -63,6 +63,9 @@ class MemoryFile:
             )
         out[:] = piece
 
+    def ahead(self, offset: int, size: int) -> None:
+        pass
+
     def mend(self, offset: int, size: int) -> bool:
         return False
 
