@@ -63,6 +63,8 @@ class MemoryFile:
             )
         out[:] = piece
 
+    origin: str | None = None
+
     def ahead(self, offset: int, size: int) -> None:
         pass
 
