@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import sqlalchemy as sa
@@ -45,11 +46,38 @@ def test_each_job_goes_to_one_worker(database: Database) -> None:
     assert sorted(claimed) == sorted(ids)
 
 
-def test_a_worker_that_lost_its_lease_changes_nothing(database: Database) -> None:
+def test_the_job_that_has_waited_longest_comes_first_and_keeps_the_time_it_began(database: Database) -> None:
+    first, second = make(database, 2)
+    leases = Leases(database)
+
+    claim = leases.claim("w")
+    assert claim is not None
+    assert claim.job.id == first
+    with database.writing() as connection:
+        connection.execute(JOBS.update().where(JOBS.c.id == first).values(started=1.0))
+    leases.give_back(claim, "stopped", lost=False)
+
+    assert {leases.claim("w").job.id, leases.claim("w").job.id} == {first, second}
+    assert Jobs(database).get(first).started == 1.0
+
+
+def test_an_attempt_is_its_workers_alone(database: Database) -> None:
+    make(database)
+    leases = Leases(database)
+    claim = leases.claim("w")
+
+    with pytest.raises(LeaseLost):
+        leases.heartbeat(replace(claim, worker="another"))
+
+    assert leases.heartbeat(claim) is State.RUNNING
+
+
+@pytest.mark.parametrize("again", ["newer", "late"])
+def test_a_worker_that_lost_its_lease_changes_nothing(database: Database, again: str) -> None:
     (id,) = make(database)
     late, leases = impatient(database).claim("late"), impatient(database, lease_s=30.0)
     assert [job.state for job in leases.sweep()] == [State.QUEUED]
-    newer = leases.claim("newer")
+    newer = leases.claim(again)
     before = Jobs(database).get(id), Outbox(database).newest()
 
     for attempt in (

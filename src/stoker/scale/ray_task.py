@@ -280,7 +280,6 @@ class _Teller:
         self.say(
             stage="encode" if snapshot.encoded else "read",
             encoded=snapshot.encoded,
-            quarantined=snapshot.quarantined,
             written_bytes=snapshot.written_bytes,
             sample=group.start if group else -1,
             call_s=snapshot.call_s,

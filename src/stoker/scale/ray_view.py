@@ -20,8 +20,6 @@ class View:
     stage: str = ""
     """`prepare`, `read` until something is encoded, then `encode`."""
     encoded: int = 0
-    quarantined: int = 0
-    """Samples set aside in the cache, as the task sees it."""
     written_bytes: int = 0
     sample: int = -1
     """The first of the group in hand."""
