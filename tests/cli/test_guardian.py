@@ -421,7 +421,7 @@ def test_another_system_is_refused_in_one_line(
     assert "needs Linux" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_during_the_imports_is_an_interrupt(project: Path, number: int) -> None:
     env = broken_encoder(project, {})
     add_to_site(project, f"\nif 'stoker.cli.main' in sys.orig_argv: os.kill(os.getpid(), {number:d})\n")

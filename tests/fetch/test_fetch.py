@@ -118,7 +118,7 @@ def test_what_came_before_a_failure_is_kept(files: Files, tmp_path: Path, fault:
     said: list[object] = []
 
     report = fetch_files(
-        [one], tmp_path, FetchSettings(stall_s=0.5, pause_s=0.02, tries=3), listen=said.append
+        [one], tmp_path, FetchSettings(stall_s=2.0, pause_s=0.02, tries=3), listen=said.append
     )
 
     assert report.exit_code == 0

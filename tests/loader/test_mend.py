@@ -204,7 +204,7 @@ print(len(encoder.calls), loader.mended, flush=True)
 """
 
 
-@pytest.mark.parametrize("tier", ["disk", "host"])
+@pytest.mark.parametrize("tier", [pytest.param("disk", marks=pytest.mark.slow), "host"])
 def test_of_several_ranks_one_encodes_and_all_go_on(tmp_path: Path, tier: str) -> None:
     cache = make(tmp_path)
     wanted = [list(Loader(cache, batch_size=2, seed=1, rank=r, world=2, drop_last=False)) for r in range(2)]

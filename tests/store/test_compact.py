@@ -264,6 +264,7 @@ def test_a_cache_named_from_inside_its_folder_keeps_its_name(
     assert open_cache(cache.path).name == "x"
 
 
+@pytest.mark.slow  # gc, repair and folder are killed at every call in the plain run
 @pytest.mark.chaos
 def test_killed_at_every_writing_call_nothing_is_lost(tmp_path: Path) -> None:
     done = subprocess.run(

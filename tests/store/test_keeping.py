@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_random_sequences_with_kills_keep_every_record(tmp_path: Path, seed: int) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.store.keep_rounds", str(tmp_path / "c"), str(seed), "6"],

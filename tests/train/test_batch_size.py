@@ -140,7 +140,10 @@ def test_other_errors_are_raised_at_once(model: nn.Module) -> None:
     assert tried == [8]
 
 
-@pytest.mark.parametrize("error", [MemoryError, RuntimeError, torch.OutOfMemoryError])
+@pytest.mark.parametrize(
+    "error",
+    [pytest.param(MemoryError, marks=pytest.mark.slow), RuntimeError, torch.OutOfMemoryError],
+)
 def test_each_way_of_saying_that_memory_is_short(model: nn.Module, error: type[Exception]) -> None:
     optimizer = torch.optim.SGD(model.parameters())
     step = stepper(Memory(40, error=error), optimizer)
