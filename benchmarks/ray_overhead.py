@@ -4,9 +4,10 @@ A cluster of this machine alone, connected and with its workers' imports done be
 takes is stated apart (`start`). Then whole calls of precompute in turns, with one and with two workers: local
 encoders in one process or in two (`device=["cpu", "cpu"]`), tasks that take two processors or one. Two encoders:
 `cheap` multiplies by two, so what lies around it is all there is; `sleeps` waits 50 ms a sample. Records are compared
-after each round. `ratio` is the median of the rounds' ratios, Ray's time over the local engine's.
+after each round. `ratio` is the median of the rounds' ratios, Ray's time over the local engine's, `more_s` that of the
+differences: what a run costs more however long it is.
 
-    python benchmarks/ray_overhead.py [--save] [--rounds 3] [--cheap 40000] [--sleeps 300]
+    python benchmarks/ray_overhead.py [--save] [--rounds 3] [--cheap 40000] [--sleeps 200]
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cheap", type=int, default=40_000, help="samples")
-    parser.add_argument("--sleeps", type=int, default=300, help="samples")
+    parser.add_argument("--sleeps", type=int, default=200, help="samples")
     arguments = parser.parse_args()
     counts = {"cheap": arguments.cheap, "sleeps": arguments.sleeps}
     torch.set_num_threads(1)
@@ -142,6 +143,7 @@ def main() -> None:
                 "case": encoder, "workers": workers, "samples": counts[encoder],
                 "local_s": round(statistics.median(pair[0] for pair in pairs), 2),
                 "ray_s": round(statistics.median(pair[1] for pair in pairs), 2),
+                "more_s": round(statistics.median(ray_s - local_s for local_s, ray_s in pairs), 2),
                 "ratio": round(statistics.median(ratios), 2), "rounds": [round(ratio, 2) for ratio in ratios],
             }
         )  # fmt: skip
