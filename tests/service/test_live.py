@@ -139,6 +139,46 @@ def test_a_reader_that_falls_behind_what_is_held_reads_on_from_the_database(
     assert seen == list(range(seen[0], seen[0] + 151))
 
 
+def test_what_is_held_of_large_events_is_bounded_and_none_is_lost(
+    running: Running, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As large as a job's process may make them: a thousand would be a quarter of a GB."""
+    monkeypatch.setattr(stream, "KEPT_CHARS", 300_000)
+    monkeypatch.setattr(stream, "PAGE_CHARS", 100_000)
+    pages: list[int] = []
+    real = running.services.outbox.read_page
+
+    def read_page(after: int, **given: Any) -> list[Any]:
+        page = real(after, **given)
+        pages.append(sum(event.size for event in page) if len(page) > 1 else 0)
+        return page
+
+    monkeypatch.setattr(running.services.outbox, "read_page", read_page)
+
+    async def read() -> tuple[list[int], int]:
+        feed = stream.Feed(running.services.outbox)
+        reading, held = asyncio.create_task(feed.run()), 0
+        with feed.listening():
+            async with aclosing(feed.follow(None, job)) as events, asyncio.timeout(30):
+                waiting = asyncio.create_task(anext(events))
+                await asyncio.sleep(3 * stream.POLL_S)
+                tell(running, job, 1)
+                seen = [(await waiting).number]
+                tell(running, job, 40, size=40_000)
+                tell(running, job, 2, size=250_000)  # each larger than a page
+                while len(seen) < 43:
+                    seen.append((await anext(events)).number)
+                    held = max(held, feed.held)
+        reading.cancel()
+        return seen, held
+
+    seen, held = asyncio.run(read())
+
+    assert seen == list(range(seen[0], seen[0] + 43))
+    assert 0 < held <= 300_000
+    assert max(pages) <= 100_000
+
+
 def test_events_that_are_gone_are_named(running: Running, job: str) -> None:
     first = running.services.outbox.newest()
     tell(running, job, 30)

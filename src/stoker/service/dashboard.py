@@ -154,7 +154,9 @@ def part_samples(request: Request, here: Here, dataset_id: DatasetId) -> Respons
 def show_caches(request: Request, here: Here) -> Response:
     """All caches."""
     found = list_caches(here)
-    return page(request, "caches.html", title="Caches", caches=found.caches, total=found.bytes)
+    return page(
+        request, "caches.html", title="Caches", caches=found.caches, total=found.bytes, stale=found.stale
+    )
 
 
 @router.get("/caches/{name}/{fingerprint}")
