@@ -21,7 +21,7 @@ from websockets.sync.client import connect
 
 from stoker.service import routes_live, server, stream
 from stoker.service.client import ServiceClient, Told
-from stoker.service.outbox import append
+from stoker.service.outbox import Event, append
 from tests.service.running import CONFIG, Running, note_radio, serving
 
 
@@ -177,6 +177,17 @@ def test_what_is_held_of_large_events_is_bounded_and_none_is_lost(
     assert seen == list(range(seen[0], seen[0] + 43))
     assert 0 < held <= 300_000
     assert max(pages) <= 100_000
+
+
+def test_what_is_handed_to_a_reader_in_a_go_is_bounded_and_never_nothing() -> None:
+    def page(*sizes: int) -> list[int]:
+        events = [Event(number=n, job="", kind="batch", at=0.0, data={}, size=s) for n, s in enumerate(sizes)]
+        return [event.size for event in stream._page(events)]
+
+    most = stream.PAGE_CHARS
+    assert page(most // 2, most // 2, 1) == [most // 2, most // 2]
+    assert page(10 * most, 1) == [10 * most]
+    assert len(page(*[1] * 1000)) == stream.PAGE
 
 
 def test_events_that_are_gone_are_named(running: Running, job: str) -> None:
