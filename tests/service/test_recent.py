@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from stoker.errors import Degraded, StalledError
-from stoker.service import figures, folders
-from stoker.service.recent import Recent
+from stoker.service import figures, folders, routes_caches
+from stoker.service.recent import Patience, Recent
 from tests.service.running import Running, serving
 
 
@@ -48,6 +48,9 @@ def test_what_hangs_costs_one_thread_and_one_wait_however_often_it_is_asked() ->
     assert all("the disk did not answer within 0.5 s" in (one.stale or "") for one in found)
     assert found[-1].age_s >= 0.5
     assert source.asked == 3, "by one thread"
+    began = time.monotonic()
+    assert {recent.get().value for _ in range(200)} == {2}
+    assert time.monotonic() - began < 50, "each that waited for itself would make 100 s"
 
     source.free.set()
     last = settled(recent)
@@ -193,3 +196,22 @@ def test_caches_are_listed_as_they_were_while_their_folder_does_not_answer(
     assert "did not answer within 0.2 s" in away["stale"]
     assert "did not answer within 0.2 s" in page
     assert "radio" in page
+
+
+def test_looks_into_one_cache_that_hang_are_few_and_leave_the_others_alone(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Source()
+    source.free.clear()
+    monkeypatch.setattr(running.services.figures, "folders", Patience(at_once=2, wait_s=0.2))
+    monkeypatch.setattr(routes_caches, "cache_folder", source)
+    path = "/caches/radio/0123456789abcdef"
+    try:
+        said = [running.client.get(running.api(path + part)) for part in ("", "/why", "", "/why")]
+        assert [one.status_code for one in said] == [504] * 4
+        assert source.asked == 2
+        assert "did not answer within 0.2 s" in said[0].json()["error"]
+        assert "as much hangs as may" in said[-1].json()["error"]
+        assert running.client.get(running.api("/jobs")).status_code == 200
+    finally:
+        source.free.set()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.plan.resources import probe
 from stoker.service.machine import gpus
-from stoker.service.recent import Recent
+from stoker.service.recent import Patience, Recent
 
 if TYPE_CHECKING:
     from stoker.service.folders import StateFolder
@@ -17,6 +17,9 @@ WAIT_S = 2.0
 """How long a figure is waited for: three that hang still leave a scrape its ten seconds."""
 SCAN_S = 20.0
 """How long the folders of caches are waited for: less than an answer may take."""
+
+FOLDERS, FOLDER_S = 8, 10.0
+"""Folders of single caches that are looked into at once, and how long each look may take."""
 
 
 class Figures:
@@ -35,6 +38,8 @@ class Figures:
             lambda: find_caches(folder), f"the folder of caches {folder.caches}", wait_s=SCAN_S
         )
         """A row for every cache that jobs have made."""
+        self.folders = Patience(at_once=FOLDERS, wait_s=FOLDER_S)
+        """Looks into single folders of caches."""
 
 
 def _room(folder: StateFolder) -> tuple[int | None, int | None]:

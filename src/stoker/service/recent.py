@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from stoker.errors import StalledError, StokerError
+from stoker.plan.resources import within
 
 log = logging.getLogger("stoker")
 T = TypeVar("T")
@@ -113,3 +114,35 @@ class Recent(Generic[T]):
             f"{self._what} did not answer within {self._wait_s:g} s. It is asked again by itself; look "
             "whether what lies behind it hangs"
         )
+
+
+class Patience:
+    """Questions of any kind, each within a deadline; one that hangs keeps its place among those at once.
+
+    Args:
+        at_once: Questions at most.
+        wait_s: How long an answer may take, and how long a place is waited for.
+    """
+
+    def __init__(self, *, at_once: int, wait_s: float) -> None:
+        self._free = threading.BoundedSemaphore(at_once)
+        self._wait_s = wait_s
+
+    def ask(self, what: str, work: Callable[[], T]) -> T:
+        """The result of `work`; its errors pass through.
+
+        Raises:
+            StalledError: It did not come in time, or as many hang as may.
+        """
+        if not self._free.acquire(timeout=self._wait_s):
+            raise StalledError(
+                f"{what} cannot be looked at: as much hangs as may. It is over once the storage answers again"
+            )
+
+        def run() -> T:
+            try:
+                return work()
+            finally:
+                self._free.release()
+
+        return within(run, self._wait_s, what)

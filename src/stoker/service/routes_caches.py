@@ -91,7 +91,10 @@ def inspect_cache(name: Name, fingerprint: Print, here: Here) -> CacheDetail:
     """One cache: fields, sizes, statistics, quarantined samples. No record is read."""
     from stoker.pipeline.inspect import inspect_cache as inspect
 
-    return CacheDetail.model_validate(inspect(cache_folder(here, name, fingerprint)).to_json())
+    return here.figures.folders.ask(
+        f"cache {name}/{fingerprint}",
+        lambda: CacheDetail.model_validate(inspect(cache_folder(here, name, fingerprint)).to_json()),
+    )
 
 
 @router.post(
@@ -127,8 +130,11 @@ def why(
     """What differs between two recipes of one name."""
     from stoker.pipeline.why import explain
 
-    beside = None if other is None else cache_folder(here, name, other)
-    return WhyOut.model_validate(explain(cache_folder(here, name, fingerprint), beside).to_json())
+    def compare() -> WhyOut:
+        beside = None if other is None else cache_folder(here, name, other)
+        return WhyOut.model_validate(explain(cache_folder(here, name, fingerprint), beside).to_json())
+
+    return here.figures.folders.ask(f"cache {name}/{fingerprint}", compare)
 
 
 @router.post(
