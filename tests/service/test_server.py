@@ -95,8 +95,8 @@ def test_many_who_send_a_byte_at_a_time_hold_up_nobody_else(
 ) -> None:
     """Heads and bodies that come in drops, on twice as many connections as there may be."""
     monkeypatch.setattr(server, "CONNECTIONS", 24)
-    monkeypatch.setattr(server, "LOOK_S", 2.0)
-    with serving(tmp_path / "state", limits=RequestLimits(body_s=4.0)) as running, ExitStack() as stack:
+    monkeypatch.setattr(server, "LOOK_S", 1.0)
+    with serving(tmp_path / "state", limits=RequestLimits(body_s=2.0)) as running, ExitStack() as stack:
         host = f"Host: 127.0.0.1:{running.port}\r\n"
         begun = (
             f"GET /health HTTP/1.1\r\n{host}X-Slow: ",
