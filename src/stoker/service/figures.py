@@ -17,7 +17,6 @@ WAIT_S = 2.0
 """How long a figure is waited for: three that hang still leave a scrape its ten seconds."""
 SCAN_S = 20.0
 """How long the folders of caches are waited for: less than an answer may take."""
-
 FOLDERS, FOLDER_S = 8, 10.0
 """Folders of single caches that are looked into at once, and how long each look may take."""
 
