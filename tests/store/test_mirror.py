@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 import torch
 
-from stoker.errors import ConfigError, CorruptError, FormatError, ReadOnlyError, StalledError
+from stoker.errors import (
+    ConfigError,
+    CorruptError,
+    FormatError,
+    ReadOnlyError,
+    ResourceError,
+    StalledError,
+)
 from stoker.schema import Field, Schema
 from stoker.store import catalog, make_recipe, open_cache, open_folder
 from stoker.store.cache import Cache
@@ -263,7 +272,6 @@ def test_a_place_that_does_not_answer_is_named_with_attempts_when_the_deadline_p
 
 
 def test_reads_go_past_a_mirror_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stoker.errors import ResourceError
     from stoker.store.mirror.stand import Stand
 
     source = FakeSource()
@@ -277,6 +285,48 @@ def test_reads_go_past_a_mirror_that_is_full(tmp_path: Path, monkeypatch: pytest
 
     check(cache, source)
     assert mirror_of(cache).counters.direct > 0
+
+
+def test_who_reads_from_a_mirror_that_somebody_removed_is_served_or_told(tmp_path: Path) -> None:
+    source = FakeSource(BIG, [("a", 4)])
+    make_cache(machine(tmp_path, "a"), source)
+    cache = open_cache(machine(tmp_path, "b") / "x")
+    mirror = mirror_of(cache)
+    assert torch.equal(cache[0]["latent"], expected(source, cache.recipe, 0)["latent"])
+    shutil.rmtree(tmp_path / "b")
+
+    check(cache, source)
+
+    with pytest.raises(ResourceError, match=r"was removed while it was in use.*open the cache again"):
+        mirror.open("shard-other-000000.safetensors")
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_read_goes_on_when_its_own_blocks_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not when all are that somebody fetches ahead in the same request."""
+    make_cache(machine(tmp_path, "a"), FakeSource(BIG, [("a", 8)]))
+    cache = open_cache(machine(tmp_path, "b") / "x")
+    mirror, entry, goes_on, read = mirror_of(cache), cache.index.shards[0], Event(), FolderRemote.read
+    file, out = mirror.open(entry.file), bytearray(64)
+
+    def slow(self: FolderRemote, name: str, begin: int, end: int, *, etag: str, sink: Any) -> None:
+        read(self, name, begin, begin + MIB, etag=etag, sink=sink)
+        goes_on.wait(60)
+        read(self, name, begin + MIB, end, etag=etag, sink=sink)
+
+    monkeypatch.setattr(FolderRemote, "read", slow)
+    mirror.ahead(entry.file, [(0, entry.bytes)])
+    reader = Thread(target=file.read_into, args=(0, memoryview(out)), daemon=True)
+    reader.start()
+    reader.join(20)
+    alone = not reader.is_alive()
+    goes_on.set()
+    reader.join(20)
+
+    assert alone
+    assert bytes(out) == (tmp_path / "shared" / "x" / cache.path.name / entry.file).read_bytes()[:64]
 
 
 def test_a_read_is_done_again_if_its_blocks_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,13 +39,18 @@ if TYPE_CHECKING:
 
 AT_ONCE = 32
 """Requests of one loader at a time, at most; how many there are follows from `Depth`."""
-LEAST_DEPTH_BYTES, MOST_DEPTH_BYTES = 4 * MIB, 256 * MIB
+LEAST_DEPTH_BYTES, MOST_DEPTH_BYTES = 32 * MIB, 256 * MIB
+"""The least is four requests: what is near answers so soon that the way holds little, and yet a server has
+more cores than one.
+"""
 LEAD_S = 2.0
 """Seconds of the rate at which bytes come that may lie here ahead of need: a server that is busy says to wait
 for about one."""
 MOST_LEAD_BYTES = GIB
 LEAD_PART = 4
 """What is ahead of need takes at most one part in so many of a mirror."""
+REFILL_AT = 0.75
+"""More is begun once what is here ahead of need has fallen to this part of the most."""
 RANKED_FROM = 0.7
 """Blocks are ranked once so much of a mirror is filled."""
 LOOK_S = 0.05
@@ -83,6 +87,8 @@ class ReadAhead:
         self._under_way = 0
         self._begun = 0
         """Stretches whose runs were begun, counted like `Horizon.passed`."""
+        self._ahead: dict[int, int] = {}
+        """Blocks of those stretches, each with the last of them that takes it."""
         self._runs: deque[Run] = deque()
         self._ranked = -1
 
@@ -146,20 +152,37 @@ class ReadAhead:
             self._pool.submit(partial(self._bring, run, size))
 
     def _next_run(self) -> Run | None:
-        horizon = self._horizon
         while True:
             while self._runs:
                 run = self._runs.popleft()
                 if self._mirrors[run.shard].lacks(run, self._reach.block_bytes):
                     return run
-            begun = max(0, self._begun - horizon.passed)
-            ahead = sum(len(stretch.own) for stretch in islice(horizon.stretches, begun))
-            if begun and ahead * self._reach.block_bytes >= self.lead_bytes:
+            blocks = self._more()
+            if not blocks:
                 return None
+            self._runs.extend(runs_of(np.array(blocks), self._reach, self._run_blocks))
+
+    def _more(self) -> list[int]:
+        """The blocks that are needed next and were not begun. Several stretches together, so that neighbours
+        that an order takes one after the other come in one request.
+        """
+        horizon, fresh = self._horizon, list[int]()
+        passed, most, until = horizon.passed, self.lead_bytes, time.monotonic() + LOOK_S
+        self._ahead = {block: last for block, last in self._ahead.items() if last >= passed}
+        if len(self._ahead) * self._reach.block_bytes > REFILL_AT * most:
+            return fresh
+        while not self._ahead or len(self._ahead) * self._reach.block_bytes < most:
+            begun = max(0, self._begun - passed)
             if begun == len(horizon.stretches) and not horizon.extend():
-                return None
-            self._runs.extend(runs_of(horizon.stretches[begun].own, self._reach, self._run_blocks))
-            self._begun = horizon.passed + begun + 1
+                break
+            own: list[int] = horizon.stretches[begun].own.tolist()
+            fresh += [block for block in own if block not in self._ahead]
+            self._ahead.update(dict.fromkeys(own, passed + begun))
+            self._begun = passed + begun + 1
+            if time.monotonic() > until:
+                self._again = True
+                break
+        return fresh
 
     def _bring(self, run: Run, size: int) -> None:
         came, begin, got = self._depth.came, time.perf_counter(), False

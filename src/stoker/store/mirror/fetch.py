@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 from stoker.errors import CorruptError, ResourceError, StalledError, StokerError
 from stoker.store.mirror.locks import lock_range
 from stoker.store.mirror.place import Place
 from stoker.store.mirror.stand import Stand
+from stoker.store.protocols import Buffer
 from stoker.store.remote import ChangedError, Remote
 from stoker.store.remote.retries import DEADLINE_S
 
@@ -31,6 +32,10 @@ class Fetcher:
         self.counters = place.root.counters
         self._lock = threading.Lock()
         self._ahead: set[Future[bool]] = set()
+        self._under_way: list[tuple[str, int, int]] = []
+        """Blocks that threads of this process are fetching: shard, first, and one past the last."""
+        self._came = threading.Condition(threading.Lock())
+        """Told of every block that comes, and of every fetch that ends."""
 
     def origin(self, stand: Stand) -> str:
         """Where its bytes come from."""
@@ -95,7 +100,7 @@ class Fetcher:
         """Fill `out` from the place itself, past the mirror."""
         at = 0
 
-        def sink(piece: bytes) -> None:
+        def sink(piece: Buffer) -> None:
             nonlocal at
             out[at : at + len(piece)] = piece
             at += len(piece)
@@ -122,18 +127,55 @@ class Fetcher:
         return False
 
     def _fetch_run(self, stand: Stand, first: int, last: int, deadline: float) -> None:
+        with self._alone(stand, first, last, deadline) as absent:
+            if not absent:
+                return
+            left = max(0.0, deadline - time.monotonic())
+            with lock_range(stand.map_path, first, last, wait_s=left) as got:
+                if not got:
+                    raise StalledError(
+                        f"another process has been fetching {self.origin(stand)} for {left:.0f} s"
+                    )
+                for run in stand.map.absent(first, last):
+                    self._fetch_blocks(stand, *run, deadline)
+
+    @contextmanager
+    def _alone(self, stand: Stand, first: int, last: int, deadline: float) -> Generator[bool]:
+        """Keep the other threads of this process from blocks; yields whether some are still absent.
+
+        Whoever waits here goes on as soon as its own blocks are there, and not when all are that come with
+        them. The lock between processes has to be asked again and again, which takes up to 20 ms each time.
+        """
+        own = (stand.name, first, last)
+
+        def free() -> bool:
+            busy = any(name == own[0] and a < last and first < b for name, a, b in self._under_way)
+            return not busy or stand.map.holds(first, last)
+
         left = max(0.0, deadline - time.monotonic())
-        with lock_range(stand.map_path, first, last, wait_s=left) as got:
-            if not got:
-                raise StalledError(f"another process has been fetching {self.origin(stand)} for {left:.0f} s")
-            for run in stand.map.absent(first, last):
-                self._fetch_blocks(stand, *run, deadline)
+        with self._came:
+            if not self._came.wait_for(free, left):
+                raise StalledError(f"another thread has been fetching {self.origin(stand)} for {left:.0f} s")
+            absent = not stand.map.holds(first, last)
+            if absent:
+                self._under_way.append(own)
+        try:
+            yield absent
+        finally:
+            if absent:
+                with self._came:
+                    self._under_way.remove(own)
+                    self._came.notify_all()
+
+    def _tell(self) -> None:
+        with self._came:
+            self._came.notify_all()
 
     def _fetch_blocks(self, stand: Stand, first: int, last: int, deadline: float) -> None:
         blocks, space = stand.map, self._place.root.space
         _, stop = blocks.extent(first, last)
         space.take((last - first) * blocks.block_bytes, lambda: blocks.expect(first, last))
-        arriving = _Arriving(stand, first, last)
+        arriving = _Arriving(stand, first, last, self._tell)
 
         def attempt(remote: Remote) -> None:
             self._read(remote, stand, arriving.begin(), stop, arriving.take)
@@ -151,7 +193,7 @@ class Fetcher:
         self._place.ask("get", stand.name, attempt, max(0.0, deadline_s))
 
     def _read(
-        self, remote: Remote, stand: Stand, begin: int, end: int, sink: Callable[[bytes], None]
+        self, remote: Remote, stand: Stand, begin: int, end: int, sink: Callable[[Buffer], None]
     ) -> None:
         self.counters.add(requests=1)
         try:
@@ -166,31 +208,30 @@ class Fetcher:
 class _Arriving:
     """Writes what comes of a run of blocks, and marks each block once it is whole."""
 
-    def __init__(self, stand: Stand, first: int, last: int) -> None:
+    def __init__(self, stand: Stand, first: int, last: int, tell: Callable[[], None]) -> None:
         self.at = first
         """The first block that is not here yet."""
         self.came = 0
-        self._stand, self._last = stand, last
-        self._held = bytearray()
+        self._stand, self._last, self._tell = stand, last, tell
+        self._stop = stand.map.extent(first, last)[1]
+        self._byte = 0
+        """Where the next piece goes."""
 
     def begin(self) -> int:
         """The first byte to ask for; what came of a block that was cut is asked for again."""
-        self._held.clear()
-        return self._stand.map.extent(self.at, self.at + 1)[0]
+        self._byte = self._stand.map.extent(self.at, self.at + 1)[0]
+        return self._byte
 
-    def take(self, piece: bytes) -> None:
+    def take(self, piece: Buffer) -> None:
         """Take the bytes that follow those so far."""
+        self._stand.write(self._byte, piece)
+        self._byte += len(piece)
         self.came += len(piece)
-        self._held += piece
-        blocks = self._stand.map
-        while self.at < self._last:
-            begin, end = blocks.extent(self.at, self.at + 1)
-            if len(self._held) < end - begin:
-                return
-            self._stand.write(begin, self._held[: end - begin])
-            blocks.add(self.at, self.at + 1)
-            del self._held[: end - begin]
-            self.at += 1
+        whole = self._last if self._byte == self._stop else self._byte // self._stand.map.block_bytes
+        if whole > self.at:
+            self._stand.map.add(self.at, whole)
+            self.at = whole
+            self._tell()
 
 
 def size_of(stand: Stand, run: tuple[int, int]) -> int:

@@ -42,7 +42,12 @@ class Place:
 
     @contextmanager
     def locked(self) -> Generator[None]:
-        """Keep all others on this machine from changing which files are here."""
+        """Keep all others on this machine from changing which files are here.
+
+        Raises:
+            ResourceError: The mirror was removed while it was in use.
+        """
+        self.root.require()
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self.path / LOCK_FILE
         path.touch(mode=0o600)

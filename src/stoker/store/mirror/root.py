@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from stoker.errors import FormatError
+from stoker.errors import FormatError, ResourceError
 from stoker.schema import canonical_json
 from stoker.store.local import LocalStorage
 from stoker.store.mirror.block_map import BLOCK_BYTES
@@ -70,9 +70,21 @@ class MirrorRoot:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.url, limit = _read_marker(path)
-        self.space = Space(path, limit)
+        self.space = Space(path, limit, self.require)
         self.counters = Counters()
         self.retries = Retries()
+
+    def require(self) -> None:
+        """Check that it is still there; nothing is written where somebody has removed it.
+
+        Raises:
+            ResourceError: It is not.
+        """
+        if not (self.path / MARKER).exists():
+            raise ResourceError(
+                f"{self.path} was removed while it was in use. What it stood for is at {self.url}: open the "
+                "cache again. `stoker gc` gives room back without harm to who reads"
+            )
 
     @cached_property
     def remote(self) -> Remote:

@@ -82,8 +82,9 @@ class Space:
         limit_bytes: How many there may be; None: as many as fit.
     """
 
-    def __init__(self, root: Path, limit_bytes: int | None) -> None:
-        self._root = root
+    def __init__(self, root: Path, limit_bytes: int | None, require: Callable[[], None]) -> None:
+        """`require` raises a `ResourceError` where the mirror was removed."""
+        self._root, self._require = root, require
         self.limit_bytes = limit_bytes
         self.evicted_bytes = 0
         """What this process gave back."""
@@ -127,6 +128,7 @@ class Space:
         with lock_range(path, 0, 1, wait_s=WAIT_S) as got:
             if not got:
                 raise StalledError(f"{path} has been locked for {WAIT_S:g} s. See what hangs in {self._root}")
+            self._require()
             used = change(self.used())
             fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:

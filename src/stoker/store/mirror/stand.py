@@ -15,6 +15,7 @@ from stoker.store.local import LocalFile
 from stoker.store.mirror.block_map import BlockMap, new_map
 from stoker.store.mirror.space import MAP_PREFIX
 from stoker.store.pending import LocalPending
+from stoker.store.protocols import Buffer
 from stoker.store.remote import Object
 
 
@@ -39,7 +40,7 @@ class Stand:
         self._path = folder / name
         self._fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
-    def write(self, begin: int, data: bytes | bytearray) -> None:
+    def write(self, begin: int, data: Buffer) -> None:
         """Write bytes that came; the map is not touched.
 
         Raises:

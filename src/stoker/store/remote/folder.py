@@ -13,6 +13,7 @@ from stoker.errors import FormatError, ReadOnlyError
 from stoker.store.claims import INDEX_WAIT_S, claim
 from stoker.store.local import LocalFile
 from stoker.store.pending import LocalPending
+from stoker.store.protocols import Buffer
 from stoker.store.remote.protocol import ChangedError, Expected, Object, PassingError
 from stoker.units import MIB
 
@@ -51,7 +52,7 @@ class FolderRemote:
                     objects.append(Object(name=entry.name, bytes=status.st_size, etag=_etag(status)))
         return sorted(folders), sorted(objects, key=lambda one: one.name)
 
-    def read(self, name: str, begin: int, end: int, *, etag: str, sink: Callable[[bytes], None]) -> None:
+    def read(self, name: str, begin: int, end: int, *, etag: str, sink: Callable[[Buffer], None]) -> None:
         """Bytes of a file, as `Remote.read`."""
         with self._opened(name) as file:
             if etag and _etag(os.fstat(file.fileno())) != etag:

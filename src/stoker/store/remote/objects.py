@@ -27,12 +27,17 @@ from obstore.exceptions import (
 from obstore.store import from_url
 
 from stoker.errors import ConfigError, ReadOnlyError, ServiceError
+from stoker.store.protocols import Buffer
 from stoker.store.remote.protocol import ChangedError, Expected, Object, PassingError
 from stoker.units import MIB
 
 REQUEST_S = 30.0
 """One request, its answer included. What came of it before is kept, so a slow server needs no more."""
 CONNECT_S = 10.0
+SILENCE_S = 15.0
+"""No byte of an answer for so long: the request hangs. Whoever reads waits a minute by default, and must
+outlast a few such in a row.
+"""
 PUT_S = 120.0
 """One put, or one part of a large one."""
 PART_BYTES = 16 * MIB
@@ -84,6 +89,7 @@ class ObjectRemote:
         options: Any = {
             "timeout": f"{REQUEST_S:g}s",
             "connect_timeout": f"{CONNECT_S:g}s",
+            "read_timeout": f"{SILENCE_S:g}s",
             "allow_http": True,
         }
         never: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=REQUEST_S)}
@@ -91,7 +97,7 @@ class ObjectRemote:
         parts: Any = {"max_retries": 5, "retry_timeout": timedelta(seconds=PUT_S)}
         try:
             self._store = from_url(url, client_options=options, retry_config=never)
-            slower: Any = {**options, "timeout": f"{PUT_S:g}s"}
+            slower: Any = {**options, "timeout": f"{PUT_S:g}s", "read_timeout": f"{PUT_S:g}s"}
             self._writing = from_url(url, client_options=slower, retry_config=parts)
         except (BaseError, ValueError) as error:
             raise ConfigError(
@@ -116,7 +122,7 @@ class ObjectRemote:
         folders = [str(prefix).rstrip("/")[cut:] for prefix in found["common_prefixes"]]
         return sorted(folders), sorted(objects, key=lambda one: one.name)
 
-    def read(self, name: str, begin: int, end: int, *, etag: str, sink: Callable[[bytes], None]) -> None:
+    def read(self, name: str, begin: int, end: int, *, etag: str, sink: Callable[[Buffer], None]) -> None:
         """Bytes of an object, as `Remote.read`."""
         options: Any = {"range": (begin, end)}
         if etag:
@@ -132,7 +138,7 @@ class ObjectRemote:
                 piece = next(pieces, None)
             if piece is None:
                 break
-            data = bytes(piece)[: end - at]
+            data = memoryview(piece)[: end - at]
             at += len(data)
             sink(data)  # what goes wrong there is not the store's
         if at < end:

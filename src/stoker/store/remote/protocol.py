@@ -14,6 +14,7 @@ from typing import Literal, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
 from stoker.errors import ConfigError
+from stoker.store.protocols import Buffer
 
 SCHEMES = ("s3", "gs", "az", "file")
 _URL = re.compile(r"([a-z][a-z0-9+.-]*):/{1,3}")
@@ -62,7 +63,7 @@ class Remote(Protocol):
         """Folders and objects right below `folder`, by name there; nothing where there is no such folder."""
         ...
 
-    def read(self, name: str, begin: int, end: int, *, etag: str, sink: Callable[[bytes], None]) -> None:
+    def read(self, name: str, begin: int, end: int, *, etag: str, sink: Callable[[Buffer], None]) -> None:
         """Hand bytes `begin:end` of an object to `sink`, piece by piece, in order.
 
         Raises:

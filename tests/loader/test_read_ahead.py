@@ -1,0 +1,46 @@
+"""What is fetched before it is asked for, and in how many requests."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from stoker.loader import Loader, read_ahead
+from stoker.loader.loader import design_of
+from stoker.loader.packed import stored_outputs
+from stoker.loader.reach import Reach
+from stoker.store.mirror import folder, names, root
+from stoker.units import KIB
+from tests.loader.objects import opened, settings, size_of, stored
+
+BLOCK = 4 * KIB
+"""One for each record."""
+WAIT_S = 60.0
+
+
+def test_blocks_that_an_order_takes_within_the_lead_come_in_few_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each batch takes blocks here and there in a window; one request for each costs half of the rate."""
+    for module in (read_ahead, folder, root, names):
+        monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
+    stored(tmp_path / "share", 384, record=(64, 16))
+    cache, mirror = opened(f"file://{tmp_path}/share/c", tmp_path / "mirrors")
+    design = design_of(Loader(cache, **settings(batch_size=8, order="block(64,192)")))
+    outputs = stored_outputs(design.outputs)
+
+    def reach(block_bytes: int) -> Reach:
+        return Reach(cache, design.places, design.examples, outputs, block_bytes)
+
+    ahead = read_ahead.read_ahead_of(cache, reach, design.share, design.order.epoch)
+    assert ahead is not None
+    ahead.at(0, 0)
+    until = time.monotonic() + WAIT_S
+    while mirror.counters.bytes < 0.95 * size_of(cache) and time.monotonic() < until:
+        time.sleep(0.01)
+
+    blocks = size_of(cache) // BLOCK
+    assert mirror.counters.bytes >= 0.95 * size_of(cache)
+    assert mirror.counters.requests <= blocks / root.RUN_BLOCKS + 30 < blocks / 3
