@@ -37,6 +37,7 @@ log = logging.getLogger("stoker")
 
 LOOK_S = 0.2
 LAST_WORDS_S = 2.0
+"""How long the board may take to say what tasks said last."""
 GET_S = 60.0
 """How long the short answer of a task that has ended may take to come here."""
 NODES_EVERY_S = 5.0
@@ -124,7 +125,7 @@ class Round:
             self._clock.alive(bounded=False)
         if finished:
             self._wait_for_sight()
-        self._listen(LAST_WORDS_S)
+        self._hear_out()
         self._show(last=True)
         return Done(
             finished=finished,
@@ -227,6 +228,7 @@ class Round:
         """
         if self._interrupts.signal is not None:
             return
+        self._hear_out()
         one, node = task.slice, task.view.node or "a node"
         if one.losses >= self._site.settings.max_retries:
             raise StokerError(
@@ -242,6 +244,11 @@ class Round:
             "%s lost samples %s (%s): %s of them are stored, the other %s go to another worker",
             node, one.span, cause, format_count(len(one.numbers) - rest), format_count(rest),
         )  # fmt: skip
+
+    def _hear_out(self) -> None:
+        """Take in all that was said until now: what the board was asked before may be older."""
+        for _ in range(2):
+            self._listen(LAST_WORDS_S)
 
     def _listen(self, wait_s: float = 0.0) -> None:
         """What tasks say about themselves; a board that is gone starts anew, and is asked again."""
