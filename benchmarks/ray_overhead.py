@@ -6,9 +6,9 @@ encoders in one process or in two (`device=["cpu", "cpu"]`), tasks that take two
 `cheap` multiplies by two, so what lies around it is all there is; `sleeps` waits 50 ms a sample. All records are
 compared, in the first round. `ratio` is the median of the rounds' ratios, Ray's time over the local engine's, `more_s`
 that of the differences: what a run costs more however long it is. `next_task`: the same work with tasks that end after
-a second against one task, over the number of tasks more: what every minute of a worker costs, as tasks end after one.
+a second against one task, over the number of tasks more: what it costs that a task ends before its slice does.
 
-    python benchmarks/ray_overhead.py [--save] [--rounds 3] [--cheap 40000] [--sleeps 200]
+    python benchmarks/ray_overhead.py [--save] [--rounds 2] [--cheap 40000] [--sleeps 200]
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Doubling:
 
 
 def run(
-    folder: Path, encoder: str, count: int, workers: int, *, on_ray: bool, slice_s: float = 60.0
+    folder: Path, encoder: str, count: int, workers: int, *, on_ray: bool, slice_s: float = 600.0
 ) -> tuple[float, PrecomputeReport]:
     """Seconds of a whole call, and what came of it."""
     devices = ("cpu",) if on_ray else ("cpu",) * workers
@@ -134,7 +134,7 @@ def main() -> None:
     """Measure, in turns, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--save", action="store_true")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--cheap", type=int, default=40_000, help="samples")
     parser.add_argument("--sleeps", type=int, default=200, help="samples")
     arguments = parser.parse_args()

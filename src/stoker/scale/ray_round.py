@@ -43,6 +43,8 @@ GET_S = 60.0
 NODES_EVERY_S = 5.0
 DRIVER_S = 120.0
 """How long one turn of the driver's loop may take before its guardian ends it."""
+FIRST_S = 30.0
+"""How long the first tasks last; later ones as long as the run so far, since each costs a second or two."""
 SEAL_SHARE, SEAL_LEAST_S, SEAL_MOST_S = 0.05, 1.0, 30.0
 """A task seals what it has after a twentieth of the run so far: what losing it costs."""
 SIGHT_S = 90.0
@@ -164,7 +166,7 @@ class Round:
             "run": self._run,
             "place": (one.key, one.losses),
             "numbers": one.numbers,
-            "lasts_s": self._site.settings.slice_s,
+            "lasts_s": min(self._site.settings.slice_s, max(FIRST_S, elapsed_s)),
             "versions": versions(),
             "cwd": str(Path.cwd()),
             "sys_path": [entry or str(Path.cwd()) for entry in sys.path],
