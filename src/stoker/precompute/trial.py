@@ -57,7 +57,7 @@ class Trial:
     def encode_s(self) -> float:
         """Seconds in the encoder for one sample.
 
-        Without the first quarter of the calls: until an encoder's memory is in place a call may take twice as long.
+        Without the first quarter of the calls: until its memory is in place one may take twice as long.
         """
         calls = self.encodes_s[-(-len(self.encodes_s) // 4) :] or self.encodes_s
         return sum(seconds for seconds, _ in calls) / max(1, sum(count for _, count in calls))
