@@ -3,16 +3,18 @@
 A cluster of this machine alone, connected and with its workers' imports done before anything is timed: what that
 takes is stated apart (`start`). Then whole calls of precompute in turns, with one and with two workers: local
 encoders in one process or in two (`device=["cpu", "cpu"]`), tasks that take two processors or one. Two encoders:
-`cheap` multiplies by two, so what lies around it is all there is; `sleeps` waits 50 ms a sample. Records are compared
-after each round. `ratio` is the median of the rounds' ratios, Ray's time over the local engine's, `more_s` that of the
-differences: what a run costs more however long it is.
+`cheap` multiplies by two, so what lies around it is all there is; `sleeps` waits 50 ms a sample. All records are
+compared, in the first round. `ratio` is the median of the rounds' ratios, Ray's time over the local engine's, `more_s`
+that of the differences: what a run costs more however long it is. `next_task`: the same work with tasks that end after
+a second against one task, over the number of tasks more: what it costs that a task ends before its slice does.
 
-    python benchmarks/ray_overhead.py [--save] [--rounds 3] [--cheap 40000] [--sleeps 200]
+    python benchmarks/ray_overhead.py [--save] [--rounds 2] [--cheap 40000] [--sleeps 200]
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import statistics
 import sys
@@ -72,12 +74,12 @@ class Doubling:
 
 
 def run(
-    folder: Path, encoder: str, count: int, workers: int, *, on_ray: bool
+    folder: Path, encoder: str, count: int, workers: int, *, on_ray: bool, slice_s: float = 600.0
 ) -> tuple[float, PrecomputeReport]:
     """Seconds of a whole call, and what came of it."""
     devices = ("cpu",) if on_ray else ("cpu",) * workers
     settings = PrecomputeSettings(devices=devices, progress=None)
-    engine = RayEngine(num_cpus=max(WORKERS) / workers) if on_ray else None
+    engine = RayEngine(num_cpus=max(WORKERS) / workers, slice_s=slice_s) if on_ray else None
     begin = time.perf_counter()
     report = run_precompute(
         Rows(count, WIDTH), Doubling(SLEEP_S[encoder]), folder, name="rows", settings=settings, engine=engine
@@ -107,11 +109,22 @@ def start(folder: Path) -> dict[str, Any]:
     }
 
 
-def turn(folder: Path, encoder: str, count: int, workers: int) -> tuple[float, float]:
+def next_task(folder: Path) -> float:
+    """Seconds that a task more takes, of the same work."""
+    groups = 15
+    one, _ = run(folder / "one", "sleeps", groups * GROUP, 1, on_ray=True)
+    many, _ = run(folder / "many", "sleeps", groups * GROUP, 1, on_ray=True, slice_s=1.0)
+    tasks = math.ceil(groups / math.ceil(1.0 / (GROUP * SLEEP_S["sleeps"])))  # each ends with its group
+    shutil.rmtree(folder)
+    print("next task", round((many - one) / (tasks - 1), 2), file=sys.stderr, flush=True)
+    return (many - one) / (tasks - 1)
+
+
+def turn(folder: Path, encoder: str, count: int, workers: int, *, compare: bool) -> tuple[float, float]:
     """Seconds of the local engine and of Ray for the same."""
     local_s, local = run(folder / "local", encoder, count, workers, on_ray=False)
     ray_s, on_ray = run(folder / "ray", encoder, count, workers, on_ray=True)
-    assert same(local, on_ray)
+    assert not compare or same(local, on_ray)
     shutil.rmtree(folder)
     print(encoder, workers, round(local_s, 2), round(ray_s, 2), file=sys.stderr, flush=True)
     return local_s, ray_s
@@ -121,7 +134,7 @@ def main() -> None:
     """Measure, in turns, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--save", action="store_true")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--cheap", type=int, default=40_000, help="samples")
     parser.add_argument("--sleeps", type=int, default=200, help="samples")
     arguments = parser.parse_args()
@@ -130,12 +143,21 @@ def main() -> None:
     taken: dict[tuple[str, int], list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as text:
         rows = [start(Path(text))]
-        for _ in range(arguments.rounds):
+        tasks: list[float] = []
+        for number in range(arguments.rounds):
+            tasks.append(next_task(Path(text) / "tasks"))
             for case in ((encoder, workers) for encoder in counts for workers in WORKERS):
                 taken.setdefault(case, []).append(
-                    turn(Path(text) / "turn", case[0], counts[case[0]], case[1])
+                    turn(Path(text) / "turn", case[0], counts[case[0]], case[1], compare=number == 0)
                 )
         ray.shutdown()
+    rows.append(
+        {
+            "case": "next_task",
+            "median_s": round(statistics.median(tasks), 2),
+            "rounds": [round(one, 2) for one in tasks],
+        }
+    )
     for (encoder, workers), pairs in taken.items():
         ratios = [ray_s / local_s for local_s, ray_s in pairs]
         rows.append(

@@ -138,12 +138,12 @@ def run(environment, **given):
     """Run to the end; exit code, report, and what was said."""
     with running(environment, **given) as process:
         out, said = process.communicate(timeout=LONG_S)
-    return process.returncode, last_line(out), said
+    return process.returncode, None if process.returncode else last_line(out), said
 
 
 def last_line(out):
     """The report; Ray itself prints to standard output when a node is lost."""
-    return json.loads(out.splitlines()[-1]) if out else None
+    return json.loads(out.splitlines()[-1])
 
 
 def calls(folder):
@@ -314,6 +314,44 @@ def test_a_worker_that_is_ten_times_as_slow_is_relieved_by_the_other(cluster, en
     same_records(report["path"], alone(environment, tmp_path, 400))
 
 
+def test_a_frozen_worker_is_given_up_ended_and_replaced(cluster, environment, tmp_path):
+    """It hears nothing, Ray included, and would keep its place for ever."""
+    deadlines = {"start": 20.0, "open": 5.0, "read": 5.0, "encode": 5.0, "write": 5.0}
+    ray = {"address": cluster.address}
+    given = {"folder": str(tmp_path), "samples": 400, "deadlines": deadlines, "ray": ray}
+    with running(environment, sleep_s=0.1, **given) as process:
+        wait_for(lambda: len(calls(tmp_path)) > 100)
+        frozen = psutil.Process(next(iter(workers(tmp_path))))
+        frozen.suspend()
+        out, said = process.communicate(timeout=LONG_S)
+
+    assert process.returncode == 0, said
+    assert "said nothing for 40 s in stage encode" in said
+    assert last_line(out)["records"] == 400
+    assert sum(calls(tmp_path).values()) <= 1.1 * 400
+    wait_for(lambda: not frozen.is_running() or frozen.status() == psutil.STATUS_ZOMBIE, limit_s=30.0)
+
+
+@pytest.mark.parametrize(("times", "code"), [("once", 0), ("always", 1)])
+def test_an_encoder_that_hangs_ends_its_worker_and_is_named(cluster, environment, tmp_path, times, code):
+    found, report, said = run(
+        environment,
+        folder=str(tmp_path),
+        samples=80,
+        hang=[41, times],
+        deadlines={"encode": 10.0},
+        ray={"address": cluster.address, "max_retries": 1},
+    )
+
+    assert found == code, said
+    assert "at samples 40-43 for more than 10 s" in said
+    assert "go to another worker" in said
+    if code:
+        assert "were lost with their worker 2 times" in said
+    else:
+        assert report["records"] == 80
+
+
 @pytest.mark.parametrize("place", ["file", "s3"])
 def test_nodes_fill_a_cache_at_an_address_by_mirrors_of_their_own(environment, tmp_path, monkeypatch, place):
     """The second node has another disk at the path of the driver's mirror."""
@@ -347,6 +385,29 @@ def test_nodes_fill_a_cache_at_an_address_by_mirrors_of_their_own(environment, t
         assert [*other.glob("*/c/*/shard-*")], "the second node stored nothing"
         here = attach(f"{url}/c", tmp_path / "third")
         same_records(here, alone(environment, tmp_path, 200))
+
+
+@pytest.mark.parametrize("end", [None, signal.SIGINT, signal.SIGKILL], ids=["end", "Ctrl-C", "kill"])
+def test_a_cluster_of_our_own_ends_with_us_whatever_ends_us(tmp_path, end):
+    with an_environment() as environment:
+        given = {"folder": str(tmp_path), "samples": 400, "ray": {"num_cpus": 1}}
+        with running(environment, sleep_s=0.1, **given) as process:
+            wait_for(lambda: len(calls(tmp_path)) > 40)
+            assert len(processes_of(environment)) > 3  # ours, Ray's, and workers
+            if end is not None:
+                process.send_signal(end)
+            out, said = process.communicate(timeout=LONG_S)
+
+        assert process.returncode == {None: 0, signal.SIGINT: 130, signal.SIGKILL: -9}[end], said
+        wait_for(lambda: not processes_of(environment), limit_s=60.0)
+        if end is None:
+            same_records(last_line(out)["path"], alone(environment, tmp_path, 400))
+        else:
+            code, report, said = run(environment, **given)
+            assert code == 0, said
+            assert report["reused"] > 0
+            assert report["records"] == 400
+            wait_for(lambda: not processes_of(environment), limit_s=60.0)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,10 @@ from stoker.atomic import explained
 from stoker.errors import ConfigError, FormatError, StokerError
 from stoker.store import Folder
 from stoker.store.mirror.attach import attach
-from stoker.store.mirror.root import MirrorRoot, root_of
+from stoker.store.mirror.root import root_of
+from stoker.store.remote import Remote
+from stoker.store.remote.folder import FolderRemote
+from stoker.store.remote.retries import Retries
 
 SIGHT_S = 5.0
 """How long a file that the driver has just written may take to be seen on another node."""
@@ -31,9 +34,10 @@ def marked(folder: Folder, driver: str) -> Generator[dict[str, Any]]:
     Raises:
         ReadOnlyError: It cannot be written to.
     """
-    mark, text = f".ray-{secrets.token_hex(6)}", secrets.token_hex(_MARK_BYTES)
+    cache_dir, text = folder.path.parent.parent.resolve(), secrets.token_hex(_MARK_BYTES)
+    mark = f"{folder.name}/{folder.recipe.fingerprint}/.ray-{secrets.token_hex(6)}"
     told: dict[str, Any] = {
-        "cache_dir": str(folder.path.parent.parent.resolve()),
+        "cache_dir": str(cache_dir),
         "name": folder.name,
         "fingerprint": folder.recipe.fingerprint,
         "mark": mark,
@@ -41,26 +45,17 @@ def marked(folder: Folder, driver: str) -> Generator[dict[str, Any]]:
         "driver": driver,
         "url": None,
     }
-    found = root_of(folder.path)
-    if found is None:
-        path = folder.path / mark
-        with explained(path):
-            path.write_text(text)
-        try:
-            yield told
-        finally:
-            with suppress(OSError):
-                path.unlink()
-        return
-    root, name = found
-    told |= {"url": root.url, "mirrors": str(root.path.parent), "limit_bytes": root.space.limit_bytes}
-    key = f"{name}/{mark}"
-    _ask(root, "put", key, lambda: root.remote.put(key, text.encode()))
+    remote: Remote = _folder(cache_dir)
+    if (found := root_of(folder.path)) is not None:
+        root, _ = found
+        told |= {"url": root.url, "mirrors": str(root.path.parent), "limit_bytes": root.space.limit_bytes}
+        remote = root.remote
+    Retries().run(lambda: remote.put(mark, text.encode()), f"put {remote.url}/{mark}")
     try:
         yield told
     finally:
         with suppress(StokerError, OSError):
-            _ask(root, "delete", key, lambda: root.remote.remove(key))
+            Retries().run(lambda: remote.remove(mark), f"delete {remote.url}/{mark}")
 
 
 def find(told: dict[str, Any], node: str) -> Path:
@@ -71,64 +66,47 @@ def find(told: dict[str, Any], node: str) -> Path:
         StokerError: As `attach`.
     """
     until = time.monotonic() + SIGHT_S
-    while _text(told) != told["text"]:
+    while (found := _found(told)) is None:
         if time.monotonic() > until:
-            raise ConfigError(_unseen(told, node))
+            raise ConfigError(
+                f"node {node} does not find {told['mark']} in {told['url'] or told['cache_dir']}, where "
+                f"{told['driver']} has just put it. Expected one place that all nodes see: a folder on "
+                "storage that they share, at the same path, or an address (s3://, gs://, file://) behind "
+                "which all find the same store, with its variables (AWS_ENDPOINT_URL, credentials) in Ray's "
+                "environment there. Set training.latent_cache_dir (--cache-dir) to such a place"
+            )
         time.sleep(0.1)
-    return Path(told["cache_dir"]) if told["url"] is None else _attached(told)[0].path
+    return found
 
 
-def _text(told: dict[str, Any]) -> str | None:
-    """What the mark says, as seen from here."""
-    if told["url"] is None:
-        with suppress(OSError):
-            return Path(told["cache_dir"], told["name"], told["fingerprint"], told["mark"]).read_text()
-        return None
-    try:
-        root, name = _attached(told)
-        key = f"{name}/{told['mark']}"
-        answer = _ask(root, "get", key, lambda: root.remote.get(key))
-    except (FormatError, FileNotFoundError):  # nothing is there, or no mark
-        return None
-    return None if answer is None else answer[0].decode(errors="replace")
+def _found(told: dict[str, Any]) -> Path | None:
+    """This node's folder of caches, if the driver's mark is there."""
+    mark = told["mark"]
+    with suppress(FormatError, FileNotFoundError):  # nothing is there, or no mark
+        remote, cache_dir = _place(told)
+        answer = Retries().run(lambda: remote.get(mark), f"get {remote.url}/{mark}")
+        if answer is not None and answer[0] == told["text"].encode():
+            return cache_dir
+    return None
 
 
-def _attached(told: dict[str, Any]) -> tuple[MirrorRoot, str]:
-    """This node's mirror, and the cache's name there.
+def _place(told: dict[str, Any]) -> tuple[Remote, Path]:
+    """Where the mark is to be, and this node's folder of caches; of an address its mirror.
 
     Raises:
         FormatError: There is no such cache at the address.
         StokerError: As `attach`.
     """
+    if told["url"] is None:
+        return _folder(Path(told["cache_dir"])), Path(told["cache_dir"])
     mirrors = Path(told["mirrors"])
+    url = f"{told['url']}/{told['name']}/{told['fingerprint']}"
     with explained(mirrors):
-        folder = attach(
-            f"{told['url']}/{told['name']}/{told['fingerprint']}",
-            mirrors,
-            told["limit_bytes"],
-            must_exist=True,
-        )
+        folder = attach(url, mirrors, told["limit_bytes"], must_exist=True)
     found = root_of(folder)
     assert found is not None, folder
-    return found
+    return found[0].remote, found[0].path
 
 
-def _ask(root: MirrorRoot, operation: str, key: str, attempt: Callable[[], Any]) -> Any:
-    return root.retries.run(attempt, f"{operation} {root.url}/{key}")
-
-
-def _unseen(told: dict[str, Any], node: str) -> str:
-    name = f"{told['name']}/{told['fingerprint']}"
-    if told["url"] is None:
-        return (
-            f"node {node} does not see {told['cache_dir']}/{name}, where {told['driver']} has just written "
-            f"{told['mark']}. Expected the cache folder on storage that all nodes see at the same path: a "
-            "file server, or a bucket that is mounted. Set training.latent_cache_dir (--cache-dir) to such a "
-            "place, or to an address (s3://, gs://, file://)"
-        )
-    return (
-        f"node {node} does not find {told['mark']} at {told['url']}/{name}, where {told['driver']} has just "
-        "put it. Expected one store behind that address from all nodes: the same variables "
-        "(AWS_ENDPOINT_URL, credentials) in the environment of Ray there, and for file:// storage that all "
-        "nodes share"
-    )
+def _folder(path: Path) -> FolderRemote:
+    return FolderRemote(f"file://{path}")

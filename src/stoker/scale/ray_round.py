@@ -37,11 +37,14 @@ log = logging.getLogger("stoker")
 
 LOOK_S = 0.2
 LAST_WORDS_S = 2.0
+"""How long the board may take to say what tasks said last."""
 GET_S = 60.0
 """How long the short answer of a task that has ended may take to come here."""
 NODES_EVERY_S = 5.0
 DRIVER_S = 120.0
 """How long one turn of the driver's loop may take before its guardian ends it."""
+FIRST_S = 30.0
+"""How long the first tasks last; later ones as long as the run so far, since each costs a second or two."""
 SEAL_SHARE, SEAL_LEAST_S, SEAL_MOST_S = 0.05, 1.0, 30.0
 """A task seals what it has after a twentieth of the run so far: what losing it costs."""
 SIGHT_S = 90.0
@@ -124,7 +127,7 @@ class Round:
             self._clock.alive(bounded=False)
         if finished:
             self._wait_for_sight()
-        self._listen(LAST_WORDS_S)
+        self._hear_out()
         self._show(last=True)
         return Done(
             finished=finished,
@@ -163,7 +166,7 @@ class Round:
             "run": self._run,
             "place": (one.key, one.losses),
             "numbers": one.numbers,
-            "lasts_s": self._site.settings.slice_s,
+            "lasts_s": min(self._site.settings.slice_s, max(FIRST_S, elapsed_s)),
             "versions": versions(),
             "cwd": str(Path.cwd()),
             "sys_path": [entry or str(Path.cwd()) for entry in sys.path],
@@ -227,6 +230,7 @@ class Round:
         """
         if self._interrupts.signal is not None:
             return
+        self._hear_out()
         one, node = task.slice, task.view.node or "a node"
         if one.losses >= self._site.settings.max_retries:
             raise StokerError(
@@ -242,6 +246,11 @@ class Round:
             "%s lost samples %s (%s): %s of them are stored, the other %s go to another worker",
             node, one.span, cause, format_count(len(one.numbers) - rest), format_count(rest),
         )  # fmt: skip
+
+    def _hear_out(self) -> None:
+        """Take in all that was said until now: what the board was asked before may be older."""
+        for _ in range(2):
+            self._listen(LAST_WORDS_S)
 
     def _listen(self, wait_s: float = 0.0) -> None:
         """What tasks say about themselves; a board that is gone starts anew, and is asked again."""
