@@ -57,11 +57,12 @@ Found = tuple[float, float, float]
 WINDOWS = stoker.Windows()
 TRAJECTORIES, BATCH = 800, 256
 RECORDS, RECORD_BATCH = 2_000, 16
-SAMPLES, TRIED = 160, 32
+SAMPLES, TRIED = 160, 64
 STORE_BYTES_S, STORE_LATENCY_S, STORE_THREADS = 60e6, 4e-3, 4
 STORE_RECORDS, STORE_BATCH = 640, 32
 RANK_BATCH, RANK_PRODUCTS, RANK_GRADIENTS = 64, 20, 1 << 18
 FILL_S = 1.0
+STEPS = 200
 LONG_S = 200.0
 
 
@@ -259,15 +260,15 @@ def child_stages(path: str, kind: str, folder: str) -> dict[str, float]:
 def ranks(folder: Path) -> Iterator[tuple[str, Callable[[], Found]]]:
     cache = cache_of(latents(TRAJECTORIES // 8), folder, shards=4)
     cores = len(os.sched_getaffinity(0))
-    one = child("step")["products_s"]
-    worth = 2 * one / child("step", ranks=2)["products_s"]  # cores may share what they compute with
 
     def once(count: int) -> Found:
+        one, two = child("step")["products_s"], child("step", ranks=2)
+        worth = 2 * one / two["products_s"]  # cores may share what they compute with
         sync_s = child("sync", ranks=count)["sync_s"] if count > 1 else 0.0
         served = served_loads(cache, WINDOWS, RANK_BATCH, tiers=["host"])
         scenario = scenario_of(
             cache, WINDOWS, RANK_BATCH, one, served=served, gpus=count, step_cpus=1.0, sync_s=sync_s,
-            cores=min(float(cores), worth),
+            cores=min(float(cores), worth), step_spread=two["spread"] if count > 1 else 0.0,
         )  # fmt: skip
         measured = child("rank", cache.path, ranks=count)["epoch_s"]
         return simulate(scenario).way("host").epoch_s, measured, scenario.batches * one
@@ -294,7 +295,14 @@ def child_step() -> dict[str, float]:
     alone(step)
     if dist.is_initialized():
         dist.barrier()
-    return said({"products_s": alone(step)})
+    took: list[float] = []
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        step()
+        took.append(time.perf_counter() - begin)
+    return said(
+        {"products_s": statistics.fmean(took), "spread": statistics.stdev(took) / statistics.fmean(took)}
+    )
 
 
 def joined() -> tuple[int, int]:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from stoker.cli.main import app
 from stoker.errors import ReadOnlyError
 from stoker.store import open_cache
+from stoker.store.mirror.attach import attach
 from tests.store.kill_points import make_old
 
 CACHE = "data/latent_cache/burgers1d_train"
@@ -141,6 +142,21 @@ def test_compact_and_gc(cache: Path) -> None:
     assert str(cache) in text
     assert len([*cache.glob("shard-*")]) == 1
     assert run_json("verify", CACHE)["records"] == 12
+
+
+def test_gc_of_copies_by_their_folder_or_their_address(cache: Path, tmp_path: Path) -> None:
+    there = f"file://{tmp_path}/there"
+    run("push", CACHE, there)
+    own = attach(there, tmp_path / "mirrors")
+    by_address = attach(there)
+    for mirror in (own, by_address):
+        assert open_cache(mirror / cache.parent.name).verify().ok
+
+    for place in (str(own), there):
+        freed = run_json("gc", place, "--max-size", "0B")
+        assert [item["kind"] for item in freed["removed"]] == ["copy"]
+        assert freed["bytes_left"] == 0
+        assert freed["bytes_removed"] >= cache.stat().st_blksize
 
 
 def test_compact_leaves_a_damaged_shard_and_says_so(cache: Path) -> None:

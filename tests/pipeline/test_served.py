@@ -10,7 +10,9 @@ import pytest
 from stoker.errors import CorruptError
 from stoker.loader import Loader, Windows
 from stoker.pipeline.served import Step, _apart, served_loads
-from stoker.store import Cache
+from stoker.store import Cache, open_cache
+from stoker.store.mirror.attach import attach
+from stoker.store.mirror.push import push
 from tests.loader.caches import trajectories, write_cache
 
 
@@ -64,3 +66,12 @@ def test_a_tier_that_cannot_serve_is_left_to_arithmetic(
     monkeypatch.setattr(Loader, "__iter__", broken)
 
     assert served_loads(cache, None, 8, seconds=0.05) == {}
+
+
+def test_a_mirror_that_has_nothing_yet_is_served_from_its_address(cache: Cache, tmp_path: Path) -> None:
+    there = f"file://{tmp_path}/there"
+    push(cache.path, there, mirror_dir=tmp_path / "first")
+    here = open_cache(attach(f"{there}/{cache.name}", tmp_path / "mirror"))
+    assert not list(here.path.glob("shard-*"))
+
+    assert set(served_loads(here, None, 8, seconds=0.05)) == {"disk", "host"}

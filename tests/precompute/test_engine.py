@@ -120,12 +120,17 @@ def test_a_complete_cache_returns_at_once(tmp_path, no_readers):
     assert (report.encoded, report.reused, encoder.calls) == (0, 9, [])
 
 
-def test_overwrite_encodes_again(tmp_path):
-    run(FakeSource((9,)), FakeEncoder(), tmp_path, readers=0)
+@pytest.mark.parametrize("place", ["{}/caches", "file://{}/caches"], ids=["path", "address"])
+def test_overwrite_encodes_again(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)  # where an address has its mirror
+    cache_dir = place.format(tmp_path)
+    run(FakeSource((9,)), FakeEncoder(), cache_dir, readers=0)
+    before = {*(tmp_path / "caches").glob("c/*/shard-*")}
 
-    report = run(FakeSource((9,)), FakeEncoder(), tmp_path, readers=0, overwrite=True)
+    report = run(FakeSource((9,)), FakeEncoder(), cache_dir, readers=0, overwrite=True)
 
     assert (report.encoded, report.records) == (9, 9)
+    assert before.isdisjoint((tmp_path / "caches").glob("c/*/shard-*"))
 
 
 def test_added_parts_are_encoded_and_the_rest_adopted(tmp_path):

@@ -8,25 +8,43 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from stoker.errors import StokerError
 from stoker.precompute import LineProgress, PrecomputeSettings, run_precompute
 from stoker.precompute.settings import as_deadlines
+from stoker.store.mirror.attach import attach
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 
 
 class CountingEncoder(FakeEncoder):
-    """Writes the samples of each call (`nu` is a seventh of the number) to a file."""
+    """Writes the samples of each call (`nu` is a seventh of the number) to a file.
 
-    def __init__(self, folder, *, sleep_s=0.0):
+    `slow`: the first process that encodes takes ten times as long for each call. `hang`: it hangs at this
+    sample, `once` or `always`.
+    """
+
+    def __init__(self, folder, *, sleep_s=0.0, slow=False, hang=None):
         super().__init__(by_shape=True, sleep_s=sleep_s)
-        self.folder = str(folder)
+        self.folder, self.slow, self.hang = str(folder), slow, hang
+
+    def first(self, what):
+        """Whether this process is the first to come here."""
+        path = Path(self.folder, what)
+        with suppress(FileExistsError), path.open("x") as file:
+            file.write(str(os.getpid()))
+        return path.read_text() == str(os.getpid())
 
     def encode(self, batch):
         numbers = [round(7 * value) for value in batch["nu"].tolist()]
         out = super().encode(batch)
+        if self.slow and any(numbers) and self.first("slow"):
+            time.sleep(9 * self.sleep_s)
+        if self.hang and self.hang[0] in numbers and (self.first("hung") or self.hang[1] == "always"):
+            time.sleep(3600)
         if any(numbers):  # not when it is tried on zeros
             with (Path(self.folder) / "calls").open("a") as file:
                 file.write(f"{os.getpid()} {' '.join(map(str, numbers))}\n")
@@ -38,7 +56,12 @@ def main(text):
     folder = Path(given["folder"])
     faults = {int(number): what for number, what in given.get("faults", {}).items()}
     source = FakeSource((given["samples"],), run=given.get("run"), faults=faults)
-    encoder = CountingEncoder(folder, sleep_s=given.get("sleep_s", 0.0))
+    encoder = CountingEncoder(
+        folder, sleep_s=given.get("sleep_s", 0.0), slow=given.get("slow"), hang=given.get("hang")
+    )
+    cache_dir = folder / "caches"
+    if "url" in given:
+        cache_dir = attach(given["url"], given["mirror_dir"])
     settings = PrecomputeSettings(
         progress=LineProgress(sys.stderr, every_s=2.0),
         deadlines=as_deadlines(given.get("deadlines")),
@@ -50,9 +73,7 @@ def main(text):
 
         engine = RayEngine(**given["ray"])
     try:
-        report = run_precompute(
-            source, encoder, folder / "caches", name="c", settings=settings, engine=engine
-        )
+        report = run_precompute(source, encoder, cache_dir, name="c", settings=settings, engine=engine)
     except StokerError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return error.exit_code

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -22,6 +22,8 @@ import pytest
 import torch
 
 from stoker.store import open_cache
+from stoker.store.mirror.attach import attach
+from tests.store.s3_server import an_s3_server, missing
 
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'stoker[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -36,10 +38,10 @@ LONG_S = 240.0
 class TwoNodes:
     """A cluster in a process of its own."""
 
-    def __init__(self, environment, cpus=1):
+    def __init__(self, environment, *words):
         self.environment = environment
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "two_nodes.py"), str(cpus)],
+            [sys.executable, str(HERE / "two_nodes.py"), "1", *map(str, words)],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -48,6 +50,8 @@ class TwoNodes:
             start_new_session=True,
         )
         self.address = self.process.stdout.readline().strip()
+        if not self.address and self.process.wait(60) == 2:
+            pytest.skip("mount namespaces are not permitted here")
         assert self.address, "no cluster"
 
     def kill_a_node(self):
@@ -59,14 +63,22 @@ class TwoNodes:
     def close(self):
         with suppress(subprocess.TimeoutExpired):
             self.process.communicate(timeout=60)
-        for one in psutil.process_iter(["environ"]):  # what Ray leaves behind at times
-            if (one.info["environ"] or {}).get("RAY_TMPDIR") == self.environment["RAY_TMPDIR"]:
-                with suppress(psutil.NoSuchProcess):
-                    one.kill()
+        for one in processes_of(self.environment):  # what Ray leaves behind at times
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
 
 
-@pytest.fixture(scope="module")
-def environment():
+def processes_of(environment):
+    """Processes of the clusters that have their files where this environment says."""
+    return [
+        one
+        for one in psutil.process_iter(["environ", "status"])
+        if (one.info["environ"] or {}).get("RAY_TMPDIR") == environment["RAY_TMPDIR"]
+    ]
+
+
+@contextmanager
+def an_environment():
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # sockets: 107 bytes at most
     Path(folder, "ray").mkdir()
     yield {
@@ -81,9 +93,15 @@ def environment():
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture(scope="module")
+def environment():
+    with an_environment() as found:
+        yield found
+
+
 @contextmanager
-def nodes(environment, cpus=1):
-    cluster = TwoNodes(environment, cpus)
+def nodes(environment, *words):
+    cluster = TwoNodes(environment, *words)
     try:
         yield cluster
     finally:
@@ -120,12 +138,12 @@ def run(environment, **given):
     """Run to the end; exit code, report, and what was said."""
     with running(environment, **given) as process:
         out, said = process.communicate(timeout=LONG_S)
-    return process.returncode, last_line(out), said
+    return process.returncode, None if process.returncode else last_line(out), said
 
 
 def last_line(out):
     """The report; Ray itself prints to standard output when a node is lost."""
-    return json.loads(out.splitlines()[-1]) if out else None
+    return json.loads(out.splitlines()[-1])
 
 
 def calls(folder):
@@ -159,6 +177,11 @@ def same_records(path, others):
     for number in one.numbers.tolist():
         for name, value in one[number].items():
             assert torch.equal(value, two[number][name]), (number, name)
+
+
+def workers(folder):
+    """Calls by the number of the process, in the order in which they came."""
+    return Counter(int(line.split()[0]) for line in Path(folder, "calls").read_text().splitlines())
 
 
 def alone(environment, tmp_path, samples, **given):
@@ -216,8 +239,7 @@ def test_both_nodes_work_and_no_record_depends_on_which(cluster, environment, tm
     assert code == 0, said
     assert (report["records"], report["encoded"], report["quarantined"]) == (202, 202, 1)
     assert "sample 50" in said
-    workers = {line.split()[0] for line in (tmp_path / "calls").read_text().splitlines()}
-    assert len(workers) >= 2
+    assert len(workers(tmp_path)) >= 2
     assert set(calls(tmp_path).values()) == {1}
     same = alone(environment, tmp_path, 203, run=7, faults={"50": "raise"}, max_quarantined=0.1)
     same_records(report["path"], same)
@@ -277,6 +299,115 @@ def test_ctrl_c_seals_what_is_encoded_and_the_next_run_goes_on(cluster, environm
     assert code == 0, said
     assert (report["reused"], report["encoded"]) == (encoded, 1000 - encoded)
     assert set(calls(tmp_path).values()) == {1}
+
+
+def test_a_worker_that_is_ten_times_as_slow_is_relieved_by_the_other(cluster, environment, tmp_path):
+    """What it has left is cut anew when the other has nothing: it would take 50 s, the other 5 s."""
+    ray = {"address": cluster.address}
+    code, report, said = run(environment, folder=str(tmp_path), samples=400, sleep_s=0.1, slow=True, ray=ray)
+
+    assert code == 0, said
+    slow = int((tmp_path / "slow").read_text())
+    assert sum(workers(tmp_path).values()) == 100
+    assert workers(tmp_path)[slow] < 45  # of its 50
+    assert set(calls(tmp_path).values()) == {1}
+    same_records(report["path"], alone(environment, tmp_path, 400))
+
+
+def test_a_frozen_worker_is_given_up_ended_and_replaced(cluster, environment, tmp_path):
+    """It hears nothing, Ray included, and would keep its place for ever."""
+    deadlines = {"start": 20.0, "open": 5.0, "read": 5.0, "encode": 5.0, "write": 5.0}
+    ray = {"address": cluster.address}
+    given = {"folder": str(tmp_path), "samples": 400, "deadlines": deadlines, "ray": ray}
+    with running(environment, sleep_s=0.1, **given) as process:
+        wait_for(lambda: len(calls(tmp_path)) > 100)
+        frozen = psutil.Process(next(iter(workers(tmp_path))))
+        frozen.suspend()
+        out, said = process.communicate(timeout=LONG_S)
+
+    assert process.returncode == 0, said
+    assert "said nothing for 40 s in stage encode" in said
+    assert last_line(out)["records"] == 400
+    assert sum(calls(tmp_path).values()) <= 1.1 * 400
+    wait_for(lambda: not frozen.is_running() or frozen.status() == psutil.STATUS_ZOMBIE, limit_s=30.0)
+
+
+@pytest.mark.parametrize(("times", "code"), [("once", 0), ("always", 1)])
+def test_an_encoder_that_hangs_ends_its_worker_and_is_named(cluster, environment, tmp_path, times, code):
+    found, report, said = run(
+        environment,
+        folder=str(tmp_path),
+        samples=80,
+        hang=[41, times],
+        deadlines={"encode": 10.0},
+        ray={"address": cluster.address, "max_retries": 1},
+    )
+
+    assert found == code, said
+    assert "at samples 40-43 for more than 10 s" in said
+    assert "go to another worker" in said
+    if code:
+        assert "were lost with their worker 2 times" in said
+    else:
+        assert report["records"] == 80
+
+
+@pytest.mark.parametrize("place", ["file", "s3"])
+def test_nodes_fill_a_cache_at_an_address_by_mirrors_of_their_own(environment, tmp_path, monkeypatch, place):
+    """The second node has another disk at the path of the driver's mirror."""
+    mirror, other = tmp_path / "mirror", tmp_path / "other"
+    mirror.mkdir()
+    other.mkdir()
+    with ExitStack() as stack:
+        url, variables = f"file://{tmp_path}/there", {}
+        if place == "s3":
+            if reason := missing():
+                pytest.skip(reason)
+            server = stack.enter_context(an_s3_server())
+            url, variables = f"s3://{server.bucket}/caches", server.variables()
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        cluster = stack.enter_context(nodes(environment | variables, mirror, other))
+        code, report, said = run(
+            environment | variables,
+            folder=str(tmp_path),
+            samples=200,
+            sleep_s=0.1,
+            url=url,
+            mirror_dir=str(mirror),
+            ray={"address": cluster.address, "slice_s": 1.0},
+        )
+
+        assert code == 0, said
+        assert (report["records"], report["encoded"]) == (200, 200)
+        assert set(calls(tmp_path).values()) == {1}
+        assert len(workers(tmp_path)) == 2
+        assert [*other.glob("*/c/*/shard-*")], "the second node stored nothing"
+        here = attach(f"{url}/c", tmp_path / "third")
+        same_records(here, alone(environment, tmp_path, 200))
+
+
+@pytest.mark.parametrize("end", [None, signal.SIGINT, signal.SIGKILL], ids=["end", "Ctrl-C", "kill"])
+def test_a_cluster_of_our_own_ends_with_us_whatever_ends_us(tmp_path, end):
+    with an_environment() as environment:
+        given = {"folder": str(tmp_path), "samples": 400, "ray": {"num_cpus": 1}}
+        with running(environment, sleep_s=0.1, **given) as process:
+            wait_for(lambda: len(calls(tmp_path)) > 40)
+            assert len(processes_of(environment)) > 3  # ours, Ray's, and workers
+            if end is not None:
+                process.send_signal(end)
+            out, said = process.communicate(timeout=LONG_S)
+
+        assert process.returncode == {None: 0, signal.SIGINT: 130, signal.SIGKILL: -9}[end], said
+        wait_for(lambda: not processes_of(environment), limit_s=60.0)
+        if end is None:
+            same_records(last_line(out)["path"], alone(environment, tmp_path, 400))
+        else:
+            code, report, said = run(environment, **given)
+            assert code == 0, said
+            assert report["reused"] > 0
+            assert report["records"] == 400
+            wait_for(lambda: not processes_of(environment), limit_s=60.0)
 
 
 @pytest.mark.parametrize(

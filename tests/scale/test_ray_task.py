@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
+import torch
 
 from stoker.errors import ConfigError
-from stoker.scale import ray_task
+from stoker.precompute import PrecomputeSettings
+from stoker.scale import ray_board, ray_task
 from stoker.scale.ray_settings import RaySettings
 from stoker.sources.protocol import FileRef
-from stoker.store import Digests
+from stoker.store import Digests, make_recipe, open_folder
+from tests.precompute.fake_encoders import FakeEncoder
+from tests.precompute.fake_sources import FakeSource
 
 
 def refs(folder):
@@ -29,16 +34,6 @@ def test_a_node_with_another_torch_is_refused_by_name():
 
     with pytest.raises(ConfigError, match=r"node b has torch .* \(driver: 1\.0\.0\)"):
         ray_task._check_versions(driver, "b")
-
-
-def test_a_node_that_does_not_see_the_cache_folder_says_which_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(ray_task, "SIGHT_S", 0.0)
-    (tmp_path / "marker").write_text("another folder of that name")
-
-    with pytest.raises(ConfigError, match=f"node b does not see {tmp_path}"):
-        ray_task._check_folder(tmp_path, ("marker", "ours"), "b", "driver")
-    (tmp_path / "marker").write_text("ours")
-    ray_task._check_folder(tmp_path, ("marker", "ours"), "b", "driver")
 
 
 def test_files_that_look_as_they_did_to_the_driver_are_not_read_again(tmp_path):
@@ -75,3 +70,36 @@ def test_files_that_differ_are_digested_by_the_node_itself(tmp_path, change):
 def test_a_ray_client_address_is_refused():
     with pytest.raises(ConfigError, match="far from the cache folder"):
         RaySettings(address="ray://head:10001")
+
+
+@pytest.mark.parametrize(("lasts_s", "stored"), [(1e-6, range(4)), (float("inf"), range(24))])
+def test_a_task_whose_time_is_up_seals_what_it_has_and_names_the_rest(tmp_path, lasts_s, stored):
+    source, encoder = FakeSource((24,)), FakeEncoder()
+    settings = PrecomputeSettings(readers=0)
+    load = ray_task.Load(source=source, encoder=encoder, settings=settings, files=())
+    folder = open_folder(tmp_path, "c", make_recipe(source, encoder))
+    numbers = np.array([n for n in range(24) if n])
+    order = {
+        "threads": torch.get_num_threads(), "num_cpus": 1.0, "seal_after_s": 30.0, "device": "cpu",
+        "numbers": numbers, "lasts_s": lasts_s,
+    }  # fmt: skip
+
+    answer = ray_task._encode(order, ray_task._Kept(run="", load=load, folder=folder), None)
+
+    found = np.setdiff1d(numbers, folder.missing()).tolist()
+    assert found == [n for n in numbers.tolist() if n in stored]
+    assert answer["rest"].tolist() == [n for n in numbers.tolist() if n not in stored]
+    assert (answer["encoded"], answer["finished"]) == (len(found), lasts_s > 1)
+
+
+def test_the_board_has_the_latest_word_of_those_that_are_asked_for(monkeypatch):
+    monkeypatch.setattr(ray_board, "MOST_VIEWS", 2)
+    board = ray_board.Board()
+    for place, encoded in (((0, 0), 1), ((1, 0), 1), ((0, 0), 2), ((2, 0), 1)):
+        board.tell(place, {"encoded": encoded})
+    board.note("said once")
+
+    words, notes = board.look([(0, 0), (1, 0)])
+
+    assert (words, notes) == ({(0, 0): (3, {"encoded": 2})}, ["said once"])
+    assert board.look([]) == ({}, [])

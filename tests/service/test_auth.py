@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hmac
 import os
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -10,10 +12,12 @@ import httpx
 import pytest
 
 from stoker.errors import ConfigError
-from stoker.service.auth import CODE_S, SESSION_S, Auth, load_token
+from stoker.service.app import create_app
+from stoker.service.auth import CODE_S, CODE_TRIES, SESSION_S, Auth, load_token
+from stoker.service.guard import RequestLimits
 from stoker.service.services import open_services
 from stoker.service.state_dir import prepare_state_dir
-from tests.service.running import Running, serving
+from tests.service.running import Running, ask, serving
 
 
 def test_the_token_is_made_once_and_is_for_nobody_else(tmp_path: Path) -> None:
@@ -87,6 +91,42 @@ def test_a_code_opens_one_session_for_a_while(tmp_path: Path) -> None:
     assert again.session(cookie) is None
 
 
+def test_a_code_cannot_be_guessed_and_dies_of_those_who_try(tmp_path: Path) -> None:
+    auth = Auth(load_token(tmp_path / "token"))
+    codes = [auth.new_code() for _ in range(20)]
+    assert {len(base64.urlsafe_b64decode(code)) * 8 for code in codes} == {192}, "bits"
+    assert len({*codes}) == 20
+
+    for n in range(CODE_TRIES - 1):
+        assert auth.log_in(f"guess {n}") is None
+    assert auth.log_in(codes[0]) is not None, "a few wrong ones harm nobody"
+    assert auth.log_in("one more") is None
+    assert auth.log_in(codes[1]) is None, "it is worthless now"
+    assert auth.log_in(auth.new_code()) is not None, "a new one is not"
+    assert auth.log_in((tmp_path / "token").read_text().strip()) is not None, "nor the token"
+
+
+def test_secrets_are_compared_in_constant_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every one of them by the function that takes as long for a wrong byte at the start as at the end."""
+    auth = Auth(load_token(tmp_path / "token"))
+    token = (tmp_path / "token").read_text().strip()
+    cookie = auth.log_in(token)
+    assert cookie is not None
+    compared: list[str] = []
+    compare = hmac.compare_digest
+
+    def noted(given: bytes, expected: bytes) -> bool:
+        compared.append(expected.decode())
+        return compare(given, expected)
+
+    monkeypatch.setattr(hmac, "compare_digest", noted)
+    assert not auth.is_token("x" + token[1:])
+    assert auth.log_in(token[:-1] + "?") is None
+    assert auth.session(cookie[:-1] + "?") is None
+
+    assert compared == [token, token, cookie.rpartition(".")[2]]
+
+
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Running:
     with serving(tmp_path_factory.mktemp("auth") / "state") as found:
@@ -104,8 +144,9 @@ def test_a_browser_logs_in_with_a_code_and_asks_with_its_csrf_token(running: Run
         assert (answer.status_code, answer.headers["location"]) == (303, "/anything"), (
             "no code in the address"
         )
-        cookie = answer.headers["set-cookie"].lower()
-        assert [part for part in ("httponly", "samesite=strict", "path=/") if part not in cookie] == []
+        flags = {part.strip().lower() for part in answer.headers["set-cookie"].split(";")[1:]}
+        assert {"httponly", "samesite=strict", "path=/"} <= flags
+        assert "secure" not in flags, "it would not come back without TLS"
         assert browser.get(code).status_code == 401, "a second time"
 
         assert browser.get("/api/v1/training/jobs").status_code == 200
@@ -113,7 +154,10 @@ def test_a_browser_logs_in_with_a_code_and_asks_with_its_csrf_token(running: Run
         session = running.services.auth.session(next(iter(browser.cookies.values())))
         assert session is not None
         kept = dict(browser.cookies)
-        assert browser.post("/logout", headers={"X-CSRF-Token": session.csrf}).status_code == 303
+        left = browser.post("/logout", headers={"X-CSRF-Token": session.csrf})
+        assert left.status_code == 303
+        flags = {part.strip().lower() for part in left.headers["set-cookie"].split(";")[1:]}
+        assert {"httponly", "samesite=strict", "path=/", "max-age=0"} <= flags
         browser.cookies.update(kept)
         assert browser.get("/api/v1/training/jobs").status_code == 401
 
@@ -123,6 +167,39 @@ def test_a_browser_logs_in_with_the_token_in_the_form(running: Running) -> None:
         assert browser.post("/login", data={"secret": "wrong"}).status_code == 401
         assert browser.post("/login", data={"secret": running.token}).status_code == 303
         assert browser.get("/api/v1/training/jobs").status_code == 200
+
+
+def test_behind_tls_the_cookie_is_for_tls_alone(tmp_path: Path) -> None:
+    services = open_services(tmp_path / "state", public_url="https://Train.Example:8443/")
+    app, host = create_app(services), {"host": "train.example:8443"}
+    answer = ask(app, "GET", f"/login?code={services.auth.new_code()}", host)
+    services.database.close()
+
+    assert answer.status == 303, "its name is one of ours"
+    flags = {part.strip().lower() for part in answer.headers["set-cookie"].split(";")[1:]}
+    assert {"secure", "httponly", "samesite=strict", "path=/"} <= flags
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["train.example", "ftp://train.example", "https://", "https://a/b", "https://a:x", "https://u:p@a", ""],
+)
+def test_a_public_address_is_one(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ConfigError, match="expected https://NAME"):
+        open_services(tmp_path / "state", public_url=url)
+
+
+def test_who_tries_codes_is_told_to_wait_and_who_has_one_is_not(tmp_path: Path) -> None:
+    with (
+        serving(tmp_path / "state", limits=RequestLimits(refused=5)) as own,
+        httpx.Client(base_url=own.address, trust_env=False) as browser,
+    ):
+        tried = [browser.get(f"/login?code=guess{n}") for n in range(4)]
+        tried += [browser.post("/login", data={"secret": f"guess{n}"}) for n in range(3)]
+        assert [one.status_code for one in tried] == [401] * 5 + [429] * 2
+        assert tried[-1].headers["retry-after"] == "60"
+        assert "Too many wrong codes" in tried[-1].text
+        assert browser.get(f"/login?code={own.services.auth.new_code()}").status_code == 303
 
 
 ELSEWHERE = [

@@ -138,6 +138,7 @@ def site(state: Path, *words: str, before: Sequence[str] = ()) -> Iterator[Site]
                 until(lambda: found.look(made["job"]["id"])["status"] == "completed", 120)
                 (worker,) = found.workers()
                 found.worker = worker["pid"]
+                assert "stoker_database_up 1" in found.client.get(found.address + "/metrics").text
                 found.begin()
                 yield found
                 (worker,) = found.workers()
@@ -203,6 +204,10 @@ def says_so_quickly(found: Site, within_s: float) -> None:
         list(pool.map(show, pages * 5))
         refused = pool.submit(lambda: found.submit("while it is away", 1))
         assert refused.result().status_code == 503
+    scraped = found.client.get(found.address + "/metrics")
+    assert scraped.status_code == 200
+    assert {"stoker_up 1", "stoker_database_up 0"} <= {*scraped.text.splitlines()}
+    assert 'stoker_figure_age_seconds{figure="jobs"}' in scraped.text, "what was known is told, with its age"
     assert found.browser.get(found.address + "/machine").status_code == 200, "which asks no database"
     assert found.browser.get(found.address + "/static/stoker.js").status_code == 200
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,6 +105,20 @@ def test_no_route_answers_a_stranger_another_site_or_another_name(
     assert here.jobs.count() == 0
 
 
+def test_a_session_asks_with_its_own_csrf_token_and_without_a_wrong_token(app: Any, here: Services) -> None:
+    cookies = [here.auth.log_in(here.auth.new_code()) for _ in range(2)]
+    own, other = (here.auth.session(cookie or "") for cookie in cookies)
+    assert own is not None
+    assert other is not None
+    asked = {"cookie": f"{here.auth.cookie}={cookies[0]}", "content-type": "application/json"}
+
+    given = [asked | {"x-csrf-token": text} for text in (own.csrf, other.csrf, "")]
+    assert [ask(app, "POST", JOBS, one, b"{}").status for one in given] == [422, 403, 403]
+    assert ask(app, "GET", JOBS, asked).status == 200
+    wrong = ask(app, "GET", JOBS, asked | {"authorization": "Bearer " + "x" * 43})
+    assert wrong.status in (401, 429), "whoever sends a token means it"
+
+
 @pytest.mark.parametrize(
     "host", ["", "localhost.evil.example", "127.0.0.1.evil.example", "evil.example:8765", "127.0.0.1:8765@x",
              "[::1", "localhost:8765:1", "127.0.0.2:8765", "0177.0.0.1", "localhost\t", "8.8.8.8"]
@@ -188,6 +204,12 @@ def test_a_body_that_nothing_should_have_to_read_is_refused(
     assert len(answer.json()["error"]) < 500
 
 
+def test_a_body_that_does_not_say_what_it_is_is_looked_at_as_well(app: Any, token: Any) -> None:
+    answer = ask(app, "POST", JOBS, token, b"[" * 33 + b"]" * 33)
+
+    assert (answer.status, "deeper than 32" in answer.json()["error"]) == (422, True)
+
+
 def test_a_large_body_is_refused_whether_it_says_so_or_not(app: Any, token: Any) -> None:
     piece = b" " * (1 << 18)
 
@@ -202,6 +224,17 @@ def test_large_headers_and_control_characters_are_refused(app: Any, token: Any) 
     assert ask(app, "GET", JOBS, {**token, "x-large": "x" * 17_000}).status == 431
     assert ask(app, "GET", f"{JOBS}/a\x00b", token).status == 400
     assert ask(app, "GET", f"{JOBS}?status=%00", token).status == 400
+
+
+def test_an_answer_that_does_not_come_in_time_is_told(
+    here: Services, token: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(here.jobs, "list", lambda *_args, **_more: time.sleep(0.3) or [])
+    app = create_app(replace(here, limits=RequestLimits(answer_s=0.1)))
+
+    answer = ask(app, "GET", JOBS, token)
+
+    assert (answer.status, answer.headers["retry-after"]) == (504, "5")
 
 
 def test_a_fault_of_ours_is_one_line_without_what_went_wrong(

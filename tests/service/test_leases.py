@@ -160,6 +160,50 @@ def test_attempts_without_an_epoch_are_bounded(embedded: Database) -> None:
     assert job.error == ("3 attempts in a row ended without a finished epoch; the last: its worker is gone")
 
 
+def test_an_epoch_that_is_trained_again_is_no_progress(embedded: Database) -> None:
+    (id,) = make(embedded)
+    leases, states = impatient(embedded, max_losses=3), []
+    for again in (False, False, True, True):  # lost once before its first epoch
+        claim = leases.claim("w")
+        assert claim is not None
+        if again or claim.attempt == 2:
+            leases.report(claim, [EPOCH], 10)
+        leases.sweep()
+        states.append(Jobs(embedded).get(id).state)
+
+    assert states == [State.QUEUED, State.QUEUED, State.QUEUED, State.FAILED]
+
+
+def test_a_failed_job_that_is_resumed_begins_with_a_clean_slate(embedded: Database) -> None:
+    (id,) = make(embedded)
+    leases = impatient(embedded, max_losses=2)
+    for _ in range(2):
+        leases.claim("w")
+        leases.sweep()
+    assert Jobs(embedded).get(id).state == State.FAILED
+
+    resumed = Jobs(embedded).resume(id)
+    assert (resumed.error, resumed.ended) == (None, None)
+    leases.claim("w")
+    leases.sweep()
+    assert Jobs(embedded).get(id).state == State.QUEUED, "it may be lost as often as before"
+
+
+def test_what_was_read_of_a_job_and_its_best_epoch_are_kept(embedded: Database) -> None:
+    (id,) = make(embedded)
+    leases = impatient(embedded)
+    worse = Line(kind="metrics", data={"epoch": 2, "val_loss": 0.7})
+    leases.report(leases.claim("w"), [EPOCH, worse], 50)
+    leases.sweep()
+    claim = leases.claim("w")
+    assert claim.position == 50, "where the next worker reads on"
+
+    ended = leases.finish(claim, DONE, lines=[], position=60)
+    assert (ended.best_val_loss, ended.best_epoch) == (0.5, 1)
+    assert (ended.progress, ended.ended is not None) == (1.0, True)
+    assert Jobs(embedded).get(id) == ended
+
+
 def test_a_lost_job_waits_twice_as_long_each_time(embedded: Database) -> None:
     make(embedded)
     leases = impatient(embedded, backoff_s=1000.0)

@@ -21,7 +21,7 @@ from websockets.sync.client import connect
 
 from stoker.service import routes_live, server, stream
 from stoker.service.client import ServiceClient, Told
-from stoker.service.outbox import append
+from stoker.service.outbox import Event, append
 from tests.service.running import CONFIG, Running, note_radio, serving
 
 
@@ -137,6 +137,57 @@ def test_a_reader_that_falls_behind_what_is_held_reads_on_from_the_database(
     seen = asyncio.run(read())
 
     assert seen == list(range(seen[0], seen[0] + 151))
+
+
+def test_what_is_held_of_large_events_is_bounded_and_none_is_lost(
+    running: Running, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As large as a job's process may make them: a thousand would be a quarter of a GB."""
+    monkeypatch.setattr(stream, "KEPT_CHARS", 300_000)
+    monkeypatch.setattr(stream, "PAGE_CHARS", 100_000)
+    pages: list[int] = []
+    real = running.services.outbox.read_page
+
+    def read_page(after: int, **given: Any) -> list[Any]:
+        page = real(after, **given)
+        pages.append(sum(event.size for event in page) if len(page) > 1 else 0)
+        return page
+
+    monkeypatch.setattr(running.services.outbox, "read_page", read_page)
+
+    async def read() -> tuple[list[int], int]:
+        feed = stream.Feed(running.services.outbox)
+        reading, held = asyncio.create_task(feed.run()), 0
+        with feed.listening():
+            async with aclosing(feed.follow(None, job)) as events, asyncio.timeout(30):
+                waiting = asyncio.create_task(anext(events))
+                await asyncio.sleep(3 * stream.POLL_S)
+                tell(running, job, 1)
+                seen = [(await waiting).number]
+                tell(running, job, 40, size=40_000)
+                tell(running, job, 2, size=250_000)  # each larger than a page
+                while len(seen) < 43:
+                    seen.append((await anext(events)).number)
+                    held = max(held, feed.held)
+        reading.cancel()
+        return seen, held
+
+    seen, held = asyncio.run(read())
+
+    assert seen == list(range(seen[0], seen[0] + 43))
+    assert 0 < held <= 300_000
+    assert max(pages) <= 100_000
+
+
+def test_what_is_handed_to_a_reader_in_a_go_is_bounded_and_never_nothing() -> None:
+    def page(*sizes: int) -> list[int]:
+        events = [Event(number=n, job="", kind="batch", at=0.0, data={}, size=s) for n, s in enumerate(sizes)]
+        return [event.size for event in stream._page(events)]
+
+    most = stream.PAGE_CHARS
+    assert page(most // 2, most // 2, 1) == [most // 2, most // 2]
+    assert page(10 * most, 1) == [10 * most]
+    assert len(page(*[1] * 1000)) == stream.PAGE
 
 
 def test_events_that_are_gone_are_named(running: Running, job: str) -> None:

@@ -45,6 +45,10 @@ def test_a_reader_that_follows_many_writers_misses_nothing(database: Database) -
     assert outbox.newest() == len(seen)
 
 
+def test_before_the_first_event_the_oldest_is_the_one_to_come(embedded: Database) -> None:
+    assert (Outbox(embedded).newest(), Outbox(embedded).oldest()) == (0, 1)
+
+
 def test_events_of_one_job_are_read_alone_from_any_number_on(database: Database) -> None:
     jobs, outbox = Jobs(database), Outbox(database)
     one, other = (jobs.create({}, name=name, epochs=1)[0] for name in "ab")

@@ -40,6 +40,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return top
 
 
+def test_a_folder_beside_a_root_is_not_in_it_for_being_called_alike(place: Path) -> None:
+    (place / "root-old").mkdir()
+
+    with pytest.raises(PathRefusedError, match="outside the folders"):
+        Roots([place / "root"]).check(str(place / "root-old" / "a" / "data.h5"))
+
+
 def escapes(place: Path) -> Iterator[str]:
     """Ways out that were tried on others."""
     root = place / "root"

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,38 @@ def test_a_body_that_never_ends_is_given_up(tmp_path: Path, monkeypatch: pytest.
             f"Content-Length: 500\r\nAuthorization: Bearer {running.token}\r\n\r\nbegun"
         )
         assert answer_to(running.port, begun.encode()).startswith(b"HTTP/1.1 408")
+
+
+def test_many_who_send_a_byte_at_a_time_hold_up_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads and bodies that come in drops, on twice as many connections as there may be."""
+    monkeypatch.setattr(server, "CONNECTIONS", 24)
+    monkeypatch.setattr(server, "LOOK_S", 1.0)
+    with serving(tmp_path / "state", limits=RequestLimits(body_s=2.0)) as running, ExitStack() as stack:
+        host = f"Host: 127.0.0.1:{running.port}\r\n"
+        begun = (
+            f"GET /health HTTP/1.1\r\n{host}X-Slow: ",
+            f"POST /login HTTP/1.1\r\n{host}Content-Length: 500\r\n\r\n",
+            f"POST /api/v1/training/jobs HTTP/1.1\r\n{host}Authorization: Bearer {running.token}\r\n"
+            "Content-Length: 500\r\n\r\n",
+        )
+        slow: list[socket.socket] = []
+        for n in range(48):
+            raw = stack.enter_context(closing(socket.create_connection(("127.0.0.1", running.port), 20)))
+            raw.sendall(begun[n % 3].encode())
+            slow.append(raw)
+        deadline = time.monotonic() + 60
+        while slow:
+            assert time.monotonic() < deadline, f"{len(slow)} were never ended"
+            answer = running.client.get(running.api("/jobs"), headers={"Connection": "close"})
+            assert answer.status_code == 200, f"while {len(slow)} are slow"
+            for raw in list(slow):
+                try:
+                    raw.sendall(b"x")
+                except ConnectionError:
+                    slow.remove(raw)
+            time.sleep(0.2)
 
 
 def test_a_port_that_is_taken_is_told() -> None:

@@ -395,7 +395,7 @@ def test_a_clean_up_takes_copies_and_leaves_the_address_alone(tmp_path: Path) ->
     check(cache, source)
 
     assert sorted((tmp_path / "shared").rglob("shard-*")) == there
-    with pytest.raises(FormatError, match="Give the address"):
+    with pytest.raises(FormatError, match="copies of an address"):
         collect(root)
 
 
@@ -407,8 +407,11 @@ def test_shards_that_serve_nothing_leave_the_address_when_that_is_asked_for(tmp_
     before = len([*(tmp_path / "shared").rglob("shard-*")])
     del made
 
+    planned = clean(root, GcPolicy(), dry_run=True, at_address=True)
     report = clean(root, GcPolicy(), at_address=True)
 
+    assert planned.bytes_removed == report.bytes_removed > 0
+    assert report.bytes_left == clean(root, GcPolicy()).bytes_before
     assert len(report.removed) == merged.merged > 1
     assert len([*(tmp_path / "shared").rglob("shard-*")]) == before - merged.merged
     check(open_cache(machine(tmp_path, "b") / "x"), source)

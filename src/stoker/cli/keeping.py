@@ -135,7 +135,8 @@ def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     """Remove what no cache needs any more.
 
     Superseded shards, temporaries of dead writers, weights that no recipe names; and recipes, as --keep,
-    --max-size and --older-than say. What is in use stays. Of an address (s3://...) only copies here go.
+    --max-size and --older-than say. What is in use stays. Of an address (s3://...), or of a folder
+    with copies of one, only copies go.
 
     \b
     Example:
@@ -147,10 +148,11 @@ def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         from stoker.store.gc import GcPolicy, collect
         from stoker.store.mirror.attach import here
         from stoker.store.mirror.clean import clean
+        from stoker.store.mirror.root import MARKER
         from stoker.store.remote import is_url
 
         policy = GcPolicy(keep=keep, max_bytes=max_size, older_than_s=older_than, force=force)
-        if is_url(cache_dir):
+        if is_url(cache_dir) or (cache_dir / MARKER).exists():  # of an address, wherever its copies are kept
             report = clean(here(cache_dir), policy, dry_run=dry_run, at_address=at_address)
         else:
             report = collect(cache_dir, policy, dry_run=dry_run)

@@ -69,6 +69,10 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     allow_host: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A further name by which browsers call it.")
     ] = None,
+    public_url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Where browsers find it behind a TLS proxy: https://NAME."),
+    ] = None,
     executor: Annotated[
         str, typer.Option(metavar="local|ray", help="Where jobs run: here, or on a Ray cluster.")
     ] = "local",
@@ -116,6 +120,7 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
             workers=workers,
             roots=tuple(root or ()),
             hosts=tuple(allow_host or ()),
+            public_url=public_url,
             ray=cluster,
             job_memory_bytes=job_memory,
             job_s=job_time,

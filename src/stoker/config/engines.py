@@ -26,5 +26,5 @@ class RayConfig(SettingsSection):
     """Seconds that the cluster may take to answer."""
     wait: PositiveFloat = 300.0
     """Seconds that it may have no place for any task, and that a task may take before it encodes."""
-    slice: PositiveFloat = 60.0
-    """Seconds of work in one task, about."""
+    slice: PositiveFloat = 600.0
+    """Seconds of work in one task at most."""

@@ -32,6 +32,8 @@ from stoker.precompute.verdict import check_quarantined, check_values, describe_
 from stoker.sources.protocol import Source
 from stoker.store import Cache, Digests, Folder, make_recipe, open_folder
 from stoker.store.claims import INDEX_WAIT_S, claim
+from stoker.store.index import INDEX_FILE
+from stoker.store.local import LocalStorage
 from stoker.store.mirror.attach import here
 from stoker.units import format_count
 
@@ -293,12 +295,13 @@ def _note_failures(share: Share, done: Done, sink: ProgressSink | None) -> None:
 
 def clear(folder: Folder) -> None:
     """Remove the records of a folder: the index first, so that none ever names a shard that is gone."""
+    storage = LocalStorage(folder.path)
     with explained(folder.path):
-        (folder.path / "index.json").unlink(missing_ok=True)
+        storage.remove(INDEX_FILE)
         sync_folder(folder.path)  # or a power cut may bring back the index without its shards
-        for pattern in ("shard-*", "failures-*"):
-            for path in folder.path.glob(pattern):
-                path.unlink(missing_ok=True)
+        for name in storage.list():
+            if name.startswith(("shard-", "failures-")):
+                storage.remove(name)
 
 
 def _report(cache: Cache, folder: Folder, tally: _Tally) -> PrecomputeReport:

@@ -48,7 +48,7 @@ def encode_here(share: Share, sink: ProgressSink | None) -> Done:
     pace = Pace(most=most, processors=resources.cpus)
     bench = Bench(source, share.encoder, folder, settings, missing=share.missing)
     try:
-        return _encode(bench, sink, share.interrupts, pace)
+        return _encode(bench, sink, share, pace)
     finally:
         with suppress(OSError):  # not empty: a reader was lost, and its log is to be read
             bench.logs.rmdir()
@@ -70,7 +70,7 @@ def _useful(resources: Resources) -> int:
     return _READERS_A_CORE * int(resources.cpus)
 
 
-def _encode(bench: Bench, sink: ProgressSink | None, interrupts: Interrupts, pace: Pace) -> Done:
+def _encode(bench: Bench, sink: ProgressSink | None, share: Share, pace: Pace) -> Done:
     """Start the stages, run them, and end them in an order that keeps what was encoded."""
     keep_freed_memory()
     settings = bench.settings
@@ -80,7 +80,7 @@ def _encode(bench: Bench, sink: ProgressSink | None, interrupts: Interrupts, pac
     try:
         if not isinstance(feed, Supervisor) and sink is not None:
             sink.note(f"{bench.name}: readers=0, reading in this process: in order and without deadlines")
-        encoding = _encoding(bench, feed, interrupts)  # the readers are starting meanwhile
+        encoding = _encoding(bench, feed, share.interrupts)  # the readers are starting meanwhile
         writer = bench.writer()
         run = Run(
             bench.stages(feed, encoding, writer),
@@ -91,13 +91,13 @@ def _encode(bench: Bench, sink: ProgressSink | None, interrupts: Interrupts, pac
                 quarantined=len(bench.quarantined),
                 device=", ".join(settings.devices) or settings.device,
             ),
-            interrupts=interrupts,
+            interrupts=share.interrupts,
             sink=sink,
             pace=pace if settings.readers is None else None,
         )
         try:
             with bench.watchdog(encoding.clock):
-                finished = run.go()
+                finished = run.go(lasts_s=share.lasts_s)
         finally:
             encoding.clock.alive(bounded=False)
             feed.close()

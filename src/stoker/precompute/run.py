@@ -76,8 +76,9 @@ class Run:
         """Records handed to the writer."""
 
     @full_precision()
-    def go(self, until: float = float("inf")) -> bool:
-        """Work; False when a signal, or the time `until` (`time.monotonic()`), came first.
+    def go(self, until: float = float("inf"), lasts_s: float = float("inf")) -> bool:
+        """Work; False when a signal came first, the time `until` (`time.monotonic()`), or that of `lasts_s`
+        after the first group was encoded: so something always is.
 
         Torch's products of float32 are in full precision meanwhile, for the encoder and for what is read in
         this process (`precision.py`).
@@ -88,6 +89,8 @@ class Run:
         stages = self._stages
         feed = stages.feed
         while not (feed.finished and not self._parcels):
+            if self._first is not None:
+                until = min(until, self._first + lasts_s)
             if self._interrupts.signal is not None or time.monotonic() >= until:
                 self._show(last=True)
                 return False

@@ -34,6 +34,8 @@ class Share:
     """Numbers of the samples, ascending."""
     interrupts: Interrupts
     """A signal ends the work early, with what is encoded sealed."""
+    lasts_s: float = float("inf")
+    """Time from the first group on after which the work ends early in the same way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ class Done:
     """What came of a share."""
 
     finished: bool = True
-    """False: a signal came first."""
+    """False: a signal came first, or the time was up."""
     encoded: int = 0
     """Records handed to the store."""
     encode_seconds: float = 0.0
@@ -55,7 +57,7 @@ class Done:
 
 
 Engine: TypeAlias = Callable[[Share, ProgressSink | None], Done]
-"""Encodes a share, and returns when all of it is stored or set aside, or a signal came.
+"""Encodes a share, and returns when all of it is stored or set aside, a signal came, or time is up.
 
 Raises:
     StokerError: The work cannot go on; what was encoded until then is stored.

@@ -7,10 +7,11 @@ pulse.py    who is alive, and who ended with which message
 
 Precompute on a Ray cluster (`ray_engine.py`, `RayEngine`):
 
-slices.py        cuts what is missing into whole groups, large at first
+slices.py        cuts what is missing into whole groups, evenly among those that have nothing
 ray_settings.py  which cluster, what a task takes
 ray_cluster.py   the connection, nodes and room
-ray_round.py     sends slices out, takes back what is lost
+ray_folder.py    where the cache folder is, as the driver says and as a node finds it
+ray_round.py     sends slices out, takes back what is lost;  ray_out.py what is known of one that is out
 ray_task.py      what runs on a node
 ray_board.py     the actor that hears how far tasks are;  ray_view.py shows it
 """

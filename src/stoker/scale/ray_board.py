@@ -7,6 +7,8 @@ from typing import Any
 
 MOST_NOTES = 1000
 """Notes that wait for the driver; older ones go."""
+MOST_VIEWS = 10_000
+"""Words that are kept; older ones go, which are of tasks that have ended."""
 
 
 class Board:
@@ -20,7 +22,10 @@ class Board:
     def tell(self, place: tuple[int, int], view: dict[str, Any]) -> None:
         """A task says how far it is; `place` is its slice and attempt."""
         self._words += 1
-        self._views[place] = self._words, view
+        self._views.pop(place, None)
+        self._views[place] = self._words, view  # the latest come last
+        if len(self._views) > MOST_VIEWS:
+            del self._views[next(iter(self._views))]
 
     def note(self, text: str) -> None:
         """A task says something that a person should read."""
@@ -30,7 +35,6 @@ class Board:
         self, running: list[tuple[int, int]]
     ) -> tuple[dict[tuple[int, int], tuple[int, dict[str, Any]]], list[str]]:
         """The latest word of each of the tasks `running`, numbered, and notes since the last look."""
-        self._views = {place: view for place, view in self._views.items() if place in running}
         notes = list(self._notes)
         self._notes.clear()
-        return self._views, notes
+        return {place: self._views[place] for place in running if place in self._views}, notes

@@ -229,4 +229,4 @@ def _explained(error: Exception, address: str | None) -> StokerError:
 
 def whoami() -> str:
     """This node in messages."""
-    return f"{os.uname().nodename}"
+    return os.uname().nodename

@@ -2,31 +2,27 @@
 
 The driver, which is the process that asked, holds the claim of the cache, cuts what is missing into slices
 (`slices.py`) and has each encoded by a task (`ray_task.py`), on whatever node has room. Tasks write shards of
-their own to the cache folder, which all nodes must see. Nothing is kept elsewhere: when the driver is killed,
-so are its tasks, and the next run begins with what the folder lacks.
+their own to the cache folder or its address, which all nodes must see (`ray_folder.py`). Nothing is kept
+elsewhere: when the driver is killed, so are its tasks, and the next run begins with what the folder lacks.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from stoker.atomic import explained
 from stoker.precompute.progress import ProgressSink
 from stoker.precompute.share import Done, Share
-from stoker.scale.ray_cluster import RayCluster, ray
+from stoker.scale.ray_cluster import RayCluster, ray, whoami
+from stoker.scale.ray_folder import marked
 from stoker.scale.ray_round import Round, Site
 from stoker.scale.ray_settings import RaySettings
 from stoker.scale.ray_task import Load
 from stoker.sources.protocol import Proving
 from stoker.sources.travel import packed
-from stoker.store import Folder
 
 _OTHERWISE = "Or encode on this machine alone (--engine local)"
 
@@ -62,12 +58,12 @@ class RayEngine:
             share.source.prove()
         payload = self._packed(share)
         self._cluster.connect(share.interrupts, store_bytes=len(payload))
-        with _marked(share.folder) as marker:
+        with marked(share.folder, whoami()) as folder:
             site = Site(
                 cluster=self._cluster,
                 settings=self.settings,
                 payload=ray.put(np.frombuffer(payload, np.uint8)),
-                marker=marker,
+                folder=folder,
             )
             del payload
             return Round(share, sink, site).go()
@@ -96,17 +92,3 @@ class RayEngine:
             files=share.folder.recipe.files,
         )
         return packed(load, "job", otherwise=_OTHERWISE)
-
-
-@contextmanager
-def _marked(folder: Folder) -> Generator[tuple[str, str]]:
-    """A file that tasks look for, to see whether their folder is this one; its name and what it says."""
-    name, text = f".ray-{secrets.token_hex(6)}", secrets.token_hex(16)
-    path = folder.path / name
-    with explained(path):
-        path.write_text(text)
-    try:
-        yield name, text
-    finally:
-        with suppress(OSError):
-            path.unlink()

@@ -1,4 +1,7 @@
-"""One round on a cluster: slices go out as tasks, what comes back is counted, what is lost goes out again."""
+"""One round on a cluster: slices go out as tasks, what comes back is counted, what is lost goes out again.
+
+A worker that has nothing to do, when all is handed out, gets half of what the one with the most still has.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import secrets
 import select
 import sys
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,9 @@ from stoker.precompute.progress import ProgressSink
 from stoker.precompute.share import Done, Share
 from stoker.scale.ray_board import Board
 from stoker.scale.ray_cluster import RayCluster, ray, whoami
+from stoker.scale.ray_out import LOST, Out, failed, why
 from stoker.scale.ray_settings import RaySettings
-from stoker.scale.ray_task import encode_slice, versions
+from stoker.scale.ray_task import encode_slice, end_process, versions
 from stoker.scale.ray_view import View, Views
 from stoker.scale.slices import Slice, Slices
 from stoker.store import Failure
@@ -32,15 +36,21 @@ from stoker.units import format_count
 log = logging.getLogger("stoker")
 
 LOOK_S = 0.2
+LAST_WORDS_S = 2.0
+"""How long the board may take to say what tasks said last."""
 GET_S = 60.0
 """How long the short answer of a task that has ended may take to come here."""
 NODES_EVERY_S = 5.0
 DRIVER_S = 120.0
 """How long one turn of the driver's loop may take before its guardian ends it."""
+FIRST_S = 30.0
+"""How long the first tasks last; later ones as long as the run so far, since each costs a second or two."""
 SEAL_SHARE, SEAL_LEAST_S, SEAL_MOST_S = 0.05, 1.0, 30.0
 """A task seals what it has after a twentieth of the run so far: what losing it costs."""
 SIGHT_S = 90.0
 """How long what tasks have stored may take to be seen here: file servers cache directories for a minute."""
+SHARE_S = 10.0
+"""Work that one worker may have left while another has none; sharing it costs two starts of readers."""
 STOP_S = 30.0
 """What a task that is to stop gets beside the time to write one group."""
 
@@ -53,24 +63,8 @@ class Site:
     settings: RaySettings
     payload: Any
     """Reference to source, encoder and settings, in the object store."""
-    marker: tuple[str, str]
-
-
-@dataclass(slots=True, kw_only=True)
-class _Task:
-    """A slice that is out."""
-
-    slice: Slice
-    sent: float
-    heard: float | None = None
-    """When it was last heard of; None: it waits for a place."""
-    word: int = -1
-    view: View = field(default_factory=View)
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """What the board knows it by."""
-        return self.slice.key, self.slice.losses
+    folder: dict[str, Any]
+    """What tasks are told of the cache folder (`ray_folder.py`)."""
 
 
 class Round:
@@ -83,10 +77,8 @@ class Round:
         settings, cluster = share.settings, site.cluster
         self._threads = torch.get_num_threads()
         self._need = cluster.need(device=settings.device, threads=self._threads)
-        self._slices = Slices(
-            share.folder.recipe, share.missing, share.source.runs(), longest_s=site.settings.slice_s
-        )
-        self._tasks: dict[Any, _Task] = {}
+        self._slices = Slices(share.folder.recipe, share.missing, share.source.runs())
+        self._tasks: dict[Any, Out] = {}
         self._room, self._looked = 0, float("-inf")
         self._moved = self._begun
         """When anything was last heard."""
@@ -106,6 +98,8 @@ class Round:
             max_retries=0,  # we see to that ourselves: what a lost task has stored is not encoded again
             scheduling_strategy="SPREAD" if site.settings.placement == "spread" else "DEFAULT",
         )
+        self._asked: Any = None
+        """What the board is to answer."""
         self._run = secrets.token_hex(8)
 
     def go(self) -> Done:
@@ -124,6 +118,7 @@ class Round:
                 self._collect(LOOK_S)
                 self._listen()
                 self._check()
+                self._share_out()
                 self._show()
             else:
                 finished = True
@@ -132,6 +127,7 @@ class Round:
             self._clock.alive(bounded=False)
         if finished:
             self._wait_for_sight()
+        self._hear_out()
         self._show(last=True)
         return Done(
             finished=finished,
@@ -152,9 +148,9 @@ class Round:
             if not self._room:
                 self._no_room(now)
         while len(self._tasks) < self._room and not self._slices.empty:
-            one = self._slices.take(self._room)
+            one = self._slices.take(self._room - len(self._tasks))
             reference = self._send.remote(self._order(one), [self._site.payload], self._board)
-            self._tasks[reference] = _Task(slice=one, sent=now)
+            self._tasks[reference] = Out(slice=one)
 
     def _no_room(self, now: float) -> None:
         """No node of the cluster could ever run a task; others may join one that is not ours."""
@@ -165,20 +161,16 @@ class Round:
 
     def _order(self, one: Slice) -> dict[str, Any]:
         """What a task is told, in plain values."""
-        folder, elapsed_s = self._share.folder, time.monotonic() - self._begun
+        elapsed_s = time.monotonic() - self._begun
         return {
             "run": self._run,
             "place": (one.key, one.losses),
             "numbers": one.numbers,
+            "lasts_s": min(self._site.settings.slice_s, max(FIRST_S, elapsed_s)),
             "versions": versions(),
-            "driver": whoami(),
             "cwd": str(Path.cwd()),
             "sys_path": [entry or str(Path.cwd()) for entry in sys.path],
-            "folder": str(folder.path.resolve()),
-            "cache_dir": str(folder.path.parent.parent.resolve()),
-            "name": folder.name,
-            "fingerprint": folder.recipe.fingerprint,
-            "marker": self._site.marker,
+            "folder": self._site.folder,
             "threads": self._threads,
             "num_cpus": self._need.num_cpus,
             "device": self._device,
@@ -198,21 +190,21 @@ class Round:
             self._moved = time.monotonic()
             try:
                 answer = ray.get(reference, timeout=GET_S)
-            except _LOST as error:
-                self._lost(task, _why(error))
+            except LOST as error:
+                self._lost(task, why(error))
             except ray.exceptions.RayError as error:
-                raise _failed(task, error) from error
+                raise failed(task, error) from error
             else:
                 self._take_in(task, answer)
 
-    def _take_in(self, task: _Task, answer: dict[str, Any]) -> None:
+    def _take_in(self, task: Out, answer: dict[str, Any]) -> None:
         if answer["kind"] == "failed":
             kind = getattr(errors, answer["error"], StokerError)
             raise kind(f"node {answer['node']}, samples {task.slice.span}: {answer['message']}")
-        if not answer["finished"]:
+        if not (answer["finished"] or task.halted or answer["encoded"] or answer["failures"]):
             self._lost(task, "it was told to stop, and not by us")
             return
-        self._slices.learn(task.slice, answer["seconds"])
+        self._slices.put_back(answer["rest"])
         self._encoded += answer["encoded"]
         self._encode_s += answer["encode_seconds"]
         self._readers = max(self._readers, answer["readers"])
@@ -220,7 +212,17 @@ class Round:
         self._abandoned += answer["abandoned_readers"]
         self._failures += [Failure(**failure) for failure in answer["failures"]]
 
-    def _lost(self, task: _Task, why: str) -> None:
+    def _share_out(self) -> None:
+        """Have the task with the most left end, where others have nothing: what is left is cut anew."""
+        tasks = self._tasks.values()
+        if not self._slices.empty or len(tasks) >= self._room or any(task.halted for task in tasks):
+            return
+        reference = max(self._tasks, key=lambda one: self._tasks[one].left_s, default=None)
+        if reference is not None and self._tasks[reference].left_s > SHARE_S:
+            self._tasks[reference].halted = True
+            ray.cancel(reference, force=False)
+
+    def _lost(self, task: Out, cause: str) -> None:
         """What a lost worker has not stored goes to another one.
 
         Raises:
@@ -228,11 +230,12 @@ class Round:
         """
         if self._interrupts.signal is not None:
             return
+        self._hear_out()
         one, node = task.slice, task.view.node or "a node"
         if one.losses >= self._site.settings.max_retries:
             raise StokerError(
                 f"samples {one.span} were lost with their worker {one.losses + 1} times, at last on {node}: "
-                f"{why}. {self._views.last_note}What is stored stays, and the same command resumes; "
+                f"{cause}. {self._views.last_note}What is stored stays, and the same command resumes; "
                 "precompute.ray.max_retries allows more"
             )
         unstored = self._share.folder.missing(retry_quarantined=True)
@@ -241,22 +244,31 @@ class Round:
         self._slices.give_back(one, unstored)
         log.warning(
             "%s lost samples %s (%s): %s of them are stored, the other %s go to another worker",
-            node, one.span, why, format_count(len(one.numbers) - rest), format_count(rest),
+            node, one.span, cause, format_count(len(one.numbers) - rest), format_count(rest),
         )  # fmt: skip
 
-    def _listen(self) -> None:
-        """What tasks say about themselves; a board that does not answer is asked again."""
-        places = {task.place: task for task in self._tasks.values()}
+    def _hear_out(self) -> None:
+        """Take in all that was said until now: what the board was asked before may be older."""
+        for _ in range(2):
+            self._listen(LAST_WORDS_S)
+
+    def _listen(self, wait_s: float = 0.0) -> None:
+        """What tasks say about themselves; a board that is gone starts anew, and is asked again."""
+        if self._asked is None:
+            self._asked = self._board.look.remote([task.place for task in self._tasks.values()])
+        if not ray.wait([self._asked], timeout=wait_s)[0]:
+            return
+        asked, self._asked = self._asked, None
         try:
-            words, notes = ray.get(self._board.look.remote([*places]), timeout=LOOK_S * 10)
+            words, notes = ray.get(asked, timeout=GET_S)
         except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
             return
-        now = time.monotonic()
+        now, places = time.monotonic(), {task.place: task for task in self._tasks.values()}
         for place, (word, view) in words.items():
             task = places.get(tuple(place))
             if task is not None and word != task.word:
-                task.word, task.heard, self._moved = word, now, now
-                task.view = View(**view)
+                task.hear(word, View(**view))
+                self._moved = now
         for note in notes:
             self._views.note(note)
 
@@ -279,7 +291,7 @@ class Round:
             limit_s = settings.wait_s if task.view.stage == "prepare" else self._quiet_s
             if task.heard is not None and now - task.heard > limit_s:
                 del self._tasks[reference]
-                ray.cancel(reference, force=True)
+                _end(task)
                 self._lost(task, f"it said nothing for {limit_s:g} s in stage {task.view.stage}")
 
     def _show(self, *, last: bool = False) -> None:
@@ -336,31 +348,12 @@ class Round:
             time.sleep(1.0)
 
 
-_LOST = (
-    ray.exceptions.NodeDiedError,
-    ray.exceptions.WorkerCrashedError,
-    ray.exceptions.OutOfMemoryError,
-    ray.exceptions.ObjectLostError,
-    ray.exceptions.GetTimeoutError,
-    ray.exceptions.TaskCancelledError,
-)
-"""A worker or a node is gone, with what it was doing; another one can do it."""
-
-
-def _why(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def _failed(task: _Task, error: Exception) -> StokerError:
-    text = " ".join(str(error).split())
-    if "No module named 'stoker" in text:
-        return ConfigError(
-            f"a node of the Ray cluster cannot import this version of stoker: {text[-300:]}. Install the "
-            "driver's version of it on every node"
-        )
-    return StokerError(
-        f"the task for samples {task.slice.span} failed: {type(error).__name__}: {text[-600:]}"
-    )
+def _end(task: Out) -> None:
+    """End a worker that may be deaf to Ray, from beside it: else its place would be taken for ever."""
+    node, *process = task.view.process
+    strategies: Any = ray.util.scheduling_strategies
+    beside = strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    ray.remote(end_process).options(num_cpus=0, scheduling_strategy=beside).remote(*process)
 
 
 def _beside_us() -> Any:

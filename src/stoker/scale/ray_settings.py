@@ -32,8 +32,8 @@ class RaySettings:
     """How long the cluster may take to answer."""
     wait_s: float = 300.0
     """How long the cluster may have no place for any task, and a task may take before it encodes."""
-    slice_s: float = 60.0
-    """Work in one task, about."""
+    slice_s: float = 600.0
+    """Work in one task at most."""
 
     def __post_init__(self) -> None:
         for name in ("connect_s", "wait_s", "slice_s"):

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import signal
 import sys
-import time
 import traceback
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +21,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError, DeviceError, SourceError, StokerError
@@ -31,13 +33,12 @@ from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.progress import Snapshot
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.share import Share
+from stoker.scale.ray_folder import find
 from stoker.sources.files import stamp_of
 from stoker.sources.protocol import FileRef, Source
 from stoker.store import Digests, FileDigest, Folder, Recipe, make_recipe, open_folder
 from stoker.units import MIB
 
-SIGHT_S = 5.0
-"""How long a file that the driver has just written may take to be seen on another node."""
 FETCH_S = 300.0
 """How long source and encoder may take to come to a node."""
 _LEAST_BYTES = 64 * MIB
@@ -95,9 +96,8 @@ def encode_slice(order: dict[str, Any], payload: list[Any], board: Any) -> dict[
     try:
         with _warnings_to(teller):
             kept = _prepare(order, payload, answer["node"])
-            begun = time.monotonic()
             answer |= _encode(order, kept, teller)
-            answer |= {"kind": "done", "seconds": time.monotonic() - begun}
+            answer["kind"] = "done"
     except DeviceError as error:  # this process can never use the device again: another one takes the slice
         teller.insist(str(error))
         os._exit(1)
@@ -112,6 +112,18 @@ def encode_slice(order: dict[str, Any], payload: list[Any], board: Any) -> dict[
 def _node() -> str:
     """This node in messages; several may be on one machine."""
     return f"{os.uname().nodename} ({_ray().get_runtime_context().get_node_id()[:6]})"
+
+
+def end_process(number: int, began: int) -> None:
+    """Kill a process of this node if it is the one that is meant: one that is stopped hears nothing else."""
+    with suppress(OSError):
+        if _began(number) == began:
+            os.kill(number, signal.SIGKILL)
+
+
+def _began(number: int) -> int:
+    """When a process began, in ticks of the node's clock."""
+    return int(Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def _ray() -> Any:
@@ -130,19 +142,20 @@ def _prepare(order: dict[str, Any], payload: list[Any], node: str) -> _Kept:
     kept = _kept.get("run")
     if kept is not None and kept.run == order["run"]:
         return kept
-    _check_folder(Path(order["folder"]), order["marker"], node, order["driver"])
     _go_where_the_driver_is(order)
+    told = order["folder"]
+    cache_dir = find(told, node)
     load = _load(payload)
-    digests = Agreed(load.files, Digests(Path(order["cache_dir"]), load.settings.identity))
+    digests = Agreed(load.files, Digests(cache_dir, load.settings.identity))
     try:
         recipe = make_recipe(load.source, load.encoder, dtype=load.settings.dtype, digests=digests)
     except SourceError as error:
         raise SourceError(
-            f"node {node} cannot make the recipe of {order['name']}: {error}. All nodes read the data at the "
-            f"paths that {order['driver']} has it at: put it on storage that they share"
+            f"node {node} cannot make the recipe of {told['name']}: {error}. All nodes read the data at the "
+            f"paths that {told['driver']} has it at: put it on storage that they share"
         ) from error
-    _check_recipe(recipe, order, node)
-    folder = open_folder(Path(order["cache_dir"]), order["name"], recipe)
+    _check_recipe(recipe, told, node)
+    folder = open_folder(cache_dir, told["name"], recipe)
     _kept["run"] = _Kept(run=order["run"], load=load, folder=folder)
     return _kept["run"]
 
@@ -159,30 +172,11 @@ def _check_versions(driver: dict[str, str], node: str) -> None:
         )
 
 
-def _check_folder(folder: Path, marker: tuple[str, str], node: str, driver: str) -> None:
-    """See whether the folder is the one that the driver has just written a file to."""
-    name, text = marker
-    until = time.monotonic() + SIGHT_S
-    while True:
-        found = None
-        with suppress(OSError):
-            found = (folder / name).read_text()
-        if found == text:
-            return
-        if time.monotonic() > until:
-            raise ConfigError(
-                f"node {node} does not see {folder}, where {driver} has just written {name}. Expected the "
-                "cache folder on storage that all nodes see at the same path: a file server, or a bucket "
-                "that is mounted. Set training.latent_cache_dir (--cache-dir) to such a place"
-            )
-        time.sleep(0.1)
-
-
-def _check_recipe(recipe: Recipe, order: dict[str, Any], node: str) -> None:
-    if recipe.fingerprint != order["fingerprint"]:
+def _check_recipe(recipe: Recipe, told: dict[str, Any], node: str) -> None:
+    if recipe.fingerprint != told["fingerprint"]:
         raise ConfigError(
-            f"node {node} makes {order['name']} another cache: {recipe.fingerprint} there, "
-            f"{order['fingerprint']} at the driver ({order['driver']}). The node sees other data, or has "
+            f"node {node} makes {told['name']} another cache: {recipe.fingerprint} there, "
+            f"{told['fingerprint']} at the driver ({told['driver']}). The node sees other data, or has "
             "another version of the encoder's code. Mend the node; nothing of it was stored"
         )
 
@@ -222,10 +216,15 @@ def _encode(order: dict[str, Any], kept: _Kept, teller: _Teller) -> dict[str, An
                 settings=settings,
                 missing=order["numbers"],
                 interrupts=interrupts,
+                lasts_s=order["lasts_s"],
             ),
             teller,
         )
-    return {**asdict(done), "failures": [asdict(failure) for failure in done.failures]}
+    rest: NDArray[np.int64] = order["numbers"][:0]
+    if not done.finished:  # asked of the folder here: the driver may see later what was stored here
+        rest = np.intersect1d(order["numbers"], kept.folder.missing(retry_transient=False))
+    failures = [asdict(failure) for failure in done.failures]
+    return {**asdict(done), "failures": failures, "rest": rest}
 
 
 class Agreed:
@@ -264,6 +263,7 @@ class _Teller:
         self._board = board
         self._place = place
         self._node = node
+        self._process = (_ray().get_runtime_context().get_node_id(), os.getpid(), _began(os.getpid()))
 
     @property
     def interval_s(self) -> float:
@@ -272,7 +272,7 @@ class _Teller:
 
     def say(self, **view: Any) -> None:
         """Tell where this task stands."""
-        self._board.tell.remote(self._place, {"node": self._node, **view})
+        self._board.tell.remote(self._place, {"node": self._node, "process": self._process, **view})
 
     def update(self, snapshot: Snapshot) -> None:
         """See `ProgressSink`."""

@@ -17,6 +17,8 @@ class View:
     """How far a task says it is."""
 
     node: str = ""
+    process: tuple[str, int, int] = ("", 0, 0)
+    """Ray's name of the node, the number of the process there, and when that began by the node's clock."""
     stage: str = ""
     """`prepare`, `read` until something is encoded, then `encode`."""
     encoded: int = 0

@@ -1,8 +1,8 @@
-"""Cut what is missing into slices for workers elsewhere: whole groups, large at first and small at the end.
+"""Cut what is missing into slices for workers elsewhere: whole groups, evenly among those that have nothing.
 
-Arithmetic on numbers; nothing here knows who the workers are. A slice is so long that starting on it costs
-little beside it, so short that the last ones end together, and ends where a run of the source ends when that
-is near, so that a compressed chunk is read by one worker.
+Arithmetic on numbers; nothing here knows who the workers are, or how fast. A worker ends early when its time
+is up, or when others have nothing left to do; what it did not get to comes back and is cut again. So readers
+are started seldom, and a slow worker holds nobody up.
 """
 
 from __future__ import annotations
@@ -16,14 +16,10 @@ from numpy.typing import NDArray
 
 from stoker.store import Recipe
 
-SHARE = 2
-"""A slice is at most this fraction of what is left for each worker: the last ones are short."""
-FIRST_SHARE = 16
-"""The same while nothing is known about how long a group takes."""
-FIRST_GROUPS = 16
-"""Groups of a slice at most while nothing is known."""
-SHORTEST_S = 2.0
-"""Work in a slice at least, where it is known: readers start anew for each."""
+MOST_SAMPLES = 2**18
+"""In a slice: its numbers are sent to the worker, 8 bytes each."""
+NEAR = 8
+"""A slice is shortened by up to this part of it to end where a run of the source does."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,82 +40,69 @@ class Slice:
 
 
 class Slices:
-    """Hands out slices, and takes back what a lost worker did not store.
+    """Hands out slices, and takes back what a worker did not get to, or was lost with.
 
     Args:
         recipe: Says where groups begin.
         missing: Numbers to encode, ascending.
-        runs: Of the source; a slice ends with one where that is near.
-        longest_s: Work in a slice at most.
+        runs: Of the source; a slice ends with one where that is near, so that one worker reads a compressed
+            chunk.
     """
 
-    def __init__(
-        self, recipe: Recipe, missing: NDArray[np.int64], runs: Sequence[range], *, longest_s: float
-    ) -> None:
+    def __init__(self, recipe: Recipe, missing: NDArray[np.int64], runs: Sequence[range]) -> None:
         self._size = recipe.group.samples
-        self._longest_s = longest_s
-        offsets = np.array([part.offset for part in recipe.parts], np.int64)
-        base = offsets[np.searchsorted(offsets, missing, side="right") - 1] if len(missing) else missing
-        groups = base + (missing - base) // self._size * self._size
-        firsts, self._begins = np.unique(groups, return_index=True)
-        self._begins = np.append(self._begins, len(missing))
-        starts = np.array([run.start for run in runs], np.int64)
-        owner = np.searchsorted(starts, firsts, side="right")
-        self._edges = np.flatnonzero(np.diff(owner)) + 1
-        """Groups with which another run of the source begins."""
-        self._missing = missing
-        self._next = 0
+        self._offsets = np.array([part.offset for part in recipe.parts], np.int64)
+        self._edges = np.array([run.start for run in runs], np.int64)
+        self._left: deque[NDArray[np.int64]] = deque([missing] if len(missing) else [])
+        """What nobody has, in pieces of whole groups."""
         self._made = 0
         self._again: deque[Slice] = deque()
-        self._seconds, self._groups = 0.0, 0
-
-    @property
-    def groups_left(self) -> int:
-        """Groups that nobody has been given yet; those that came back are not counted."""
-        return len(self._begins) - 1 - self._next
+        """What was lost with its worker."""
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to hand out."""
-        return not self._again and not self.groups_left
+        return not self._again and not self._left
 
-    def take(self, workers: int) -> Slice:
-        """The next slice for one of `workers`; there must be one."""
+    def take(self, idle: int) -> Slice:
+        """The next slice, one of `idle` workers' share of what is left; there must be something."""
         if self._again:
             return self._again.popleft()
-        first, stop = self._next, self._end(self._next + self._wanted(max(1, workers)))
-        self._next = stop
+        wanted = -(-sum(map(len, self._left)) // max(1, idle))
+        piece = self._left.popleft()
+        end = self._end(piece, min(wanted, MOST_SAMPLES))
+        if end < len(piece):
+            self._left.appendleft(piece[end:])
         self._made += 1
-        return Slice(key=self._made - 1, numbers=self._missing[self._begins[first] : self._begins[stop]])
+        return Slice(key=self._made - 1, numbers=piece[:end])
 
-    def give_back(self, lost: Slice, unstored: NDArray[np.int64]) -> bool:
-        """A worker was lost: what of its slice is not stored goes to the next one. False: nothing is left."""
+    def put_back(self, rest: NDArray[np.int64]) -> None:
+        """A worker ended before it got to these."""
+        if len(rest):
+            self._left.append(rest)
+
+    def give_back(self, lost: Slice, unstored: NDArray[np.int64]) -> None:
+        """A worker was lost: what of its slice is not stored goes to the next one, which counts that."""
         rest = np.intersect1d(lost.numbers, unstored)
-        if not len(rest):
-            return False
-        self._again.append(Slice(key=lost.key, numbers=rest, losses=lost.losses + 1))
-        return True
+        if len(rest):
+            self._again.append(Slice(key=lost.key, numbers=rest, losses=lost.losses + 1))
 
-    def learn(self, done: Slice, seconds: float) -> None:
-        """A slice took so long, its start included."""
-        self._seconds += seconds
-        self._groups += -(-len(done.numbers) // self._size)
+    def _end(self, piece: NDArray[np.int64], wanted: int) -> int:
+        """How much of a piece makes a slice: whole groups, up to the end of a run if that is near."""
+        if wanted >= len(piece):
+            return len(piece)
+        latest = self._group_end(int(piece[wanted - 1]))
+        at = int(np.searchsorted(self._edges, latest, side="right")) - 1
+        if at >= 0 and self._edges[at] > piece[0]:
+            near = int(np.searchsorted(piece, self._group_end(int(self._edges[at]) - 1)))
+            if near >= wanted - wanted // NEAR:
+                return near
+        return int(np.searchsorted(piece, latest))
 
-    def _wanted(self, workers: int) -> int:
-        """Groups in the next slice, before it is fitted to runs."""
-        left = self.groups_left
-        if not self._groups:
-            return max(1, min(left // (FIRST_SHARE * workers), FIRST_GROUPS))
-        pace = self._groups / max(self._seconds, 1e-6)
-        share = left // (SHARE * workers)
-        return max(1, min(self._longest_s * pace, max(SHORTEST_S * pace, share)).__floor__())
-
-    def _end(self, wanted: int) -> int:
-        """Where a slice ends: with a run, if one ends in its second half."""
-        last = len(self._begins) - 1
-        if wanted >= last:
-            return last
-        half = self._next + (wanted - self._next) // 2
-        near = self._edges[np.searchsorted(self._edges, half, side="right") :]
-        near = near[: np.searchsorted(near, wanted, side="right")]
-        return int(near[-1]) if len(near) else wanted
+    def _group_end(self, number: int) -> int:
+        """The sample after the last of its group, which may be a short one at the end of a part."""
+        part = int(np.searchsorted(self._offsets, number, side="right")) - 1
+        first = int(self._offsets[part])
+        end = first + ((number - first) // self._size + 1) * self._size
+        later = self._offsets[part + 1 : part + 2]
+        return min(end, int(later[0])) if len(later) else end

@@ -12,6 +12,7 @@ import hmac
 import os
 import secrets
 import stat
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ CODE_S = 600.0
 SESSION_S = 7 * 86400.0
 CODES = 64
 """Login codes that are kept; the oldest goes first."""
+CODE_BYTES = 24
+"""Random ones in a code: 192 bits."""
+CODE_TRIES = 100
+"""Wrong secrets after which a code is worthless, whoever tried them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,10 @@ class Auth:
         self._token = token.get_secret_value()
         self._key = hmac.digest(self._token.encode(), b"stoker session", "sha256")
         self._clock = clock
-        self._codes: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._codes: dict[str, tuple[float, int]] = {}
+        """By digest: until when, and from which number of wrong secrets on, a code is worth nothing."""
+        self._wrong = 0
         self._ended: dict[str, float] = {}
         self.cookie = f"stoker_{hmac.digest(self._key, b'name', 'sha256').hex()[:8]}"
         """Name of the cookie: cookies know no ports, so two services on one machine need two names."""
@@ -101,17 +109,20 @@ class Auth:
 
     def new_code(self) -> str:
         """A code that opens one session within `CODE_S`."""
-        now = self._clock()
-        kept = [(code, until) for code, until in self._codes.items() if until > now]
-        code = secrets.token_urlsafe(24)
-        self._codes = dict([*kept[-(CODES - 1) :], (_digest(code), now + CODE_S)])
+        now, code = self._clock(), secrets.token_urlsafe(CODE_BYTES)
+        with self._lock:
+            kept = [(code, (until, last)) for code, (until, last) in self._codes.items() if until > now]
+            made = (_digest(code), (now + CODE_S, self._wrong + CODE_TRIES))
+            self._codes = dict([*kept[-(CODES - 1) :], made])
         return code
 
     def log_in(self, secret: str) -> str | None:
         """The cookie for a code, which is used up, or for the token; None for anything else."""
-        until = self._codes.pop(_digest(secret), 0.0)
-        if until <= self._clock() and not self.is_token(secret):
-            return None
+        with self._lock:
+            until, last = self._codes.pop(_digest(secret), (0.0, 0))
+            if (until <= self._clock() or self._wrong >= last) and not self.is_token(secret):
+                self._wrong += 1
+                return None
         payload = f"{secrets.token_hex(16)}.{int(self._clock() + SESSION_S)}"
         return f"{payload}.{self._seal('session', payload)}"
 

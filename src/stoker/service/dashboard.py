@@ -20,7 +20,7 @@ from stoker.service import logs, views
 from stoker.service.answers import status_of
 from stoker.service.machine import look_at_machine
 from stoker.service.pages import page
-from stoker.service.routes_caches import Name, Print, cache_folder, inspect_cache, list_caches, why
+from stoker.service.routes_caches import Name, Print, inspect_cache, list_caches, why
 from stoker.service.routes_datasets import Id as DatasetId
 from stoker.service.routes_jobs import Id
 from stoker.service.services import Here, Services
@@ -154,7 +154,9 @@ def part_samples(request: Request, here: Here, dataset_id: DatasetId) -> Respons
 def show_caches(request: Request, here: Here) -> Response:
     """All caches."""
     found = list_caches(here)
-    return page(request, "caches.html", title="Caches", caches=found.caches, total=found.bytes)
+    return page(
+        request, "caches.html", title="Caches", caches=found.caches, total=found.bytes, stale=found.stale
+    )
 
 
 @router.get("/caches/{name}/{fingerprint}")
@@ -164,9 +166,11 @@ def show_cache(
     """One cache: what is in it, what it was made of, and how that differs from another."""
     from stoker.store import open_cache
 
-    folder = cache_folder(here, name, fingerprint)
     detail = inspect_cache(name, fingerprint, here).model_dump()
-    recipe = open_cache(folder, require_complete=False).recipe.entries
+    folder = here.folder.caches / name / fingerprint
+    recipe = here.figures.folders.ask(
+        f"cache {name}/{fingerprint}", lambda: open_cache(folder, require_complete=False).recipe.entries
+    )
     others = [one for one in list_caches(here).caches if one.name == name and one.fingerprint != fingerprint]
     beside = why(name, fingerprint, here, other) if other or others else None
     return page(

@@ -84,7 +84,7 @@ CACHE_LIST: Example = {
             "unused_s": 66.3, "claims": [], "broken": "",
         }
     ],
-    "bytes": 733184,
+    "bytes": 733184, "age_s": 0.0, "stale": None,
 }  # fmt: skip
 CACHE: Example = {
     "name": "radio_train", "fingerprint": FINGERPRINT, "records": 3224, "count": 3224, "bytes": 728064,
@@ -110,7 +110,7 @@ OPERATIONS: list[Example] = [
 READY: Example = {"status": "ready", "version": "0.1.0", "jobs": 3, "error": None}
 MACHINE: Example = {
     "host_bytes": 23734677504, "host_total_bytes": 25276510208, "host_limit": "memory.max of the container",
-    "cpus": 8.0, "disk_bytes": 49879879680, "gpus": [],
+    "cpus": 8.0, "disk_bytes": 49879879680, "gpus": [], "stale": [],
     "workers": [
         {"slot": 0, "name": "node-0-9f31c2aa", "pid": 2121, "alive": True, "deaths": 0, "device": None}
     ],
@@ -122,7 +122,10 @@ FAULT: Example = {
 }
 EVENT = f'id: 1208\nevent: metrics\ndata: {{"job_id": "{JOB}", "at": 1772366460.0, "epoch": 42}}\n\n'
 LOG_EVENT = 'id: 4181\nevent: log\ndata: {"lines": ["epoch 43 of 100: loss 0.409"]}\n\n'
-PROMETHEUS = '# TYPE stoker_jobs gauge\nstoker_jobs{state="running"} 1\n'
+PROMETHEUS = (
+    "# TYPE stoker_up gauge\nstoker_up 1\n# TYPE stoker_database_up gauge\nstoker_database_up 1\n"
+    '# TYPE stoker_jobs gauge\nstoker_jobs{state="running"} 1\n'
+)
 BY_MODEL: Mapping[str, Sequence[Example]] = MappingProxyType(
     {
         "TrainingConfig": [CONFIG],

@@ -21,10 +21,13 @@ from pathlib import Path
 from uuid import UUID
 
 from stoker.errors import NotFound
+from stoker.service.recent import Recent
 from stoker.units import format_bytes
 
 LEAST_BYTES, LEAST_INODES = 16 << 20, 64
 """With less room no job is begun: it could not even say what becomes of it."""
+ANSWER_S = 2.0
+"""How long the disk of a state folder may take to say how much room it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +146,15 @@ class StateFolder:
         for path in (self.path, self.caches, self.data, self.workers, self.jobs):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path.chmod(0o700)
+
+
+class Room:
+    """Whether there is room in a state folder, told in time also where its disk says nothing."""
+
+    def __init__(self, folder: StateFolder) -> None:
+        self._asked: Recent[str | None] = Recent(folder.lack, f"the disk of {folder.path}", wait_s=ANSWER_S)
+
+    def lack(self) -> str | None:
+        """Why nothing can be begun there; None: there is room."""
+        found = self._asked.get()
+        return found.stale or found.value

@@ -102,15 +102,16 @@ class Refusal:
 
 
 class Guard:
-    """The middleware. `scope["state"]["session"]` is the Session that asks, None for token or stranger."""
+    """The middleware. `scope["state"]["session"]` is the Session that asks, None for token or stranger;
+    `["may_guess"]` counts a wrong code, and says whether it still gets a plain answer."""
 
     def __init__(self, app: App, rules: Rules) -> None:
         self._app = app
         self._rules = rules
+        self._refused: list[float] = []
         self._auth, self._limits, self._traffic = rules.auth, rules.limits, rules.traffic
         self._hosts = frozenset(host.lower() for host in rules.hosts)
         self._headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in rules.headers]
-        self._refused: list[float] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection of any kind."""
@@ -118,6 +119,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         request = _Request(scope)
+        scope["state"]["may_guess"] = self._may_guess
         refusal = self._judge(request)
         if refusal is not None:
             unread = scope["type"] == "http"
@@ -182,7 +184,7 @@ class Guard:
         )
 
     def _may_guess(self) -> bool:
-        """Whether a wrong token still gets a plain answer; right ones are never held up."""
+        """Whether a wrong token or code still gets a plain answer; right ones are never held up."""
         now = time.monotonic()
         self._refused = [at for at in self._refused if now - at < 60][-self._limits.refused :]
         self._refused.append(now)

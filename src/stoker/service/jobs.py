@@ -169,6 +169,13 @@ class Jobs:
         with self._database.reading() as connection:
             return connection.execute(query).scalar_one()
 
+    def counts(self) -> dict[State, int]:
+        """How many jobs are in each state."""
+        query = sa.select(JOBS.c.state, sa.func.count()).group_by(JOBS.c.state)
+        with self._database.reading() as connection:
+            found = {State(state): count for state, count in connection.execute(query)}
+        return {state: found.get(state, 0) for state in State}
+
     def cancel(self, id: str) -> Job:
         """End it: at once when nobody works on it, else as soon as its process has ended (`cancelling`).
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pynvml
 
 from stoker.monitor.gpu import GpuAbsent, open_gpu
 from stoker.plan.resources import probe
-from stoker.service.states import State
 from stoker.service.traffic import counts
 
 if TYPE_CHECKING:
@@ -18,21 +17,20 @@ if TYPE_CHECKING:
 
 
 def look_at_machine(here: Services) -> dict[str, Any]:
-    """Memory by the tightest limit, CPUs, disk under the state folder, GPUs.
-
-    Raises:
-        StalledError: The file system does not answer.
-    """
-    found = probe(path=here.folder.path)
+    """Memory by the tightest limit, CPUs, disk under the state folder, GPUs; None for what is not known."""
+    found = probe()
+    disk, driver = here.figures.disk.get(), here.figures.gpus.get()
+    disk_bytes, disk_inodes = disk.value or (None, None)
     return {
         "host_bytes": found.host_bytes,
         "host_total_bytes": found.host_total_bytes,
         "host_limit": found.host_limit,
         "cpus": found.cpus,
         "cpu_limit": found.cpu_limit,
-        "disk_bytes": found.disk_bytes,
-        "disk_inodes": found.disk_inodes,
-        "gpus": list(_gpus()),
+        "disk_bytes": disk_bytes,
+        "disk_inodes": disk_inodes,
+        "gpus": driver.value or [],
+        "stale": [text for text in (disk.stale, driver.stale) if text],
         "workers": [] if here.supervisor is None else [asdict(one) for one in here.supervisor.workers()],
     }
 
@@ -56,34 +54,52 @@ def _gpu_names() -> list[str]:
         pynvml.nvmlShutdown()
 
 
-def _gpus() -> Iterator[dict[str, Any]]:
+def gpus() -> list[dict[str, Any]]:
+    """What each GPU does now."""
+    rows: list[dict[str, Any]] = []
     for name in _gpu_names():
         gpu = open_gpu(name)
         if isinstance(gpu, GpuAbsent):
             continue
         try:
-            yield gpu.sample().to_json()
+            rows.append(gpu.sample().to_json())
         finally:
             gpu.close()
+    return rows
 
 
 def as_prometheus(here: Services) -> str:
-    """Jobs, answers, streams, memory and disk in Prometheus' text format.
+    """Jobs, answers, streams, memory, disk and this process in Prometheus' text format.
 
-    Raises:
-        Degraded: The database does not answer.
+    What cannot be found out now is given as it was, with its age, and left out where it never was known.
     """
-    lines = list(counts("stoker_jobs", "gauge", "state", {state: here.jobs.count(state) for state in State}))
-    lines += here.traffic.lines()
-    machine = look_at_machine(here)
+    jobs, disk, driver = here.figures.jobs.get(), here.figures.disk.get(), here.figures.gpus.get()
+    host, process = probe(), psutil.Process()
     gauges = {
+        "stoker_up": 1,
+        "stoker_database_up": int(jobs.error is None),
+        "stoker_degraded": int(here.degraded is not None),
         "stoker_streams": here.feed.clients,
-        "stoker_host_free_bytes": machine["host_bytes"],
-        "stoker_host_limit_bytes": machine["host_total_bytes"],
-        "stoker_disk_free_bytes": machine["disk_bytes"],
+        "stoker_stream_held_chars": here.feed.held,
+        "stoker_host_free_bytes": host.host_bytes,
+        "stoker_host_limit_bytes": host.host_total_bytes,
+        "stoker_disk_free_bytes": disk.value and disk.value[0],
+        "process_resident_memory_bytes": process.memory_info().rss,
+        "process_open_fds": process.num_fds(),
+        "process_threads": process.num_threads(),
+        "process_start_time_seconds": process.create_time(),
     }
+    lines: list[str] = []
     for name, value in gauges.items():
-        lines += [f"# TYPE {name} gauge", f"{name} {value}"]
-    busy = {str(i): gpu["utilisation"] for i, gpu in enumerate(machine["gpus"]) if gpu.get("utilisation")}
-    lines += counts("stoker_gpu_utilisation", "gauge", "gpu", busy) if busy else ()
+        lines += [] if value is None else [f"# TYPE {name} gauge", f"{name} {value}"]
+    spent = process.cpu_times()
+    lines += ["# TYPE process_cpu_seconds_total counter"]
+    lines += [f"process_cpu_seconds_total {spent.user + spent.system:.2f}"]
+    asked = {"jobs": jobs, "disk": disk, "gpus": driver}
+    ages = {name: round(one.age_s, 3) for name, one in asked.items() if one.value is not None}
+    busy = {str(i): gpu["utilisation"] for i, gpu in enumerate(driver.value or ()) if gpu.get("utilisation")}
+    lines += counts("stoker_figure_age_seconds", "gauge", "figure", ages)
+    lines += counts("stoker_jobs", "gauge", "state", {str(one): n for one, n in (jobs.value or {}).items()})
+    lines += counts("stoker_gpu_utilisation", "gauge", "gpu", busy)
+    lines += here.traffic.lines()
     return "\n".join(lines) + "\n"

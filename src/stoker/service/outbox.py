@@ -53,6 +53,8 @@ class Event:
     at: float
     """Unix seconds by the database's clock."""
     data: dict[str, Json]
+    size: int = 0
+    """Characters of its data as JSON."""
 
 
 class Outbox:
@@ -65,12 +67,27 @@ class Outbox:
         self, after: int, *, job: str | None = None, kinds: Collection[str] = (), limit: int = 500
     ) -> list[Event]:
         """The next events after number `after`, at most `limit`; of one job, or of some kinds, if given."""
-        query = sa.select(EVENTS).where(EVENTS.c.number > after).order_by(EVENTS.c.number).limit(limit)
-        if job is not None:
-            query = query.where(EVENTS.c.job == job)
+        query = _WHOLE.where(_following(after, job)).limit(limit)
         if kinds:
             query = query.where(EVENTS.c.kind.in_(tuple(kinds)))
         with self._database.reading() as connection:
+            return [Event(**row) for row in connection.execute(query).mappings()]
+
+    def read_page(self, after: int, *, job: str | None = None, limit: int, most: int) -> list[Event]:
+        """The same, as many as have `most` characters together; the first of them has however many it has.
+
+        Their sizes are asked for before the events, so that no more of these is ever held.
+        """
+        with self._database.reading() as connection:
+            last, total = after, 0
+            for row in connection.execute(_SIZES.where(_following(after, job)).limit(limit)):
+                total += row.size
+                if last > after and total > most:
+                    break
+                last = row.number
+            if last == after:
+                return []
+            query = _WHOLE.where(_following(after, job), EVENTS.c.number <= last)
             return [Event(**row) for row in connection.execute(query).mappings()]
 
     def newest(self) -> int:
@@ -99,7 +116,16 @@ class Outbox:
             return gone.rowcount
 
 
+_SIZE = sa.func.length(sa.cast(EVENTS.c.data, sa.Text)).label("size")
+_WHOLE = sa.select(EVENTS, _SIZE).order_by(EVENTS.c.number)
+_SIZES = sa.select(EVENTS.c.number, _SIZE).order_by(EVENTS.c.number)
 _COUNTED = sa.select(COUNTERS.c.value).where(COUNTERS.c.name == "event")
+
+
+def _following(after: int, job: str | None) -> sa.ColumnElement[bool]:
+    """Events after a number; of one job, if given."""
+    later = EVENTS.c.number > after
+    return later if job is None else sa.and_(later, EVENTS.c.job == job)
 
 
 def append(

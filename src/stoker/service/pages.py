@@ -11,7 +11,7 @@ import base64
 import hashlib
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 from urllib.parse import parse_qs
 
 from fastapi import APIRouter, Request
@@ -33,6 +33,13 @@ _TEMPLATES = Environment(
 _TEMPLATES.filters |= FILTERS
 _OURS = re.compile(r"/(?![/\\])[^\s\\]*")
 """A path of this service: what a browser would read as another site does not match."""
+
+
+class _Flags(TypedDict):
+    path: str
+    httponly: bool
+    samesite: Literal["strict"]
+    secure: bool
 
 
 def static_files() -> StaticFiles:
@@ -78,7 +85,7 @@ def get_login(request: Request, here: Here, code: str = "", next: str = "/") -> 
     """The form; with a code in the address, the session at once and an address without it."""
     if not code:
         return _form(next)
-    return _log_in(here, code, next, secure=request.url.scheme == "https")
+    return _log_in(request, here, code, next)
 
 
 @router.post("/login")
@@ -86,7 +93,7 @@ async def post_login(request: Request, here: Here) -> Response:
     """Trade a code, or the token, for a session."""
     fields = parse_qs((await request.body()).decode("utf-8", "replace"), max_num_fields=10)
     secret, wanted = (fields.get(name, [""])[0] for name in ("secret", "next"))
-    return _log_in(here, secret.strip(), wanted, secure=request.url.scheme == "https")
+    return _log_in(request, here, secret.strip(), wanted)
 
 
 @router.post("/logout")
@@ -95,19 +102,27 @@ def post_logout(request: Request, here: Here) -> Response:
     if request.state.session is not None:
         here.auth.end(request.state.session)
     response = RedirectResponse("/login", 303)
-    response.delete_cookie(here.auth.cookie)
+    response.delete_cookie(here.auth.cookie, **_flags(request, here))
     return response
 
 
-def _log_in(here: Services, secret: str, wanted: str, *, secure: bool) -> Response:
+def _log_in(request: Request, here: Services, secret: str, wanted: str) -> Response:
     cookie = here.auth.log_in(secret)
+    if cookie is None and not request.state.may_guess():
+        response = _form(wanted, "Too many wrong codes. Wait a minute.", status=429)
+        response.headers["Retry-After"] = "60"
+        return response
     if cookie is None:
-        return _form(wanted, "That is no code of this service, or it was used already.", status=401)
+        return _form(wanted, "That is no code of this service, or not any more.", status=401)
     response = RedirectResponse(wanted if _OURS.fullmatch(wanted) else "/", 303)
-    response.set_cookie(
-        here.auth.cookie, cookie, max_age=int(SESSION_S), httponly=True, samesite="strict", secure=secure
-    )
+    response.set_cookie(here.auth.cookie, cookie, max_age=int(SESSION_S), **_flags(request, here))
     return response
+
+
+def _flags(request: Request, here: Services) -> _Flags:
+    """Of the session's cookie: not for scripts nor other sites and, where there is TLS, for that alone."""
+    secure = here.secure or request.url.scheme == "https"
+    return {"path": "/", "httponly": True, "samesite": "strict", "secure": secure}
 
 
 def _form(wanted: str, problem: str = "", status: int = 200) -> HTMLResponse:

@@ -41,6 +41,8 @@ class CacheList(BaseModel):
 
     caches: list[CacheRow]
     bytes: int
+    age_s: float = Field(default=0.0, description="0: as it is now. Else how old the list is.")
+    stale: str | None = Field(default=None, description="Why it is not of now; null: it is.")
 
 
 class CacheDetail(BaseModel):
@@ -78,22 +80,10 @@ class GcRequest(BaseModel):
 
 @router.get("/caches", responses=faults())
 def list_caches(here: Here) -> CacheList:
-    """All caches that jobs have made."""
-    from stoker.store.gc_scan import scan
-
-    rows = [
-        CacheRow(
-            name=found.name,
-            fingerprint=found.path.name,
-            bytes=found.bytes,
-            complete=found.complete,
-            unused_s=max(0.0, found.unused_s),
-            claims=found.live_claims(),
-            broken=found.broken,
-        )
-        for found in scan(here.folder.caches)
-    ]
-    return CacheList(caches=rows, bytes=sum(row.bytes for row in rows))
+    """All caches that jobs have made; where the disk does not answer in time, as they were (`stale`)."""
+    found = here.figures.caches.get()
+    rows = [CacheRow.model_validate(row) for row in found.needed()]
+    return CacheList(caches=rows, bytes=sum(row.bytes for row in rows), age_s=found.age_s, stale=found.stale)
 
 
 @router.get("/caches/{name}/{fingerprint}", responses=faults(404))
@@ -101,7 +91,10 @@ def inspect_cache(name: Name, fingerprint: Print, here: Here) -> CacheDetail:
     """One cache: fields, sizes, statistics, quarantined samples. No record is read."""
     from stoker.pipeline.inspect import inspect_cache as inspect
 
-    return CacheDetail.model_validate(inspect(cache_folder(here, name, fingerprint)).to_json())
+    return here.figures.folders.ask(
+        f"cache {name}/{fingerprint}",
+        lambda: CacheDetail.model_validate(inspect(cache_folder(here, name, fingerprint)).to_json()),
+    )
 
 
 @router.post(
@@ -137,8 +130,11 @@ def why(
     """What differs between two recipes of one name."""
     from stoker.pipeline.why import explain
 
-    beside = None if other is None else cache_folder(here, name, other)
-    return WhyOut.model_validate(explain(cache_folder(here, name, fingerprint), beside).to_json())
+    def compare() -> WhyOut:
+        beside = None if other is None else cache_folder(here, name, other)
+        return WhyOut.model_validate(explain(cache_folder(here, name, fingerprint), beside).to_json())
+
+    return here.figures.folders.ask(f"cache {name}/{fingerprint}", compare)
 
 
 @router.post(

@@ -46,6 +46,7 @@ class Machine(BaseModel):
     cpus: float
     disk_bytes: int | None
     gpus: list[dict[str, Any]]
+    stale: list[str] = Field(default=[], description="Which figures are not of now, and why.")
     workers: list[dict[str, Any]]
 
 
@@ -68,7 +69,10 @@ async def get_health(here: Here) -> Health:
     responses={200: {"content": {"text/plain": {"example": examples.PROMETHEUS}}}, **faults()},
 )
 def get_prometheus(here: Here) -> PlainTextResponse:
-    """Figures for Prometheus, which sends the token as `authorization: {credentials_file: DIR/token}`."""
+    """Figures for Prometheus, which sends the token as `authorization: {credentials_file: DIR/token}`.
+
+    Answered whatever is away: then with what was known last, and with its age.
+    """
     return PlainTextResponse(as_prometheus(here), media_type="text/plain; version=0.0.4")
 
 
@@ -86,7 +90,7 @@ def get_ready(here: Here, response: Response) -> Ready:
     return Ready(status=status, version=stoker.__version__, jobs=jobs, error=error)
 
 
-@router.get("/machine", responses=faults(504))
+@router.get("/machine", responses=faults())
 def get_machine(here: Here) -> Machine:
     """Memory by the tightest limit, CPUs, disk, GPUs, and the service's workers."""
     return Machine.model_validate(look_at_machine(here))

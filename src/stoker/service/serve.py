@@ -39,6 +39,8 @@ class ServeSettings:
     """Folders whose data jobs may read."""
     hosts: tuple[str, ...] = ()
     """Further names by which it may be called."""
+    public_url: str | None = None
+    """Where browsers find it, behind a proxy; its name is one of `hosts`. None: at its own address."""
     ray: RayTarget | None = None
     """The Ray cluster that runs jobs; None: this machine."""
     job_memory_bytes: int | None = None
@@ -88,7 +90,11 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
     os.umask(0o077)
     staff = _staff(settings, environment)
     services = open_services(
-        settings.state_dir, database=settings.database, roots=settings.roots, hosts=settings.hosts
+        settings.state_dir,
+        database=settings.database,
+        roots=settings.roots,
+        hosts=settings.hosts,
+        public_url=settings.public_url,
     )
     listening = open_socket(settings.host, settings.port)
     supervisor = Supervisor(services.database, services.folder, staff, environment)
@@ -96,7 +102,7 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
     address = address_of(listening)
     started = Started(
         address=address,
-        login=f"{address}/login?code={services.auth.new_code()}",
+        login=f"{(settings.public_url or address).rstrip('/')}/login?code={services.auth.new_code()}",
         state_dir=str(services.folder.path),
         token_file=str(services.folder.token),
         database=str(services.database),

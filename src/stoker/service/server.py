@@ -10,6 +10,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -20,7 +21,8 @@ from stoker.service.app import create_app
 from stoker.service.services import Services
 
 CONNECTIONS = 200
-"""Connections at once; more are answered with 503."""
+"""Connections at once; more are answered with 503. From three quarters of them on, each new one ends the
+oldest that has not sent a whole request."""
 LOOK_S = 10.0
 """How often a connection is looked at; one that did nothing between two looks is closed."""
 PING_S = 20.0
@@ -42,7 +44,23 @@ class Watched(H11Protocol):
         """Begin to look."""
         super().connection_made(transport)
         self._seen: tuple[object, ...] = ()
+        self._since = self.loop.time()
+        if len(self.connections) > CONNECTIONS * 3 // 4:
+            self._make_room()
         self.loop.call_later(LOOK_S, self._look)
+
+    @property
+    def waits(self) -> bool:
+        """Whether its client has yet to send a request, or the rest of one."""
+        return self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not self.transport.is_closing()
+
+    def _make_room(self) -> None:
+        """End the connection that has waited longest: whoever sends a byte a second holds up nobody else."""
+        others = [
+            one for one in self.connections if isinstance(one, Watched) and one is not self and one.waits
+        ]
+        if others:
+            min(others, key=lambda one: one._since).transport.abort()
 
     def _look(self) -> None:
         unsent = self.transport.get_write_buffer_size()

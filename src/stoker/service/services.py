@@ -7,14 +7,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import SplitResult, urlsplit
 
 from fastapi import Depends
 from starlette.requests import HTTPConnection
 
-from stoker.errors import ResourceError
+from stoker.errors import ConfigError, ResourceError
 from stoker.service.auth import Auth, load_token
 from stoker.service.database import Database
 from stoker.service.datasets import Datasets
+from stoker.service.figures import Figures
 from stoker.service.folders import StateFolder
 from stoker.service.guard import LOOPBACK, RequestLimits
 from stoker.service.jobs import Jobs
@@ -70,6 +72,10 @@ class Services:
     hosts: frozenset[str]
     """Names by which the service may be called."""
     feed: Feed
+    secure: bool
+    """Browsers reach it through TLS alone."""
+    figures: Figures
+    """What takes long to find out, or may hang."""
     limits: RequestLimits = field(default_factory=RequestLimits)
     supervisor: Supervisor | None = None
     """Of the workers; None where only requests are answered."""
@@ -89,6 +95,7 @@ def open_services(
     database: str | None = None,
     roots: Sequence[Path] = (),
     hosts: Collection[str] = (),
+    public_url: str | None = None,
 ) -> Services:
     """Open a state folder, made at the first call.
 
@@ -96,25 +103,48 @@ def open_services(
         database: `sqlite:///PATH` or `postgresql://...`; None: `stoker.db` in the folder.
         roots: Folders whose data jobs may read, beside `data` in the state folder.
         hosts: Names by which the service may be called, beside those of the loopback.
+        public_url: Where browsers find it, as `https://NAME`: through a proxy with TLS.
     Raises:
         StokerError: Folder, token, roots or database cannot be used.
     """
+    public = _public(public_url)
     folder = prepare_state_dir(state_dir)
     token = load_token(folder.token)
     opened = Database(database or f"sqlite:///{folder.database}")
     outbox = Outbox(opened)
     known = Roots([folder.data, *roots])
+    jobs = Jobs(opened)
     return Services(
         folder=folder,
         database=opened,
-        jobs=Jobs(opened),
+        jobs=jobs,
         outbox=outbox,
         auth=Auth(token),
         roots=known,
         datasets=Datasets(opened, folder.data, known.check, look=Looks().look),
-        hosts=LOOPBACK | {host.lower() for host in hosts},
+        hosts=LOOPBACK | {host.lower() for host in (*hosts, public.hostname or "") if host},
+        secure=public.scheme == "https",
         feed=Feed(outbox, lambda: opened.trouble.why),
+        figures=Figures(folder, jobs),
     )
+
+
+def _public(url: str | None) -> SplitResult:
+    """The parts of a public address, empty without one.
+
+    Raises:
+        ConfigError: It is none, or has more than scheme, name and port.
+    """
+    parts = urlsplit(url or "")
+    if url is None:
+        return parts
+    try:
+        sound = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1) > 0
+    except ValueError:  # a port that is no number
+        sound = False
+    if not sound or parts.username is not None or parts.path.strip("/") or parts.query or parts.fragment:
+        raise ConfigError(f"--public-url {url}: expected https://NAME or https://NAME:PORT, and no path")
+    return parts
 
 
 def services_of(connection: HTTPConnection) -> Services:

@@ -12,8 +12,9 @@ import asyncio
 import json
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
 from contextlib import aclosing, contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -32,10 +33,10 @@ BEAT_S = 15.0
 FULL = f"{CLIENTS} streams are open, as many as may. Close one, or ask for the state instead"
 SEND_S = 20.0
 """How long a reader may leave what was sent to it unread; it is cut off then, and may come back."""
-KEPT = 1000
-"""Newest events held for those who keep up."""
-PAGE = 200
-"""Events handed to one reader in a go."""
+KEPT, KEPT_CHARS = 1000, 4 << 20
+"""Newest events held for those who keep up, and characters of their data together."""
+PAGE, PAGE_CHARS = 200, 256 << 10
+"""The same of what is handed to one reader in a go; one event is, however large."""
 NO_NUMBER = -1
 DEGRADED_S = 1.0
 """Pause after the database did not answer."""
@@ -53,7 +54,9 @@ class Feed:
         self._outbox = outbox
         self._degraded = degraded
         self._told: str | None = None
-        self._kept: deque[Event] = deque(maxlen=KEPT)
+        self._kept: deque[Event] = deque()
+        self.held = 0
+        """Characters of what is kept."""
         self._from = 0
         """Every event after this number, up to the newest, is kept."""
         self._newest = -1
@@ -104,6 +107,7 @@ class Feed:
             if not self.clients:
                 self._wanted.clear()
                 self._kept.clear()
+                self.held = 0
                 self._newest = -1
                 self._told = None
                 self._turn += 1
@@ -143,19 +147,19 @@ class Feed:
         """The next events, and the number up to which they are all there are."""
         newest = self._newest
         if place >= self._from:
-            fitting = (e for e in self._kept if e.number > place and job in (None, e.job))
-            fresh = list(islice(fitting, PAGE))
+            fresh = _page(event for event in self._kept if event.number > place and job in (None, event.job))
         else:
             try:
-                fresh = await asyncio.to_thread(self._outbox.read, place, job=job, limit=PAGE)
+                fresh = await asyncio.to_thread(
+                    self._outbox.read_page, place, job=job, limit=PAGE, most=PAGE_CHARS
+                )
                 oldest = await asyncio.to_thread(self._outbox.oldest)  # afterwards: what it read may be going
             except Degraded:
                 await asyncio.sleep(DEGRADED_S)
                 return [], place
             if place < oldest - 1:
                 return [_gap(place + 1, oldest - 1, job, "events that old are gone")], oldest - 1
-        seen = fresh[-1].number if fresh else place
-        return fresh, seen if len(fresh) == PAGE else max(seen, newest)
+        return fresh, fresh[-1].number if fresh else max(place, newest)
 
     async def _wait(self, place: int) -> bool:
         """Until there is something after `place`; False when nothing came for `BEAT_S`."""
@@ -177,19 +181,34 @@ class Feed:
                 return
             self._newest = self._from = newest
             self._tell()
-        while fresh := await asyncio.to_thread(self._outbox.read, self._newest, limit=PAGE):
+        read = partial(self._outbox.read_page, limit=PAGE, most=PAGE_CHARS)
+        while fresh := await asyncio.to_thread(read, self._newest):
             if turn != self._turn:
                 return
             for event in fresh:
-                if len(self._kept) == KEPT:
-                    self._from = self._kept[0].number
                 self._kept.append(event)
+                self.held += event.size
+                while len(self._kept) > KEPT or (self.held > KEPT_CHARS and len(self._kept) > 1):
+                    gone = self._kept.popleft()
+                    self._from, self.held = gone.number, self.held - gone.size
             self._newest = fresh[-1].number
             self._tell()
 
     def _tell(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
+
+
+def _page(events: Iterable[Event]) -> list[Event]:
+    """The first of them: `PAGE`, or those of `PAGE_CHARS` together, and one at least."""
+    page: list[Event] = []
+    total = 0
+    for event in islice(events, PAGE):
+        total += event.size
+        if page and total > PAGE_CHARS:
+            break
+        page.append(event)
+    return page
 
 
 def _state(why: str | None, job: str | None) -> Event:

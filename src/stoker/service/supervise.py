@@ -24,7 +24,7 @@ from stoker.errors import ConfigError, Degraded, StokerError
 from stoker.service.attempt import Pace
 from stoker.service.database import Database
 from stoker.service.executor import Limits
-from stoker.service.folders import StateFolder
+from stoker.service.folders import Room, StateFolder
 from stoker.service.jobs import Jobs
 from stoker.service.leases import Leases, Terms
 from stoker.service.outbox import Outbox
@@ -103,6 +103,7 @@ class Supervisor:
             raise
         self._database = database
         self._folder = folder
+        self._room = Room(folder)
         self._environment = dict(environment)
         self._leases = Leases(database, staff.terms)
         self._crew = [_Member(self, slot, staff) for slot in range(staff.workers)]
@@ -184,7 +185,7 @@ class Supervisor:
         writes = now >= self._write_from or trouble.why is not None
         if writes:
             self._write_from = now + WRITE_EVERY_S
-            trouble.note("disk", self._folder.lack())
+            trouble.note("disk", self._room.lack())
         self._database.check(writes=writes)
 
     def launch(self, settings: Settings) -> subprocess.Popen[bytes]:

@@ -37,12 +37,15 @@ class Traffic:
         yield f"stoker_answer_seconds_count {total}"
 
 
-def counts(name: str, kind: str, label: str, found: Mapping[int, int] | Mapping[str, int]) -> Iterator[str]:
-    """One metric with a label, as lines.
+def counts(
+    name: str, kind: str, label: str, found: Mapping[int, float] | Mapping[str, float]
+) -> Iterator[str]:
+    """One metric with a label, as lines; none where there is nothing.
 
     >>> list(counts("jobs", "gauge", "state", {"queued": 2}))
     ['# TYPE jobs gauge', 'jobs{state="queued"} 2']
     """
-    yield f"# TYPE {name} {kind}"
+    if found:
+        yield f"# TYPE {name} {kind}"
     for value, count in found.items():
         yield f'{name}{{{label}="{value}"}} {count}'

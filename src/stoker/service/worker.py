@@ -24,7 +24,7 @@ from stoker.precompute.guarded import tie_to_parent
 from stoker.service.attempt import Attempt, Pace, Work
 from stoker.service.database import Database
 from stoker.service.executor import Limits
-from stoker.service.folders import StateFolder
+from stoker.service.folders import Room, StateFolder
 from stoker.service.job_file import JobFile
 from stoker.service.leases import Claim, Leases, Outcome, Terms
 from stoker.service.local import LocalExecutor
@@ -100,6 +100,7 @@ class Worker:
         self._describe = describe
         self._leases = Leases(database, settings.terms)
         self._folders = StateFolder(Path(settings.state))
+        self._room = Room(self._folders)
         self._stop = False
 
     def stop(self) -> None:
@@ -110,7 +111,7 @@ class Worker:
         """Work until `stop`; a database that does not answer is asked again and again."""
         while not self._stop:
             try:
-                if self._folders.lack() is None and (claim := self._leases.claim(self._settings.name)):
+                if self._room.lack() is None and (claim := self._leases.claim(self._settings.name)):
                     self.work(claim)
                     continue
             except (Degraded, LeaseLost) as error:

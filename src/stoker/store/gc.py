@@ -133,7 +133,10 @@ def collect(cache_dir: str | Path, policy: GcPolicy | None = None, *, dry_run: b
     if not cache_dir.is_dir():
         raise FormatError(f"there is no folder {cache_dir}. Name the folder that holds caches by name")
     if (cache_dir / MARKER).exists():
-        raise FormatError(f"{cache_dir} holds copies of an address. Give the address: stoker gc s3://...")
+        raise FormatError(
+            f"{cache_dir} holds copies of an address, which go by another rule. Use stoker gc, or from "
+            "Python stoker.store.mirror.clean.clean"
+        )
     inside = [cache_dir, *(path for path in cache_dir.iterdir() if FINGERPRINT.fullmatch(path.name))]
     if any((path / RECIPE_FILE).exists() for path in inside):
         raise FormatError(f"{cache_dir} is one cache. Name the folder above, which holds caches by name")

@@ -29,15 +29,16 @@ def clean(root: Path, policy: GcPolicy, *, dry_run: bool = False, at_address: bo
     if policy.keep is not None or policy.force:
         raise ConfigError("--keep and --force are for folders of caches; here are copies of an address")
     mirror = MirrorRoot(root)
-    report = GcReport(cache_dir=str(root), dry_run=dry_run, bytes_before=mirror.space.held())
+    report = GcReport(cache_dir=str(root), dry_run=dry_run)
     if at_address:
         _superseded(root, mirror.url, report)
-    kept = report.bytes_before
+    held = kept = mirror.space.held()
+    report.bytes_before = held + sum(item.bytes for item in [*report.removed, *report.kept])
     if policy.older_than_s is not None:
         kept = min(kept, mirror.space.held(time.time() - policy.older_than_s))
     if policy.max_bytes is not None:
         kept = min(kept, policy.max_bytes)
-    if count := report.bytes_before - kept:
+    if count := held - kept:
         gone = count if dry_run else mirror.space.free(count)
         reason = f"copies of {mirror.url} that were unused longest"
         report.removed.append(GcItem(kind="copy", path=str(root), bytes=gone, reason=reason))
