@@ -185,6 +185,11 @@ def test_what_memory_lacks_lies_on_local_disks_as_far_as_they_have_room(
     assert in_first < way.first_bytes < in_first + 0.25e10
 
 
+def test_rates_of_a_network_that_no_store_is_behind_are_said_to_go_unused() -> None:
+    assert any("store=local" in line for line in simulate(replace(SMALL, network_bytes_s=1e9)).taken)
+    assert not any("store=local" in line for line in simulate(CLUSTER).taken + simulate(SMALL).taken)
+
+
 def test_windows_that_overlap_are_encoded_more_than_once() -> None:
     windows = replace(SMALL, encode_s=0.001, examples=40_000, example_bytes=5e5)
     found = simulate(windows)

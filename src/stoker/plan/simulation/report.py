@@ -123,6 +123,8 @@ def say_taken(scenario: Scenario) -> tuple[str, ...]:
         said.append("model_memory: half of each GPU is left to the model")
     if not scenario.encode_s and not scenario.read_s:
         said.append("encode, read: not given, so precompute is only moving bytes")
+    if not scenario.shared and (scenario.network_bytes_s or scenario.store_bytes_s):
+        said.append("store=local, each node's own disk, so network and store_rate go unused")
     if scenario.shared and scenario.store_bytes_s is None:
         said.append("store_rate: not given, so only the nodes' network limits it")
     defaults = {one.name: one.default for one in fields(Scenario)}
