@@ -196,6 +196,7 @@ def test_a_node_lost_in_precompute_is_named_and_the_same_command_resumes(net: Ne
             return bool(stopped)
 
         wait_until(caught, launchers[0])
+        time.sleep(5)  # readers come first; by now all ranks are at the precompute
         kill_node(launchers[1])
         begun = time.monotonic()
         out, err = launchers[0].communicate(timeout=2 * LONG_S)

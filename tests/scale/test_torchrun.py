@@ -179,6 +179,7 @@ def held(launcher: subprocess.Popen[str], rank: int) -> Generator[None]:
 
     try:
         wait_until(caught, launcher)
+        time.sleep(3)  # readers come first; by now the rank waits for the first sample
         for reader, owner in stopped.items():
             if owner != rank:
                 reader.resume()
