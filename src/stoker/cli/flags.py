@@ -29,11 +29,10 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Settings that win over the file, as training.epochs=3."),
 ]
+# text, not a Path, which would make one slash of an address's two or three
 CachePath = Annotated[
-    Path,
-    typer.Argument(
-        metavar="PATH", readable=False, help="A cache (its newest complete recipe), or one recipe's folder."
-    ),
+    str,
+    typer.Argument(metavar="PATH", help="A cache (its newest complete recipe), or one recipe's folder."),
 ]
 
 SEVERAL = ("--tasks", "--splits")
@@ -72,7 +71,7 @@ class PrecomputeFlags:
 
     tasks: list[str] | None = None
     root: Path | None = None
-    cache_dir: Path | None = None
+    cache_dir: str | None = None
     cache_dtype: str | None = None
     latent_dim: int | None = None
     latent_len: int | None = None
