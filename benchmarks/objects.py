@@ -42,8 +42,10 @@ from tests.loader.objects import put, size_of, stored
 from tests.store.faulty_s3 import Faults, a_wire
 from tests.store.s3_server import an_s3_server
 
-RECORDS, BATCH = 3000, 32
-"""Of 100 KiB each."""
+RECORDS, BATCH = 10_000, 32
+"""Of 100 KiB each. In a set that is much smaller, clean-ups and what is ahead of need are a large part of the
+local cache.
+"""
 ORDER = "block(80,480)"
 GET_BYTES = 8 * 1024**2
 THREADS = (4, 8, 16)

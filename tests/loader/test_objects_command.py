@@ -1,8 +1,9 @@
-"""Precompute to a bucket and train from it by the command line, through a local cache smaller than the set."""
+"""Precompute to a bucket and train from it by the command line, the local cache smaller than the set."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,8 +19,10 @@ import stoker
 from stoker.store.mirror.attach import attach
 from stoker.units import MIB
 from tests.cli.conftest import SETTINGS
+from tests.conftest import write_burgers
 from tests.loader.objects import variables
 from tests.scale.launch import LONG_S, torchrun
+from tests.scale.nodes import launched, two_nodes
 from tests.store.faulty_s3 import Faults, a_wire
 from tests.store.s3_server import S3Server, an_s3_server, missing
 
@@ -31,6 +34,8 @@ pytestmark = [
 LARGE = ("latent.dim=32", "latent.tokens=32", "training.latent_cache_dtype=float32")
 """About 13 MB of the real trajectories; 200 steps an epoch."""
 ROOM = 4 * MIB
+SAMPLES = 20_000
+"""Of 32 points and 9 steps."""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +86,7 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 def test_what_is_trained_from_a_bucket_is_what_is_trained_from_a_folder(
     project: Path, server: S3Server
 ) -> None:
-    """Bit for bit; through a local cache of a third of the set, and again where a third of the answers fail."""
+    """Bit for bit; the local cache holds a third of the set, and then a third of the answers fail as well."""
     address = f"s3://{server.bucket}/command"
     run("precompute", "training.latent_cache_dir=local", cwd=project)
     local = run("train", "training.latent_cache_dir=local", "training.run_dir=one", cwd=project)
@@ -128,3 +133,24 @@ def test_two_ranks_encode_into_a_bucket_once_and_train_from_it(project: Path, se
         one = run("train", *at(address, "one"), "training.batch_size=32", cwd=project)
     assert one["cache_reused"]
     assert report["val_nrmse"] == pytest.approx(one["val_nrmse"], rel=1e-3)
+
+
+def test_two_machines_encode_into_one_address_each_its_part(project: Path) -> None:
+    """They see each other's shards there, and not each other's claims."""
+    write_burgers(project / "raw" / "burgers1d_train.h5", samples=SAMPLES)
+    folders = [project / "first", project / "second"]
+    for folder in folders:
+        folder.mkdir()
+        shutil.copytree(project / "raw", folder / "raw")
+        shutil.copy(project / "c.yaml", folder)
+    words = ("-m", "stoker", "precompute", "c.yaml", "--splits", "train", "--json")
+    where = f"training.latent_cache_dir=file://{project}/share"
+    with two_nodes(folders) as net, launched(net, *words, where) as launchers:
+        told = [one.communicate(timeout=2 * LONG_S) for one in launchers]
+    assert launchers[0].returncode == 0, told
+    (cache,) = json.loads(told[0][0])["caches"]
+
+    made = stoker.open_cache(f"file://{project}/share/burgers1d_train")
+    assert made.complete
+    assert len(made) == SAMPLES
+    assert sum(shard.rows for shard in made.index.shards) == cache["encoded"] == SAMPLES
