@@ -159,8 +159,8 @@ def _windows_row(config: Config, found: Located) -> Row:
 
 
 def _run_dir_row(config: Config) -> Row:
-    run_dir = run_dir_of(config)
     try:
+        run_dir = run_dir_of(config)
         require_writable(run_dir, "training.run_dir")
     except StokerError as error:
         return failed("run folder", error, ConfigError.exit_code)

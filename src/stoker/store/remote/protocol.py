@@ -115,8 +115,8 @@ def local_path(place: str | Path, what: str) -> Path:
     """
     if is_url(place):
         raise ConfigError(
-            f"{what} is {masked(str(place))}, an address. Expected a folder of this machine; `stoker push` "
-            "brings caches to an address"
+            f"{what} is {masked(str(place))}, an address. Expected a folder of this machine; only caches lie "
+            "at addresses (stoker push)"
         )
     return Path(place)
 
