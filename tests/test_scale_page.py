@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stoker.plan.simulation import Simulation, parse_scenario, simulate
-from stoker.plan.simulation.report import HEAD, cells, encoding_cells
+from stoker.plan.simulation.report import HEAD, cells, encoding_cells, remarks
 
 PAGE = (Path(__file__).parent.parent / "docs" / "scale.md").read_text()
 COMMAND = re.compile(r"```sh\n(stoker plan --simulate .*?)```", re.DOTALL)
@@ -70,6 +70,16 @@ def test_tables_hold_what_their_command_prints(words: tuple[str, ...], tables: l
                 assert of["encode"] == "does not fit", name
             else:
                 assert figures == [of[column] for column in columns], name
+
+
+def test_remarks_on_the_page_are_those_that_the_command_before_them_prints() -> None:
+    quoted = 0
+    for part in re.split(r"(?=```sh\n)", PAGE):
+        command = COMMAND.match(part)
+        for said in re.findall(r"`(filled [^`]+)`", part) if command else ():
+            assert any(line.endswith(said) for line in remarks(simulated(words_of(command[1])))), said
+            quoted += 1
+    assert quoted
 
 
 def test_every_section_with_figures_is_compared() -> None:

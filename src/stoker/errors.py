@@ -2,6 +2,7 @@
 
 StokerError
 ├── ConfigError            a setting is unknown, malformed or contradicts another    (also ValueError)
+│   └── WordError          the same of a word that only one command knows
 ├── SourceError            raw data is missing, unreadable or not as declared        (also ValueError)
 │   ├── SplitError         the split asked for does not exist
 │   ├── DecodeError        a file was read, but no sample can be made of its content
@@ -56,6 +57,10 @@ class ConfigError(StokerError, ValueError):
     """A setting is unknown, malformed or contradicts another."""
 
     exit_code = 3
+
+
+class WordError(ConfigError):
+    """A word of one command is wrong; the message names keys of that command, which are no settings."""
 
 
 class SourceError(StokerError, ValueError):

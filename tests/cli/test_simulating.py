@@ -69,3 +69,16 @@ def test_one_configuration_at_most_and_settings_only_with_one(words: tuple[str, 
     _, said = run("plan", "--simulate", *WORDS, *words, exit_code=3)
 
     assert "one CONFIG at most" in said
+
+
+def test_words_of_a_simulation_are_not_taken_for_settings(project: Path) -> None:
+    """Several keys are last words of settings too, which messages are otherwise given the names of."""
+    _, alone = run("plan", "--simulate", exit_code=3)
+    _, store = run("plan", "--simulate", *WORDS, "store=s3", exit_code=3)
+    _, order = run("plan", "--simulate", *WORDS, "order=foo", exit_code=3)
+    _, forgotten = run("plan", "nodes=8", "c.yaml", exit_code=3)
+
+    assert alone.startswith("a simulation needs records=, record_bytes=, batch=, step=, host_memory=. Give")
+    assert store.startswith("store=s3 is reached over the network, whose rate is not known")
+    assert order.startswith("order: 'foo' is not one. Expected full")
+    assert forgotten.startswith("nodes=8 is a word of --simulate, which is not given")

@@ -9,15 +9,21 @@ import pytest
 from stoker.errors import ConfigError
 from stoker.plan import Demand, Load, Rates, Resources, Scenario, plan_tiers, simulate, stall_of
 from stoker.plan.simulation import parse_scenario
+from stoker.plan.simulation.keys import KEYS, rate
 from stoker.plan.simulation.mirror import hit_share
 from stoker.plan.simulation.pace import encoding_with
 from stoker.plan.simulation.queues import Traffic, Visit, passed
+from stoker.plan.simulation.report import HEAD, cells, remarks
 
 SMALL = Scenario(records=10_000, record_bytes=1e6, batch=10, step_s=0.02, host_memory_bytes=100_000_000_000)
 CLUSTER = replace(  # read as a mounted folder is, byte by byte
     SMALL, nodes=4, gpus=2, gpu_memory_bytes=16_000_000_000, store="s3", network_bytes_s=1e9,
     store_bytes_s=2e9, read_s=0.004, encode_s=0.002, raw_bytes=4e6, cores=8, fetch_bytes=1,
 )  # fmt: skip
+
+
+COMPLETE = "records=1e6 record_bytes=1MB batch=32 step=20ms host_memory=64GB"
+RATES = [key for key, (_, read, _) in KEYS.items() if read is rate]
 
 
 def queue(load_s: float, step_s: float, *, inline_s: float = 0.0, **more: object) -> float:
@@ -142,6 +148,58 @@ def test_a_copy_with_a_size_limit_saves_what_it_has() -> None:
     assert whole.way("disk").epoch_bytes == static.epoch_bytes == 0
 
 
+def test_filling_that_takes_epochs_is_said_and_only_later_ones_read_nothing() -> None:
+    """10 GB onto each of 4 nodes through 0.5 GB/s take 20 s, beside epochs that take 5 s later."""
+    slow = replace(CLUSTER, disk_bytes=10_000_000_000, epochs=20)
+    way, short = simulate(slow).way("disk"), simulate(replace(slow, epochs=3)).way("disk")
+
+    assert way.filled_s is not None
+    assert way.filled_s > 20
+    assert way.filling_epochs > 1
+    assert way.total_s > way.encoding_s + 20 * way.epoch_s + 5
+    assert f"in epoch {way.filling_epochs}" in " ".join(remarks(simulate(slow)))
+    assert cells(way)[HEAD.index("filled")] == f"epoch {way.filling_epochs}"
+    assert (short.filled_s, short.filling_epochs) == (None, 3)
+    assert cells(short)[HEAD.index("filled")] == "not in time"
+
+
+@pytest.mark.parametrize(
+    ("room", "lacking", "said"),
+    [
+        pytest.param(0, 1.0, "in the store, with no local disk to copy them to: 20 % of all", id="none"),
+        pytest.param(1_000, 1 - hit_share(0.5, 4), "in the store, with room for 1,000 on each", id="half"),
+        pytest.param(2_000, 0.0, "on the nodes' disks", id="all"),
+    ],
+)
+def test_what_memory_lacks_lies_on_local_disks_as_far_as_they_have_room(
+    room: int, lacking: float, said: str
+) -> None:
+    quick = replace(CLUSTER, network_bytes_s=1e11, store_bytes_s=1e11, gpu_memory_bytes=0)
+    way = simulate(replace(quick, host_memory_bytes=10**10, disk_bytes=room * 10**6)).way("tiers")
+
+    assert f"of 10,000 records 8,000 in host memory, 2,000 {said}" in way.remark
+    assert way.disk_bytes == room * 1e6
+    assert way.epoch_bytes == pytest.approx(0.2 * 1e10 * lacking)
+    copied = 4 * (8e9 + (2e9 if not lacking else 0))  # a copy with a limit fills with what batches read
+    in_first = copied + (0.2 * 1e10 if lacking else 0)
+    assert in_first < way.first_bytes < in_first + 0.25e10
+
+
+def test_rates_of_a_network_that_no_store_is_behind_are_said_to_go_unused() -> None:
+    assert any("store=local" in line for line in simulate(replace(SMALL, network_bytes_s=1e9)).taken)
+    assert not any("store=local" in line for line in simulate(CLUSTER).taken + simulate(SMALL).taken)
+
+
+def test_windows_that_overlap_are_encoded_more_than_once() -> None:
+    windows = replace(SMALL, encode_s=0.001, examples=40_000, example_bytes=5e5)
+    found = simulate(windows)
+
+    assert found.way("encode").encoded_samples == 20_000
+    assert "20,000 samples are encoded in each epoch, each 2.00 times" in found.way("encode").remark
+    assert "times on average" not in simulate(replace(SMALL, encode_s=0.001)).way("encode").remark
+    assert found.way("host").encoded_samples == 0
+
+
 def test_what_does_not_fit_is_said_with_figures_and_the_rest_goes_on() -> None:
     found = simulate(replace(CLUSTER, host_memory_bytes=8_000_000_000))
     host = found.way("host")
@@ -213,6 +271,14 @@ def test_cores_that_share_what_they_compute_with_are_worth_what_they_were_measur
         pytest.param("nodes=2 nodes=3", "nodes is given twice", id="twice"),
         pytest.param("nodes", "'nodes' is no key=value", id="word"),
         pytest.param("nodes=8", "needs records=, record_bytes=, batch=, step=, host_memory=", id="lacking"),
+        pytest.param("nodes=-1", "nodes: '-1' is below 0", id="negative"),
+        pytest.param("price_node_hour=-3", "price_node_hour: '-3' is below 0", id="price"),
+        pytest.param("record_bytes=103kb", "b is a bit, B a byte. Expected 103KB", id="bits"),
+        pytest.param("store=foo network=1Gb/s", "store: 'foo' is not one. Expected local, each", id="store"),
+        pytest.param("order=foo", "order: 'foo' is not one. Expected full", id="order"),
+        pytest.param(f"{COMPLETE} epochs=1e30", "epochs is 1e+30. Expected 1e+06 at most", id="huge"),
+        pytest.param(f"{COMPLETE} nodes=1e9", "1,000,000,000 ranks. Expected 16,384", id="ranks"),
+        *(pytest.param(f"{COMPLETE} {key}=0B/s", f"{key} is 0. Expected more", id=key) for key in RATES),
     ],
 )
 def test_what_is_typed_wrong_is_named(words: str, said: str) -> None:

@@ -302,14 +302,17 @@ def test_ctrl_c_seals_what_is_encoded_and_the_next_run_goes_on(cluster, environm
 
 
 def test_a_worker_that_is_ten_times_as_slow_is_relieved_by_the_other(cluster, environment, tmp_path):
-    """What it has left is cut anew when the other has nothing: it would take 50 s, the other 5 s."""
+    """What it has left is cut anew when the other has nothing: its share would take 50 s, the other's 5 s.
+
+    Without that it ends with the time of its task, after 30 calls, and makes half of the other 20.
+    """
     ray = {"address": cluster.address}
     code, report, said = run(environment, folder=str(tmp_path), samples=400, sleep_s=0.1, slow=True, ray=ray)
 
     assert code == 0, said
     slow = int((tmp_path / "slow").read_text())
     assert sum(workers(tmp_path).values()) == 100
-    assert workers(tmp_path)[slow] < 45  # of its 50
+    assert workers(tmp_path)[slow] < 32
     assert set(calls(tmp_path).values()) == {1}
     same_records(report["path"], alone(environment, tmp_path, 400))
 

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from stoker.cli.streams import INTERRUPTED, keep_standard_streams, printing
 from stoker.cli.together import name_of_rank
-from stoker.errors import Interrupted, ResourceError, StokerError
+from stoker.errors import Interrupted, ResourceError, StokerError, WordError
 from stoker.precompute.guarded import say_end
 
 if TYPE_CHECKING:
@@ -117,9 +117,7 @@ def edge(*, as_json: bool, debug: bool) -> Generator[Edge]:
         except StokerError as error:
             if debug:
                 traceback.print_exc()
-            from stoker.config.remedies import in_settings  # costs half a second that a success need not pay
-
-            raise out.fail(in_settings(str(error)), error.exit_code) from None
+            raise out.fail(_as_typed(error), error.exit_code) from None
         except KeyboardInterrupt:
             raise out.fail(INTERRUPTED, Interrupted.exit_code) from None
         except (typer.Exit, BrokenPipeError):
@@ -128,6 +126,15 @@ def edge(*, as_json: bool, debug: bool) -> Generator[Edge]:
             if debug:
                 traceback.print_exc()
             raise out.fail(_unforeseen(error), StokerError.exit_code) from None
+
+
+def _as_typed(error: StokerError) -> str:
+    """The message in words that can be typed: arguments of the library are settings there."""
+    if isinstance(error, WordError):
+        return str(error)
+    from stoker.config.remedies import in_settings  # costs half a second that a success need not pay
+
+    return in_settings(str(error))
 
 
 def _unforeseen(error: Exception) -> str:

@@ -29,6 +29,10 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Settings that win over the file, as training.epochs=3."),
 ]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="CONFIG | KEY=VALUE", help="The settings file, and what wins over it."),
+]
 # text, not a Path, which would make one slash of an address's two or three
 CachePath = Annotated[
     str,
@@ -149,6 +153,20 @@ def tell_settings(words: Sequence[str]) -> tuple[list[Path], list[str]]:
     """Paths and settings among `words`: what has a `=` is a setting, unless there is such a file."""
     settings = [word for word in words if "=" in word and not Path(word).exists()]
     return [Path(word) for word in words if word not in settings], settings
+
+
+def config_and_overrides(words: Sequence[str], config: Path | None = None) -> tuple[Path, list[str]]:
+    """Tell the settings file from the settings in what was typed.
+
+    Raises:
+        ConfigError: No file, or more than one.
+    """
+    files, overrides = tell_settings(words)
+    files += [config] if config else []
+    if len(files) != 1:
+        found = ", ".join(map(str, files)) or "none"
+        raise ConfigError(f"expected one CONFIG file, found {found}. Settings are written key=value")
+    return files[0], overrides
 
 
 def split_words(values: Sequence[str]) -> list[str]:

@@ -24,6 +24,8 @@ from stoker.cli.flags import (
     Json,
     Overrides,
     PrecomputeFlags,
+    Words,
+    config_and_overrides,
     split_words,
     tell_settings,
 )
@@ -92,10 +94,7 @@ fetching.register(app)
 
 @app.command(cls=EarlierFlags)
 def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier script; they become settings at once)
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="CONFIG | KEY=VALUE", help="The settings file, and what wins over it."),
-    ] = None,
+    words: Words = None,
     config: Annotated[
         Path | None, typer.Option("--config", readable=False, help="The settings file, as a flag.")
     ] = None,
@@ -187,24 +186,10 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
             raise typer.Exit(result.exit_code)
 
 
-def config_and_overrides(words: list[str], config: Path | None) -> tuple[Path, list[str]]:
-    """Tell the settings file from the settings in what was typed.
-
-    Raises:
-        ConfigError: No file, or more than one.
-    """
-    files, overrides = tell_settings(words)
-    files += [config] if config else []
-    if len(files) != 1:
-        found = ", ".join(map(str, files)) or "none"
-        raise ConfigError(f"expected one CONFIG file, found {found}. Settings are written key=value")
-    return files[0], overrides
-
-
 @app.command()
 def plan(  # noqa: PLR0913, PLR0917 (one parameter per flag)
-    config: Config,
-    overrides: Overrides = None,
+    ctx: typer.Context,
+    words: Words = None,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Machines that are not here: nodes=8 gpus=8 ... [CONFIG].")
     ] = False,
@@ -225,15 +210,18 @@ def plan(  # noqa: PLR0913, PLR0917 (one parameter per flag)
       stoker plan configs/train_burgers_512dim.yaml training.tier=host
       stoker plan --simulate records=1e6 record_bytes=100kB batch=64 step=20ms host_memory=64GB
     """
+    if not words and not simulate:
+        ctx.fail("Missing argument 'CONFIG'.")
     with edge(as_json=as_json, debug=debug) as out:
-        if simulate:
-            from stoker.cli.simulating import simulated
+        from stoker.cli.simulating import refuse_words, simulated
 
-            simulated(out, [str(config), *(overrides or [])], as_markdown=markdown, picture=picture)
+        if simulate:
+            simulated(out, words or [], as_markdown=markdown, picture=picture)
             return
         if markdown or picture:
             raise ConfigError("--markdown and --picture are of --simulate. Add that, or leave them out")
-        settings = _load(out, config, overrides)
+        refuse_words(words or [])
+        settings = _load(out, *config_and_overrides(words or []))
         from stoker.cli import render, render_tasks
         from stoker.pipeline.build import tasks_of
         from stoker.pipeline.plan import plan_config

@@ -11,7 +11,7 @@ from rich.markup import escape
 from stoker.cli.edge import Edge
 from stoker.cli.flags import tell_settings
 from stoker.cli.render import Cells, bold, table
-from stoker.errors import ConfigError
+from stoker.errors import WordError
 
 if TYPE_CHECKING:
     from stoker.plan import Simulation
@@ -21,14 +21,14 @@ def simulated(out: Edge, words: list[str], *, as_markdown: bool, picture: Path |
     """Simulate what `words` say, and print it.
 
     Raises:
-        ConfigError: More than one CONFIG, or a word that is none.
+        WordError: More than one CONFIG, or a word that is none.
     """
     files, settings = tell_settings(words)
     overrides = [word for word in settings if "." in word.partition("=")[0]]
     asked = [word for word in settings if word not in overrides]
     if len(files) > 1 or (overrides and not files):
         found = ", ".join(map(str, files)) or f"{overrides[0]} and no CONFIG"
-        raise ConfigError(f"found {found}. Expected words like nodes=8 gpus=8, and one CONFIG at most")
+        raise WordError(f"found {found}. Expected words like nodes=8 gpus=8, and one CONFIG at most")
     if files:
         from stoker.config import load_config
         from stoker.pipeline.simulate import simulate_words
@@ -51,6 +51,25 @@ def simulated(out: Edge, words: list[str], *, as_markdown: bool, picture: Path |
         out.show(found, show)
 
 
+def refuse_words(words: list[str]) -> None:
+    """Words of a simulation where none was asked for.
+
+    Raises:
+        WordError: There is one.
+    """
+    _, settings = tell_settings(words)
+    plain = [word for word in settings if "." not in word.partition("=")[0]]
+    if plain:
+        from stoker.plan.simulation.keys import KEYS, PRICE_KEYS
+
+        stray = [word for word in plain if word.partition("=")[0] in {*KEYS, *PRICE_KEYS}]
+        if stray:
+            raise WordError(
+                f"{stray[0]} is a word of --simulate, which is not given. Add it, for machines that are not "
+                "here; settings are written with their section, as training.epochs=3"
+            )
+
+
 def show(found: Simulation, console: Console) -> None:
     """Encoders, ways, what limits each, which to take."""
     from stoker.plan.simulation.report import HEAD, cells, encoding_cells, remarks
@@ -59,7 +78,9 @@ def show(found: Simulation, console: Console) -> None:
     table(console, [bold(*head), *[_plain(row) for row in rows]], fixed=6, right=(0, 1, 2, 4, 5), gap=2)
     console.print()
     rows = [cells(way) for way in found.ways]
-    table(console, [bold(*HEAD), *[_plain(row) for row in rows]], fixed=len(HEAD), right=range(2, 7), gap=2)
+    table(
+        console, [bold(*HEAD), *[_plain(row) for row in rows]], fixed=len(HEAD), right=(2, 3, 5, 6, 7), gap=2
+    )
     console.print()
     for line in remarks(found):
         console.print(escape(line), soft_wrap=True)

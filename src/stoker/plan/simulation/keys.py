@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stoker.errors import ConfigError
-from stoker.plan.simulation.scenario import ORDERS, Order, Prices, Scenario
+from stoker.errors import ConfigError, WordError
+from stoker.plan.simulation.scenario import LOCAL, ORDERS, Order, Prices, Scenario
 from stoker.units import SIZES, TIMES
 
-NUMBER = re.compile(r"\s*(\d[\d_,]*(?:\.\d+)?(?:e[+-]?\d+)?)\s*(.*?)\s*", re.IGNORECASE)
+NUMBER = re.compile(r"\s*([+-]?\d[\d_,]*(?:\.\d+)?(?:e[+-]?\d+)?)\s*(.*?)\s*", re.IGNORECASE)
 MULTIPLES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
+STORES = (LOCAL, "s3", "gs", "az", "http", "nfs", "folder")
+"""All but the first are alike here: reached over the network, told apart by rate, latency and blocks."""
 SHORT_TIMES = {"ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
@@ -50,6 +53,10 @@ def size(text: str) -> float:
     value, unit = _split(text)
     if not unit or unit.lower() not in SIZES:
         raise ConfigError(f"{text!r} has no unit of size. Expected 80GB, 512MiB or 4096B")
+    if unit.endswith("b"):
+        raise ConfigError(
+            f"{text!r} may be of bits: b is a bit, B a byte. Expected {value:g}{unit[:-1].capitalize()}B"
+        )
     return value * SIZES[unit.lower()]
 
 
@@ -96,12 +103,26 @@ def _split(text: str) -> tuple[float, str]:
     match = NUMBER.fullmatch(text)
     if match is None:
         raise ConfigError(f"{text!r} does not begin with a number. Expected a number and its unit")
-    return float(match[1].replace("_", "").replace(",", "")), match[2]
+    value = float(match[1].replace("_", "").replace(",", ""))
+    if value < 0:
+        raise ConfigError(f"{text!r} is below 0. Expected 0 or more")
+    if math.isinf(value):
+        raise ConfigError(f"{text!r} is too large for a number. Expected less")
+    return value, match[2]
 
 
 def _order(text: str) -> Order:
     if text not in ORDERS:
-        raise ConfigError(f"order={text} is not one. Expected {', '.join(ORDERS)}")
+        raise ConfigError(f"{text!r} is not one. Expected {', '.join(ORDERS)}")
+    return text
+
+
+def _store(text: str) -> str:
+    if text not in STORES:
+        raise ConfigError(
+            f"{text!r} is not one. Expected {LOCAL}, each node's own disk, or what all reach over the "
+            f"network: {', '.join(STORES[1:])}"
+        )
     return text
 
 
@@ -113,7 +134,7 @@ KEYS: Mapping[str, tuple[str, Callable[[str], Any], str]] = {
     "host_memory": ("host_memory_bytes", size, "of each node"),
     "cores": ("cores", number, "of each node"),
     "step_cores": ("step_cpus", number, "that a step keeps busy; 0: it sleeps"),
-    "store": ("store", str, "local, or s3, nfs, folder: anything that is reached over the network"),
+    "store": ("store", _store, "local, or what is reached over the network: s3, gs, az, http, nfs, folder"),
     "store_rate": ("store_bytes_s", rate, "of the store towards all nodes together"),
     "store_latency": ("store_latency_s", seconds, "until the first byte"),
     "requests": ("requests", count, "that one rank has under way at once"),
@@ -161,7 +182,7 @@ def parse_scenario(words: Sequence[str], known: Mapping[str, Any] | None = None)
         known: Fields of `Scenario` that are known from elsewhere; words win over them.
 
     Raises:
-        ConfigError: A key that is none, given twice or lacking, a value without its unit.
+        WordError: A key that is none, given twice or lacking, a value without its unit.
 
     >>> found = parse_scenario("records=1e6 record_bytes=1MB batch=32 step=20ms host_memory=64GB".split())
     >>> found.records, found.step_s, found.world
@@ -171,9 +192,9 @@ def parse_scenario(words: Sequence[str], known: Mapping[str, Any] | None = None)
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
-            raise ConfigError(f"{word!r} is no key=value. Expected words like nodes=8")
+            raise WordError(f"{word!r} is no key=value. Expected words like nodes=8")
         if key in seen:
-            raise ConfigError(f"{key} is given twice. Expected it once")
+            raise WordError(f"{key} is given twice. Expected it once")
         seen.add(key)
         try:
             if key in KEYS:
@@ -185,15 +206,26 @@ def parse_scenario(words: Sequence[str], known: Mapping[str, Any] | None = None)
                 raise ConfigError(f"{key} is not a key of a simulation ({_near(key)})")
         except ConfigError as error:
             said = str(error)
-            raise ConfigError(said if said.startswith(key) else f"{key}: {said}") from None
+            raise WordError(said if said.startswith(key) else f"{key}: {said}") from None
     lacking = [key for key in REQUIRED if KEYS[key][0] not in values]
     if lacking:
-        raise ConfigError(
+        raise WordError(
             f"a simulation needs {', '.join(f'{key}=' for key in lacking)}. "
-            "Give them, or a CONFIG whose data and cache say them"
+            "Give them, as records=1e6 record_bytes=100kB batch=64 step=20ms host_memory=64GB, "
+            "or a CONFIG whose data and cache say them"
         )
     values["host_memory_bytes"] = int(values["host_memory_bytes"])
-    return replace(Scenario(**values), prices=Prices(**prices))
+    try:
+        return replace(Scenario(**values), prices=Prices(**prices))
+    except ConfigError as error:
+        raise WordError(_in_keys(str(error))) from None
+
+
+def _in_keys(message: str) -> str:
+    """A message that begins with a field of a scenario, with the key of that field in its place."""
+    keys = {field: key for key, (field, *_) in [*KEYS.items(), *PRICE_KEYS.items()]}
+    name, _, rest = message.partition(" ")
+    return f"{keys.get(name, name)} {rest}"
 
 
 def _near(key: str) -> str:

@@ -141,9 +141,14 @@ def _latency_s(scenario: Scenario, requests: float) -> float:
     return scenario.store_latency_s * requests / scenario.requests
 
 
+def encoded_for_one(scenario: Scenario) -> float:
+    """Samples that are encoded for one example: 1, or of a window its part of the sample."""
+    return min(1.0, scenario.taken_bytes / scenario.record_bytes)
+
+
 def asked_to_encode(scenario: Scenario) -> Asked:
-    """A batch whose samples are read and encoded for it; of a window only its part of the sample."""
-    samples = scenario.batch * min(1.0, scenario.taken_bytes / scenario.record_bytes)
+    """A batch whose samples are read and encoded for it."""
+    samples = scenario.batch * encoded_for_one(scenario)
     raw = samples * scenario.sample_bytes
     read_s, encode_s = samples * scenario.read_s, samples * scenario.encode_s
     requests = float(scenario.batch) if scenario.shared else 0.0

@@ -19,6 +19,7 @@ HEAD = (
     "encode",
     "first batch",
     "first epoch",
+    "filled",
     "epoch",
     "stall",
     "node reads",
@@ -122,6 +123,8 @@ def say_taken(scenario: Scenario) -> tuple[str, ...]:
         said.append("model_memory: half of each GPU is left to the model")
     if not scenario.encode_s and not scenario.read_s:
         said.append("encode, read: not given, so precompute is only moving bytes")
+    if not scenario.shared and (scenario.network_bytes_s or scenario.store_bytes_s):
+        said.append("store=local, each node's own disk, so network and store_rate go unused")
     if scenario.shared and scenario.store_bytes_s is None:
         said.append("store_rate: not given, so only the nodes' network limits it")
     defaults = {one.name: one.default for one in fields(Scenario)}
@@ -138,13 +141,13 @@ def say_taken(scenario: Scenario) -> tuple[str, ...]:
 def format_rate(bytes_s: float) -> str:
     """Decimal units, as networks and disks are sold.
 
-    >>> format_rate(3.13e9), format_rate(8e7), format_rate(math.inf)
-    ('3.13 GB/s', '80 MB/s', 'no limit')
+    >>> format_rate(3.13e9), format_rate(8e7), format_rate(999.9e6), format_rate(math.inf)
+    ('3.13 GB/s', '80 MB/s', '1 GB/s', 'no limit')
     """
     if math.isinf(bytes_s):
         return "no limit"
     unit, name = next((size, name) for size, name in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1, "B/s"))
-                      if bytes_s >= size or size == 1)  # fmt: skip
+                      if bytes_s >= 0.9995 * size or size == 1)  # fmt: skip
     return f"{bytes_s / unit:.3g} {name}"
 
 
@@ -162,6 +165,7 @@ def cells(way: Way) -> tuple[str, ...]:
         format_seconds(way.encoding_s) if way.encoding_s else "-",
         format_seconds(way.first_batch_s),
         format_seconds(way.first_epoch_s),
+        _filled(way),
         format_seconds(way.epoch_s),
         format_percent(way.stall),
         format_bytes(way.epoch_node_bytes) if way.epoch_node_bytes else "-",
@@ -169,6 +173,21 @@ def cells(way: Way) -> tuple[str, ...]:
         format_seconds(way.total_s),
         "no price" if way.cost is None else f"{way.cost:,.2f}",
     )
+
+
+def _filled(way: Way) -> str:
+    """In which epoch memories and disks are filled; later ones are as the row says."""
+    if not way.filling_epochs:
+        return "-"
+    return "not in time" if way.filled_s is None else f"epoch {way.filling_epochs}"
+
+
+def _say_filled(way: Way) -> str:
+    if not way.filling_epochs:
+        return ""
+    if way.filled_s is None:
+        return f"not filled when all {way.filling_epochs} epochs are over, so none is as the row says"
+    return f"filled {format_seconds(way.filled_s)} after the first batch, in epoch {way.filling_epochs}"
 
 
 def encoding_cells(found: Simulation) -> list[tuple[str, ...]]:
@@ -192,7 +211,7 @@ def remarks(found: Simulation) -> list[str]:
     """A line for each way: what limits it and what would change that, or why it does not fit."""
     said: list[str] = []
     for way in found.ways:
-        parts = [way.bottleneck, f"would change it: {way.cure}", way.remark]
+        parts = [way.bottleneck, f"would change it: {way.cure}", way.remark, _say_filled(way)]
         why = f"limited by {'; '.join(filter(None, parts))}"
         said.append(f"{way.name}: {why if way.fits else f'does not fit: {way.why_not}'}")
     return said

@@ -24,6 +24,11 @@ class Way:
     first_epoch_s: float = 0.0
     """Of the first epoch, in which memories and disks are being filled beside training; they may not be
     filled when it ends."""
+    filling_epochs: int = 0
+    """Epochs that begin before memory, and a disk with room for all, are filled; only those after them are as
+    `epoch_s` and `epoch_bytes` say. 0: there is nothing to fill but by what batches read."""
+    filled_s: float | None = 0.0
+    """From the first batch until that is done; None: the run is over before."""
     epoch_s: float = 0.0
     """Of one with all of them filled."""
     stall: float = 0.0
@@ -40,6 +45,8 @@ class Way:
     """Records in the host memory of one node."""
     disk_bytes: float = 0.0
     """Records on the local disk of one node, a copy of what a store has."""
+    encoded_samples: float = 0.0
+    """Encoded in every epoch, parts of a sample added up; 0 where precompute has encoded all."""
     read_bytes: float = 0.0
     """Read by all nodes in all epochs, precompute left out."""
     total_s: float = 0.0

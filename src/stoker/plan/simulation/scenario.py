@@ -20,6 +20,16 @@ REQUESTS, FETCH_BYTES = 16, 1 << 20
 
 Source: `store/mirror/root.py` and `store/mirror/block_map.py`, whose import costs torch; a test compares.
 """
+COUNTS = ("records", "batch", "nodes", "gpus", "epochs", "depth", "requests", "fetch_bytes")
+"""Of which there is at least one."""
+ABOVE_0 = (
+    "record_bytes", "example_bytes", "step_s", "cores", "store_bytes_s", "network_bytes_s", "disk_bytes_s",
+    "copy_bytes_s", "h2d_bytes_s", "device_bytes_s",
+)  # fmt: skip
+"""By which something is divided."""
+MOST: Mapping[str, float] = {"records": 1e12, "examples": 1e12, "epochs": 1e6, "depth": 1e3, "cores": 1e5}
+MOST_OF_ANY, MOST_RANKS = 1e15, 16_384
+"""Beyond these a figure is a slip; so many ranks take minutes to go through."""
 _TYPICAL = Rates()
 
 
@@ -38,6 +48,15 @@ class Prices:
     def any_given(self) -> bool:
         """Whether there is anything to reckon with."""
         return any(value is not None for value in (self.node_hour, self.gb_month, self.gb_read))
+
+    def __post_init__(self) -> None:
+        """Refuse what is no price.
+
+        Raises:
+            ConfigError: It is named.
+        """
+        for one in fields(self):
+            _check(one.name, getattr(self, one.name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,15 +149,12 @@ class Scenario:
             ConfigError: A number that cannot be, named.
         """
         for one in fields(self):
-            value = getattr(self, one.name)
-            if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{one.name} is {value}. Expected a number, not below 0")
-        for name in ("records", "batch", "nodes", "gpus", "epochs", "depth", "requests"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}. Expected at least 1")
-        for name in ("record_bytes", "step_s", "disk_bytes_s", "copy_bytes_s", "store_bytes_s", "cores"):
-            if getattr(self, name) == 0:
-                raise ConfigError(f"{name} is 0: that would never end. Expected more")
+            _check(one.name, getattr(self, one.name))
+        if self.world > MOST_RANKS:
+            raise ConfigError(
+                f"nodes of {self.nodes:,} with {self.gpus:,} ranks each are {self.world:,} ranks. "
+                f"Expected {MOST_RANKS:,} at most"
+            )
         if self.order not in ORDERS:
             raise ConfigError(f"order {self.order!r} is not one. Expected {', '.join(ORDERS)}")
         if self.shared and not self.network_bytes_s:
@@ -223,3 +239,22 @@ class Scenario:
             return self.disk_bytes_s
         network = self.network_bytes_s or math.inf
         return min(network, (self.store_bytes_s or math.inf) / self.nodes)
+
+
+def _check(name: str, value: object) -> None:
+    """Refuse a number that cannot be, or that nobody means.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    if not isinstance(value, int | float):
+        return
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{name} is {value}. Expected a number, not below 0")
+    if name in COUNTS and value < 1:
+        raise ConfigError(f"{name} is {value}. Expected at least 1")
+    if name in ABOVE_0 and not value:
+        raise ConfigError(f"{name} is 0. Expected more: something is divided by it")
+    most = MOST.get(name, MOST_OF_ANY)
+    if value > most:
+        raise ConfigError(f"{name} is {value:.4g}. Expected {most:g} at most")

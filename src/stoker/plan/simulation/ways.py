@@ -7,8 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from stoker.errors import ResourceError
-from stoker.plan.simulation.filling import fill_beside
-from stoker.plan.simulation.loads import Asked, asked_of_tiers, asked_to_encode, planned, traffic_of
+from stoker.plan.simulation.filling import Filling, fill_beside
+from stoker.plan.simulation.loads import (
+    Asked,
+    asked_of_tiers,
+    asked_to_encode,
+    encoded_for_one,
+    planned,
+    traffic_of,
+)
 from stoker.plan.simulation.mirror import hit_share
 from stoker.plan.simulation.pace import Encoding, beside_s, encodings, quickest
 from stoker.plan.simulation.queues import Passed, passed
@@ -28,13 +35,15 @@ class _Kept:
     asked: Asked
     fill_bytes: float = 0.0
     """Read once by each node, beside the first epochs."""
-    cold: Asked | None = None
-    """What is asked in the first epoch, where nothing is kept yet and nothing fills it beside."""
+    cold: tuple[Asked, float] | None = None
+    """The same two, `asked` and `far`, of the first epochs: of a copy that fills with what batches read."""
     far: float = 0.0
     """Of what an epoch asks for, the part that comes from where the records lie, once all is filled."""
     device_bytes: float = 0.0
     host_bytes: float = 0.0
     disk_bytes: float = 0.0
+    encoded_samples: float = 0.0
+    """In an epoch."""
     remark: str = ""
 
 
@@ -79,17 +88,11 @@ def _way(
     even = passed(traffic_of(scenario, kept.asked), scenario.batches)
     epoch_s = scenario.batches * even.period_s
     each_node = scenario.epoch_examples / scenario.nodes
-    demand, moved = each_node * scenario.taken_bytes, each_node * scenario.fetched_bytes
+    moved = each_node * scenario.fetched_bytes
     if encoding is None:
-        moved = each_node * scenario.sample_bytes * min(1.0, scenario.taken_bytes / scenario.record_bytes)
-    early = [(epoch_s, kept.far * moved)]
-    if kept.fill_bytes:
-        room = (kept.fill_bytes, demand, epoch_s, scenario.link_bytes_s)
-        early = fill_beside(*room, most=scenario.epochs)
-    elif kept.cold is not None:
-        cold = passed(traffic_of(scenario, kept.cold), scenario.batches)
-        early = [(scenario.batches * cold.period_s, moved)]
-    later = scenario.epochs - len(early)
+        moved = each_node * scenario.sample_bytes * encoded_for_one(scenario)
+    filling = _filling(scenario, kept, epoch_s, moved)
+    early, later = filling.epochs, scenario.epochs - len(filling.epochs)
     start_s = scenario.start_s + (0.0 if encoding is None else encoding.seconds)
     empty = traffic_of(
         scenario,
@@ -102,6 +105,8 @@ def _way(
         encoding_s=0.0 if encoding is None else encoding.seconds,
         first_batch_s=start_s + passed(empty, 1).first_s,
         first_epoch_s=early[0][0],
+        filling_epochs=len(early) if kept.fill_bytes else 0,
+        filled_s=filling.filled_s,
         epoch_s=epoch_s,
         stall=max(0.0, 1 - base.period_s / even.period_s),
         first_node_bytes=early[0][1],
@@ -111,6 +116,7 @@ def _way(
         device_bytes=kept.device_bytes,
         host_bytes=kept.host_bytes,
         disk_bytes=kept.disk_bytes,
+        encoded_samples=kept.encoded_samples,
         total_s=start_s + sum(seconds for seconds, _ in early) + later * epoch_s,
         read_bytes=scenario.nodes * (sum(moved for _, moved in early) + later * kept.far * moved),
         bottleneck=bottleneck,
@@ -118,6 +124,19 @@ def _way(
         remark=kept.remark,
     )
     return replace(way, cost=_cost(scenario, way, encoding))
+
+
+def _filling(scenario: Scenario, kept: _Kept, epoch_s: float, moved: float) -> Filling:
+    """The first epochs, or the first one, of which a node moves `moved` where nothing is kept."""
+    far = kept.far
+    if kept.cold is not None:
+        asked, far = kept.cold
+        epoch_s = scenario.batches * passed(traffic_of(scenario, asked), scenario.batches).period_s
+    if not kept.fill_bytes:
+        return Filling(epochs=((epoch_s, far * moved),), filled_s=0.0)
+    demand = (1 - far) * scenario.epoch_examples / scenario.nodes * scenario.taken_bytes
+    room = (kept.fill_bytes, demand, epoch_s, scenario.link_bytes_s)
+    return fill_beside(*room, after_bytes=far * moved, most=scenario.epochs)
 
 
 def _cost(scenario: Scenario, way: Way, encoding: Encoding | None) -> float | None:
@@ -140,7 +159,12 @@ def _encode(scenario: Scenario) -> _Kept | None:
     """Nothing is kept; None: what encoding takes is not known."""
     if not scenario.encode_s and not scenario.read_s:
         return None
-    return _Kept(asked=asked_to_encode(scenario), far=1.0)
+    samples = scenario.epoch_examples * encoded_for_one(scenario)
+    times = samples / scenario.records
+    said = f"{format_count(samples)} samples are encoded in each epoch"
+    if times >= 1.005:
+        said += f", each {times:.2f} times on average: what examples share is encoded for each of them"
+    return _Kept(asked=asked_to_encode(scenario), far=1.0, encoded_samples=samples, remark=said)
 
 
 def _store(scenario: Scenario) -> _Kept | None:
@@ -165,20 +189,24 @@ def _say_blocks(scenario: Scenario) -> str:
 
 def _mirror(scenario: Scenario) -> _Kept | None:
     """None where there is nothing to mirror, or room for all of it, which is `disk`."""
-    fraction = scenario.disk_bytes / scenario.set_bytes
-    if not scenario.shared or not fraction or fraction >= 1:
+    if not scenario.shared or not 0 < scenario.disk_bytes < scenario.set_bytes:
         return None
-    order = scenario.order
-    in_block = 1.0 if order == "block" else max(1.0, scenario.fetch_bytes / scenario.record_bytes)
-    hits = hit_share(fraction, scenario.nodes, order=order, in_block=in_block, seed=scenario.seed)
+    hits = _hits(scenario, scenario.disk_bytes / scenario.set_bytes)
     plan = planned(scenario, "disk", scenario.records)
     return _Kept(
         asked=asked_of_tiers(scenario, plan, far=1 - hits, near=hits),
         far=1 - hits,
-        cold=asked_of_tiers(scenario, plan, far=1.0, near=0.0),
+        cold=(asked_of_tiers(scenario, plan, far=1.0, near=0.0), 1.0),
         disk_bytes=min(scenario.disk_bytes, scenario.set_bytes / (scenario.nodes if hits == 1 else 1)),
         remark=f"the copy has {format_percent(hits)} of what is asked for{_say_blocks(scenario)}",
     )
+
+
+def _hits(scenario: Scenario, fraction: float) -> float:
+    """The part of what is asked for that a copy on each node's disk has, with room for such a part of it."""
+    order = scenario.order
+    in_block = 1.0 if order == "block" else max(1.0, scenario.fetch_bytes / scenario.record_bytes)
+    return hit_share(fraction, scenario.nodes, order=order, in_block=in_block, seed=scenario.seed)
 
 
 def _disk(scenario: Scenario) -> _Kept:
@@ -202,17 +230,24 @@ def _disk_of(scenario: Scenario, parts: int) -> _Kept:
 
 
 def _in_memory(scenario: Scenario, plan: Plan, held: int) -> _Kept:
-    """Records of `plan` in memory, `held` of them on the node; the rest from where they lie."""
+    """Records of `plan` in memory, `held` of them on the node; the rest from where they lie.
+
+    Where that is a store, as many of the rest as fit each node's disk are copied there.
+    """
     rows = {row.tier: row for row in plan.rows}
-    on_disk = rows["disk"].records / (sum(row.records for row in plan.rows) or 1)
+    rest = rows["disk"].records
+    part = rest / sum(row.records for row in plan.rows)
+    room = min(scenario.disk_bytes / scenario.record_bytes, rest) if scenario.shared else 0.0
+    hits = _hits(scenario, room / rest) if room else 0.0
+    near = hits if scenario.shared else 1.0
     return _Kept(
-        asked=asked_of_tiers(
-            scenario, plan, far=1.0 if scenario.shared else 0.0, near=0.0 if scenario.shared else 1.0
-        ),
-        fill_bytes=held * scenario.record_bytes,
-        far=on_disk,
+        asked=asked_of_tiers(scenario, plan, far=1 - near, near=near),
+        cold=(asked_of_tiers(scenario, plan, far=1.0, near=0.0), part) if 0 < hits < 1 else None,
+        fill_bytes=(held + (room if hits == 1 else 0.0)) * scenario.record_bytes,
+        far=part * (1 - hits),
         device_bytes=rows["device"].bytes,
         host_bytes=rows["host"].bytes,
+        disk_bytes=room * scenario.record_bytes,
     )
 
 
@@ -267,13 +302,27 @@ def _tiers(scenario: Scenario) -> _Kept | None:
         return None
     memory = sum(row.records for row in held if row.tier != "disk")
     kept = _in_memory(scenario, plan, memory)
-    return replace(
-        kept, remark=", ".join(f"{format_count(row.records)} records on {row.tier}" for row in held)
-    )
+    where = {"device": "on each GPU", "host": "in host memory", "disk": _say_rest(scenario, kept)}
+    lie = ", ".join(f"{format_count(row.records)} {where[row.tier]}" for row in held)
+    return replace(kept, remark=f"of {format_count(scenario.records)} records {lie}")
+
+
+def _say_rest(scenario: Scenario, kept: _Kept) -> str:
+    """Where records lie that memory does not hold."""
+    if not scenario.shared:
+        return "on the disk where they lie"
+    if not kept.far:
+        return "on the nodes' disks"
+    copied = ", with no local disk to copy them to"
+    if kept.disk_bytes:
+        copied = (
+            f", with room for {format_count(kept.disk_bytes / scenario.record_bytes)} on each node's disk"
+        )
+    return f"in the store{copied}: {format_percent(kept.far)} of all reads go there{_say_blocks(scenario)}"
 
 
 WAYS: dict[str, tuple[str, Callable[[Scenario], _Kept | None]]] = {
-    "encode": ("read and encode every sample in every epoch", _encode),
+    "encode": ("read and encode for every batch", _encode),
     "store": ("read every record from the store in every epoch", _store),
     "mirror": ("a local copy with a size limit, the oldest makes room", _mirror),
     "disk": ("all records on each node's disk", _disk),
