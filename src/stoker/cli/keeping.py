@@ -151,9 +151,8 @@ def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         from stoker.store.remote import is_url
 
         policy = GcPolicy(keep=keep, max_bytes=max_size, older_than_s=older_than, force=force)
-        if (
-            is_url(cache_dir) or Path(cache_dir, MARKER).exists()
-        ):  # of an address, wherever its copies are kept
+        # Copies of an address may be kept anywhere, and be named by their folder.
+        if is_url(cache_dir) or Path(cache_dir, MARKER).exists():
             report = clean(here(cache_dir), policy, dry_run=dry_run, at_address=at_address)
         elif at_address:
             raise ConfigError(

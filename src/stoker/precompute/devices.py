@@ -31,7 +31,7 @@ def encode_on(wanted: str | Sequence[str]) -> tuple[str, ...]:
             device = torch.device(name)
         except RuntimeError:  # whose text lists what only other builds of torch know
             device = None
-        if device is None or device.type not in ("cpu", "cuda"):
+        if device is None or (len(names) > 1 and device.type not in ("cpu", "cuda")):
             raise ConfigError(f"device {name!r} is none that encoders run on. Expected cpu, cuda or cuda:1")
         if len(names) > 1 and device.type == "cuda" and (device.index or 0) >= gpus:
             raise ConfigError(f"device {name!r} is asked for, and this process sees {gpus} GPUs")
