@@ -18,6 +18,15 @@ from stoker.errors import ReadOnlyError, ResourceError
 from stoker.units import format_bytes
 
 READ_ONLY_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM)
+NO_FOLDER_ERRNOS = (
+    *READ_ONLY_ERRNOS,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.ENOENT,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+)
+"""Why a folder can never be made where it is asked for: a file is in the way, the file system takes none."""
 FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -55,6 +64,33 @@ def publish(temporary: Path, path: Path) -> None:
     _sync(temporary)
     temporary.replace(path)
     sync_folder(path.parent)
+
+
+def make_folder(path: Path, mode: int = 0o777) -> Path:
+    """Make a folder that a setting names, and those above it, unless it is there.
+
+    Raises:
+        ReadOnlyError: None can be made there.
+        ResourceError: No space or quota left.
+        OSError: Another failure of the system, as it came.
+    """
+    try:
+        with explained(path):
+            path.mkdir(mode=mode, parents=True, exist_ok=True)
+    except OSError as error:
+        if isinstance(error, ReadOnlyError) or error.errno not in NO_FOLDER_ERRNOS:
+            raise
+        raise ReadOnlyError(
+            f"{path} cannot be made: {error.strerror}{_in_the_way(path)}. Choose another folder"
+        ) from error
+    return path
+
+
+def _in_the_way(path: Path) -> str:
+    for place in (path, *path.parents):
+        if os.path.lexists(place):
+            return f" ({place} is not a folder)" if not place.is_dir() else f" (in {place})"
+    return ""
 
 
 def sync_folder(path: Path) -> None:

@@ -22,6 +22,7 @@ StokerError
 ├── DeviceError            a device cannot be used again in this process
 ├── ResourceError          memory, disk space or a device does not suffice
 ├── ServiceError           a service across the network refused, or made no sense
+│   └── AccessError        an address is of nothing, or its credentials are missing or wrong
 ├── DivergedError          training met a NaN or an infinity
 ├── NotFound               the service knows no job, dataset or cache of that name   (also LookupError)
 ├── Conflict               what was asked of a job does not fit the state it is in
@@ -106,6 +107,12 @@ class ServiceError(StokerError):
     def __init__(self, message: str = "", *, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
+
+
+class AccessError(ServiceError):
+    """What a setting names at a service is not there, or the credentials for it are missing or wrong."""
+
+    exit_code = 3
 
 
 class EncoderError(StokerError):

@@ -6,6 +6,8 @@ numbers with the unit in the name (`size_bytes`, `wait_s`).
 
 from __future__ import annotations
 
+import re
+
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
@@ -17,6 +19,17 @@ SIZES = {
 """Bytes of a unit as people type it, in lower case."""
 TIMES = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 """Seconds of one."""
+
+
+def parse_bytes(text: str) -> int | None:
+    """Bytes of a size as people type it; None where it is none.
+
+    >>> parse_bytes("20GB"), parse_bytes("1.5 GiB"), parse_bytes("4096"), parse_bytes("many")
+    (20000000000, 1610612736, 4096, None)
+    """
+    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = None if found is None else SIZES.get(found[2].lower())
+    return None if found is None or unit is None else int(float(found[1]) * unit)
 
 
 def format_bytes(size_bytes: float) -> str:

@@ -14,7 +14,7 @@ from stoker.cli.main import app
 from stoker.errors import ReadOnlyError
 from stoker.store import open_cache
 from stoker.store.mirror.attach import attach
-from tests.store.kill_points import make_old
+from tests.store.kill_points import make_old, prepare
 
 CACHE = "data/latent_cache/burgers1d_train"
 
@@ -157,6 +157,31 @@ def test_gc_of_copies_by_their_folder_or_their_address(cache: Path, tmp_path: Pa
         assert [item["kind"] for item in freed["removed"]] == ["copy"]
         assert freed["bytes_left"] == 0
         assert freed["bytes_removed"] >= cache.stat().st_blksize
+
+
+def test_of_an_address_the_address_is_named(project: Path) -> None:
+    there = f"file://{project}/there"
+    prepare(project / "old")
+    run("push", "old/x", there)
+    place = f"{there}/x"
+
+    found = run_json("inspect", place)
+    assert found["address"].startswith(f"{place}/")
+    assert found["address"] in run("inspect", place)
+    assert run_json("why", place, place)["a"] == found["address"]
+    made = run("precompute", "c.yaml", "--splits", "val", "--cache-dir", there)
+    assert f"{there}/burgers1d_val/" in made
+    assert ".stoker" not in made
+    assert f"stoker gc {there} --at-address removes them" in run("compact", place)
+    assert "--at-address also removes shards" in run("gc", there)
+    assert "--at-address" not in run("gc", there, "--at-address")
+
+
+@pytest.mark.parametrize(
+    "args", [["inspect", "file://share/x"], ["inspect", "gs://"], ["gc", "raw", "--at-address"]]
+)
+def test_a_place_that_cannot_be_meant_is_exit_code_3(project: Path, args: list[str]) -> None:
+    run(*args, exit_code=3)
 
 
 def test_compact_leaves_a_damaged_shard_and_says_so(cache: Path) -> None:

@@ -430,3 +430,44 @@ def test_a_folder_of_caches_is_answered_with_the_command_for_it(tmp_path: Path) 
     for folder in (cache, cache.parent, cache.parent.parent):
         with pytest.raises(ConfigError, match=rf"{folder} holds caches\. `stoker inspect {folder}`"):
             load_config(folder)
+
+
+@pytest.mark.parametrize(("text", "size"), [("100MB", 100_000_000), ("1.5 GiB", 3 << 29), ("4096", 4096)])
+def test_bytes_may_have_a_unit(tmp_path: Path, text: str, size: int) -> None:
+    path = write(tmp_path, f"training: {{mirror_bytes: {text}}}\n")
+
+    assert load_config(path).training.mirror_bytes == size
+    assert load_config(None, [f"training.reserve_bytes={text}"]).training.reserve_bytes == size
+
+
+@pytest.mark.parametrize("text", ["many", "0", "0.5", "-1GB", "5 apples", "true"])
+def test_what_is_no_number_of_bytes_is_refused_with_the_form_of_one(text: str) -> None:
+    with pytest.raises(ConfigError, match="Expected a number of bytes of at least 1, as 500MB"):
+        load_config(None, [f"training.mirror_bytes={text}"])
+
+
+@pytest.mark.parametrize(
+    ("given", "cure"),
+    [
+        (["precompute.ray.address=auto"], r"Give precompute\.engine=ray \(--engine ray\)"),
+        (["precompute.engine=local", "precompute.ray.num_gpus=1"], r"precompute\.engine=local has no use"),
+        (["precompute.engine=ray", "precompute.wait=false"], "Leave one of them out"),
+        (["precompute.engine=ray", "precompute.devices=[cpu,cpu]"], r"precompute\.ray\.num_gpus says"),
+    ],
+)
+def test_a_setting_that_the_engine_has_no_use_for_is_refused(given: list[str], cure: str) -> None:
+    with pytest.raises(ConfigError, match=f"^command line: precompute.*{cure}"):
+        load_config(None, given)
+
+
+def test_a_file_may_hold_the_settings_of_another_engine(tmp_path: Path) -> None:
+    path = write(tmp_path, "precompute: {ray: {address: auto}}\n")
+
+    (note,) = load_config(path).notes
+    assert "precompute.ray.address has no effect" in note
+    assert load_config(path, ["precompute.engine=local"]).notes == ()
+    assert load_config(path, ["precompute.engine=ray"]).precompute.ray.address == "auto"
+    both = write(tmp_path, "precompute: {engine: ray, wait: false}\n")
+    assert load_config(both, ["precompute.wait=true"]).precompute.wait
+    with pytest.raises(ConfigError, match=f"^{both}: precompute.wait is false"):
+        load_config(both)

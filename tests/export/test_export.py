@@ -19,6 +19,7 @@ from stoker.errors import (
     ConfigError,
     CorruptError,
     IncompleteError,
+    ReadOnlyError,
     RecordError,
     ResourceError,
     StalledError,
@@ -281,6 +282,31 @@ def test_two_exports_to_one_folder_do_not_meet(tmp_path: Path) -> None:
     export(cache, tmp_path / "out")
     with pytest.raises(ConfigError, match="exists and is not empty"):
         export(cache, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("file:///{0}/out", "an address. Expected a folder of this machine"),
+        ("s3://bucket/out", "an address"),
+        ("{0}/file", "file is a file"),
+        ("{0}/file/out", "file cannot be made: .* is not a folder"),
+        ("{0}/x", "is a cache: its files are Stoker's own"),
+        ("{0}/x/out", "is a cache"),
+        ("{0}/x/out/deeper", "is a cache"),
+        ("{1}/out", "is a cache"),
+    ],
+)
+def test_a_place_that_is_no_folder_of_its_own_is_refused(tmp_path: Path, place: str, said: str) -> None:
+    cache = make_cache(tmp_path, FakeSource())
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+
+    with pytest.raises((ConfigError, ReadOnlyError), match=said) as caught:
+        export_cache(cache, place.format(tmp_path, cache.path), ExportSettings(to="safetensors"))
+
+    assert caught.value.exit_code == 3
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_there_is_no_beginning_where_there_is_no_room(tmp_path: Path, monkeypatch: Any) -> None:

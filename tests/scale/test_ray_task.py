@@ -72,6 +72,12 @@ def test_a_ray_client_address_is_refused():
         RaySettings(address="ray://head:10001")
 
 
+@pytest.mark.parametrize("address", ["foo", "10.0.0.1", ":6379", "host:port", ""])
+def test_an_address_of_no_cluster_is_refused_with_the_form_of_one(address):
+    with pytest.raises(ConfigError, match=r"expected auto or HOST:PORT, as 10\.0\.0\.1:6379"):
+        RaySettings(address=address)
+
+
 @pytest.mark.parametrize(("lasts_s", "stored"), [(1e-6, range(4)), (float("inf"), range(24))])
 def test_a_task_whose_time_is_up_seals_what_it_has_and_names_the_rest(tmp_path, lasts_s, stored):
     source, encoder = FakeSource((24,)), FakeEncoder()

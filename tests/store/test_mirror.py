@@ -30,7 +30,6 @@ from stoker.store.local import LocalStorage
 from stoker.store.mirror.attach import attach
 from stoker.store.mirror.clean import clean
 from stoker.store.mirror.folder import MirrorFolder
-from stoker.store.remote import parse_url
 from stoker.store.remote.folder import FolderRemote
 from stoker.store.remote.protocol import PassingError
 from stoker.store.repair import repair
@@ -357,11 +356,15 @@ def test_a_read_is_done_again_if_its_blocks_left(tmp_path: Path, monkeypatch: py
         ("s3://", "names no bucket"),
         ("s3://bucket/../other", "has a part"),
         ("ftp://bucket/x", "is no address"),
+        ("http://KEY:planted-secret@host/x", r"http://host/x is no address of caches. Expected s3://BUCKET"),
+        (Path("gs://"), "names no bucket. Expected gs://BUCKET/FOLDER"),
+        ("s3://ab", "'ab' is no name of a bucket. Expected three characters or more"),
+        ("file://share/x", r"three slashes, as file:///share/x"),
     ],
 )
-def test_an_address_with_more_than_a_place_is_refused_and_not_repeated(url: str, said: str) -> None:
+def test_an_address_with_more_than_a_place_is_refused_and_not_repeated(url: str | Path, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
-        parse_url(url)
+        open_cache(url)
 
     assert "planted-secret" not in str(caught.value)
 
@@ -415,3 +418,15 @@ def test_shards_that_serve_nothing_leave_the_address_when_that_is_asked_for(tmp_
     assert len(report.removed) == merged.merged > 1
     assert len([*(tmp_path / "shared").rglob("shard-*")]) == before - merged.merged
     check(open_cache(machine(tmp_path, "b") / "x"), source)
+
+
+@pytest.mark.parametrize("where", ["address", "mirror"])
+def test_a_place_where_no_folder_can_be_made_is_a_wrong_setting(tmp_path: Path, where: str) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    url, mirrors = (shared(tmp_path), file) if where == "mirror" else (f"file://{file}/x", tmp_path / "m")
+
+    with pytest.raises(ReadOnlyError, match=rf"cannot be made.*{file} is not a folder") as caught:
+        make_cache(attach(url, mirrors), FakeSource())
+
+    assert caught.value.exit_code == 3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.errors import ConfigError, ServiceError
+from stoker.errors import AccessError, ConfigError
 from stoker.store import catalog, make_recipe, open_cache, open_folder
 from stoker.store.local import LocalStorage
 from stoker.store.mirror.attach import attach
@@ -132,7 +132,7 @@ def test_what_goes_wrong_with_bytes_that_came_is_not_called_the_stores_fault(var
 
 
 def test_a_bucket_that_is_not_there_is_said_at_once(variables: S3Server) -> None:
-    with pytest.raises(ServiceError, match="there is no such bucket"):
+    with pytest.raises(AccessError, match="there is no such bucket"):
         open_remote("s3://no-such-bucket/x").list()
 
 
@@ -143,8 +143,10 @@ def test_lacking_credentials_are_said_with_the_variables_to_set(
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
 
-    with pytest.raises(ServiceError, match=r"no credentials were found.*AWS_ACCESS_KEY_ID"):
+    with pytest.raises(AccessError, match=r"no credentials were found.*AWS_ACCESS_KEY_ID") as caught:
         open_remote("s3://bucket/x").list()
+
+    assert caught.value.exit_code == 3
 
 
 def test_no_error_or_file_holds_a_secret(variables: S3Server, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stoker.errors import ConfigError, CorruptError, FormatError
+from stoker.errors import ConfigError, CorruptError, FormatError, IncompleteError
 from stoker.store import open_cache
 from stoker.store.mirror.pull import pull
 from stoker.store.mirror.push import push
@@ -157,3 +157,21 @@ def test_a_mirror_is_not_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_part_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Wanted(**wrong)
+
+
+def test_a_pull_of_records_that_are_not_there_is_refused(tmp_path: Path) -> None:
+    url = pushed(tmp_path)
+
+    with pytest.raises(IncompleteError, match=f"{url}/[0-9a-f]+ has no record of the samples 100 to 199"):
+        pull(url, tmp_path / "b", wanted=Wanted(records=(100, 200)))
+
+    assert not (tmp_path / "b" / "x").exists()
+
+
+def test_a_pull_without_a_name_says_which_addresses_there_are(tmp_path: Path) -> None:
+    url = pushed(tmp_path)
+
+    with pytest.raises(FormatError, match=f"Name one, as {url}$"):
+        pull(url.removesuffix("/x"), tmp_path / "b")
+    with pytest.raises(ConfigError, match=r"s3://bucket/x, an address. Expected a folder of this machine"):
+        pull(url, "s3://bucket/x")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
@@ -33,9 +32,7 @@ def numbers_between(text: str) -> range:
 
 def export(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     path: CachePath,
-    out: Annotated[
-        Path, typer.Argument(metavar="DIR", readable=False, help="A folder that does not exist, or is empty.")
-    ],
+    out: Annotated[str, typer.Argument(metavar="DIR", help="A folder that does not exist, or is empty.")],
     to: Annotated[str, typer.Option(metavar="FORMAT", help="safetensors or tensordict.")],
     records: Annotated[
         range | None,

@@ -33,11 +33,10 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(metavar="CONFIG | KEY=VALUE", help="The settings file, and what wins over it."),
 ]
+# text, not a Path, which would make one slash of an address's two or three
 CachePath = Annotated[
-    Path,
-    typer.Argument(
-        metavar="PATH", readable=False, help="A cache (its newest complete recipe), or one recipe's folder."
-    ),
+    str,
+    typer.Argument(metavar="PATH", help="A cache (its newest complete recipe), or one recipe's folder."),
 ]
 
 SEVERAL = ("--tasks", "--splits")
@@ -76,7 +75,7 @@ class PrecomputeFlags:
 
     tasks: list[str] | None = None
     root: Path | None = None
-    cache_dir: Path | None = None
+    cache_dir: str | None = None
     cache_dtype: str | None = None
     latent_dim: int | None = None
     latent_len: int | None = None

@@ -70,7 +70,7 @@ def verify(  # noqa: PLR0913, PLR0917 (one parameter per flag)
             raise typer.Exit(FormatError.exit_code)
 
 
-def _repair(out: Edge, path: Path, config: Path | None, overrides: list[str]) -> None:
+def _repair(out: Edge, path: str, config: Path | None, overrides: list[str]) -> None:
     from stoker.cli import render_keeping
     from stoker.config import load_config
     from stoker.pipeline.keep import repair_cache
@@ -105,8 +105,7 @@ def compact(path: CachePath, as_json: Json = False, debug: Debug = False) -> Non
 
 def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     cache_dir: Annotated[
-        Path,
-        typer.Argument(metavar="CACHE_DIR", readable=False, help="The folder that holds caches by name."),
+        str, typer.Argument(metavar="CACHE_DIR", help="The folder, or address, that holds caches by name.")
     ],
     keep: Annotated[
         int | None,
@@ -152,8 +151,14 @@ def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         from stoker.store.remote import is_url
 
         policy = GcPolicy(keep=keep, max_bytes=max_size, older_than_s=older_than, force=force)
-        if is_url(cache_dir) or (cache_dir / MARKER).exists():  # of an address, wherever its copies are kept
+        # Copies of an address may be kept anywhere, and be named by their folder.
+        if is_url(cache_dir) or Path(cache_dir, MARKER).exists():
             report = clean(here(cache_dir), policy, dry_run=dry_run, at_address=at_address)
+        elif at_address:
+            raise ConfigError(
+                f"--at-address is of an address, and {cache_dir} is a folder here. Leave it out: of a folder "
+                "what serves nothing always goes"
+            )
         else:
             report = collect(cache_dir, policy, dry_run=dry_run)
         out.show(report, render_keeping.gc)
@@ -163,7 +168,7 @@ def import_pt(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     path: Annotated[
         Path, typer.Argument(metavar="DIR", readable=False, help="The folder with sample_00000.pt and so on.")
     ],
-    out_dir: Annotated[Path, typer.Option("--out", help="The cache folder to write to.")],
+    out_dir: Annotated[str, typer.Option("--out", help="The cache folder to write to.")],
     name: Annotated[str, typer.Option(help="Name of the cache, as burgers1d_train.")],
     dtype: Annotated[str | None, typer.Option(help="Storage dtype; default: as in the files.")] = None,
     count: Annotated[
@@ -189,11 +194,12 @@ def import_pt(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         from stoker.cli import render_keeping
         from stoker.pipeline.import_pt import ImportSettings
         from stoker.pipeline.import_pt import import_pt as run_import
+        from stoker.store.remote import local_path
 
         if nan not in ("reject", "allow"):
             raise ConfigError(f"--nan is {nan!r}, expected reject or allow")
         settings = ImportSettings(dtype=dtype, count=count, nan="allow" if nan == "allow" else "reject")
-        result = run_import(path, out_dir, name=name, settings=settings)
+        result = run_import(path, local_path(out_dir, "--out"), name=name, settings=settings)
         out.show(result, render_keeping.import_pt)
         if result.failures and not allow_missing:
             raise typer.Exit(IncompleteError.exit_code)

@@ -103,7 +103,7 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
         list[str] | None, typer.Option(help="Splits to encode; default: what `train` needs.")
     ] = None,
     root: Annotated[Path | None, typer.Option(help="data.root: folder of the raw files.")] = None,
-    cache_dir: Annotated[Path | None, typer.Option(help="training.latent_cache_dir.")] = None,
+    cache_dir: Annotated[str | None, typer.Option(help="training.latent_cache_dir.")] = None,
     cache_dtype: Annotated[str | None, typer.Option(help="training.latent_cache_dtype.")] = None,
     latent_dim: Annotated[int | None, typer.Option(help="latent.dim.")] = None,
     latent_len: Annotated[int | None, typer.Option(help="latent.tokens.")] = None,
@@ -350,8 +350,8 @@ def validate(
 @app.command()
 def why(
     a: Annotated[
-        Path,
-        typer.Argument(metavar="A", readable=False, help="A cache, a recipe's folder, or a CONFIG file."),
+        str,
+        typer.Argument(metavar="A", help="A cache, a recipe's folder, or a CONFIG file."),
     ],
     words: Annotated[
         list[str] | None,
@@ -375,11 +375,10 @@ def why(
         from stoker.cli import render
         from stoker.pipeline.why import explain
 
-        paths, overrides = tell_settings(words or [])
+        _, overrides = tell_settings(words or [])
+        paths = [word for word in words or [] if word not in overrides]
         if len(paths) > 1:
-            raise ConfigError(
-                f"expected A and one B, found {', '.join(map(str, [a, *paths]))}. Give two at most"
-            )
+            raise ConfigError(f"expected A and one B, found {', '.join([a, *paths])}. Give two at most")
         out.show(explain(a, *paths, overrides=overrides), render.why)
 
 

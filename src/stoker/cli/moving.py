@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -48,8 +47,8 @@ def push(path: CachePath, url: Address, as_json: Json = False, debug: Debug = Fa
 def pull(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     url: Address,
     cache_dir: Annotated[
-        Path, typer.Argument(metavar="[CACHE_DIR]", readable=False, help="The folder that holds caches.")
-    ] = Path("data/latent_cache"),
+        str, typer.Argument(metavar="[CACHE_DIR]", help="The folder that holds caches.")
+    ] = "data/latent_cache",
     rank: Annotated[
         int | None, typer.Option(min=0, help="Only what this rank reads in the order static(WORLD).")
     ] = None,

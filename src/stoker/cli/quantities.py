@@ -6,7 +6,7 @@ import re
 
 import typer
 
-from stoker.units import SIZES, TIMES
+from stoker.units import TIMES, parse_bytes
 
 
 def size(text: str) -> int:
@@ -15,10 +15,10 @@ def size(text: str) -> int:
     >>> size("20GB"), size("1.5 GiB"), size("4096")
     (20000000000, 1610612736, 4096)
     """
-    number, unit = _split(text)
-    if unit not in SIZES:
+    found = parse_bytes(text)
+    if found is None:
         raise typer.BadParameter(f"{text!r} is no size. Write 20GB, 512MiB or a number of bytes")
-    return int(number * SIZES[unit])
+    return found
 
 
 def duration(text: str) -> float:

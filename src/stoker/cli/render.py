@@ -42,13 +42,13 @@ def precompute(result: PrecomputeResult, console: Console) -> None:
     rows: list[Cells] = []
     for cache in result.caches:
         rows += cache_rows(cache.name, cache, named=False)
-        rows.append(("", escape(str(cache.cache.path))))
+        rows.append(("", escape(cache.place)))
     table(console, rows)
     for cache in result.caches:
         failures = [f"  sample {f['number']:,} ({f['stage']}: {f['error']})" for f in cache.failures]
         some(console, failures, f"{cache.name}: {len(failures)} quarantined")
         if failures:
-            line = f"  stoker inspect {cache.cache.path} lists them; --retry-quarantined tries again"
+            line = f"  stoker inspect {cache.place} lists them; --retry-quarantined tries again"
             console.print(escape(line), soft_wrap=True)
 
 
@@ -152,7 +152,7 @@ def inspect(result: CacheSummary, console: Console) -> None:
     counts += [f"{format_count(missing)} not encoded yet"] if missing else []
     facts: list[Cells] = [
         ("cache", escape(result.name)),
-        ("path", escape(result.path)),
+        ("address" if result.address else "path", escape(result.address or result.path)),
         ("fingerprint", result.fingerprint),
         ("records", ", ".join(counts)),
         ("shards", f"{format_count(result.shards)}, {format_bytes(result.bytes)}"),

@@ -92,11 +92,22 @@ def compact(result: CompactReport, console: Console) -> None:
         console.print(f"nothing to merge: {format_count(result.shards_after)} shards")
     if result.superseded_bytes:
         size = format_bytes(result.superseded_bytes)
-        console.print(f"{size} of superseded shards stay for open readers; stoker gc removes them")
+        console.print(
+            f"{size} of superseded shards stay for open readers; {_cleaner(result)} removes them",
+            soft_wrap=True,
+        )
     left = [f"  {shard}: {_fact(shard, why)}" for shard, why in result.left]
     some(console, left, "left as they are, being damaged")
     if result.left:
         console.print("stoker verify PATH --repair sets the records aside")
+
+
+def _cleaner(result: CompactReport) -> str:
+    """The command that removes what a compaction left."""
+    if result.address is None:
+        return "stoker gc"
+    folder = result.address.rsplit("/", 2)[0]
+    return escape(f"stoker gc {folder} --at-address")
 
 
 def gc(result: GcReport, console: Console) -> None:
@@ -104,11 +115,13 @@ def gc(result: GcReport, console: Console) -> None:
     _items(console, result.removed, "would go" if result.dry_run else "went")
     _items(console, result.kept, "stay")
     left = format_bytes(result.bytes_left)
-    if not result.removed:
+    if result.removed:
+        freed = format_bytes(result.bytes_removed)
+        console.print(f"{freed} {'would be' if result.dry_run else 'are'} freed, {left} stay")
+    else:
         console.print(f"nothing {'would go' if result.dry_run else 'went'}: {left} stay")
-        return
-    freed = format_bytes(result.bytes_removed)
-    console.print(f"{freed} {'would be' if result.dry_run else 'are'} freed, {left} stay")
+    if result.unseen:
+        console.print(escape(result.unseen), soft_wrap=True)
 
 
 def import_pt(result: ImportResult, console: Console) -> None:

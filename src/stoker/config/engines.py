@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -28,3 +29,18 @@ class RayConfig(SettingsSection):
     """Seconds that it may have no place for any task, and that a task may take before it encodes."""
     slice: PositiveFloat = 600.0
     """Seconds of work in one task at most."""
+
+
+def beside_engine(engine: str, given: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Settings by dotted name that the engine in force takes no notice of, each with what to do instead.
+
+    >>> [name for name, _ in beside_engine("local", {"precompute.ray.address": "auto"})]
+    ['precompute.ray.address']
+    """
+    for name, value in given.items():
+        if engine == "local" and name.startswith("precompute.ray.") and value is not None:
+            yield name, "Give precompute.engine=ray (--engine ray) with it, or leave it out"
+        elif engine == "ray" and name == "precompute.wait" and value is False:
+            yield name, "What is encoded beside the training is encoded here. Leave one of them out"
+        elif engine == "ray" and name == "precompute.devices" and value:
+            yield name, "There precompute.ray.num_gpus says what a task takes. Leave one of them out"

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from yaml import MarkedYAMLError, YAMLError
 
 from stoker.config.earlier import EARLIER, Layer, translate
+from stoker.config.engines import beside_engine
 from stoker.config.kinds import misplaced, with_defaults
 from stoker.config.models import Config
 from stoker.config.names import all_sections, all_settings, as_name, nearest, shown
@@ -66,6 +67,11 @@ def _build(settings: Mapping[str, object], overrides: Mapping[str, object], wher
     config = _validated(merged, where, file, command)
     check_weights(config, where)
     notes = [*file.notes, *command.notes, *unused_blocks(config, where)]
+    if "precompute.engine" not in {**file.values, **command.values}:
+        notes += [
+            f"{where}: {name} has no effect: precompute.engine is not given, and local"
+            for name, _ in beside_engine("local", file.values)
+        ]
     of_task = {
         task: _validated({**merged, "tasks": None, **own}, where, *_of_task(task, file, command))
         for task, own in task_settings(config.data.tasks, merged).items()
@@ -333,6 +339,15 @@ def _check_together(config: Config, file: Layer, command: Layer) -> None:
         raise ConfigError(
             f"{layer.where}: data.{name} is given, but data.kind={kind} has no use for it. Leave it out, or "
             f"give data.kind={' or '.join(kinds)}"
+        )
+    engine = config.precompute.engine
+    # A file may hold what another engine needs, for the day that one is asked for.
+    given = {**file.values, **command.values} if engine == "ray" else command.values
+    for name, cure in beside_engine(engine, given):
+        layer = command if name in command.values else file
+        raise ConfigError(
+            f"{layer.where}: {name} is {shown(given[name])}, but precompute.engine={engine} has no use for "
+            f"it. {cure}"
         )
     for name, url in (("data.sql.url", config.data.sql.url), ("data.join.table", config.data.join.table)):
         if not url or "://" not in url or not has_password(url):

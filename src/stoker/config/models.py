@@ -20,12 +20,14 @@ from stoker.config.kinds import Kind
 from stoker.config.launching import LaunchConfig
 from stoker.config.rows import JoinConfig, SqlConfig
 from stoker.config.section import (
+    CountBytes,
     CountInt,
     Flag,
     Fraction,
     Names,
     NonNegativeFloat,
     Place,
+    PositiveBytes,
     PositiveFloat,
     PositiveInt,
     SettingsSection,
@@ -205,7 +207,7 @@ class TrainingConfig(SettingsSection):
     """Seconds that a rank waits for the others, under torchrun, before it ends and names them."""
     tier: Literal["auto", "device", "host", "disk", "encode"] = "auto"
     """Where batches are served from; `auto`: the fastest that fits (docs/plan.md)."""
-    reserve_bytes: CountInt | None = None
+    reserve_bytes: CountBytes | None = None
     """Memory of the device to leave to the model; null: by the rules of docs/plan.md."""
     transforms: Steps = ()
     """Done to every training batch, as `[{kind: noise, std: 0.01}]`; `normalize` also in validation."""
@@ -233,7 +235,7 @@ class TrainingConfig(SettingsSection):
     """Folder of the caches, or an address as `s3://bucket/caches`; also gs, az, file (docs/objects.md)."""
     mirror_dir: Place = ".stoker/mirror"
     """Where copies of caches at an address are kept on this machine: a local disk."""
-    mirror_bytes: PositiveInt | None = None
+    mirror_bytes: PositiveBytes | None = None
     """How many bytes of them at most; what was unused longest goes first. Null: no limit."""
     latent_cache_dtype: StorageDtype | dict[str, StorageDtype] | None = "float16"
     """How floats are stored, all or by field; null: as encoded, the default but for the grid encoder."""

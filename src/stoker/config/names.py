@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from stoker.config.models import Config
+from stoker.config.section import SIZE_FORMAT
 from stoker.schema import Json
 
 
@@ -96,7 +97,7 @@ def expectation(prop: Mapping[str, Any]) -> str:
         return _either([str(value) for value in prop.get("enum", [prop.get("const")])])
     kind = prop.get("type")
     if kind in ("integer", "number"):
-        return ("a whole number" if kind == "integer" else "a number") + _bounds(prop)
+        return _number(prop)
     if kind == "array" and "prefixItems" in prop:
         return f"a list of {len(prop['prefixItems'])}, each {expectation(prop['prefixItems'][0])}"
     if kind == "array":
@@ -106,6 +107,12 @@ def expectation(prop: Mapping[str, Any]) -> str:
     if kind == "string" and "examples" in prop:
         return f"text like {_either(prop['examples'])}"
     return {"string": "text", "boolean": "true or false", "null": "null", "None": "a value"}[str(kind)]
+
+
+def _number(prop: Mapping[str, Any]) -> str:
+    if prop.get("format") == SIZE_FORMAT:
+        return f"a number of bytes{_bounds(prop)}, as 500MB, 2GiB or 500000000"
+    return ("a whole number" if prop["type"] == "integer" else "a number") + _bounds(prop)
 
 
 def _list_of(item: Mapping[str, Any]) -> str:

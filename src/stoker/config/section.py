@@ -5,8 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.config import JsonDict
 
+from stoker.units import parse_bytes
+
+SIZE_FORMAT = "bytes"
+"""What the JSON schema of a setting in bytes says it is."""
 PositiveInt: TypeAlias = Annotated[int, Field(ge=1, strict=True)]
 CountInt: TypeAlias = Annotated[int, Field(ge=0, strict=True)]
 PositiveFloat: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
@@ -14,6 +19,21 @@ NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False, 
 Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True)]
 Flag: TypeAlias = Annotated[bool, Field(strict=True)]
 Names: TypeAlias = str | Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+def _of_units(value: object) -> object:
+    """Bytes of a size with a unit, as `100GB`; anything else as it is, for whoever judges numbers."""
+    found = parse_bytes(value) if isinstance(value, str) else None
+    return value if found is None else found
+
+
+_SIZE: JsonDict = {"format": SIZE_FORMAT}
+PositiveBytes: TypeAlias = Annotated[
+    int, Field(ge=1, strict=True, json_schema_extra=_SIZE), BeforeValidator(_of_units)
+]
+CountBytes: TypeAlias = Annotated[
+    int, Field(ge=0, strict=True, json_schema_extra=_SIZE), BeforeValidator(_of_units)
+]
 
 
 def _expanded(path: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.atomic import explained, publish
+from stoker.atomic import explained, make_folder, publish
 from stoker.errors import ConfigError, IncompleteError, ResourceError, StalledError
 from stoker.export import safetensors_files, tensordict_files
 from stoker.export.columns import ExportSettings, Tensor, check_ragged, chosen_fields, value_dtype
@@ -22,7 +22,10 @@ from stoker.export.files import ExportedFile, Making
 from stoker.export.read import Records
 from stoker.schema import Json, Schema
 from stoker.store import Cache, open_cache
+from stoker.store.adopt import FINGERPRINT
 from stoker.store.claims import claim, holder
+from stoker.store.recipe import RECIPE_FILE
+from stoker.store.remote import local_path
 from stoker.units import MIB, format_bytes
 
 MANIFEST = "manifest.json"
@@ -93,14 +96,17 @@ def export_cache(
         settings: What to export, and as what.
         progress: Told how far it is.
     Raises:
-        ConfigError: `settings` do not fit the cache, or `out` holds something.
+        ConfigError: `settings` do not fit the cache; or `out` is an address, a file, holds something or lies
+            in a cache.
+        ReadOnlyError: `out` cannot be made.
         IncompleteError: Records are missing, or there is none in the range.
         CorruptError: A record is damaged; names it.
         RecordError: A packed value is beyond what its new dtype holds.
         ResourceError: There is no room for it.
         StalledError: Somebody else is exporting there, or storage does not answer.
     """
-    begun, out = time.monotonic(), Path(out)
+    begun, out = time.monotonic(), local_path(out, "export: the folder to write to")
+    _check_place(out)
     if not isinstance(cache, Cache):
         cache = open_cache(cache)
     if not cache.complete:
@@ -177,17 +183,32 @@ def _teller(progress: Progress | None, total: int) -> Callable[[int], None]:
     return wrote
 
 
+def _check_place(out: Path) -> None:
+    """Refuse a folder that cannot become the export, or in which it would lie among a cache's own files.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    if os.path.lexists(out) and not out.is_dir():
+        raise ConfigError(f"export: {out} is a file. Choose a folder that does not exist, or is empty")
+    own = out.resolve()
+    for folder in (own, *own.parents):
+        recipes = (folder / RECIPE_FILE, *folder.glob(f"{'[0-9a-f]' * 16}/{RECIPE_FILE}"))
+        if any(FINGERPRINT.fullmatch(recipe.parent.name) and recipe.exists() for recipe in recipes):
+            raise ConfigError(
+                f"export: {out} lies in {folder}, which is a cache: its files are Stoker's own. Choose a "
+                "folder outside of it"
+            )
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"export: {out} exists and is not empty. Choose another folder, or remove it")
+
+
 @contextmanager
 def _made(out: Path, size_bytes: int) -> Generator[Path]:
     """A folder to make the export in, which becomes `out` when the block ends well."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"export: {out} exists and is not empty. Choose another folder, or remove it")
-    with explained(out.parent):
-        out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     _check_room(out, size_bytes)
-    temporary = out.with_name(f".{out.name}.export")
-    with explained(out):
-        temporary.mkdir(exist_ok=True)
+    temporary = make_folder(out.with_name(f".{out.name}.export"))
     with claim(temporary, "export") as got:
         if not got:
             raise StalledError(

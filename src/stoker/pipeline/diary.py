@@ -18,6 +18,7 @@ from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.locate import batch_size_of, trajectory_steps
 from stoker.schema import Json, Schema, canonical_json, digest_json, schema_to_json
 from stoker.store.local import LocalStorage
+from stoker.store.remote import local_path
 from stoker.store.strict_json import read_strict
 
 FILE = "run.json"
@@ -25,8 +26,12 @@ LIMIT_BYTES = 1 << 20
 
 
 def run_dir_of(config: Config) -> Path:
-    """`training.run_dir`, or `runs/{task}`, or `runs/{task}+{task}`."""
-    return Path(config.training.run_dir or f"runs/{'+'.join(tasks_of(config))}")
+    """`training.run_dir`, or `runs/{task}`, or `runs/{task}+{task}`.
+
+    Raises:
+        ConfigError: It is an address.
+    """
+    return local_path(config.training.run_dir or f"runs/{'+'.join(tasks_of(config))}", "training.run_dir")
 
 
 def settings_digest(config: Config, fingerprints: Mapping[str, str]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from stoker.schema import Json, Schema, schema_to_json
 from stoker.store import Cache, open_cache
+from stoker.store.mirror.root import address_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,8 @@ class CacheSummary:
 
     name: str
     path: str
+    address: str | None
+    """Where it lies, if that is not this machine; `path` is then its mirror."""
     fingerprint: str
     records: int
     """Records stored."""
@@ -40,6 +43,7 @@ class CacheSummary:
         return {
             "name": self.name,
             "path": self.path,
+            "address": self.address,
             "fingerprint": self.fingerprint,
             "records": self.records,
             "count": self.count,
@@ -53,7 +57,7 @@ class CacheSummary:
         }
 
 
-def inspect_cache(path: Path) -> CacheSummary:
+def inspect_cache(path: str | Path) -> CacheSummary:
     """Read a cache's index; costs O(shards), no record is read.
 
     Raises:
@@ -63,6 +67,7 @@ def inspect_cache(path: Path) -> CacheSummary:
     return CacheSummary(
         name=cache.name,
         path=str(cache.path),
+        address=address_of(cache.path),
         fingerprint=cache.fingerprint,
         records=len(cache),
         count=cache.recipe.count,

@@ -18,6 +18,7 @@ from stoker.precompute import run_precompute
 from stoker.schema import Json
 from stoker.sources.files import canonical_split
 from stoker.store import load_recipe, open_cache, open_folder
+from stoker.store.mirror.root import shown
 from stoker.store.repair import RepairReport, folder_to_repair, repair
 
 log = logging.getLogger("stoker")
@@ -46,7 +47,8 @@ class RepairResult:
         if self.ok:
             return ""
         if not self.imported:
-            return f"stoker verify {shlex.quote(self.report.path)} --repair --config CONFIG [KEY=VALUE...]"
+            place = shlex.quote(shown(Path(self.report.path)))
+            return f"stoker verify {place} --repair --config CONFIG [KEY=VALUE...]"
         cache_dir, name = map(shlex.quote, _place_of(Path(self.report.path)))
         return f"stoker import-pt DIR --out {cache_dir} --name {name}"
 
@@ -77,7 +79,7 @@ def number_ranges(numbers: Sequence[int]) -> str:
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in ranges)
 
 
-def repair_cache(path: Path, config: Config | None = None) -> RepairResult:
+def repair_cache(path: str | Path, config: Config | None = None) -> RepairResult:
     """Set aside what is damaged in a cache, and with `config` encode it again.
 
     Args:

@@ -14,7 +14,6 @@ from stoker.config import Config
 from stoker.config.remedies import in_settings
 from stoker.encoders.protocol import Encoder
 from stoker.errors import (
-    ConfigError,
     DeviceError,
     FormatError,
     IncompleteError,
@@ -55,6 +54,7 @@ from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json, Schema, schema_to_json
 from stoker.sources.files import canonical_split
 from stoker.store import Cache, open_cache
+from stoker.store.mirror.root import address_of, shown
 
 _log = logging.getLogger("stoker")
 
@@ -112,6 +112,11 @@ class CacheResult:
         return shard_bytes(self.cache)
 
     @property
+    def place(self) -> str:
+        """Its address, or where it has none its folder."""
+        return shown(self.cache.path)
+
+    @property
     def error(self) -> float | None:
         """Largest rounding error of the storage dtype, relative to a record's largest value."""
         return worst_error(self.cache)
@@ -122,6 +127,7 @@ class CacheResult:
             "name": self.name,
             "split": self.split,
             "path": str(self.cache.path),
+            "address": address_of(self.cache.path),
             "fingerprint": self.cache.fingerprint,
             "records": len(self.cache),
             "count": self.count,
@@ -298,11 +304,6 @@ def _fill_jobs(
         windows_in(config, schema)
     results: list[CacheResult] = []
     beside = training is not None and not config.precompute.wait
-    if beside and config.precompute.engine != "local":
-        raise ConfigError(
-            "precompute.wait=false encodes beside the training, on this machine; precompute.engine is "
-            f"{config.precompute.engine}. Leave one of them out"
-        )
     with engine_of(config, ranks) as engine:
         run = begin_precompute if beside else partial(run_precompute, engine=engine)
         for job, schema in zip(jobs, schemas, strict=True):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from stoker.atomic import explained
+from stoker.atomic import explained, make_folder
 from stoker.config import Config
 from stoker.config.models import DataConfig
 from stoker.errors import ConfigError, ResourceError, SourceError
@@ -28,6 +28,7 @@ from stoker.plan.resources import storage_of
 from stoker.schema import Json
 from stoker.sources.containers import find_containers
 from stoker.sources.files import find_files, resolve_files
+from stoker.store.remote import local_path
 from stoker.units import MIB, format_bytes, format_count
 
 log = logging.getLogger("stoker")
@@ -115,8 +116,7 @@ def stage_task(config: Config, task: str, *, mode: StageMode | None = None) -> S
     if why.startswith("-"):
         return done
     objects = folder / "objects"
-    with explained(folder):
-        objects.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(objects, 0o700)
     try:
         _check_room(files, objects)
     except ResourceError as error:
@@ -160,9 +160,13 @@ def staged_data(config: Config, task: str) -> DataConfig:
 
 
 def stage_folder(config: Config) -> Path:
-    """Where copies lie: `data.stage_dir`, else beside the caches."""
+    """Where copies lie: `data.stage_dir`, else beside the caches.
+
+    Raises:
+        ConfigError: It is an address.
+    """
     own = config.data.stage_dir
-    return Path(own) if own is not None else cache_dir_of(config) / ".staged"
+    return local_path(own, "data.stage_dir") if own is not None else cache_dir_of(config) / ".staged"
 
 
 def _given(data: DataConfig) -> Sequence[str | Path]:

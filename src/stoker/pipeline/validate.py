@@ -34,6 +34,7 @@ from stoker.pipeline.why import nearest_differences
 from stoker.precompute.probe_encoder import try_encoder
 from stoker.sources.files import canonical_split
 from stoker.store import Difference
+from stoker.store.mirror.root import shown
 from stoker.units import format_count, format_seconds
 
 LONGEST = 24
@@ -158,8 +159,8 @@ def _windows_row(config: Config, found: Located) -> Row:
 
 
 def _run_dir_row(config: Config) -> Row:
-    run_dir = run_dir_of(config)
     try:
+        run_dir = run_dir_of(config)
         require_writable(run_dir, "training.run_dir")
     except StokerError as error:
         return failed("run folder", error, ConfigError.exit_code)
@@ -179,11 +180,11 @@ def _cache_row(name: str, found: Located) -> Row:
     if found.missing:
         detail = (
             f"{format_count(found.missing)} of {format_count(found.recipe.count)} records are missing in "
-            f"{cache.path}; `stoker precompute` resumes"
+            f"{shown(cache.path)}; `stoker precompute` resumes"
         )
         return Row(check=check, status="warn", detail=detail)
     aside = len(cache.index.quarantined)
-    detail = f"{format_count(len(cache))} records ready in {cache.path}"
+    detail = f"{format_count(len(cache))} records ready in {shown(cache.path)}"
     if aside:
         return Row(check=check, status="warn", detail=f"{detail}, {format_count(aside)} quarantined")
     return Row(check=check, status="pass", detail=detail)

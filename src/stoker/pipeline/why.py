@@ -16,6 +16,7 @@ from stoker.schema import Json
 from stoker.sources.files import canonical_split
 from stoker.store import Difference, Recipe, diff_recipes, load_recipe, open_cache
 from stoker.store.mirror.attach import here
+from stoker.store.mirror.root import shown
 from stoker.store.strict_json import as_object
 
 WRAPPERS = {
@@ -59,7 +60,7 @@ class _Side:
     """The recipe's own folder, which need not exist."""
 
 
-def explain(a: Path, b: Path | None = None, *, overrides: Sequence[str] = ()) -> Explanation:
+def explain(a: str | Path, b: str | Path | None = None, *, overrides: Sequence[str] = ()) -> Explanation:
     """Compare the recipes of two caches or configurations.
 
     Args:
@@ -112,16 +113,16 @@ def _inside(recipe: Recipe, wrapper: str) -> Recipe | None:
     return Recipe(entries={**recipe.entries, "encoder": encoder["config"]["inner"]})
 
 
-def _is_config(path: Path) -> bool:
-    return path.suffix.lower() in {".yaml", ".yml"}
+def _is_config(path: str | Path) -> bool:
+    return Path(path).suffix.lower() in {".yaml", ".yml"}
 
 
-def _side(path: Path, name: str | None, overrides: Sequence[str]) -> _Side:
+def _side(path: str | Path, name: str | None, overrides: Sequence[str]) -> _Side:
     """`name` picks one of a configuration's caches; None: the first."""
     if not _is_config(path):
-        path = here(path)
-        folder = path if (path / "recipe.json").is_file() else open_cache(path, require_complete=False).path
-        return _Side(label=str(folder), recipe=load_recipe(folder), folder=folder)
+        at = here(path)
+        folder = at if (at / "recipe.json").is_file() else open_cache(at, require_complete=False).path
+        return _Side(label=shown(folder), recipe=load_recipe(folder), folder=folder)
     config = load_config(path, overrides)
     known = {
         f"{task}_{split}": (task, split)
@@ -148,16 +149,18 @@ def _nearest(side: _Side) -> _Side:
             recipe = load_recipe(folder)
         except (StokerError, OSError):
             continue
-        other = _Side(label=str(folder), recipe=recipe, folder=folder)
+        other = _Side(label=shown(folder), recipe=recipe, folder=folder)
         found.append((len(differences_of(side.recipe, recipe)), folder.name, other))
     if not found:
-        raise FormatError(f"{parent} holds no other cache to compare with. Give B, or run precompute first")
+        raise FormatError(
+            f"{shown(parent)} holds no other cache to compare with. Give B, or run precompute first"
+        )
     return min(found, key=lambda item: item[:2])[2]
 
 
 def nearest_differences(recipe: Recipe, folder: Path) -> tuple[Path, list[Difference]] | None:
     """The recipe beside `folder` that differs least from `recipe`, and in what; None: there is no other."""
-    side = _Side(label=str(folder), recipe=recipe, folder=folder)
+    side = _Side(label=shown(folder), recipe=recipe, folder=folder)
     try:
         other = _nearest(side)
     except FormatError:
@@ -166,4 +169,4 @@ def nearest_differences(recipe: Recipe, folder: Path) -> tuple[Path, list[Differ
 
 
 def _is_from_config(side: _Side) -> bool:
-    return side.label != str(side.folder)
+    return side.label != shown(side.folder)

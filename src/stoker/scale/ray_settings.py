@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from stoker.errors import ConfigError
 
 Placement: TypeAlias = Literal["spread", "pack"]
+_ADDRESS = re.compile(r"auto|(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,4 +52,9 @@ class RaySettings:
             raise ConfigError(
                 f"address {self.address} is that of a Ray client, which would be far from the cache folder. "
                 "Run this on a node of the cluster, or submit it as a Ray job, with address auto"
+            )
+        if self.address is not None and not _ADDRESS.fullmatch(self.address):
+            raise ConfigError(
+                f"address is {self.address!r}, expected auto or HOST:PORT, as 10.0.0.1:6379, which "
+                "`ray start --head` prints; without one a cluster starts on this machine"
             )

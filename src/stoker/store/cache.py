@@ -33,6 +33,7 @@ from stoker.store.layout import axis_length
 from stoker.store.local import LocalStorage
 from stoker.store.lost import LostShard, without_lost
 from stoker.store.mirror.attach import here
+from stoker.store.mirror.root import shown
 from stoker.store.offsets import offsets_in
 from stoker.store.open_shards import OpenShards
 from stoker.store.packing import read_field
@@ -269,7 +270,7 @@ def open_unnoted(path: str | Path, *, require_complete: bool = True) -> Cache:
         raise cache.lost[0].error()
     if require_complete and not cache.complete:
         raise IncompleteError(
-            f"{cache.path} holds {len(cache)} of {cache.index.count} records "
+            f"{shown(cache.path)} holds {len(cache)} of {cache.index.count} records "
             f"({len(cache.quarantined)} quarantined). The command that made it resumes it"
         )
     return cache
@@ -335,11 +336,11 @@ def _no_cache(folder: Path) -> str:
     """The error for a folder without recipes: it may be the one that holds caches by name."""
     names = sorted({path.parent.parent.name for path in folder.glob(f"[!.]*/[!.]*/{RECIPE_FILE}")})
     if not names:
-        return f"{folder} holds no cache: no folder in it has a {RECIPE_FILE}. Run precompute"
+        return f"{shown(folder)} holds no cache: no folder in it has a {RECIPE_FILE}. Run precompute"
     more = f" and {format_count(len(names) - MOST_NAMED)} more" if len(names) > MOST_NAMED else ""
     return (
-        f"{folder} is no cache but holds caches by name: {', '.join(names[:MOST_NAMED])}{more}. "
-        f"Name one, as {folder / names[0]}"
+        f"{shown(folder)} is no cache but holds caches by name: {', '.join(names[:MOST_NAMED])}{more}. "
+        f"Name one, as {shown(folder / names[0])}"
     )
 
 
@@ -385,7 +386,7 @@ def _warn_several(folder: Path, count: int, fingerprint: str) -> None:
         _warned.add(folder)
         log.warning(
             "%s holds %d complete caches; opened the newest, %s. Name its folder to open another",
-            folder,
+            shown(folder),
             count,
             fingerprint,
         )

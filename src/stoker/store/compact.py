@@ -27,6 +27,7 @@ from stoker.store.claims import INDEX_WAIT_S, claim, maintaining
 from stoker.store.convert import StoredRows, from_array
 from stoker.store.index import Index, ShardEntry
 from stoker.store.local import LocalStorage
+from stoker.store.mirror.root import address_of
 from stoker.store.shard_read import Shard
 from stoker.store.shard_write import OpenShard, ShardSpec
 from stoker.units import MIB
@@ -43,6 +44,8 @@ class CompactReport:
     """What merging came to."""
 
     path: str
+    address: str | None = None
+    """Where it lies, if that is not this machine."""
     generation: int = 0
     """Of the index, afterwards."""
     shards_before: int = 0
@@ -63,6 +66,7 @@ class CompactReport:
         """The keys that scripts rely on."""
         return {
             "path": self.path,
+            "address": self.address,
             "generation": self.generation,
             "shards_before": self.shards_before,
             "shards_after": self.shards_after,
@@ -94,7 +98,11 @@ def compact(path: str | Path, *, shard_bytes: int = layout.SHARD_BYTES) -> Compa
         raise cache.lost[0].error()
     with maintaining(cache.path):
         merge = _Merge(cache, shard_bytes)
-        report = CompactReport(path=str(cache.path), shards_before=_serving(merge.cache.index))
+        report = CompactReport(
+            path=str(cache.path),
+            address=address_of(cache.path),
+            shards_before=_serving(merge.cache.index),
+        )
         try:
             for group in merge.groups(report.left):
                 report.merged += len(group.files)

@@ -89,6 +89,8 @@ class GcReport:
     removed: list[GcItem] = field(default_factory=list[GcItem])
     kept: list[GcItem] = field(default_factory=list[GcItem])
     bytes_before: int = 0
+    unseen: str = ""
+    """What was left alone because nobody asked, and how to ask; empty where there is nothing to say."""
 
     @property
     def bytes_removed(self) -> int:
@@ -110,6 +112,7 @@ class GcReport:
             "bytes_before": self.bytes_before,
             "bytes_removed": self.bytes_removed,
             "bytes_left": self.bytes_left,
+            "unseen": self.unseen,
         }
 
 

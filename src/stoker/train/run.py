@@ -164,10 +164,9 @@ def own_folder(folder: Path) -> Generator[None]:
     try:
         with explained(folder):
             folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigError(
-            f"{folder} cannot be a folder: a file is in its way. Give another training.run_dir"
-        ) from error
+    except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
+        why = "its file system takes none" if isinstance(error, FileNotFoundError) else "a file is in its way"
+        raise ConfigError(f"{folder} cannot be a folder: {why}. Give another training.run_dir") from error
     with claim(folder, "train") as got:
         if not got:
             raise ConfigError(

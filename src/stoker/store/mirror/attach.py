@@ -17,7 +17,7 @@ from stoker.store.index import INDEX_FILE
 from stoker.store.local import LocalStorage
 from stoker.store.mirror.root import MARKER, limit_of, make_root
 from stoker.store.recipe import RECIPE_FILE
-from stoker.store.remote import Object, Remote, is_url, open_remote, parse_url
+from stoker.store.remote import Object, Remote, is_url, local_path, open_remote, parse_url
 from stoker.store.remote.retries import Retries
 from stoker.store.use import alone
 
@@ -61,7 +61,7 @@ def attach(
         raise FormatError(f"there is no cache at {url}. Check the address, or run precompute")
     depth = _depth(folders, objects)
     top, inside = _split(url, depth)
-    root = Path(mirror_dir).absolute() / _folder_name(top)
+    root = local_path(mirror_dir, "mirror_dir").absolute() / _folder_name(top)
     make_root(root, top, limit_of(root) if limit_bytes == "as it is" else limit_bytes)
     remote = open_remote(top)
     if depth == 2:

@@ -42,6 +42,10 @@ def clean(root: Path, policy: GcPolicy, *, dry_run: bool = False, at_address: bo
         gone = count if dry_run else mirror.space.free(count)
         reason = f"copies of {mirror.url} that were unused longest"
         report.removed.append(GcItem(kind="copy", path=str(root), bytes=gone, reason=reason))
+    if not at_address:
+        report.unseen = (
+            f"these are copies here; --at-address also removes shards at {mirror.url} that serve nothing"
+        )
     return report
 
 

@@ -25,6 +25,7 @@ from stoker.store.mirror.space import MAP_PREFIX
 from stoker.store.mirror.transfer import AT_ONCE, Listen, Progress, TransferReport, Wanted
 from stoker.store.pending import put_file
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
+from stoker.store.remote import local_path
 from stoker.store.shard_read import Shard
 
 COMING = ".coming"
@@ -51,22 +52,24 @@ def pull(
         listen: Is told how far it is.
     Raises:
         CorruptError: A shard does not match its sums at the address either; names it.
-        FormatError, IncompleteError: There is no complete cache.
+        FormatError, IncompleteError: There is no complete cache, or none of the records asked for.
         StokerError: As `attach`.
     """
     began, wanted = time.monotonic(), wanted or Wanted()
-    coming = Path(cache_dir) / COMING
+    cache_dir = local_path(cache_dir, "the folder to pull to")
+    coming = cache_dir / COMING
     source = open_unnoted(attach(url, coming, must_exist=True))
     mirror = LocalStorage(source.path).mirror
     if source.lost:
         raise IncompleteError(str(source.lost[0].error()))
     assert mirror is not None
-    target = Path(cache_dir) / source.path.parent.name / source.path.name
+    names = wanted.shards(source)
+    target = cache_dir / source.path.parent.name / source.path.name
     target.mkdir(mode=0o700, parents=True, exist_ok=True)
     report = TransferReport(url=mirror.url_of(""), path=str(target))
     put_file(target / RECIPE_FILE, (source.path / RECIPE_FILE).read_bytes())
     with maintaining(target):
-        _bring_shards(_Pull(source, mirror, target), wanted, report, listen)
+        _bring_shards(_Pull(source, mirror, target), names, report, listen)
         _bring_small(source, mirror, target)
         index = _write_index(source, target)
     report.records, report.complete = index
@@ -79,8 +82,7 @@ def pull(
     return report
 
 
-def _bring_shards(pull: _Pull, wanted: Wanted, report: TransferReport, listen: Listen | None) -> None:
-    names = wanted.shards(pull.source)
+def _bring_shards(pull: _Pull, names: set[str], report: TransferReport, listen: Listen | None) -> None:
     entries = [entry for entry in pull.source.index.shards if entry.file in names]
     there = Catalog(LocalStorage(pull.target), pull.source.recipe).refresh()
     known = {info.file: info.header for info in there}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from stoker.atomic import make_folder
 from stoker.errors import FormatError, ResourceError
 from stoker.schema import canonical_json
 from stoker.store.local import LocalStorage
@@ -138,19 +139,34 @@ def limit_at(folder: Path) -> int | None:
     return None if found is None else found[0].space.limit_bytes
 
 
+def address_of(folder: Path) -> str | None:
+    """The address that a mirror, or a folder in one, stands for; None: it is a plain folder."""
+    folder = folder.absolute()
+    if (folder / MARKER).exists():
+        return _read_marker(folder)[0]
+    found = root_of(folder)
+    return None if found is None else f"{found[0].url}/{found[1]}"
+
+
+def shown(folder: Path) -> str:
+    """A folder for messages: its address where it has one, else its path."""
+    return address_of(folder) or str(folder)
+
+
 def make_root(path: Path, url: str, limit_bytes: int | None) -> None:
     """Make a folder stand for an address, or change its limit.
 
     Raises:
         FormatError: It stands for another address.
         ConfigError: A limit cannot be kept there.
+        ReadOnlyError: The folder cannot be made.
     """
     known = _read_marker(path) if (path / MARKER).exists() else None
     if known == (url, limit_bytes):
         return
     if known is not None and known[0] != url:
         raise FormatError(f"{path} stands for {known[0]}, not for {url}. Choose another mirror_dir")
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(path, 0o700)
     if limit_bytes is not None:
         require_holes(path)
     (path / USED_FILE).touch(mode=0o600)

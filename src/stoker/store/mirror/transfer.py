@@ -10,9 +10,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, IncompleteError
 from stoker.schema import Json
 from stoker.store.cache import Cache
+from stoker.store.mirror.root import shown
 
 AT_ONCE = 4
 """Shards on their way at a time; each in several parts."""
@@ -49,11 +50,20 @@ class Wanted:
         return self.rank is None and self.records is None
 
     def shards(self, cache: Cache) -> set[str]:
-        """The shards that hold any of the records, by file name."""
+        """The shards that hold any of the records, by file name.
+
+        Raises:
+            IncompleteError: Of the `records` there is none.
+        """
         segments = cache.segments
         if self.records is not None:
             first, stop = self.records
             hit = (segments.first < stop) & (segments.first + segments.count > first)
+            if not hit.any():
+                raise IncompleteError(
+                    f"{shown(cache.path)} has no record of the samples {first:,} to {stop - 1:,}: it has "
+                    f"{cache.index.count:,} samples, from 0. Ask for others"
+                )
         else:
             hit = _overlap(segments.count, *self._positions(len(cache)))
         return {cache.index.shards[i].file for i in np.unique(segments.shard[hit]).tolist()}

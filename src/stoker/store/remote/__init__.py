@@ -11,9 +11,9 @@ from importlib import import_module
 
 from stoker.errors import ConfigError
 from stoker.store.remote.folder import FolderRemote
-from stoker.store.remote.protocol import ChangedError, Expected, Object, Remote, is_url, parse_url
+from stoker.store.remote.protocol import ChangedError, Expected, Object, Remote, is_url, local_path, parse_url
 
-__all__ = ["ChangedError", "Expected", "Object", "Remote", "is_url", "open_remote", "parse_url"]
+__all__ = ["ChangedError", "Expected", "Object", "Remote", "is_url", "local_path", "open_remote", "parse_url"]
 
 
 def open_remote(url: str) -> Remote:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from stoker.atomic import READ_ONLY_ERRNOS, explained
+from stoker.atomic import READ_ONLY_ERRNOS, explained, make_folder
 from stoker.errors import FormatError, ReadOnlyError
 from stoker.store.claims import INDEX_WAIT_S, claim
 from stoker.store.local import LocalFile
@@ -83,7 +83,7 @@ class FolderRemote:
         """Write a file, whole or not at all; with `expected`, under the folder's claim."""
         path = self._root / name
         with _passing(), explained(self._root):
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(path.parent, 0o700)
             if expected == "anything":
                 return self._write(path, data)
             with claim(path.parent, "put", wait_s=INDEX_WAIT_S) as got:

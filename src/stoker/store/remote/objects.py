@@ -26,7 +26,7 @@ from obstore.exceptions import (
 )
 from obstore.store import from_url
 
-from stoker.errors import ConfigError, ReadOnlyError, ServiceError
+from stoker.errors import AccessError, ConfigError, ReadOnlyError, ServiceError
 from stoker.store.protocols import Buffer
 from stoker.store.remote.protocol import ChangedError, Expected, Object, PassingError
 from stoker.units import MIB
@@ -231,7 +231,7 @@ class ObjectRemote:
             raise self._refused(where, operation, str(error)) from None
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
-                raise ServiceError(f"{where}: {_ADVICE['NoSuchBucket']}", status=404) from None
+                raise AccessError(f"{where}: {_ADVICE['NoSuchBucket']}", status=404) from None
             raise FileNotFoundError(2, "no such object", f"{self._url}/{name}") from None
         except (BaseError, OSError, ValueError, RuntimeError) as error:
             if isinstance(error, ServiceError | ConfigError | ReadOnlyError):
@@ -241,16 +241,16 @@ class ObjectRemote:
     @staticmethod
     def _refused(where: str, operation: str, text: str) -> ServiceError | ReadOnlyError:
         if _MACHINE_ASKED.search(text):
-            return ServiceError(f"{where}: {_LACKING}", status=403)
+            return AccessError(f"{where}: {_LACKING}", status=403)
         code = match[1] if (match := _CODE.search(text)) else "AccessDenied"
         if advice := _ADVICE.get(code):
-            return ServiceError(f"{where}: {advice}", status=403)
+            return AccessError(f"{where}: {advice}", status=403)
         if operation in ("put", "delete"):
             return ReadOnlyError(
                 f"{where}: the store allows no writing ({code}). Use credentials that may write; what is "
                 "there can be read and served all the same"
             )
-        return ServiceError(
+        return AccessError(
             f"{where}: the store allows no reading ({code}). Use credentials that may list and read",
             status=403,
         )
@@ -258,10 +258,10 @@ class ObjectRemote:
     @staticmethod
     def _failed(where: str, text: str) -> Exception:
         if _MACHINE_ASKED.search(text):
-            return ServiceError(f"{where}: {_LACKING}")
+            return AccessError(f"{where}: {_LACKING}")
         code = match[1] if (match := _CODE.search(text)) else ""
         if code in _ADVICE:
-            return ServiceError(f"{where}: {_ADVICE[code]}")
+            return AccessError(f"{where}: {_ADVICE[code]}")
         status = int(match[1]) if (match := _STATUS.search(text)) else 0
         if 400 <= status < 500 and status not in (408, 425, 429):
             return ServiceError(f"{where}: the store answers {status} {code}", status=status)

@@ -17,8 +17,10 @@ from stoker.errors import ConfigError
 from stoker.store.protocols import Buffer
 
 SCHEMES = ("s3", "gs", "az", "file")
-_URL = re.compile(r"([a-z][a-z0-9+.-]*):/{1,3}")
-_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/{1,3}|$)")
+_MEANT = re.compile(rf"({'|'.join(SCHEMES)}):(/|$)|[A-Za-z][A-Za-z0-9+.-]*://")
+"""How a text begins that is no local path; of an address that went through a `Path`, one slash is left."""
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{2,254}")
 _PART = re.compile(r"[\w.+=@ -]{1,255}")
 
 Expected: TypeAlias = "str | Literal['anything'] | None"
@@ -51,7 +53,8 @@ class Remote(Protocol):
         ChangedError: The object is another version than asked for.
         FileNotFoundError: There is no such object.
         ReadOnlyError: It may not be written.
-        ServiceError: The place refuses, and will refuse again; says what to do.
+        ServiceError: The place refuses, and will refuse again; says what to do. `AccessError`: it is not
+            there, or credentials are missing or wrong.
     """
 
     @property
@@ -93,9 +96,29 @@ class Remote(Protocol):
 
 
 def is_url(place: str | Path) -> bool:
-    """Whether a place is meant as an address, and not as a local path."""
-    found = _URL.match(str(place))
-    return found is not None and found[1] in SCHEMES
+    """Whether a place is meant as an address, also one that `parse_url` refuses, and not as a local path.
+
+    >>> is_url("s3://bucket/caches"), is_url("http://host/caches"), is_url("data/latent_cache")
+    (True, True, False)
+    """
+    return _MEANT.match(str(place)) is not None
+
+
+def local_path(place: str | Path, what: str) -> Path:
+    """A place that can only be a folder of this machine.
+
+    Args:
+        place: What was given.
+        what: What it is for; begins the message.
+    Raises:
+        ConfigError: It is an address.
+    """
+    if is_url(place):
+        raise ConfigError(
+            f"{what} is {masked(str(place))}, an address. Expected a folder of this machine; only caches lie "
+            "at addresses (stoker push)"
+        )
+    return Path(place)
 
 
 def parse_url(place: str | Path) -> str:
@@ -109,17 +132,29 @@ def parse_url(place: str | Path) -> str:
     """
     text = str(place)
     found = _URL.match(text)
-    if found is None or found[1] not in SCHEMES:
-        raise ConfigError(f"{masked(text)} is no address of caches. Use {'://..., '.join(SCHEMES)}://...")
-    scheme, rest = found[1], text[found.end() :]
+    if found is None or found[1].lower() not in SCHEMES:
+        raise ConfigError(
+            f"{masked(text)} is no address of caches. Expected s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, "
+            "az://CONTAINER/FOLDER or file:///FOLDER; a path on this machine has no ://"
+        )
+    scheme, rest = found[1].lower(), text[found.end() :]
     if "?" in rest or "#" in rest or (scheme != "file" and "@" in rest.partition("/")[0]):
         raise ConfigError(
             f"an address in {scheme}:// holds a user, a query or a fragment (not repeated here: it may be "
             "secret). Give the plain address; credentials come from the environment, see docs/objects.md"
         )
     parts = [part for part in rest.split("/") if part]
-    if scheme != "file" and not (parts and _BUCKET.fullmatch(parts[0])):
-        raise ConfigError(f"{masked(text)} names no bucket. Write {scheme}://bucket/folder")
+    if scheme == "file" and found[2] == "//":
+        raise ConfigError(
+            f"{masked(text)} names a host, not a path. Expected three slashes, as file:///{'/'.join(parts)}"
+        )
+    if scheme != "file" and not parts:
+        raise ConfigError(f"{masked(text)} names no bucket. Expected {scheme}://BUCKET/FOLDER")
+    if scheme != "file" and not _BUCKET.fullmatch(parts[0]):
+        raise ConfigError(
+            f"{masked(text)}: {parts[0]!r} is no name of a bucket. Expected three characters or more: "
+            "letters, digits, '.', '_' and '-', the first a letter or a digit"
+        )
     if any(part in (".", "..") or not _PART.fullmatch(part) for part in parts):
         raise ConfigError(
             f"{masked(text)} has a part with other characters than letters, digits and '_.+=@ -'. Rename it"
