@@ -21,6 +21,8 @@ DEADLINE_S = 300.0
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 5.0
 SAY_AFTER = 4
 """Attempts in a row after which a warning says what does not work."""
+SAY_AGAIN_S = 30.0
+"""Seconds between two such warnings."""
 
 
 @dataclass(slots=True)
@@ -40,7 +42,7 @@ class Retries:
         Raises:
             StalledError: The deadline passed; names the last failure and the number of attempts.
         """
-        began, attempts = time.monotonic(), 0
+        began, attempts, say_at = time.monotonic(), 0, 0.0
         while True:
             attempts += 1
             try:
@@ -57,8 +59,10 @@ class Retries:
                     ) from error
                 with self._lock:
                     self.count += 1
-                if attempts == SAY_AFTER:
-                    log.warning("%s failed %d times, trying on: %s", what, attempts, error)
+                if attempts >= SAY_AFTER and spent >= say_at:
+                    say_at = spent + SAY_AGAIN_S
+                    left_s = deadline_s - spent
+                    log.warning("%s failed %d times, trying on for %.0f s: %s", what, attempts, left_s, error)
                 if not threading.main_thread().is_alive():
                     raise Interrupted(f"{what}: the process ends") from error
                 time.sleep(pause)
