@@ -88,6 +88,7 @@ def test_boxes_of_real_images_are_learned_and_the_second_start_decodes_nothing(
     assert shards() == written
 
 
+@pytest.mark.slow
 def test_a_linear_layer_on_features_of_images(tmp_path: Path) -> None:
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed: pip install 'stoker[features]'")

@@ -103,7 +103,13 @@ def test_a_full_standard_output_is_one_line_and_an_exit_code(cached_project: Pat
     assert "unexpected" not in done.stderr
 
 
-@pytest.mark.parametrize("args", [COMMANDS[0], pytest.param(["plan", "--json"], id="usage")])
+@pytest.mark.parametrize(
+    "args",
+    [
+        pytest.param(COMMANDS[0].values[0], id="in-a-child", marks=pytest.mark.slow),
+        pytest.param(["plan", "--json"], id="usage"),
+    ],
+)
 def test_a_reader_that_went_away_is_no_fault_to_talk_about(cached_project: Path, args: list[str]) -> None:
     read_fd, write_fd = os.pipe()
     os.close(read_fd)

@@ -72,7 +72,8 @@ def unkilled(tmp_path_factory):
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize(("kills", "samples"), [(3, 60), pytest.param(20, 500, marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/test_guarantees.py kills in the plain run
+@pytest.mark.parametrize(("kills", "samples"), [(3, 60), (20, 500)])
 def test_killed_at_random_moments_and_resumed_no_record_differs(tmp_path, kills, samples):
     """kill -9 of the caller: readers vanish with it, and the next run needs no cleaning up."""
     chance = random.Random(0)

@@ -55,7 +55,13 @@ def wrong_reads(cache: Cache, wanted: dict[int, dict[str, Tensor]]) -> list[int]
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("dtype", [None, {"z": "int8", "tokens": "float8_e4m3fn"}], ids=["plain", "packed"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(None, id="plain"),
+        pytest.param({"z": "int8", "tokens": "float8_e4m3fn"}, id="packed", marks=pytest.mark.slow),
+    ],
+)
 def test_a_thousand_bit_flips_are_all_found_and_none_is_served(
     tmp_path: Path, source: FakeSource, caplog: pytest.LogCaptureFixture, dtype: dict[str, str] | None
 ) -> None:

@@ -26,6 +26,8 @@ from stoker.schema import Json
 from stoker.units import format_bytes, format_seconds
 
 LOOK_S = 0.1
+OWN_END_S = 2.0
+"""Beyond `stall_s`, in which a try whose waits have that limit ends by itself, and keeps what came."""
 TELL_S = 0.5
 LONGEST_PAUSE_S = 60.0
 Status: TypeAlias = Literal["present", "fetched", "failed"]
@@ -289,7 +291,7 @@ class _Run:
             job.attempt = None
             self._count(job, attempt)
             self._fail(job, self._overdue(job))
-        elif time.monotonic() - attempt.since > self._settings.stall_s:
+        elif time.monotonic() - attempt.since > self._settings.stall_s + OWN_END_S:
             free = attempt.stage not in LOCAL_STAGES and attempt.give_up()
             job.attempt = None
             self._count(job, attempt)
