@@ -206,3 +206,19 @@ def test_sbatch_reads_its_lines_before_the_first_command(box: Box, tmp_path: Pat
     assert {"#SBATCH --requeue", "#SBATCH --signal=B:TERM@80", "#SBATCH --gpus-per-node=2"} <= set(lines)
     done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=60)
     assert done.stderr == ""
+
+
+def test_uploads_that_have_hardly_begun_end_with_the_script(box: Box) -> None:
+    """Until its process has a group of its own, killing the group reaches nobody."""
+    setsid = box.root / "bin" / "setsid"
+    real = setsid.resolve()
+    setsid.unlink()
+    setsid.write_text(
+        f'#!/bin/bash\ncase "$*" in "bash -c uploads") sleep 5 >/dev/null 2>&1;; esac\nexec {real} "$@"\n'
+    )
+    setsid.chmod(0o755)
+
+    exit_code, output = box.run(model(box).render(), timeout=100)
+
+    assert exit_code == 0, output
+    assert box.stopped()

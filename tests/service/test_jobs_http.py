@@ -97,9 +97,13 @@ def test_a_wrong_setting_is_named(running: Running, change: dict[str, object], p
 
 
 def test_jobs_are_listed_by_status_and_page(running: Running, job: str) -> None:
+    before = running.services.jobs.count()
+    later = running.client.post(running.api("/jobs"), json=GUIDE).json()["id"]
     newest = running.client.get(running.api("/jobs"), params={"limit": 1}).json()
-    assert [one["id"] for one in newest["jobs"]] == [job]
-    assert newest["total"] > 1
+    assert [one["id"] for one in newest["jobs"]] == [later]
+    assert newest["total"] == before + 1
+    everything = running.client.get(running.api("/jobs"), params={"limit": 500}).json()
+    assert {job, later} <= {one["id"] for one in everything["jobs"]}
 
     running.client.post(running.api(f"/jobs/{job}/cancel"))
     cancelled = running.client.get(running.api("/jobs"), params={"status": "cancelled"}).json()

@@ -24,7 +24,7 @@ end() {
   rc=$?
   trap - EXIT; trap '' TERM INT HUP USR1
   kill $G 2>/dev/null
-  [ -z "$U" ] || kill -KILL -- "-$U" 2>/dev/null
+  [ -z "$U" ] || kill -KILL -- "-$U" "$U" 2>/dev/null
   E=${E:-$((SECONDS + 1800))}
   [ $rc = 0 ] || bad "$S" $rc
   upload || bad upload $?
