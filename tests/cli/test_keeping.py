@@ -178,10 +178,19 @@ def test_of_an_address_the_address_is_named(project: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [["inspect", "file://share/x"], ["inspect", "gs://"], ["gc", "raw", "--at-address"]]
+    ("args", "said"),
+    [
+        (["inspect", "file://share/x"], "Expected three slashes"),
+        (["inspect", "gs://"], "names no bucket"),
+        (["inspect", "http://share/x"], "is no address of caches"),
+        (["gc", "raw", "--at-address"], "raw is a folder here"),
+    ],
 )
-def test_a_place_that_cannot_be_meant_is_exit_code_3(project: Path, args: list[str]) -> None:
-    run(*args, exit_code=3)
+def test_a_place_that_cannot_be_meant_is_exit_code_3(project: Path, args: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, args, catch_exceptions=False)
+
+    assert result.exit_code == 3
+    assert said in " ".join(result.stderr.split())
 
 
 def test_compact_leaves_a_damaged_shard_and_says_so(cache: Path) -> None:
