@@ -8,8 +8,8 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, aclosing, closing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, aclosing, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,22 @@ def test_a_reader_that_is_cut_off_again_and_again_misses_nothing(
     assert len(seen) >= rounds
 
 
+@asynccontextmanager
+async def following(
+    running: Running, job: str
+) -> AsyncIterator[tuple[stream.Feed, AsyncIterator[Event], int]]:
+    """A feed, the events of one who follows it, and the number of the first, which came while it listened."""
+    feed = stream.Feed(running.services.outbox)
+    reading = asyncio.create_task(feed.run())
+    with feed.listening():
+        async with aclosing(feed.follow(None, job)) as events, asyncio.timeout(30):
+            waiting = asyncio.create_task(anext(events))
+            await asyncio.sleep(3 * stream.POLL_S)
+            tell(running, job, 1)
+            yield feed, events, (await waiting).number
+    reading.cancel()
+
+
 def test_a_reader_that_falls_behind_what_is_held_reads_on_from_the_database(
     running: Running, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,19 +135,12 @@ def test_a_reader_that_falls_behind_what_is_held_reads_on_from_the_database(
     monkeypatch.setattr(stream, "PAGE", 7)
 
     async def read() -> list[int]:
-        feed = stream.Feed(running.services.outbox)
-        reading = asyncio.create_task(feed.run())
-        with feed.listening():
-            async with aclosing(feed.follow(None, job)) as events, asyncio.timeout(30):
-                waiting = asyncio.create_task(anext(events))
+        async with following(running, job) as (_, events, first):
+            seen = [first]
+            for _ in range(3):  # in between it is busy elsewhere, and the feed reads on
+                tell(running, job, 50)
                 await asyncio.sleep(3 * stream.POLL_S)
-                tell(running, job, 1)
-                seen = [(await waiting).number]
-                for _ in range(3):  # in between it is busy elsewhere, and the feed reads on
-                    tell(running, job, 50)
-                    await asyncio.sleep(3 * stream.POLL_S)
-                    seen += [(await anext(events)).number for _ in range(50)]
-        reading.cancel()
+                seen += [(await anext(events)).number for _ in range(50)]
         return seen
 
     seen = asyncio.run(read())
@@ -156,20 +165,13 @@ def test_what_is_held_of_large_events_is_bounded_and_none_is_lost(
     monkeypatch.setattr(running.services.outbox, "read_page", read_page)
 
     async def read() -> tuple[list[int], int]:
-        feed = stream.Feed(running.services.outbox)
-        reading, held = asyncio.create_task(feed.run()), 0
-        with feed.listening():
-            async with aclosing(feed.follow(None, job)) as events, asyncio.timeout(30):
-                waiting = asyncio.create_task(anext(events))
-                await asyncio.sleep(3 * stream.POLL_S)
-                tell(running, job, 1)
-                seen = [(await waiting).number]
-                tell(running, job, 40, size=40_000)
-                tell(running, job, 2, size=250_000)  # each larger than a page
-                while len(seen) < 43:
-                    seen.append((await anext(events)).number)
-                    held = max(held, feed.held)
-        reading.cancel()
+        async with following(running, job) as (feed, events, first):
+            seen, held = [first], 0
+            tell(running, job, 40, size=40_000)
+            tell(running, job, 2, size=250_000)  # each larger than a page
+            while len(seen) < 43:
+                seen.append((await anext(events)).number)
+                held = max(held, feed.held)
         return seen, held
 
     seen, held = asyncio.run(read())
