@@ -1,3 +1,4 @@
+import random
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from stoker import Loader, Windows, precompute
-from stoker.errors import ConfigError, SourceError, SplitError
+from stoker.errors import ConfigError, SourceError, SplitError, StokerError
 from stoker.schema import Field
 from stoker.sources.arrays import ArraySource
 from stoker.sources.split_of import SplitOf
@@ -274,3 +275,61 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         len(ArraySource(path, fields={"w": "w"}))
     with pytest.raises(ConfigError, match="layout 'row' is unknown"):
         ArraySource(path, layout="row")
+
+
+def some_hdf5(path: Path) -> None:
+    with h5py.File(path, "w") as file:
+        values = np.arange(60, dtype="f4").reshape(4, 3, 5)
+        file.create_dataset("u", data=values, chunks=(2, 3, 5), compression="gzip", shuffle=True)
+        file["nu"] = np.arange(4.0, dtype="f4")
+
+
+def some_groups(path: Path) -> None:
+    with h5py.File(path, "w", libver="latest") as file:
+        for number in range(3):
+            file[f"s{number}/u"] = np.ones((3 + number, 5), "f4")
+            file[f"s{number}"].attrs["nu"] = number / 2
+
+
+def some_array(path: Path) -> None:
+    np.save(path, np.arange(12.0, dtype="f4").reshape(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "rounds"),
+    [("a.h5", some_hdf5, 70), ("g.h5", some_groups, 70), ("a.npy", some_array, 200)],
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numbers that a flipped bit made
+def test_a_damaged_file_gives_data_or_an_error_that_names_it(
+    tmp_path: Path, name: str, make, rounds: int
+) -> None:
+    path = tmp_path / name
+    make(path)
+    good = path.read_bytes()
+    draw = random.Random(7)
+    refused: list[str] = []
+    for _ in range(rounds):
+        damaged = bytearray(good)
+        for _ in range(draw.choice([1, 1, 2, 8])):
+            damaged[draw.randrange(len(good))] = draw.choice([0, 1, 0x80, 0xFF, draw.randrange(256)])
+        path.write_bytes(damaged[: draw.randrange(1, len(good))] if draw.random() < 0.2 else damaged)
+        source = ArraySource(path, attributes=["nu"] if make is some_groups else [])
+        try:
+            source.identity()
+            source.runs()
+            for number in range(min(len(source), 4)):
+                source.read(number)
+        except StokerError as error:
+            refused.append(str(error))
+        source.close()
+    assert len(refused) > 10
+    assert all(name in said for said in refused)
+
+
+@pytest.mark.parametrize("values", [np.zeros((2, 3), "u8"), np.zeros((0, 3))], ids=["dtype", "no-samples"])
+def test_a_file_that_gives_no_samples_is_named(tmp_path: Path, values: np.ndarray) -> None:
+    np.save(tmp_path / "a.npy", np.zeros((2, 3)))
+    np.save(tmp_path / "b.npy", values)
+
+    with pytest.raises(SourceError, match=r"b\.npy"):
+        len(ArraySource(tmp_path))

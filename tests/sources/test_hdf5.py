@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from stoker.errors import ConfigError, SourceError, SplitError
 from stoker.schema import Field
 from stoker.sources import hdf5_open
+from stoker.sources.arrays import ArraySource
 from stoker.sources.hdf5 import HDF5Source
 from stoker.sources.hdf5_layout import arrange, parse_axes
 from stoker.testing import check_source
@@ -57,6 +58,18 @@ def test_a_dataset_per_sample(write, ramp) -> None:
     check_source(source)
 
 
+@pytest.mark.parametrize("read", [lambda path: HDF5Source(path, fields={"u": "t x"}), ArraySource])
+def test_groups_that_are_no_samples_are_named(write, ramp, caplog, read) -> None:
+    path = write("a.h5", {f"s{i}/u": ramp(3, 4) for i in range(3)})
+    with h5py.File(path, "a") as file:
+        file.create_group("s3")
+
+    with caplog.at_level(logging.WARNING, logger="stoker"):
+        assert len(read(path)) == 3
+
+    assert [r for r in caplog.records if "'s3'" in r.message]
+
+
 def test_real_openpmd_file_is_one_float64_sample(openpmd: Path, caplog) -> None:
     source = HDF5Source(openpmd, fields={axis: f"data/1/meshes/B/{axis}: x y z" for axis in "xyz"})
     with caplog.at_level(logging.WARNING, logger="stoker"):
@@ -65,8 +78,42 @@ def test_real_openpmd_file_is_one_float64_sample(openpmd: Path, caplog) -> None:
     assert schema["x"] == Field(shape=(47, 47, 47, 1), dtype="float32")
     with h5py.File(openpmd) as file:
         np.testing.assert_array_equal(source.read(0)["y"][..., 0], file["data/1/meshes/B/y"][()].astype("f4"))
-    assert [r.message.split(": ", 1)[1][:31] for r in caplog.records] == ["float64 is read as float32: dat"]
+    assert sum("float64 is read as float32" in message for message in caplog.messages) == 1
     check_source(source)
+
+
+def test_a_parameter_is_a_field_where_it_is_declared(write, ramp, caplog) -> None:
+    for nu in ("0.01", "0.1"):
+        folder = write(f"1D_Nu{nu}.h5", {"u": ramp(2, 3, 4)}, Re=1000).parent
+    source = HDF5Source(folder, fields={"u": "n t x", "Nu": "", "reynolds": "Re:"})
+
+    assert [float(source.read(number)["Nu"]) for number in (0, 3)] == [np.float32(0.01), np.float32(0.1)]
+    assert source.read(0)["reynolds"] == 1000
+    assert source.schema()["Nu"] == Field(shape=(), dtype="float32")
+    assert [dict(part.values)["Nu"] for part in source.identity().parts] == [0.01, 0.1]
+    assert "leaves out" not in caplog.text
+    check_source(source)
+
+
+def test_parameters_that_fields_do_not_name_are_said_once(write, ramp, caplog) -> None:
+    for nu in ("0.01", "0.1"):
+        folder = write(f"1D_Nu{nu}.h5", {"u": ramp(2, 3, 4)}, Re=1000).parent
+    source = HDF5Source(folder, fields={"u": "n t x"})
+    with caplog.at_level(logging.WARNING, logger="stoker"):
+        assert list(source.schema()) == ["u"]
+
+    (message,) = caplog.messages
+    assert "Nu" in message
+    assert "Re" in message
+    assert not source.identity().parts[0].values
+
+
+def test_the_value_of_a_parameter_changes_the_identity(write, ramp) -> None:
+    path = write("a.h5", {"u": ramp(2, 3, 4)}, Nu=0.1)
+    one = HDF5Source(path, fields={"u": "n t x", "Nu": ""}).identity()
+    path = write("a.h5", {"u": ramp(2, 3, 4)}, Nu=0.2)
+
+    assert HDF5Source(path, fields={"u": "n t x", "Nu": ""}).identity() != one
 
 
 @pytest.mark.parametrize(
@@ -290,6 +337,8 @@ def test_different_numbers_of_samples_in_one_file(write, ramp) -> None:
         ({"fields": {"tensor": "n c"}}, SourceError, "has 3 axes .* declared were 2: 'n c'"),
         ({"fields": {"tensor": "n t t"}}, SourceError, "are not distinct words"),
         ({"fields": {"q": "t x"}}, SourceError, "no group holds 'q'"),
+        ({"fields": {"tensor": "n t x", "Nu": ""}}, SourceError, "no parameter 'Nu'"),
+        ({"fields": {"tensor": ""}}, SourceError, "has 3 axes"),
         ({"fields": {}}, ConfigError, "fields is empty"),
         ({"preset": "well", "fields": {"a": "n c"}}, ConfigError, "preset 'well'"),
         ({"preset": "other"}, ConfigError, "preset 'other' is unknown"),
@@ -320,3 +369,4 @@ def test_arrange_needs_no_copy_in_stored_order(ramp) -> None:
 
 def test_long_axis_names() -> None:
     assert parse_axes("sample Time y x channel", where="a") == ("n", "t", "y", "x", "c")
+    assert parse_axes("b t x v", where="a") == ("n", "t", "x", "c")

@@ -33,14 +33,14 @@ def table(**more: object) -> object:
 
 def check_rows(source) -> None:
     assert source.schema() == {
-        "x": Field(shape=(), dtype="float32"),
+        "x": Field(shape=(), dtype="float64"),
         "flag": Field(shape=(), dtype="bool"),
         "pos": Field(shape=(3,), dtype="float32"),
         "path": Field(shape=(-1,), dtype="int32", ragged=True),
         "image": Field(shape=(-1,), dtype="uint8", ragged=True),
         "edges": Field(shape=(-1, 2), dtype="int64", ragged=True),
         "own.a": Field(shape=(), dtype="int64"),
-        "own.b": Field(shape=(), dtype="float32"),
+        "own.b": Field(shape=(), dtype="float64"),
     }
     for n in (7, 0, 3, 9):
         found = source.read(n)
@@ -58,14 +58,29 @@ def test_columns_are_fields(tmp_path: Path) -> None:
     assert [*source.runs()] == [range(4), range(4, 8), range(8, 10)]
 
 
+def test_numbers_keep_every_digit_and_lists_of_float64_are_narrowed_with_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    times = [1_763_884_800.25 + n for n in range(ROWS)]  # one value, as float32
+    wide = pa.array([[0.1, 0.2]] * ROWS, pa.list_(pa.float64(), 2))
+    pq.write_table(table(at=pa.array(times), wide=wide), tmp_path / "a.parquet")
+    source = ParquetSource(tmp_path)
+
+    assert [float(source.read(n)["at"]) for n in range(ROWS)] == times
+    assert [record.message.rpartition(": ")[2] for record in caplog.records] == ["wide"]
+
+
 def test_splits_go_by_the_key_column_whatever_the_order_of_rows(tmp_path: Path) -> None:
     key = pa.array([f"k{n}" for n in range(ROWS)])
     pq.write_table(table(key=key), tmp_path / "a.parquet")
     pq.write_table(table(key=key).take(list(reversed(range(ROWS)))), tmp_path / "b.parquet")
-    own = [
-        {SplitOf(ParquetSource(tmp_path / f, columns=["own"], key="key"), "val").read(0)["own.a"].item()}
+    both = [
+        SplitOf(
+            ParquetSource(tmp_path / f, columns=["own"], key="key"), "val", splits={"train": 0.5, "val": 0.5}
+        )
         for f in ("a.parquet", "b.parquet")
     ]
+    own = [{val.read(n)["own.a"].item() for n in range(len(val))} for val in both]
     assert own[0] == own[1]
 
 

@@ -1,12 +1,12 @@
 import logging
+import re
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import SplitError
-from stoker.sources.splits import choose_split, split_counts, split_numbers
+from stoker.sources.splits import choose_split, split_numbers
 
 THREE = {"train": 0.8, "val": 0.1, "test": 0.1}
 
@@ -18,63 +18,56 @@ fractions = st.lists(st.integers(1, 20), min_size=1, max_size=4).map(
 key_sets = st.sets(st.text(min_size=1, max_size=6), min_size=4, max_size=80)
 
 
-@given(keys=key_sets, splits=fractions, seed=st.integers(0, 5))
-def test_splits_are_disjoint_cover_and_have_exact_counts(keys: set, splits: dict, seed: int) -> None:
-    ordered = sorted(keys)
-    found = {name: split_numbers(ordered, splits, name, seed) for name in splits}
+def cut(keys: list, splits: dict = THREE, seed: int = 0) -> dict[str, str]:
+    """The split of each key; an empty split has no key."""
+    found: dict[str, str] = {}
+    for name in splits:
+        try:
+            numbers = split_numbers(keys, splits, name, seed, where="rows")
+        except SplitError:
+            continue
+        for number in numbers:
+            assert found.setdefault(keys[number], name) == name
+    return found
 
-    assert sorted(np.concatenate(list(found.values()))) == list(range(len(keys)))
-    assert {name: len(numbers) for name, numbers in found.items()} == split_counts(len(keys), splits)
-    for name, numbers in found.items():
-        assert len(numbers) >= 1
-        assert abs(len(numbers) - splits[name] * len(keys)) < len(splits)
+
+@given(keys=key_sets, splits=fractions, seed=st.integers(0, 5))
+def test_splits_are_disjoint_and_leave_no_sample_out(keys: set, splits: dict, seed: int) -> None:
+    assert cut(sorted(keys), splits, seed).keys() == keys
 
 
 @given(keys=key_sets, splits=fractions, data=st.data())
 def test_order_of_rows_and_of_settings_decides_nothing(keys: set, splits: dict, data) -> None:
-    ordered = sorted(keys)
-    mixed = data.draw(st.permutations(ordered))
-    turned = dict(reversed(splits.items()))
+    mixed = data.draw(st.permutations(sorted(keys)))
 
-    for name in splits:
-        one = {ordered[i] for i in split_numbers(ordered, splits, name, 0)}
-        other = {mixed[i] for i in split_numbers(mixed, turned, name, 0)}
-        assert one == other
+    assert cut(sorted(keys), splits) == cut(mixed, dict(reversed(splits.items())))
 
 
-@given(keys=key_sets, copies=st.integers(1, 3))
-def test_a_file_with_the_same_row_keys_changes_no_assignment(keys: set, copies: int) -> None:
-    ordered = sorted(keys)
-    for name in THREE:
-        before = split_numbers(ordered, THREE, name, 0)
-        after = split_numbers(ordered * (copies + 1), THREE, name, 0)
+@given(keys=key_sets, more=key_sets, splits=fractions)
+def test_samples_that_are_added_move_no_other(keys: set, more: set, splits: dict) -> None:
+    before, after = cut(sorted(keys), splits), cut(sorted(keys | more), splits)
 
-        assert before.tolist() == after[after < len(ordered)].tolist()
-        assert len(after) == len(before) * (copies + 1)
+    assert {key: after[key] for key in keys} == before
+
+
+def test_sizes_are_near_the_fractions() -> None:
+    found = [*cut([f"file.h5:{row}" for row in range(10_000)]).values()]
+
+    for name, share in THREE.items():
+        assert abs(found.count(name) - share * 10_000) < 150
 
 
 def test_seeds_give_different_cuts() -> None:
     keys = [str(i) for i in range(100)]
 
-    assert split_numbers(keys, THREE, "val", 0).tolist() != split_numbers(keys, THREE, "val", 1).tolist()
+    assert cut(keys, seed=0) != cut(keys, seed=1)
 
 
 def test_the_cut_is_the_same_in_every_version() -> None:
     """A change here would move samples between train and val of caches that exist."""
-    assert split_numbers([str(i) for i in range(20)], THREE, "test", 0).tolist() == [0, 13]
+    found = split_numbers([str(i) for i in range(40)], THREE, "test", 0, where="rows")
 
-
-@pytest.mark.parametrize(
-    ("total", "splits", "expected"),
-    [
-        pytest.param(10, THREE, {"train": 8, "val": 1, "test": 1}, id="even"),
-        pytest.param(3, THREE, {"train": 1, "val": 1, "test": 1}, id="one-each"),
-        pytest.param(24, {"train": 0.8, "valid": 0.2}, {"train": 19, "val": 5}, id="largest-remainder"),
-        pytest.param(10, {"train": 0.5}, {"train": 5}, id="rest-unused"),
-    ],
-)
-def test_counts(total: int, splits: dict, expected: dict) -> None:
-    assert split_counts(total, splits) == expected
+    assert found.tolist() == [0, 13, 28, 29, 38]
 
 
 @pytest.mark.parametrize(
@@ -89,12 +82,28 @@ def test_counts(total: int, splits: dict, expected: dict) -> None:
 )
 def test_fractions_that_make_no_sense_are_refused(splits: dict, message: str) -> None:
     with pytest.raises(SplitError, match=message):
-        split_numbers(["a", "b", "c"], splits, "train", 0)
+        split_numbers(["a", "b", "c"], splits, "train", 0, where="rows")
+
+
+def test_an_empty_split_is_refused_with_a_seed_that_fills_it() -> None:
+    keys = [f"image_{k:02d}" for k in range(10)]
+    empty = next(seed for seed in range(20) if "val" not in cut(keys, seed=seed).values())
+
+    with pytest.raises(SplitError, match="10 independent samples") as raised:
+        split_numbers(keys, THREE, "val", empty, where="pictures")
+
+    said = re.search(r"data\.seed=(\d+)", str(raised.value))
+    assert said is not None
+    assert "pictures" in str(raised.value)
+    assert {*cut(keys, seed=int(said[1])).values()} == THREE.keys()
 
 
 def test_too_few_samples_for_the_splits() -> None:
-    with pytest.raises(SplitError, match="2 independent samples cannot fill 3 splits"):
-        split_numbers(["a", "b"], THREE, "train", 0)
+    keys = ["a", "b"]
+    empty = next(name for name in THREE if name not in cut(keys).values())
+
+    with pytest.raises(SplitError, match=r"2 independent samples.* 2 cannot fill 3 splits"):
+        split_numbers(keys, THREE, empty, 0, where="rows")
 
 
 def choose(names: list, split: str | None, splits: dict | None = None):

@@ -1,4 +1,6 @@
 import io
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -50,7 +52,7 @@ def test_members_of_one_name_are_a_sample(tmp_path: Path) -> None:
     assert source.schema() == {
         "cls": Field(shape=(), dtype="int64"),
         "jpg": Field(shape=(-1,), dtype="uint8", ragged=True),
-        "json.box": Field(shape=(2,), dtype="float32"),
+        "json.box": Field(shape=(2,), dtype="float64"),
         "json.id": Field(shape=(), dtype="int64"),
         "npy": Field(shape=(2, 3), dtype="float32"),
     }
@@ -60,6 +62,36 @@ def test_members_of_one_name_are_a_sample(tmp_path: Path) -> None:
         assert (found["cls"], found["json.id"], found["npy"][0, 0]) == (number % 3, number, number)
     assert source.keys()[5] == "b-000001.tar:set/0005"
     check_source(source)
+
+
+def test_numbers_keep_every_digit_and_arrays_of_float64_are_narrowed_with_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    at = 1_763_884_800.25
+    own = {"npy": npy(np.ones(2)), "json": b'{"at": 1763884800.25}'}
+    members = [(f"{n}.{end}", data) for n in range(3) for end, data in own.items()]
+    source = TarSource(write(tmp_path / "a.tar", members))
+    assert source.read(1)["json.at"] == at
+    assert [record.message.rpartition(": ")[2] for record in caplog.records] == ["npy"]
+
+    scalars = [(f"{n}.npy", npy(np.asarray(at))) for n in range(3)]
+    assert TarSource(write(tmp_path / "b.tar", scalars)).read(1)["npy"] == at
+
+
+def test_a_source_that_ends_with_the_program_says_nothing(tmp_path: Path) -> None:
+    """Also where the program has closed descriptors by then, and modules are gone already."""
+    shard(tmp_path / "a.tar", range(3))
+    code = (
+        "import os, sys\n"
+        "from stoker.sources import tar\n"
+        f"source = tar.TarSource({str(tmp_path / 'a.tar')!r}, fields=['cls'])\n"
+        "source.read(1)\n"
+        "if sys.argv[1] == 'closed': os.closerange(3, 100)\n"
+        "if sys.argv[1] == 'modules': vars(tar).update(dict.fromkeys(vars(tar)))\n"
+    )
+    for how in ("closed", "modules", ""):
+        done = subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_images_are_served_as_bytes_with_their_lengths(tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
+import stoker
 from stoker.errors import ConfigError, SourceError, StalledError
 from stoker.schema import Field
+from stoker.sources.split_of import SplitOf
 from stoker.sources.torch_dataset import TorchSource
 from stoker.testing import check_source
 
@@ -46,18 +48,21 @@ def field(*shape: int, dtype: str = "float32", **meaning: bool) -> Field:
     ("make", "expected"),
     [
         pytest.param(lambda i: torch.full((2, 3), i), {"data": field(2, 3, dtype="int64")}, id="tensor"),
-        pytest.param(lambda i: i / 2, {"data": field()}, id="number"),
+        pytest.param(lambda i: i / 2, {"data": field(dtype="float64")}, id="number"),
         pytest.param(lambda i: (torch.ones(3), i), {"0": field(3), "1": field(dtype="int64")}, id="tuple"),
-        pytest.param(lambda i: [i > 3, 0.5], {"0": field(dtype="bool"), "1": field()}, id="list"),
+        pytest.param(
+            lambda i: [i > 3, 0.5], {"0": field(dtype="bool"), "1": field(dtype="float64")}, id="list"
+        ),
         pytest.param(
             lambda i: Pair(torch.ones(3), i), {"x": field(3), "y": field(dtype="int64")}, id="named"
         ),
         pytest.param(
             lambda i: {"a": {"b": np.ones((2,), ">f8"), "c": [1, 2, i]}, "d": (np.float64(i),)},
-            {"a.b": field(2), "a.c": field(3, dtype="int64"), "d": field(1)},
+            {"a.b": field(2), "a.c": field(3, dtype="int64"), "d": field(1, dtype="float64")},
             id="nested",
         ),
         pytest.param(lambda i: torch.ones(2, dtype=torch.complex128), {"data": field(2, 2)}, id="complex"),
+        pytest.param(lambda i: i + 0.1j, {"data": field(2, dtype="float64")}, id="complex-number"),
         pytest.param(lambda i: np.ones(2, "u2") * i, {"data": field(2, dtype="int32")}, id="uint16"),
         pytest.param(lambda i: torch.ones(2, requires_grad=True) * i, {"data": field(2)}, id="needs-grad"),
         pytest.param(lambda i: torch.arange(6.0).view(2, 3).T, {"data": field(3, 2)}, id="not-contiguous"),
@@ -68,6 +73,29 @@ def test_items(make, expected: dict) -> None:
 
     assert source.schema() == expected
     check_source(source)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(float, id="python"),
+        pytest.param(np.float64, id="numpy"),
+        pytest.param(np.asarray, id="array"),
+        pytest.param(lambda value: torch.tensor(value, dtype=torch.float64), id="tensor"),
+        pytest.param(lambda value: {"at": [value, 0.1]}, id="list"),
+    ],
+)
+def test_numbers_keep_every_digit_on_their_way_to_a_batch(number, tmp_path: Path) -> None:
+    times = [1_763_884_800.25 + i for i in range(40)]  # one value, as float32
+    dataset = Items(lambda i: number(times[i]), 40)
+
+    (batch,) = stoker.cached(
+        dataset, cache_dir=tmp_path, batch_size=40, order="sequential", precompute={"readers": 0}
+    )
+
+    (served,) = (value for value in batch.values() if torch.is_tensor(value) and value.is_floating_point())
+    assert served.reshape(40, -1)[:, 0].tolist() == times
+    assert served.dtype == torch.float64
 
 
 def test_bfloat16_travels_as_bits() -> None:
@@ -131,7 +159,7 @@ def test_a_length_that_varies_where_no_probe_looked() -> None:
         TorchSource(dataset).read(123)
     assert TorchSource(dataset, ragged=("data",)).read(123)["data"].shape == (5,)
     other = Items(lambda i: torch.ones(3, dtype=torch.int32 if i == 123 else torch.float32), count=1000)
-    with pytest.raises(SourceError, match=r"is int32 \(3,\), expected float32 .*Mend the item$"):
+    with pytest.raises(SourceError, match=r"is int32 \(3,\), expected float32 "):
         TorchSource(other).read(123)
 
 
@@ -217,7 +245,7 @@ def test_a_sample_that_raises_does_not_stop_the_others() -> None:
     assert source.schema() == {"data": field(2)}
     with pytest.raises(OSError, match="unreadable"):
         source.read(0)
-    with pytest.raises(OSError, match="always"):
+    with pytest.raises(SourceError, match="OSError: always"):
         TorchSource(Items(lambda i: (_ for _ in ()).throw(OSError("always")))).schema()
 
 
@@ -403,6 +431,28 @@ def test_a_hanging_item_does_not_hold_up_the_end_of_the_program() -> None:
     assert "StalledError: probing __main__.Hangs: item 0 was not there" in done.stderr
 
 
+@pytest.mark.parametrize("readers", [0, None])
+def test_a_connection_opened_in_init_is_named_with_what_to_do(
+    tmp_path: Path, readers: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Rows(Items):
+        def __init__(self) -> None:
+            super().__init__(lambda i: torch.tensor(self.db.execute("select ?", (i,)).fetchone()))
+            self.db = sqlite3.connect(tmp_path / "a.db")
+
+    rows = Rows()
+    with pytest.raises(SourceError, match=r"dataset\.db is an open database.*first use in __getitem__"):
+        stoker.cached(rows, cache_dir=tmp_path, precompute={"readers": readers})
+    rows.db.close()
+    assert len(caplog.records) <= 1
+
+
+def test_a_dataset_that_always_fails_is_an_error_with_its_own() -> None:
+    with pytest.raises(SourceError, match=r"ZeroDivisionError: division by zero") as caught:
+        TorchSource(Items(lambda i: 1 / 0)).schema()
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
 def test_a_connection_opened_on_first_use_stays_in_the_thread_that_reads(tmp_path: Path) -> None:
     path = tmp_path / "a.db"
     with sqlite3.connect(path) as made:
@@ -430,3 +480,18 @@ def test_a_connection_opened_on_first_use_stays_in_the_thread_that_reads(tmp_pat
     source.probe_deadline_s = None
     assert source.read(7)["data"].tolist() == [7]
     eager.opened.close()
+
+
+def test_the_module_of_a_dataset_says_nothing_about_splits() -> None:
+    class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 200
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.full((2,), float(index))
+
+    Numbers.__module__, Numbers.__qualname__ = "train", "Numbers"
+    sizes = [len(SplitOf(TorchSource(Numbers()), split)) for split in ("train", "val", "test")]
+
+    assert sum(sizes) == 200
+    assert all(sizes)

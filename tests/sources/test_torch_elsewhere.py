@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -175,3 +176,105 @@ def test_a_dataset_of_a_script_or_notebook_is_read_by_readers(tmp_path: Path, no
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)
 
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+CACHING = """
+import functools, sys, torch
+from stoker import TorchSource
+
+@functools.lru_cache(maxsize=4)
+def fibonacci(n):
+    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+class Caching(torch.utils.data.Dataset):
+    def __init__(self):
+        self.bound = functools.lru_cache(2)(self.plain)
+
+    def __len__(self):
+        return 20
+
+    def plain(self, index):
+        return float(index)
+
+    @functools.cache
+    def method(self, index):
+        return torch.ones(2) * index
+
+    @staticmethod
+    @functools.lru_cache
+    def static(index):
+        return index + 1
+
+    def __getitem__(self, index):
+        return self.method(index), self.bound(index), self.static(index), fibonacci(index)
+
+if __name__ == "__main__":
+    source = TorchSource(Caching())
+    source.prove()
+    print({name: array.tolist() for name, array in source.read(3).items()})
+"""
+
+
+def test_functions_of_a_script_that_remember_travel_to_other_processes(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(CACHING)
+
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=120
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() == "{'0': [3.0, 3.0], '1': 3.0, '2': 4, '3': 2}"
+
+
+def test_storage_that_does_not_answer_ends_in_an_error_though_it_stops_all_threads(tmp_path: Path) -> None:
+    """h5py keeps the interpreter's lock while it waits for a read."""
+    script = tmp_path / "script.py"
+    script.write_text("""
+import ctypes, sys
+import h5py
+from stoker.errors import StalledError
+from stoker.sources.torch_dataset import TorchSource
+
+class Stored:
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        assert h5py
+        return {"u": ctypes.PyDLL(None).sleep(3600)}
+
+source = TorchSource(Stored())
+source.probe_deadline_s = 1.0
+try:
+    source.schema()
+except StalledError as error:
+    assert "item 0" in str(error), error
+else:
+    sys.exit("read")
+""")
+    subprocess.run([sys.executable, script], check=True, timeout=60)
+
+
+@pytest.mark.slow
+def test_what_was_read_ahead_in_another_process_is_not_read_there_again(tmp_path: Path) -> None:
+    counted = tmp_path / "counted"
+    source = TorchSource(Stored(counted))
+    source.schema()
+    source.prove()
+
+    assert len(counted.read_text()) == len(source.probed_numbers())
+
+
+class Stored(Items):
+    """Items for which h5py is asked."""
+
+    def __init__(self, counted: Path) -> None:
+        super().__init__(lambda i: i)
+        self.counted, self.home = counted, os.getpid()
+
+    def __getitem__(self, index: int) -> int:
+        assert not isinstance(index, h5py.File)
+        if os.getpid() != self.home:
+            with self.counted.open("a") as file:
+                file.write(".")
+        return index

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import linecache
 import logging
 import operator
 import subprocess
@@ -15,8 +17,10 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
+from stoker import used_code
 from stoker.sources import torch_arrays, torch_identity
 from stoker.sources.torch_dataset import TorchSource
+from stoker.store import make_recipe
 
 ROWS = 2000
 HIDDEN = 777
@@ -134,6 +138,7 @@ def test_one_value_changed_in_place_is_another_dataset(wrap) -> None:
 
 BODY = """
 import functools
+import importlib
 import numpy as np
 SCALE = {scale}
 def inner(x): return x {inner}
@@ -274,7 +279,13 @@ def test_labels_stay_with_their_files_wherever_they_are(tmp_path: Path) -> None:
 def test_float64_is_narrowed_with_a_word(caplog) -> None:
     class Wide(Holder):
         def __getitem__(self, index: int):
-            return {"u": torch.ones(2).double(), "v": torch.ones(2), "w": np.ones(2), "n": 0.5}
+            return {
+                "u": torch.ones(2).double(),
+                "v": torch.ones(2),
+                "w": np.ones(2),
+                "n": 0.5,
+                "s": np.float64(1),
+            }
 
     source = TorchSource(Wide(1))
     for _ in range(2):
@@ -284,3 +295,169 @@ def test_float64_is_narrowed_with_a_word(caplog) -> None:
     assert [r.message for r in caplog.records if r.levelno == logging.WARNING] == [
         f"{TorchSource(Wide(1))!r}".partition("(")[2].partition(",")[0] + ": float64 is read as float32: u, w"
     ]
+
+
+class ImportsLate(Holder):
+    """Uses a module that it imports when it reads."""
+
+    def __getitem__(self, index: int):
+        import late_helper
+
+        return late_helper.scale(torch.ones(2)) if index == HIDDEN else torch.ones(2)
+
+
+class ImportsFrom(Holder):
+    def __getitem__(self, index: int):
+        from late_package.inner import scale
+
+        return scale(torch.ones(2)) if index == HIDDEN else torch.ones(2)
+
+
+class ImportsModule(Holder):
+    def __getitem__(self, index: int):
+        from late_package import inner, other
+
+        return inner.scale(torch.ones(2)) if index == HIDDEN and other else torch.ones(2)
+
+
+class ImportsBelow(Holder):
+    def __getitem__(self, index: int):
+        import late_package.inner
+
+        return late_package.inner.scale(torch.ones(2)) if index == HIDDEN else torch.ones(2)
+
+
+@pytest.mark.parametrize("kind", [ImportsLate, ImportsFrom, ImportsModule, ImportsBelow])
+def test_what_a_function_imports_when_it_is_called_is_part_of_it(
+    kind: type[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "late_package").mkdir()
+    (tmp_path / "late_package/__init__.py").write_text("other = 1\n")
+
+    def named(factor: str, body: str) -> str:
+        text = f"import os\nFACTOR = {factor}\nOTHER = os.getpid()\ndef scale(x): return x {body}\n"
+        for path in ("late_helper.py", "late_package/inner.py"):
+            (tmp_path / path).write_text(text)
+        for name in ("late_helper", "late_package.inner", "late_package"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        importlib.invalidate_caches()
+        dataset = kind(1)
+        before = identity(dataset)
+        dataset[HIDDEN]
+        assert identity(dataset) == before
+        return before
+
+    before = named("2", "* FACTOR")
+
+    assert named("2", "* FACTOR") == before
+    assert named("3", "* FACTOR") != before
+    assert named("2", "* FACTOR  + 1") != before
+
+
+def test_a_file_that_code_names_is_part_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "scale.txt"
+    code = (
+        "class Reads(Holder):\n"
+        "    def __getitem__(self, index):\n"
+        f"        return torch.ones(2) * (float(open({str(path)!r}).read()) if index == {HIDDEN} else 1)\n"
+        "    def parts(self, text):\n"
+        "        return text.split('/'), '/proc/uptime', '/dev/null', '..', '.'\n"
+    )
+    space = {"Holder": Holder, "torch": torch, "__name__": "reading"}
+    exec(code, space)
+    dataset: Dataset = space["Reads"](1)
+    seen = []
+    for text in ("2", "3", "2"):
+        path.write_text(text)
+        seen.append([part.files for part in TorchSource(dataset).identity().parts])
+    recipes = []
+    for text in ("2", "3", "2"):
+        path.write_text(text)
+        recipes.append(make_recipe(TorchSource(dataset), None).fingerprint)
+
+    assert [[file.path for file in files] for (files,) in seen] == [[path]] * 3
+    assert recipes[0] == recipes[2] != recipes[1]
+
+
+def test_what_holds_itself_is_told_by_what_else_it_holds() -> None:
+    def source(value: int) -> TorchSource:
+        held: list[object] = [value]
+        held += [held, {"again": held}]
+        return TorchSource(Holder(held))
+
+    assert source(1).identity() == source(1).identity()
+    assert source(1).identity() != source(2).identity()
+
+
+COMMENTED = """
+class Mine(Holder):
+    {doc}
+    size = 3  {comment}
+
+    def __getitem__(self, index):
+        {doc}
+        def inner(x):  {comment}
+            return x * 2 {change}
+
+        {comment}
+        text = "# not a comment"
+        return inner(torch.ones(2)) if index and text else torch.ones(2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("doc", "comment", "change", "same"),
+    [
+        ('"""Something else.\n\n    Über # mehr.\n    """', "# why", "", True),
+        ("", "", "", True),
+        ('"""Doc."""', "", "+ 1", False),
+    ],
+    ids=["others", "none", "changed code"],
+)
+def test_comments_and_docstrings_name_nothing(
+    doc: str, comment: str, change: str, same: bool, tmp_path: Path
+) -> None:
+    def named(**parts: str) -> dict[str, object]:
+        text = COMMENTED.format(**parts)
+        lines = text.splitlines(keepends=True)
+        if not parts["doc"]:  # nothing is left of a line where it stood alone
+            lines = [line for line, old in zip(lines, COMMENTED.splitlines(), strict=True)
+                     if old.strip() not in ("{doc}", "{comment}")]  # fmt: skip
+        path = tmp_path / "commented.py"
+        path.write_text("".join(line.rstrip() + "\n" for line in lines))
+        linecache.checkcache(str(path))
+        space = {"Holder": Holder, "torch": torch, "__name__": "commented"}
+        exec(compile(path.read_text(), str(path), "exec"), space)
+        sys.modules["commented"] = types.SimpleNamespace(**space, __file__=str(path))  # type: ignore[assignment]
+        try:
+            return torch_identity.describe(space["Mine"](1)).code
+        finally:
+            del sys.modules["commented"]
+
+    usual = named(doc='"""What it is."""', comment="# a remark", change="")
+
+    assert "commented.Mine" in usual
+    assert (named(doc=doc, comment=comment, change=change) == usual) is same
+
+
+def test_a_docstring_that_the_code_reads_is_part_of_it() -> None:
+    text = 'def f():\n    """One."""\n    return f.__doc__  # said\n'
+
+    assert used_code._without_comments(text) == text.replace("  # said", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("x = lambda i: (i,  # one\n", "x = lambda i: (i,  # one\n"),
+        ("    def f(self):\n        # why\n        return 1\n", "    def f(self):\n        return 1\n"),
+        ('def f(): "doc"\n', "def f():\n"),
+        ('def f():\n    "é"; return 1\n', "def f():\n; return 1\n"),
+        ("def f(x):\n    return (x +  # a\n            1)\n", "def f(x):\n    return (x +\n            1)\n"),
+        ("def f(x):\n\n    return '#' + x\n", "def f(x):\n\n    return '#' + x\n"),
+    ],
+)
+def test_comments_are_cut_out_of_any_piece_of_source(text: str, left: str) -> None:
+    assert used_code._without_comments(text) == left

@@ -15,7 +15,6 @@ images/            ImageSource: images with labels, decoded by the readers
 torch_dataset.py   TorchSource: any map-style Dataset (the only module here that may import torch)
   torch_items.py     items as flat dictionaries of arrays
   torch_identity.py  what names a Dataset: what it holds, and its code
-  torch_code.py      source text, and what functions use from outside
   torch_arrays.py    digest of arrays and tensors held in memory
 arrays.py          ArraySource: trajectories of varying length in HDF5 and Zarr, Zarr grids, `.npy`
   array_layout.py    rows, one group per sample, or flat arrays with offsets

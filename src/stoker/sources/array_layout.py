@@ -14,10 +14,11 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, SourceError
+from stoker.errors import ConfigError, SourceError, arg
 from stoker.schema import Field
 from stoker.sources.containers import Container, Opened
-from stoker.sources.declared import declared_fields
+from stoker.sources.declared import declared_fields, say_left_out
+from stoker.sources.files import require_listable
 from stoker.sources.hdf5_layout import Piece, arrange, piece_field, read_dtype
 
 Layout: TypeAlias = Literal["rows", "groups", "offsets"]
@@ -79,21 +80,31 @@ def describe(
     """
     where = str(container.path)
     groups = [name for name in opened.groups() if opened.arrays(name)]
+    if wanted.layout == "groups" or (wanted.layout is None and groups):
+        if not groups:
+            raise SourceError(
+                f"{where} has no groups with arrays, so no trajectories. Use {arg('layout', 'rows')}"
+            )
+        known = set(groups)
+        say_left_out([name for name in opened.groups() if name not in known], (), where=where)
+        return _groups(container, opened, groups, wanted)
     arrays = {name: array for name, array in opened.arrays("").items() if "/" not in name or not groups}
     offsets = wanted.offsets or next((name for name in OFFSET_NAMES if name in arrays), None)
-    layout = wanted.layout or ("groups" if groups else "offsets" if offsets in arrays else "rows")
-    if layout == "groups":
-        if not groups:
-            raise SourceError(f"{where} has no groups with arrays, so no trajectories. Use layout='rows'")
-        return _groups(container, opened, groups, wanted)
+    layout = wanted.layout or ("offsets" if offsets in arrays else "rows")
     if wanted.attributes:
-        raise ConfigError(f"attributes= are read from the groups of samples, and {where} is read by {layout}")
+        raise ConfigError(
+            f"{arg('attributes')} are read from the groups of samples, and {where} is read by {layout}"
+        )
     if layout == "offsets":
         if offsets not in arrays:
             raise SourceError(
                 f"{where} has no array {offsets or ', '.join(OFFSET_NAMES)} that says where samples begin. "
-                f"Name it with offsets=; it has {', '.join(arrays) or 'no array'}"
+                f"Name it with {arg('offsets')}; it has {', '.join(arrays) or 'no array'}"
             )
+        length = arrays[offsets].shape[0] if arrays[offsets].ndim else 0
+        require_listable(length, f"{where}: {offsets!r}")
+        if absent := opened.absent(offsets, 0, length):
+            raise SourceError(f"{where}: {offsets!r}: chunk {absent} is not there. Copy or write it again")
         return _offsets(container, {name: opened.array(name) for name in arrays}, offsets, wanted)
     return _rows(container, {name: opened.array(name) for name in arrays}, wanted)
 
@@ -123,18 +134,18 @@ def _wanted_fields(
 
 
 def _make_field(
-    name: str, array: Any, axes: tuple[str, ...] | None, shape: Sequence[int], *, ragged: bool, time: bool
+    where: str, array: Any, axes: tuple[str, ...] | None, shape: Sequence[int], *, ragged: bool, time: bool
 ) -> Field:
-    """The field of one sample of stored `shape`."""
-    dtype = read_dtype(array.dtype, where=f"array {name!r}").name
+    """The field of one sample of stored `shape`; `where` names file and array."""
+    dtype = read_dtype(array.dtype, where=where).name
     if axes is None:
         if dtype == "complex64":
-            raise SourceError(f"array {name!r} is complex. Declare its axes, as fields={{{name!r}: 't x'}}")
+            raise SourceError(f"{where} is complex. Declare its axes, as {arg('fields', {'u': 't x'})}")
         found = Field(shape=tuple(shape), dtype=dtype, time=time)
     else:
-        found = piece_field(Piece(dataset=name, axes=axes, shape=tuple(shape), dtype=dtype), {})
+        found = piece_field(Piece(dataset="", axes=axes, shape=tuple(shape), dtype=dtype), {})
         if ragged and axes[0] not in ("t",) and any(axis in ("x", "y", "z") for axis in axes):
-            raise SourceError(f"array {name!r} varies along {axes[0]!r}; only time or nodes may vary")
+            raise SourceError(f"{where} varies along {axes[0]!r}; only time or nodes may vary")
     if ragged:
         return Field(shape=(-1, *found.shape[1:]), dtype=found.dtype, time=found.time, ragged=True)
     return found
@@ -157,13 +168,14 @@ def _rows(
             continue
         counts[path] = int(array.shape[0])
         own = None if axes is None else axes[1:]
-        field = _make_field(path, array, own, array.shape[1:], ragged=False, time=False)
+        named = f"{where}: array {path!r}"
+        field = _make_field(named, array, own, array.shape[1:], ragged=False, time=False)
         fields.append(ArrayField(name=name, array=path, axes=own, per_step=True, field=field))
     if len(set(counts.values())) != 1:
         listed = ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "no array of numbers"
         raise SourceError(
             f"{where}: arrays have different numbers of samples along axis 0: {listed}. "
-            "Name those that belong together with fields="
+            f"Name those that belong together with {arg('fields')}"
         )
     return Described(container=container, layout="rows", count=next(iter(counts.values()))), tuple(fields)
 
@@ -191,10 +203,12 @@ def _offsets(
         if not per_step and int(array.shape[0]) != count:
             raise SourceError(
                 f"{where}: {path!r} has {array.shape[0]:,} rows; {offsets!r} ends at {total:,} and has "
-                f"{count:,} samples. Is the file whole? Else name the arrays that belong to it with fields="
+                f"{count:,} samples. Is the file whole? Else name the arrays that belong to it with "
+                f"{arg('fields')}"
             )
         shape = (1, *array.shape[1:]) if per_step else tuple(array.shape[1:])
-        field = _make_field(path, array, axes, shape, ragged=per_step, time=per_step)
+        named = f"{where}: array {path!r}"
+        field = _make_field(named, array, axes, shape, ragged=per_step, time=per_step)
         fields.append(ArrayField(name=name, array=path, axes=axes, per_step=per_step, field=field))
     found = Described(container=container, layout="offsets", count=count, starts=starts)
     return found, tuple(fields)
@@ -223,7 +237,8 @@ def _groups(
     fields: list[ArrayField] = []
     for name, (path, axes) in chosen.items():
         array, ragged = first[path], name in varying
-        field = _make_field(path, array, axes, array.shape, ragged=ragged, time=ragged and alike)
+        named = f"{where}: array {path!r}"
+        field = _make_field(named, array, axes, array.shape, ragged=ragged, time=ragged and alike)
         fields.append(ArrayField(name=name, array=path, axes=axes, per_step=True, field=field))
     scalar = Field(shape=(), dtype="float32")
     for name in wanted.attributes:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stoker.errors import SourceError
+from stoker.errors import SourceError, arg
 from stoker.sources.array_layout import ArrayField, Described
 from stoker.sources.containers import Opened
 from stoker.sources.hdf5_open import FOREIGN_ERRORS
@@ -28,7 +28,9 @@ def placed_arrays(one: Described, opened: Opened, fields: Sequence[ArrayField]) 
             "Encode it once instead: stoker.precompute(source, None, cache_dir, name=...)"
         )
     if any(not field.array for field in fields):
-        raise SourceError(f"{path}: attributes are not served in place. Leave attributes= out, or precompute")
+        raise SourceError(
+            f"{path}: attributes are not served in place. Leave {arg('attributes')} out, or precompute"
+        )
     try:
         return PlacedPart(count=one.count, fields={f.name: _placed_field(one, opened, f) for f in fields})
     except FOREIGN_ERRORS as error:

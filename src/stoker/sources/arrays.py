@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, SourceError
+from stoker.errors import ConfigError, SourceError, StokerError, arg
 from stoker.schema import Json, Sample, Schema
 from stoker.sources.array_layout import ArrayField, Described, Layout, Wanted, describe
 from stoker.sources.array_placed import placed_arrays
 from stoker.sources.containers import Container, Opened, find_containers, open_container
-from stoker.sources.files import Paths
-from stoker.sources.hdf5_open import FOREIGN_ERRORS
+from stoker.sources.files import Paths, refuse_together, require_listable
+from stoker.sources.hdf5_open import FOREIGN_ERRORS, cause_of
 from stoker.sources.placed import PlacedPart
 from stoker.sources.protocol import Part, SourceIdentity
 from stoker.units import MIB
@@ -41,8 +41,8 @@ class ArraySource:
             None: every array of numbers, as stored.
         offsets: The array of beginnings, `(trajectories + 1,)`.
         attributes: Numbers among each group's attributes that are fields, as float32.
-        fill_missing: Take Zarr chunks that are not stored for their fill value, as zarr does when it leaves
-            out chunks of nothing else. False: such a sample cannot be read.
+        fill_missing: Take chunks that are not stored for their fill value: zarr leaves out chunks of nothing
+            else, HDF5 what was never written. False: such a sample cannot be read.
 
     The array of a `.npy` file is called `data`. Fields whose length along axis 0 varies are ragged; they have
     time where all of them vary alike, or where axes begin with `t`. float64 is read as float32.
@@ -139,7 +139,7 @@ class ArraySource:
     def keys(self) -> Sequence[str]:
         """Container and group, or row."""
         return [
-            f"{one.container.name}:{one.groups[row] if one.groups else row}"
+            f"{one.container.key}:{one.groups[row] if one.groups else row}"
             for one in self._scan()[0]
             for row in range(one.count)
         ]
@@ -173,9 +173,35 @@ class ArraySource:
 
     def _scan(self) -> tuple[tuple[Described, ...], tuple[ArrayField, ...]]:
         if self._scanned is None:
-            found = [describe(one, self._reader.opened(one), self._wanted) for one in self._containers]
+            found: list[tuple[Described, tuple[ArrayField, ...]]] = []
+            bad: list[SourceError] = []
+            for one in self._containers:
+                try:
+                    found.append(self._described(one))
+                except SourceError as error:
+                    bad.append(error)
+            refuse_together(bad, len(self._containers), f"{self._containers[0].path.parent}")
+            require_listable(sum(one.count for one, _ in found), f"{self._containers[0].path.parent}")
             self._scanned = tuple(one for one, _ in found), _common([fields for _, fields in found], found)
         return self._scanned
+
+    def _described(self, container: Container) -> tuple[Described, tuple[ArrayField, ...]]:
+        try:
+            found = describe(container, self._reader.opened(container), self._wanted)
+            if not found[0].count:
+                raise SourceError(f"{container.path} holds no sample: its arrays are empty. Leave it out")
+            require_listable(found[0].count, str(container.path))
+            if container.kind == "hdf5" and found[0].layout != "groups" and not self._fill_missing:
+                for field in found[1]:  # refuses an array of which next to nothing was written
+                    self._reader.opened(container).absent(field.array, 0, 1)
+            return found
+        except StokerError:
+            raise
+        except FOREIGN_ERRORS as error:
+            raise SourceError(
+                f"{container.path}: the description of its arrays is damaged ({type(error).__name__}: "
+                f"{error}). Copy or write the file again"
+            ) from cause_of(error)
 
 
 def _common(
@@ -193,7 +219,7 @@ def _common(
             raise SourceError(
                 f"{described.container.path} has fields {', '.join(other)} by {described.layout}, "
                 f"{found[0][0].container.path} has {', '.join(first)} by {found[0][0].layout}. "
-                "Name the fields with fields=, or give only files of one kind"
+                f"Name the fields with {arg('fields')}, or give only files of one kind"
             )
         for name, field in other.items():
             first[name] = _merged(first[name], field, described)
@@ -300,6 +326,7 @@ class _Reader:
         if one.layout == "groups":
             array = self._array(one, f"{one.groups[row]}/{field.array}")
             if not array.ndim:
+                self._require_stored(one, f"{one.groups[row]}/{field.array}", (0, 1), where)
                 return np.asarray(array[()])
             low, high, _ = cut.indices(array.shape[0])
             return self._rows(one, f"{one.groups[row]}/{field.array}", array, (low, max(low, high)), where)
@@ -310,16 +337,19 @@ class _Reader:
             return self._rows(one, field.array, array, (begin + low, begin + max(low, high)), where)
         return self._rows(one, field.array, array, (row, row + 1), where)[0][cut if array.ndim > 1 else ()]
 
+    def _require_stored(self, one: Described, name: str, rows: tuple[int, int], where: str) -> None:
+        if not self._fill_missing and (absent := self.opened(one.container).absent(name, *rows)):
+            raise SourceError(
+                f"{where}: chunk {absent} is not there. Copy or write it again; if it was left out because "
+                f"it holds nothing but the fill value, give {arg('fill_missing', True)}"
+            )
+
     def _rows(self, one: Described, name: str, array: Any, rows: tuple[int, int], where: str) -> NDArray[Any]:
         """Rows along axis 0, through the chunks that were read last."""
         low, high = rows
         if low == high:
             return np.empty((0, *array.shape[1:]), array.dtype)
-        if not self._fill_missing and (absent := self.opened(one.container).absent(name, low, high)):
-            raise SourceError(
-                f"{where}: chunk {absent} is not there. Copy the folder again; if it was left out because it "
-                "holds nothing but the fill value, give fill_missing=True"
-            )
+        self._require_stored(one, name, rows, where)
         chunks = getattr(array, "chunks", None)
         size = array.dtype.itemsize * int(np.prod(array.shape[1:], dtype=np.int64))
         if not chunks or one.layout == "groups" or chunks[0] * size > BLOCK_BYTES:

@@ -11,6 +11,7 @@ its row.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, SourceError
+from stoker.errors import ConfigError, SourceError, arg
 from stoker.schema import Field, Sample
 from stoker.sources.given import listed
 from stoker.sources.hdf5_layout import read_dtype
+
+_log = logging.getLogger("stoker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,8 @@ class ArrowField:
     field: Field
     dtype: np.dtype[Any]
     """What values become."""
+    narrowed: bool
+    """Whether they have more digits in the table."""
 
 
 def import_arrow(what: str) -> Any:
@@ -100,8 +105,10 @@ def fields_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> tupl
     if twice := sorted({name for name in every if every.count(name) > 1}):
         raise SourceError(
             f"{where}: {', '.join(twice)} is there twice: members of a struct are named STRUCT.MEMBER. "
-            "Rename one, or leave it out with columns="
+            f"Rename one, or leave it out with {arg('columns', setting='data.parquet.columns')}"
         )
+    if narrowed := [field.name for field in found if field.narrowed]:
+        _log.warning("%s: float64 is read as float32: %s", where, ", ".join(narrowed))
     return tuple(found)
 
 
@@ -120,12 +127,14 @@ def _walk(name: str, path: tuple[str, ...], kind: Any) -> Iterator[ArrowField | 
     if found is None:
         yield str(kind)
     else:
-        yield ArrowField(name=name, path=path, field=found[0], dtype=found[1])
+        field, dtype, narrowed = found
+        yield ArrowField(name=name, path=path, field=field, dtype=dtype, narrowed=narrowed)
 
 
-def _field(kind: Any, types: Any) -> tuple[Field, np.dtype[Any]] | None:
+def _field(kind: Any, types: Any) -> tuple[Field, np.dtype[Any], bool] | None:
+    """Return the field of a column, what its values become, and whether they lose digits so."""
     if types.is_binary(kind) or types.is_large_binary(kind):
-        return Field(shape=(-1,), dtype="uint8", ragged=True), np.dtype(np.uint8)
+        return Field(shape=(-1,), dtype="uint8", ragged=True), np.dtype(np.uint8), False
     shape: list[int] = []
     if (own := getattr(kind, "shape", None)) and hasattr(kind, "value_type"):  # a tensor of a fixed shape
         shape, kind = list(own), kind.value_type
@@ -142,12 +151,18 @@ def _field(kind: Any, types: Any) -> tuple[Field, np.dtype[Any]] | None:
     if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
         return None
     try:
-        dtype = read_dtype(np.dtype(kind.to_pandas_dtype()), where="")
+        stored = np.dtype(kind.to_pandas_dtype())
+        # One number keeps all its digits: a time since 1970 has more than float32 holds.
+        dtype = read_dtype(stored, where="") if shape or stored != np.float64 else stored
     except SourceError:
         return None
     if -1 in shape[1:]:
         return None
-    return Field(shape=tuple(shape), dtype=dtype.name, ragged=-1 in shape), dtype
+    return (
+        Field(shape=tuple(shape), dtype=dtype.name, ragged=-1 in shape),
+        dtype,
+        dtype != stored == np.float64,
+    )
 
 
 def sample_of(table: Any, row: int, fields: Sequence[ArrowField], *, where: str) -> Sample:
@@ -191,5 +206,5 @@ def _value(value: Any, field: ArrowField, where: str) -> NDArray[Any]:
     flat = np.asarray(values.to_numpy(zero_copy_only=False)).astype(dtype)
     each = math.prod(size for size in shape if size >= 0)
     if len(flat) % each if field.field.ragged else len(flat) != each:
-        raise SourceError(f"{where} has {len(flat)} numbers, its shape is {shape}. Mend or leave out the row")
+        raise SourceError(f"{where} has {len(flat)} numbers, its shape is {shape}. Fix or leave out the row")
     return flat.reshape(shape)

@@ -7,7 +7,6 @@ first Zarr folder is opened.
 from __future__ import annotations
 
 import os
-import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +16,29 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import h5py  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
+from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, SourceError
-from stoker.sources.files import SUFFIXES, Paths, natural_key
-from stoker.sources.hdf5_open import FOREIGN_ERRORS, cause_of, open_file, require_inside
+from stoker.sources.files import (
+    SUFFIXES,
+    Paths,
+    entries_of_pattern,
+    is_pattern,
+    leave_out,
+    list_folder,
+    natural_key,
+    usable_files,
+    why_unreadable,
+)
+from stoker.sources.hdf5_open import (
+    FOREIGN_ERRORS,
+    cause_of,
+    open_file,
+    refuse_pipes,
+    require_filters,
+    require_inside,
+    unwritten_rows,
+)
 from stoker.sources.protocol import FileRef
 
 Kind: TypeAlias = Literal["hdf5", "zarr", "npy"]
@@ -28,7 +46,8 @@ ZARR_MARKS = (".zgroup", ".zarray", "zarr.json")
 """One of these lies in every Zarr folder, of format 2 and 3."""
 ZIPPED = ".zarr.zip"
 """Ends the name of a Zarr folder that was put into one file."""
-_MAGIC = re.compile(r"[*?\[]")
+_HOLES = 1000
+"""Arrays of an HDF5 file of which is remembered what was not written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +58,8 @@ class Container:
     """Relative to the root of the source, with `/`."""
     path: Path
     kind: Kind
+    key: str
+    """What it is called in keys of samples: relative to the folder or pattern that it was found by."""
 
     def files(self) -> tuple[FileRef, ...]:
         """All files whose bytes decide what it holds, in the order of their names."""
@@ -85,49 +106,86 @@ def find_containers(path: Paths) -> list[Container]:
         SourceError: Nothing is there, or one is named twice.
     """
     given = [path] if isinstance(path, str | os.PathLike) else [*path]
-    found: list[tuple[Path, Kind]] = []
+    found: list[tuple[Path, Kind, str]] = []
     for item in given:
-        found += _expand(Path(os.path.abspath(Path(item).expanduser())))  # noqa: PTH100 - links stay
-    paths = [one for one, _ in found]
+        own, inside = _expand(Path(os.path.abspath(Path(item).expanduser())))  # noqa: PTH100 - links stay
+        for one, kind in inside:
+            found.append((one, kind, one.relative_to(own).as_posix()))
+    paths = [one for one, _, _ in found]
     if not paths:
         raise SourceError("the list of files is empty. Give at least one HDF5, Zarr or .npy path")
     if len(set(paths)) < len(paths):
         raise SourceError(f"{next(p for p in paths if paths.count(p) > 1)} is named twice. Give it once")
     root = Path(os.path.commonpath([one.parent for one in paths]))
-    return [Container(name=one.relative_to(root).as_posix(), path=one, kind=kind) for one, kind in found]
+    return [
+        Container(name=one.relative_to(root).as_posix(), path=one, kind=kind, key=key)
+        for one, kind, key in found
+    ]
 
 
-def _expand(path: Path) -> list[tuple[Path, Kind]]:
+def _expand(path: Path) -> tuple[Path, list[tuple[Path, Kind]]]:
+    """The folder that names in keys are relative to, and the containers."""
     if (kind := kind_of(path)) is not None:
-        return [(path, kind)]
+        return path.parent, [(path, kind)]
     if path.is_dir():
-        inside = sorted(path.iterdir(), key=lambda one: natural_key(one.name))
-    elif _MAGIC.search(str(path)):
-        plain = next(i for i, part in enumerate(path.parts) if _MAGIC.search(part))
-        root = Path(*path.parts[:plain])
-        inside = sorted(root.glob("/".join(path.parts[plain:])), key=lambda one: natural_key(str(one)))
+        root, inside = path, list_folder(path)
+        # What is no data does not belong to the source, but data one level down may have been meant.
+        known = [one for one in inside if _is_named(one)]
+        others = [one for one in inside if one.is_dir() and not _is_named(one)]
+        left = {one: "a folder: give a pattern to read it" for one in others if _has_data(one)}
+    elif is_pattern(path):
+        root, inside = entries_of_pattern(path)
+        known = [one for one in inside if _is_named(one)]
+        left = {one: "no data by its name" for one in inside if not _is_named(one)}
     else:
-        what = "is no HDF5 file, Zarr folder or .npy file" if path.exists() else "does not exist"
+        why = f"is {why_unreadable(path) or 'no HDF5 file, Zarr folder or .npy file'}"
+        what = why if os.path.lexists(path) else "does not exist"
         raise SourceError(f"{path} {what}. Check the path, or give a folder or pattern")
-    found: list[tuple[Path, Kind]] = []
-    for one in inside:
-        if (own := kind_of(one)) is not None:
-            found.append((one, own))
-    if not found:
+    if not known:
         raise SourceError(f"{path}: no HDF5 file, Zarr folder or .npy file is there. Check the path")
-    return found
+    for one in known:
+        if one.is_dir() and kind_of(one) is None:
+            list_folder(one)  # says it if that is why
+            raise SourceError(
+                f"{one} has none of {', '.join(ZARR_MARKS)}, so it is no Zarr folder. Copy it again, or "
+                "remove it"
+            )
+    leave_out(str(path), left)
+    files = [one for one in known if not one.is_dir()]
+    kept = set(usable_files(files, str(path))) if files else set[Path]()
+    return root, [(one, kind) for one in known if one in kept or one.is_dir() if (kind := kind_of(one))]
+
+
+def _has_data(folder: Path) -> bool:
+    """Whether a folder holds data; one that cannot be listed, as `lost+found`, is not known to."""
+    try:
+        return any(map(kind_of, list_folder(folder)))
+    except SourceError:
+        return False
+
+
+def _is_named(path: Path) -> bool:
+    """Whether an entry is data by its name, or is a Zarr folder."""
+    if path.is_dir():
+        return path.suffix.lower() == ".zarr" or kind_of(path) is not None
+    return path.name.lower().endswith((*SUFFIXES, ".npy", ZIPPED))
 
 
 def kind_of(path: Path) -> Kind | None:
     """What a path holds, by its suffix, or a Zarr folder by what lies in it; None: nothing known."""
     if path.is_dir():
-        return "zarr" if any((path / mark).is_file() for mark in ZARR_MARKS) else None
-    if not path.is_file():
+        return "zarr" if any(_is_file(path / mark) for mark in ZARR_MARKS) else None
+    if not _is_file(path):
         return None
     if path.name.lower().endswith(ZIPPED):
         return "zarr"
     suffix = path.suffix.lower()
     return "hdf5" if suffix in SUFFIXES else "npy" if suffix == ".npy" else None
+
+
+def _is_file(path: Path) -> bool:
+    """As `Path.is_file`, which raises an error where the folder may not be entered."""
+    return os.path.isfile(path)  # noqa: PTH113
 
 
 def open_container(container: Container) -> Opened:
@@ -146,28 +204,28 @@ class _HDF5:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = open_file(path)
+        refuse_pipes(self._file)
+        self._holes: dict[str, NDArray[np.bool_] | None] = {}
 
     def groups(self) -> Sequence[str]:
         names = [name for name in self._file if self._file.get(name, getclass=True) is h5py.Group]
         return sorted(names, key=natural_key)
 
     def arrays(self, group: str) -> Mapping[str, Any]:
-        found: dict[str, Any] = {}
-
-        def note(name: str, item: Any) -> None:
-            if isinstance(item, h5py.Dataset):
-                found[name] = item
-
         try:
-            (self._file[group] if group else self._file).visititems(note)
+            found = dict(_datasets_below(self._file[group or "/"]))
         except FOREIGN_ERRORS as error:
             raise SourceError(f"{self._path}: group {group!r} cannot be read ({error})") from cause_of(error)
+        for name, dataset in found.items():  # the shape of a virtual one would be looked up in other files
+            if dataset.chunks is None and dataset.is_virtual:
+                require_inside(self._file, f"{group}/{name}" if group else name, where=str(self._path))
         return found
 
     def array(self, name: str) -> Any:
         try:
-            require_inside(self._file, name, where=str(self._path))
-            return self._file[name]
+            dataset = require_inside(self._file, name, where=str(self._path))
+            require_filters(dataset, where=f"{self._path}: dataset {name!r}")
+            return dataset
         except FOREIGN_ERRORS as error:
             if isinstance(error, SourceError):
                 raise
@@ -179,10 +237,50 @@ class _HDF5:
         return dict((self._file[group] if group else self._file).attrs)
 
     def absent(self, name: str, low: int, high: int) -> str | None:
-        return None  # HDF5 knows its chunks itself
+        """By what was written: HDF5 gives other rows as zeros or the fill value."""
+        if name not in self._holes:
+            dataset = require_inside(self._file, name, where=str(self._path))
+            self._holes = {} if len(self._holes) > _HOLES else self._holes  # one for each group
+            self._holes[name] = unwritten_rows(dataset, 0 if dataset.ndim else None)
+        holes = self._holes[name]
+        if holes is None or not (bad := np.flatnonzero(holes[low:high])).size:
+            return None
+        return f"of row {low + int(bad[0])}"
 
     def close(self) -> None:
         self._file.close()
+
+
+def _datasets_below(group: Any) -> Iterator[tuple[str, Any]]:
+    """Datasets of a group at any depth, each once, in the order of their names.
+
+    As `visititems` gives them, which looks up each by its path from the top: 5,000 groups in one another took
+    it minutes.
+    """
+
+    def members(prefix: str, inside: Any) -> Iterator[tuple[str, Any]]:
+        for name in sorted(inside, key=os.fsencode):
+            if isinstance(inside.get(name, getlink=True), h5py.HardLink):
+                yield f"{prefix}{name}", inside[name]
+
+    def place(item: Any) -> tuple[int, int]:
+        info = h5py.h5o.get_info(item.id)  # pyright: ignore[reportAttributeAccessIssue]
+        return info.fileno, info.addr
+
+    seen = {place(group)}
+    stack = [members("", group)]
+    while stack:
+        if (one := next(stack[-1], None)) is None:
+            stack.pop()
+            continue
+        name, item = one
+        if place(item) in seen:
+            continue
+        seen.add(place(item))
+        if isinstance(item, h5py.Dataset):
+            yield name, item
+        elif isinstance(item, h5py.Group):
+            stack.append(members(f"{name}/", item))
 
 
 class _Zarr:
@@ -246,7 +344,8 @@ class _Zarr:
         array = self.array(name)
         sizes: Sequence[int] = getattr(array, "shards", None) or array.chunks
         counts = [-(-length // size) for length, size in zip(array.shape, sizes, strict=True)]
-        ranges = [range(low // sizes[0], -(-high // sizes[0])), *(range(count) for count in counts[1:])]
+        ranges = [range(count) for count in counts]
+        ranges[:1] = [range(low // size, -(-high // size)) for size in sizes[:1]]
         for place in np.ndindex(*(len(one) for one in ranges)):
             key = array.metadata.encode_chunk_key(tuple(r[i] for r, i in zip(ranges, place, strict=True)))
             name = PurePosixPath(array.path, key).as_posix()
@@ -291,7 +390,7 @@ class _Npy:
         self._path = path
         try:
             self._array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, OSError, EOFError) as error:
+        except FOREIGN_ERRORS as error:
             raise SourceError(f"{path} is no readable .npy file ({error}). Write it again") from error
 
     def groups(self) -> Sequence[str]:

@@ -1,19 +1,27 @@
 """Which files a source is made of, in which order, and what their names say.
 
 Names carry meaning in simulation archives: `burgers1d_train_003.h5` is a shard of a split and
-`1D_Burgers_Sols_Nu0.01.hdf5` holds a parameter. All reading of names happens here; no file is opened.
+`1D_Burgers_Sols_Nu0.01.hdf5` holds a parameter. All reading of names happens here, and `open_regular` opens
+files of any kind. A process that reads for somebody else is confined to some paths (`confine_sources`).
 """
 
 from __future__ import annotations
 
+import errno
+import io
+import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+import stat
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import TypeAlias, cast
+from typing import NoReturn, TypeAlias, cast
 
 from stoker.errors import SourceError, SplitError
+from stoker.units import format_bytes
 
 Paths: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 """A file, a folder, a glob pattern, or a list of these."""
@@ -22,7 +30,16 @@ SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5")
 _MAGIC = re.compile(r"[*?\[]")
 _PARAMETER = re.compile(r"([A-Za-z]+)(-?\d+\.\d*(?:[eE][-+]?\d+)?|-?\d+[eE][-+]?\d+)")
 _RANK = re.compile(r"(?<!\d)([123])[dD](?![A-Za-z0-9])")
+_APPLE_DOUBLE = b"\x00\x05\x16\x07"
+_LISTED_BYTES = 100
+"""What the name of one sample takes in memory."""
+_NAMED = 20
+"""Entries that a message names, at most."""
+_confined: tuple[PurePosixPath, ...] | None = None
 _ALIASES = {"training": "train", "valid": "val", "validation": "val", "testing": "test"}
+_SPLITS = ("train", "val", "test")
+
+_log = logging.getLogger("stoker")
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
@@ -40,15 +57,29 @@ def find_files(
 ) -> tuple[Path, list[Path]]:
     """All files of a kind behind `path`, and the root their names are relative to.
 
-    A folder or a pattern gives its files in natural order; a list keeps its own order.
+    A folder or a pattern gives its files in natural order; a list keeps its own order. What a folder or a
+    pattern gives and `usable_files` leaves out is named in a warning.
 
     Returns:
         The root (absolute) and the files (absolute, at least one).
     Raises:
-        SourceError: Nothing is there, a file is empty, or one is named twice.
+        SourceError: Nothing is there, an entry cannot be read, a named file is empty, or one is named twice.
+    """
+    root, files, _ = find_keyed_files(path, suffixes=suffixes, what=what)
+    return root, files
+
+
+def find_keyed_files(
+    path: Paths, *, suffixes: tuple[str, ...] = SUFFIXES, what: str = "HDF5"
+) -> tuple[Path, list[Path], list[str]]:
+    """As `find_files`, and what each file is called in keys of samples.
+
+    That is its name relative to the folder, the pattern or the file that `path` names it by, and not to the
+    folder that all files share: a file of another folder would change that one, and with it the splits.
     """
     if isinstance(path, str | os.PathLike):
-        root, files = _expand(Path(path), suffixes, what)
+        found = [_expand(Path(path), suffixes, what)]
+        root = found[0][0]
     else:
         items = cast("list[object]", [*path] if isinstance(cast("object", path), Iterable) else [path])
         named = [item for item in items if isinstance(item, str | os.PathLike)]
@@ -59,15 +90,16 @@ def find_files(
         found = [_expand(Path(item), suffixes, what) for item in named]
         if not found:
             raise SourceError(f"the list of files is empty. Give at least one {what} file, folder or pattern")
-        files = [file for _, some in found for file in some]
-        root = found[0][0] if len(found) == 1 else Path(os.path.commonpath([file.parent for file in files]))
+        folders = [file.parent for _, some in found for file in some]
+        root = found[0][0] if len(found) == 1 else Path(os.path.commonpath(folders))
+    files = [file for _, some in found for file in some]
     if len(set(files)) < len(files):
         twice = next(file for index, file in enumerate(files) if file in files[:index])
         raise SourceError(f"{twice} is named twice. Give each file once")
     for file in files:
-        if file.stat().st_size == 0:
+        if file.stat().st_size == 0:  # one that was named: others are left out with a warning
             raise SourceError(f"{file} is empty (0 bytes). Copy or download it again, or leave it out")
-    return root, files
+    return root, files, [file.relative_to(own).as_posix() for own, some in found for file in some]
 
 
 def _expand(path: Path, suffixes: tuple[str, ...], what: str) -> tuple[Path, list[Path]]:
@@ -75,25 +107,231 @@ def _expand(path: Path, suffixes: tuple[str, ...], what: str) -> tuple[Path, lis
     if path.is_file():
         return path.parent, [path]
     if path.is_dir():
-        files = [file for file in path.rglob("*") if file.suffix.lower() in suffixes and file.is_file()]
-        if not files:
+        found = [file for file in entries_below(path) if file.suffix.lower() in suffixes]
+        if not found:
             raise SourceError(
                 f"{path} holds no {what} file ({', '.join(suffixes)}). Name the files or a pattern"
             )
-        return path, sorted(files, key=lambda file: natural_key(str(file)))
+        return path, usable_files(found, str(path))
     if os.path.lexists(path):
-        found = "a pipe or a device" if path.exists() else "a link to a file that is not there"
-        raise SourceError(f"{path} is {found}. Expected a file ({what}), a folder or a pattern")
-    if not _MAGIC.search(str(path)):
+        raise SourceError(
+            f"{path} is {why_unreadable(path)}. Expected a file ({what}), a folder or a pattern"
+        )
+    if not is_pattern(path):
         raise SourceError(
             f"{path} does not exist{_nearby(path, suffixes)}. Check the path, or give a folder or pattern"
         )
+    root, found = entries_of_pattern(path)
+    folders = [entry for entry in found if entry.is_dir()]
+    if len(folders) == len(found):
+        only = f" ({len(folders)} folders do)" if folders else ""
+        raise SourceError(f"no file matches {path}{only}. Check the pattern; {root} was searched")
+    leave_out(str(path), dict.fromkeys(folders, "a folder"))
+    return root, usable_files([entry for entry in found if entry not in set(folders)], str(path))
+
+
+def is_pattern(path: Path) -> bool:
+    """Whether a path has one of the characters `*?[`.
+
+    >>> is_pattern(Path("runs/*/data.h5")), is_pattern(Path("data.h5"))
+    (True, False)
+    """
+    return _MAGIC.search(str(path)) is not None
+
+
+def entries_below(folder: Path) -> list[Path]:
+    """All entries below a folder that are not folders, in natural order.
+
+    A link to a folder elsewhere is not followed; a warning names it.
+
+    Raises:
+        SourceError: A folder cannot be listed.
+    """
+    found: list[Path] = []
+    links: dict[Path, str] = {}
+    for place, folders, names in os.walk(folder, onerror=_refuse_folder):
+        found.extend(Path(place, name) for name in names)
+        for name in folders:
+            link = Path(place, name)
+            if link.is_symlink() and not link.resolve().is_relative_to(folder.resolve()):
+                links[link] = "a link to another folder: name that folder as well"
+    leave_out(str(folder), links)
+    return sorted(found, key=lambda entry: natural_key(str(entry)))
+
+
+def entries_of_pattern(path: Path) -> tuple[Path, list[Path]]:
+    """The folder that a pattern is searched in, and all entries that match it, in natural order.
+
+    They are those of `Path.glob`, hidden ones among them.
+
+    Raises:
+        SourceError: A folder cannot be listed.
+    """
     plain = next(index for index, part in enumerate(path.parts) if _MAGIC.search(part))
-    root, pattern = Path(*path.parts[:plain]), "/".join(path.parts[plain:])
-    files = sorted((file for file in root.glob(pattern) if file.is_file()), key=lambda f: natural_key(str(f)))
+    root = Path(*path.parts[:plain])
+    found = dict.fromkeys(_matches(root, path.parts[plain:])) if root.is_dir() else {}
+    return root, sorted(found, key=lambda entry: natural_key(str(entry)))
+
+
+def _matches(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """Entries below a folder that match the parts of a pattern. `Path.glob` hides folders it cannot list."""
+    part, rest = parts[0], parts[1:]
+    if part == "**":
+        for place, _, _ in os.walk(folder, onerror=_refuse_folder):
+            yield from _matches(Path(place), rest) if rest else ()
+        return
+    if _MAGIC.search(part):
+        found = [entry for entry in list_folder(folder) if fnmatchcase(entry.name, part)]
+    else:
+        found = [folder / part] if os.path.lexists(folder / part) else []
+    for entry in found:
+        if not rest or (entry.is_symlink() and not entry.exists()):
+            yield entry
+        elif entry.is_dir():
+            yield from _matches(entry, rest)
+
+
+def list_folder(folder: Path) -> list[Path]:
+    """The entries of a folder, in natural order.
+
+    Raises:
+        SourceError: It cannot be listed.
+    """
+    try:
+        return sorted(folder.iterdir(), key=lambda entry: natural_key(entry.name))
+    except OSError as error:
+        _refuse_folder(error)
+
+
+def _refuse_folder(error: OSError) -> NoReturn:
+    raise SourceError(
+        f"{error.filename} cannot be read: {error.strerror}. Change its permissions, or name files instead"
+    ) from error
+
+
+def usable_files(found: Sequence[Path], where: str) -> list[Path]:
+    """Those of the entries that a folder or a pattern gives which are data; a warning names the others.
+
+    Left out are empty files, what macOS puts next to a file (`._x.h5`), and links to a file of the same split
+    that is among the entries itself.
+
+    Args:
+        found: Entries that are no folders.
+        where: Names the folder or the pattern.
+
+    Raises:
+        SourceError: An entry is a pipe, a device or a link to nothing; all of them are named. Or no file is
+            left.
+    """
+    bad = {entry: why for entry in found if (why := why_unreadable(entry)) is not None}
+    if bad:
+        raise SourceError(
+            f"{where}: {len(bad)} of {len(found)} entries cannot be read: {_listed(bad)}. Remove them, or "
+            "give a list of files or a pattern without them"
+        )
+    left = {entry: why for entry in found if (why := _no_data(entry)) is not None}
+    files = [entry for entry in found if entry not in left]
     if not files:
-        raise SourceError(f"no file matches {path}. Check the pattern; {root} was searched")
-    return root, files
+        raise SourceError(f"{where}: no file holds data: {_listed(left)}. Copy or download them again")
+    links = [entry for entry in files if entry.is_symlink()]
+    there = {entry.resolve() for entry in files if not entry.is_symlink()} if links else set[Path]()
+    for link in links:
+        target = link.resolve()
+        # A file that serves two splits by a link (test as val) is wanted in both.
+        if target in there and split_of(link.name, _SPLITS) == split_of(target.name, _SPLITS):
+            left[link] = f"a link to {target.name}, which is read itself"
+    leave_out(where, left)
+    return [entry for entry in files if entry not in left]
+
+
+def leave_out(where: str, left: Mapping[Path, str]) -> None:
+    """Say which entries are not read, in one warning; nothing where there are none."""
+    if left:
+        _log.warning("%s: not read (%d): %s", where, len(left), _listed(left))
+
+
+def refuse_together(bad: Sequence[SourceError], total: int, where: str) -> None:
+    """Raise one error for all files that cannot be used, so that they are put right in one go.
+
+    Args:
+        bad: The error of each such file, which names it.
+        total: Files that were looked at.
+        where: Names the source.
+
+    Raises:
+        SourceError: There is one.
+    """
+    if not bad:
+        return
+    if total == 1:
+        raise bad[0]
+    more = f"\n  and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+    raise SourceError(
+        f"{where}: {len(bad)} of {total} files cannot be used. Put them right as said below, or give a list "
+        "of files or a pattern without them\n  " + "\n  ".join(error.marked for error in bad[:_NAMED]) + more
+    ) from (bad[0].__cause__ or bad[0])
+
+
+def require_listable(count: int, where: str) -> None:
+    """Refuse more samples than memory has room for their names alone, which a few bytes in a file can state.
+
+    Raises:
+        SourceError: There are too many.
+    """
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed_bytes = count * _LISTED_BYTES
+    if needed_bytes > memory_bytes:
+        raise SourceError(
+            f"{where} states {count:,} samples, whose names alone take {format_bytes(needed_bytes)}; memory "
+            f"is {format_bytes(memory_bytes)}. Is the shape right? Else give it in parts"
+        )
+
+
+def _listed(entries: Mapping[Path, str]) -> str:
+    more = f" and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
+    return "; ".join(f"{entry} ({why})" for entry, why in [*entries.items()][:_NAMED]) + more
+
+
+def why_unreadable(path: Path) -> str | None:
+    """Why an entry cannot be read as a file; None where it can, or is a folder."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            return "a link to a file that is not there"
+        return "a link that leads to itself" if error.errno == errno.ELOOP else f"{error.strerror}"
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return None
+    return "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+
+
+def _no_data(path: Path) -> str | None:
+    """Why a file holds no data, as far as that is seen without reading it as its format; None: it may."""
+    if path.stat().st_size == 0:
+        return "empty, 0 bytes"
+    if path.name.startswith("._"):
+        with path.open("rb") as file:
+            return "written by macOS, no data" if file.read(4) == _APPLE_DOUBLE else None
+    return None
+
+
+def open_regular(path: Path) -> io.FileIO:
+    """Open a file for reading, without a buffer; a pipe in its place does not hang.
+
+    Raises:
+        SourceError: It is a pipe, a device or a folder, or outside of the paths of `confine_sources`.
+        OSError: It cannot be opened.
+    """
+    # O_NONBLOCK: opening a pipe would else wait for a process that writes into it.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        check_opened(fd, path)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise SourceError(f"{path} is not a regular file. Put the file there, or leave it out")
+        return io.FileIO(fd)
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def _nearby(path: Path, suffixes: tuple[str, ...]) -> str:
@@ -117,14 +355,16 @@ def resolve_files(root: str | os.PathLike[str], task: str, split: str | None = N
     folder = Path(root).expanduser()
     if not folder.is_dir():
         raise SourceError(f"data.root {folder} is not a folder. Point data.root at it, or name data.files")
-    names = [file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file()]
+    names = [file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES and not file.is_dir()]
     names.sort(key=lambda file: natural_key(file.name))
+    own = [file for file in names if file.stem == task or file.stem.startswith(f"{task}_")]
+    usable = usable_files(own, f"{folder}/{task}") if own else []
     divided: dict[str, list[Path]] = {}
     whole: list[Path] = []
-    for file in names:
+    for file in usable:
         if file.stem == task:
             whole.append(file)
-        elif file.stem.startswith(f"{task}_"):
+        else:
             divided.setdefault(canonical_split(file.stem[len(task) + 1 :].split("_")[0]), []).append(file)
     if split is None:
         known = [name for name in ("train", "val", "test") if name in divided]
@@ -227,3 +467,72 @@ def space_rank(stem: str) -> int | None:
 def stamp_of(status: os.stat_result) -> tuple[int, ...]:
     """Size, times, device and inode: what a write to a file, or another file in its place, changes."""
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino
+
+
+def confine_sources(paths: Iterable[str | os.PathLike[str]] | None) -> None:
+    """Have this process, and the readers that it starts, read source files at or below `paths` alone.
+
+    Every HDF5 file, image, tar file and SQLite database is checked once it is open, so a folder that somebody
+    swaps for a symbolic link after its name was checked leads nowhere.
+
+    Args:
+        paths: Real paths of files and folders, without a symbolic link on the way; None: no such limit.
+    """
+    global _confined  # noqa: PLW0603 - as a working directory, it holds for the process
+    _confined = None if paths is None else tuple(PurePosixPath(path) for path in paths)
+
+
+def confined_sources() -> list[str] | None:
+    """Return the paths of `confine_sources`; None where it was not called."""
+    return None if _confined is None else [str(path) for path in _confined]
+
+
+def check_opened(fd: int, path: str | os.PathLike[str]) -> None:
+    """Refuse an open source file or folder that is not below the paths of `confine_sources`.
+
+    The kernel says where an open descriptor is. A path may be swapped between its check and its opening.
+
+    Args:
+        fd: The descriptor.
+        path: What was opened, for the message.
+    Raises:
+        SourceError: It is elsewhere.
+    """
+    if _confined is not None and not _is_inside(fd):
+        raise SourceError(
+            f"{os.fspath(path)} leads out of the data set by a symbolic link. Put the file itself there, and "
+            "register the data set by its real path"
+        )
+
+
+def descriptors() -> set[tuple[int, str]]:
+    """Return what this process has open: numbers and names; nothing where it is not confined."""
+    found: set[tuple[int, str]] = set()
+    for number in () if _confined is None else Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed since it was listed
+            found.add((int(number.name), str(number.readlink())))
+    return found
+
+
+def check_opened_since(before: set[tuple[int, str]], path: str | os.PathLike[str]) -> None:
+    """As `check_opened`, for a library that does not tell its descriptor.
+
+    Args:
+        before: `descriptors()` before the library opened the file.
+        path: What it opened.
+    Raises:
+        SourceError: None of the new descriptors is that file.
+    """
+    # SQLite takes a descriptor again that it kept for the same file: then there is no new one.
+    candidates = descriptors() - before or before
+    if not any(_is_inside(fd) for fd, _ in candidates):
+        check_opened(-1, path)
+
+
+def _is_inside(fd: int) -> bool:
+    try:
+        # "(deleted)": a file that was replaced since it was opened
+        name = str(Path(f"/proc/self/fd/{fd}").readlink()).removesuffix(" (deleted)")
+    except OSError:
+        return False
+    return any(PurePosixPath(name).is_relative_to(allowed) for allowed in _confined or ())

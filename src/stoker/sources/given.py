@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsIndex, cast
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, arg
 
 
 def given_names(what: str, value: object, of: str, *, least: int = 1) -> tuple[str, ...]:
@@ -51,7 +51,7 @@ def check_texts(**given: object) -> None:
     """
     for what, value in given.items():
         if value is not None and not isinstance(value, str):
-            raise ConfigError(f"{what} is {value!r}. Expected text, as {what}='...', or None")
+            raise ConfigError(f"{what} is {value!r}. Expected text, as {arg(what, '...')}, or None")
 
 
 def check_path(what: str, value: object) -> None:
@@ -91,7 +91,8 @@ def check_splits(split: object, splits: object, seed: object) -> None:
     for name, share in shares.items():
         if not isinstance(name, str) or isinstance(share, bool) or not isinstance(share, int | float):
             raise ConfigError(
-                f"splits is {splits!r}. Expected fractions by name, as splits={{'train': 0.8, 'val': 0.2}}"
+                f"splits is {splits!r}. Expected fractions by name, as "
+                f"{arg('splits', {'train': 0.8, 'val': 0.2})}"
             )
 
 

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, arg
 from stoker.schema import Json, Sample, Schema, digest_json
-from stoker.sources.files import Paths, find_files
+from stoker.sources.files import Paths, find_keyed_files
 from stoker.sources.given import check_splits
 from stoker.sources.hdf5_blocks import BlockReader, Place, block_bytes, run_length
 from stoker.sources.hdf5_layout import Piece, arrange, channel_names, layout_to_json, sample_axes
@@ -38,8 +38,9 @@ class HDF5Source:
     Args:
         path: A file, a folder, a glob pattern, or a list of these.
         preset: `"pdebench"` or `"well"`; None: detected from the first file's contents.
-        fields: Without a preset, the datasets and their axes, `{"latent": "n l d", "u": "run/u: n t x"}`;
-            with `"pdebench"`, axes for datasets whose layout the file does not tell, `{"data": "n t x c"}`.
+        fields: Without a preset, the datasets and their axes, `{"latent": "n l d", "u": "run/u: n t x"}`, and
+            parameters of the files, without axes, `{"Nu": ""}`. With `"pdebench"`, axes for datasets whose
+            layout the file does not tell, `{"data": "n t x c"}`.
         split: `"train"`, `"val"`, `"test"` or another name; None: all samples.
         splits: Fractions, for data without a file per split; absent: 0.8/0.1/0.1.
         seed: Seed of the cut into fractions.
@@ -68,15 +69,18 @@ class HDF5Source:
         if preset not in {None, "pdebench", "well"}:
             raise ConfigError(f"preset {preset!r} is unknown. Presets are 'pdebench' and 'well'")
         if preset == "well" and fields:
-            raise ConfigError("preset 'well' reads axes from the file, so fields= has no meaning. Drop one")
+            raise ConfigError(
+                f"preset 'well' reads axes from the file, so {arg('fields')} has no meaning. Drop one"
+            )
         check_splits(split, splits, seed)
         strides = dict(subsample or {})
         if any(axis not in {"t", "x", "y", "z"} or step < 1 for axis, step in strides.items()):
             raise ConfigError(f"subsample {strides} must map t, x, y or z to steps of at least 1")
-        root, paths = find_files(path)
+        root, paths, keys = find_keyed_files(path)
         self._wanted = Wanted(
             root=root,
             paths=tuple(paths),
+            keys=tuple(keys),
             preset=preset,
             fields=None if fields is None else dict(fields),
             split=split,
@@ -145,6 +149,7 @@ class HDF5Source:
             raise IndexError(f"sample {number} does not exist: this source has {scan.count}")
         file = scan.files[bisect.bisect_right(scan.firsts, number) - 1]
         row = file.row(number - file.first)
+        file.require_written(row)
         sample: Sample = {}
         slot = 0
         for layout in file.layout.fields:

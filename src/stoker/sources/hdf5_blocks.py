@@ -221,7 +221,7 @@ class BlockReader:
         if tuple(dataset.shape) != piece.shape:
             raise SourceError(
                 f"{place.path}: dataset {name!r} of sample {place.label} has shape {tuple(dataset.shape)}, "
-                f"expected {piece.shape} as in the rest. One sample differs, or the file changed; mend or "
+                f"expected {piece.shape} as in the rest. One sample differs, or the file changed; fix or "
                 "exclude it"
             )
         if out.size:

@@ -1,7 +1,7 @@
 """What an HDF5 file's datasets mean: which axis is the sample, time, space, channel.
 
 Axes are words: `n` sample, `t` time, `x y z` space, anything else a channel or feature axis. They are
-declared by the user or read from names and attributes, never guessed from sizes. Fields with space axes
+declared by the user, stated in the file, or found by `stoker.sources.axes`. Fields with space axes
 come out as `(T, H, W, C)`: time first, space in stored order, channels last; one space axis gets H = 1.
 Without time the first axis is absent; with three space axes there is one more. Other fields keep their
 order, with time moved to the front.
@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import SourceError
+from stoker.errors import SourceError, arg
 from stoker.schema import Field, Json
 
 SPACE = ("x", "y", "z")
@@ -87,6 +87,8 @@ class FileLayout:
     """Parameters of the whole file; each becomes a scalar float32 field."""
     notes: Mapping[str, Json] = field(default_factory=dict[str, Json])
     """What else identifies the file's content (boundary conditions)."""
+    left_out: tuple[str, ...] = ()
+    """Parameters of the file that the user's fields do not name."""
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -99,7 +101,7 @@ class FileLayout:
 
 
 def parse_axes(text: str, *, where: str) -> tuple[str, ...]:
-    """Split `"n t x c"` into words, with long names (`time`) shortened.
+    """Split `"n t x c"` into words, with other names (`time`; `b` and `batch` for `n`) replaced.
 
     Raises:
         SourceError: Empty, a word twice, or not words.
@@ -144,13 +146,11 @@ def make_piece(
     """
     shape = dataset.shape
     if shape is None or math.prod(shape) == 0:
-        raise SourceError(
-            f"{where}: dataset {name!r} is empty, shape {shape}. Leave the file out, or mend it"
-        )
+        raise SourceError(f"{where}: dataset {name!r} is empty, shape {shape}. Leave the file out, or fix it")
     if len(axes) != len(shape):
         raise SourceError(
             f"{where}: dataset {name!r} has {len(shape)} axes {tuple(shape)}, declared were {len(axes)}: "
-            f"{' '.join(axes)!r}. Declare one word per axis, for example fields={{{name!r}: 'n t x c'}}"
+            f"{' '.join(axes)!r}. Declare one word per axis, for example {arg('fields', {name: 'n t x c'})}"
         )
     dtype = read_dtype(dataset.dtype, where=f"{where}: dataset {name!r}")
     return Piece(

@@ -6,18 +6,27 @@ on which bytes are hit; all of them become `SourceError` here and in `hdf5_block
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import re
+import stat
 import time
+import tokenize
 import zipfile
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import h5py  # pyright: ignore[reportMissingTypeStubs]
+import numpy as np
+from numpy.typing import NDArray
 
-from stoker.errors import SourceError
+from stoker.errors import SourceError, StokerError
+from stoker.sources.files import check_opened, confined_sources, why_unreadable
 
 FOREIGN_ERRORS = (
     OSError,
@@ -30,14 +39,19 @@ FOREIGN_ERRORS = (
     AssertionError,
     SystemError,
     EOFError,
+    SyntaxError,
+    tokenize.TokenError,
     zipfile.BadZipFile,
     zlib.error,
 )
-"""What h5py, and zarr of a zip file, may raise for damaged, truncated or locked files: all but a lack of
-memory."""
+"""What h5py, zarr of a zip file and numpy (of the header of a .npy file, which it parses as Python) may raise
+for damaged, truncated or locked files: all but a lack of memory."""
 
 OPEN_FILES = 16
 """Files one copy of a source keeps open. Leaves room under a limit of 64 descriptors."""
+
+_ROWS = 100_000
+"""Rows of which each may be listed as never written."""
 
 _LOCK_ATTEMPTS = 4
 _LOCK_WAIT_S = 0.25
@@ -47,12 +61,21 @@ def open_file(path: Path) -> Any:
     """An open, read-only `h5py.File`.
 
     Raises:
-        SourceError: Missing, empty, truncated, locked by a writer, or no HDF5 file.
+        SourceError: Missing, empty, truncated, locked by a writer, no HDF5 file, or outside of the paths
+            that the process is confined to.
     """
     for attempt in range(_LOCK_ATTEMPTS):
         try:
             # `hdf5_blocks` keeps what is decoded; HDF5's own chunk cache would hold it twice.
-            return h5py.File(path, "r", rdcc_nbytes=0)
+            file: Any = h5py.File(path, "r", rdcc_nbytes=0)
+            try:
+                check_opened(int(file.id.get_vfd_handle()), path)
+            except StokerError:
+                file.close()
+                raise
+            return file
+        except StokerError:
+            raise
         except BlockingIOError as error:
             if attempt + 1 == _LOCK_ATTEMPTS:
                 raise SourceError(
@@ -67,9 +90,12 @@ def open_file(path: Path) -> Any:
 
 def _open_message(path: Path, error: Exception) -> str:
     text = str(error)
-    if isinstance(error, FileNotFoundError) or not path.exists():
+    try:
+        size = path.stat().st_size
+    except OSError:
+        size = None
+    if isinstance(error, FileNotFoundError) or size is None:
         return f"{path} does not exist (any more). Check the path or the mount"
-    size = path.stat().st_size
     if "truncated file" in text:
         return f"{path} is truncated at {size:,} bytes ({text}). Copy or download it again"
     if isinstance(error, PermissionError):
@@ -90,16 +116,72 @@ def cause_of(error: Exception) -> Exception:
     return clean
 
 
-def require_inside(file: Any, name: str, *, where: str) -> None:
-    """Refuse a dataset whose bytes are not in `file`: an identity has the content of `file` alone.
+def refuse_pipes(file: Any, seen: set[tuple[int, int]] | None = None) -> None:
+    """Refuse a file whose external links lead to a pipe or a device: to open one may take for ever.
+
+    To be called before anything is looked up in the file, since h5py follows every link that it meets. Links
+    to files are left to `require_inside`.
+
+    Args:
+        file: Open.
+        seen: Device and inode of linked files that were looked at; more are added. Files may link each other.
+
+    Raises:
+        SourceError: Names the link and what it leads to.
+    """
+    links: list[str] = []
+    seen = set[tuple[int, int]]() if seen is None else seen
+
+    def note(name: bytes, info: Any) -> None:
+        if info.type == h5py.h5l.TYPE_EXTERNAL:  # pyright: ignore[reportAttributeAccessIssue]
+            links.append(name.decode(errors="surrogateescape"))
+
+    # A damaged part of the file that is not needed is no reason to refuse it.
+    with suppress(*FOREIGN_ERRORS):
+        root = file["/"]  # kept, since what it gives is closed with it
+        root.id.links.visit(note, info=True)
+    for name in links:
+        target = file.get(name, getlink=True).filename
+        folder = Path(file.filename).parent
+        # Where HDF5 looks; an absolute path that is not there is looked for next to the file.
+        for place in dict.fromkeys([folder / target, folder / Path(target).name, Path(target)]):
+            try:
+                status = place.stat()
+            except (OSError, ValueError):
+                continue
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            if not stat.S_ISREG(status.st_mode):
+                raise SourceError(
+                    f"{file.filename}: {name!r} is an external link to {place}, which is "
+                    f"{why_unreadable(place) or 'a folder'}. Remove the link, or put the file there"
+                )
+            seen.add((status.st_dev, status.st_ino))
+            try:
+                with h5py.File(place, "r") as inner:
+                    refuse_pipes(inner, seen)
+            except SourceError as error:
+                raise SourceError(f"{file.filename}: {name!r} is an external link; {error.marked}") from error
+            except FOREIGN_ERRORS:
+                continue  # whoever follows the link says what is wrong
+
+
+def require_inside(file: Any, name: str, *, where: str) -> Any:
+    """The dataset, if its bytes are in `file`: an identity has the content of `file` alone.
 
     Raises:
         SourceError: It is reached by an external link, virtual, or stored in other files.
     """
     dataset = file[name]
-    if dataset.file.filename != file.filename:
-        found = f"is an external link into {dataset.file.filename}"
-    elif dataset.is_virtual:
+    refuse_outside(dataset, file.filename, name, where=where)
+    return dataset
+
+
+def refuse_outside(dataset: Any, filename: str, name: str, *, where: str) -> None:
+    """As `require_inside`, for a dataset that is open; `filename` is that of the file it was looked up in."""
+    if (holder := h5py.h5f.get_name(dataset.id).decode(errors="surrogateescape")) != filename:
+        found = f"is an external link into {holder}"
+    elif dataset.chunks is None and dataset.is_virtual:
         found = (
             f"is virtual, put together from {sorted({part.file_name for part in dataset.virtual_sources()})}"
         )
@@ -111,6 +193,91 @@ def require_inside(file: Any, name: str, *, where: str) -> None:
         f"{where}: dataset {name!r} {found}, where a change would go unseen. Copy it into the file "
         "(h5repack), or name the inner file as source"
     )
+
+
+def require_filters(dataset: Any, *, where: str) -> None:
+    """Refuse a dataset that is compressed by a plugin which is not there.
+
+    hdf5plugin registers its filters in the process that imports it; it is imported here where it is needed,
+    since worker processes read what a user's own import makes readable in the main process.
+
+    Raises:
+        SourceError: Names the filter.
+    """
+    plist = dataset.id.get_create_plist()
+    for position in range(plist.get_nfilters()):
+        code, _, _, name = plist.get_filter(position)
+        if h5py.h5z.filter_avail(code) or (_import_plugins() and h5py.h5z.filter_avail(code)):
+            continue
+        # An optional filter that was not there when the file was written has been left out of the chunks.
+        if dataset.id.get_num_chunks() and dataset.id.get_chunk_info(0).filter_mask & (1 << position):
+            continue
+        known = f" ({name.decode(errors='replace')})" if name else ""
+        raise SourceError(
+            f"{where} is compressed by HDF5 filter {code}{known}, which is not installed. Run pip install "
+            "hdf5plugin, which is found from then on; for another filter set HDF5_PLUGIN_PATH. Or write the "
+            "file again with gzip: h5repack -f GZIP=4"
+        )
+
+
+@functools.cache
+def _import_plugins() -> bool:
+    try:
+        import_module("hdf5plugin")
+    except ImportError:
+        return False
+    return True
+
+
+def unwritten_rows(dataset: Any, axis: int | None) -> NDArray[np.bool_] | None:
+    """Which rows along an axis lack data that was never written; None: all of it was.
+
+    HDF5 gives such data as zeros or the fill value: what a program leaves that was stopped while it wrote.
+
+    Args:
+        dataset: Open; its data is not read.
+        axis: None: one row.
+
+    Raises:
+        SourceError: Next to nothing of very many rows was written.
+    """
+    rows = 1 if axis is None else dataset.shape[axis]
+    step, complete = rows, list[int]()
+    if dataset.chunks is None:
+        compact = dataset.id.get_create_plist().get_layout() == h5py.h5d.COMPACT
+        if compact or dataset.id.get_storage_size():
+            return None
+    else:
+        counts = [-(-size // length) for size, length in zip(dataset.shape, dataset.chunks, strict=True)]
+        if dataset.id.get_num_chunks() >= math.prod(counts):
+            return None
+        step = rows if axis is None else dataset.chunks[axis]
+        needed = math.prod(counts) // (1 if axis is None else counts[axis])
+        complete = [place for place, count in _chunks_along(dataset, axis, step).items() if count >= needed]
+    if rows > _ROWS and len(complete) * step < rows // 100:
+        raise SourceError(
+            f"{dataset.file.filename}: dataset {dataset.name!r} has {rows:,} rows, and at most "
+            f"{len(complete) * step:,} of them were written. Write it again, or cut it to what is there"
+        )
+    missing = np.ones(rows, np.bool_)
+    for place in complete:
+        missing[place * step : (place + 1) * step] = False
+    return missing
+
+
+def _chunks_along(dataset: Any, axis: int | None, step: int) -> Counter[int]:
+    """How many chunks are stored, by their place along an axis."""
+    found: Counter[int] = Counter()
+
+    def note(chunk: Any) -> None:
+        found[0 if axis is None else chunk.chunk_offset[axis] // step] += 1
+
+    if hasattr(dataset.id, "chunk_iter"):
+        dataset.id.chunk_iter(note)
+    else:  # HDF5 before 1.12.3
+        for number in range(dataset.id.get_num_chunks()):
+            note(dataset.id.get_chunk_info(number))
+    return found
 
 
 class FilePool:
@@ -150,11 +317,16 @@ class FilePool:
             return known[name]
         try:
             found = file[name]
+            if confined_sources() is not None:  # the file may have been changed since it was described
+                require_inside(file, name, where=str(path))
+        except StokerError:
+            raise
         except FOREIGN_ERRORS as error:
             raise SourceError(
                 f"{path}: dataset {name!r} cannot be opened ({error}). Is the file whole, and written by the "
                 "same program as the others?"
             ) from cause_of(error)
+        require_filters(found, where=f"{path}: dataset {name!r}")
         if keep:
             known[name] = found
         return found

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from stoker.errors import SourceError
+from stoker.errors import SourceError, arg
 from stoker.sources.hdf5_layout import FieldLayout, piece_field, sample_axes
 from stoker.sources.hdf5_open import FOREIGN_ERRORS, FilePool, cause_of, require_inside
 from stoker.sources.hdf5_scan import ScannedFile
@@ -41,7 +41,7 @@ def _placed_field(file: ScannedFile, layout: FieldLayout, pool: FilePool) -> Pla
     if others:
         raise SourceError(
             f"{where} is put together from {len(layout.pieces)} datasets, which lie apart. Name each as a "
-            'field of its own, as fields={"density": "n t x y"}'
+            f"field of its own, as {arg('fields', {'density': 'n t x y'})}"
         )
     if piece.axes.index("n") if "n" in piece.axes else 0:
         raise SourceError(f"{where} does not have samples along axis 0, so a sample is no run of bytes")

@@ -6,6 +6,7 @@ The description is plain data. It travels with copies of a source, so that reade
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +15,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import SourceError, StokerError
+from stoker.errors import SourceError, StokerError, arg
 from stoker.schema import Field, Schema
 from stoker.sources import pdebench, well
 from stoker.sources.declared import contents, declared_layout
-from stoker.sources.files import family
+from stoker.sources.files import family, refuse_together, require_listable
 from stoker.sources.hdf5_blocks import BLOCK_LIMIT_BYTES, Block, plan_block
 from stoker.sources.hdf5_layout import FileLayout, stacked_field
-from stoker.sources.hdf5_open import FOREIGN_ERRORS, cause_of, open_file, require_inside
+from stoker.sources.hdf5_open import (
+    FOREIGN_ERRORS,
+    cause_of,
+    open_file,
+    refuse_pipes,
+    require_filters,
+    require_inside,
+    unwritten_rows,
+)
 from stoker.sources.splits import SplitChoice, choose_split, split_numbers
 from stoker.units import format_bytes
 
@@ -36,6 +45,8 @@ class Wanted:
     """What names are relative to."""
     paths: tuple[Path, ...]
     """All files, before the split."""
+    keys: tuple[str, ...]
+    """What each is called in keys of samples."""
     preset: str | None
     """None: declared by `fields`, else detected."""
     fields: Mapping[str, str] | None
@@ -58,6 +69,8 @@ class ScannedFile:
     """Absolute."""
     name: str
     """Relative to the root, with `/`."""
+    family: str
+    """What files that differ only in a parameter are called in keys of samples."""
     layout: FileLayout
     """What it holds."""
     blocks: tuple[Block, ...]
@@ -66,6 +79,8 @@ class ScannedFile:
     """Selected rows, ascending; None: all."""
     first: int
     """Number of its first sample."""
+    unwritten: Mapping[str, NDArray[np.bool_]]
+    """Rows that lack data which was never written, by the dataset; without datasets that have all."""
 
     @property
     def count(self) -> int:
@@ -76,9 +91,23 @@ class ScannedFile:
         """The row of the file that its `local`-th sample is."""
         return local if self.rows is None else int(self.rows[local])
 
+    def require_written(self, row: int) -> None:
+        """Refuse a row that HDF5 would give as zeros or the fill value.
+
+        Raises:
+            SourceError: Names file, dataset and row.
+        """
+        for name, rows in self.unwritten.items():
+            if rows[row]:
+                raise SourceError(
+                    f"{self.path}: dataset {name!r}, sample {self.layout.row_name(row)} was never written, "
+                    "or not all of it. Was the program stopped that wrote the file? Write it again, or leave "
+                    "the sample out"
+                )
+
     def key(self, local: int) -> str:
         """Stable key of its `local`-th sample; shared by files that differ only in a parameter."""
-        return f"{family(self.name)}:{self.layout.row_name(self.row(local))}"
+        return f"{self.family}:{self.layout.row_name(self.row(local))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,18 +140,39 @@ def scan_files(wanted: Wanted) -> Scan:
     choice = choose_split(names, split=wanted.split, splits=wanted.splits, seed=wanted.seed, where=where)
     preset = wanted.preset
     layouts: list[FileLayout] = []
+    unwritten: list[dict[str, NDArray[np.bool_]]] = []
+    bad: list[SourceError] = []
     for index in choice.files:
-        preset, layout = _layout(wanted, wanted.paths[index], names[index], preset)
-        layouts.append(layout)
+        try:
+            preset, layout, holes = _layout(wanted, wanted.paths[index], names[index], preset)
+        except SourceError as error:
+            bad.append(error)
+        else:
+            layouts.append(layout)
+            unwritten.append(holes)
+    refuse_together(bad, len(choice.files), where)
+    require_listable(sum(layout.rows for layout in layouts), where)
     paths = [wanted.paths[index] for index in choice.files]
     used = [names[index] for index in choice.files]
+    families = [family(wanted.keys[index]) for index in choice.files]
     schema = _common_schema(paths, layouts, wanted.strides)
     files: list[ScannedFile] = []
     count = 0
-    for path, name, layout, rows in zip(paths, used, layouts, _select(used, layouts, choice), strict=True):
+    selected = _select(families, layouts, choice, where)
+    described = zip(paths, used, families, layouts, unwritten, selected, strict=True)
+    for path, name, shared, layout, holes, rows in described:
         limit_bytes = BLOCK_LIMIT_BYTES // len(layout.pieces)
         blocks = tuple(plan_block(piece, wanted.strides, limit_bytes) for piece in layout.pieces)
-        file = ScannedFile(path=path, name=name, layout=layout, blocks=blocks, rows=rows, first=count)
+        file = ScannedFile(
+            path=path,
+            name=name,
+            family=shared,
+            layout=layout,
+            blocks=blocks,
+            rows=rows,
+            first=count,
+            unwritten=holes,
+        )
         if file.count:
             files.append(file)
             count += file.count
@@ -134,17 +184,24 @@ def scan_files(wanted: Wanted) -> Scan:
     return Scan(preset=kind, files=tuple(files), firsts=firsts, choice=choice, schema=schema, count=count)
 
 
-def _layout(wanted: Wanted, path: Path, name: str, preset: str | None) -> tuple[str | None, FileLayout]:
-    """Describe one file; also says which preset was used, so that all files are read alike."""
+def _layout(
+    wanted: Wanted, path: Path, name: str, preset: str | None
+) -> tuple[str | None, FileLayout, dict[str, NDArray[np.bool_]]]:
+    """Describe one file; also the preset used, so that all files are read alike, and what was not written."""
     file = open_file(path)
     try:
+        refuse_pipes(file)
         if preset is None and wanted.fields is None:
             preset = _detect(file, str(path))
         layout = _described(file, wanted, path, name, preset)
-        for group in layout.groups or ("",):
-            for piece in layout.pieces:
-                require_inside(file, f"{group}/{piece.dataset}".lstrip("/"), where=str(path))
-        return preset, layout
+        for parameter, value in layout.values.items():
+            if not math.isfinite(value):
+                raise SourceError(
+                    f"{path}: the parameter {parameter!r} (an attribute, or in the file's name) is {value}, "
+                    f"which is no number to train with. Correct or delete it, or name the datasets with "
+                    f"{arg('fields')} and leave it out"
+                )
+        return preset, layout, _unwritten(file, layout, path)
     except StokerError:
         raise
     except FOREIGN_ERRORS as error:
@@ -155,14 +212,43 @@ def _layout(wanted: Wanted, path: Path, name: str, preset: str | None) -> tuple[
         file.close()
 
 
+def _unwritten(file: Any, layout: FileLayout, path: Path) -> dict[str, NDArray[np.bool_]]:
+    """Rows that lack data, by dataset; on the way each dataset is checked to be in the file and readable.
+
+    Raises:
+        SourceError: A dataset lies elsewhere, needs a plugin, or none of its rows has all its data.
+    """
+    found: dict[str, NDArray[np.bool_]] = {}
+    for number, group in enumerate(layout.groups or ("",)):
+        for piece in layout.pieces:
+            name = f"{group}/{piece.dataset}".lstrip("/")
+            dataset = require_inside(file, name, where=str(path))
+            require_filters(dataset, where=f"{path}: dataset {name!r}")
+            axis = piece.axes.index("n") if "n" in piece.axes else None
+            holes = unwritten_rows(dataset, axis)
+            if holes is None:
+                continue
+            if layout.groups:
+                found.setdefault(piece.dataset, np.zeros(layout.rows, np.bool_))[number] = True
+            else:
+                found[piece.dataset] = holes
+    for name, rows in found.items():
+        if rows.all():
+            raise SourceError(
+                f"{path}: dataset {name!r} has a shape, and no sample of it was ever written to the end. "
+                "Write it, or leave the file out"
+            )
+    return found
+
+
 def _described(file: Any, wanted: Wanted, path: Path, name: str, preset: str | None) -> FileLayout:
     if preset == "well":
         return well.well_layout(file, where=str(path))
     if preset == "pdebench":
         if well.looks_like(file):
-            raise SourceError(f"{path} has The Well's layout, not PDEBench's. Use preset='well'")
+            raise SourceError(f"{path} has The Well's layout, not PDEBench's. Use {arg('preset', 'well')}")
         return pdebench.pdebench_layout(file, name, where=str(path), fields=wanted.fields)
-    return declared_layout(file, wanted.fields or {}, where=str(path))
+    return declared_layout(file, wanted.fields or {}, name, where=str(path))
 
 
 def _detect(file: Any, where: str) -> str:
@@ -172,7 +258,7 @@ def _detect(file: Any, where: str) -> str:
         return "pdebench"
     raise SourceError(
         f"{where} has neither PDEBench's nor The Well's layout. {contents(file)} Declare its datasets and "
-        "axes, for example fields={'u': 'n t x'} (n sample, t time, x y z space, c channel)"
+        f"axes, for example {arg('fields', {'u': 'n t x'})} (n sample, t time, x y z space, c channel)"
     )
 
 
@@ -197,7 +283,7 @@ def _file_schema(layout: FileLayout, strides: Mapping[str, int], *, where: str) 
     ):
         if name in schema:
             raise SourceError(
-                f"{where}: two datasets or parameters are called {name!r}. Name them with fields="
+                f"{where}: two datasets or parameters are called {name!r}. Name them with {arg('fields')}"
             )
         schema[name] = field
     return schema
@@ -211,21 +297,21 @@ def _differences(one: Path, first: Schema, other: Path, second: Schema) -> str:
         name = next(name for name in first if first[name] != second[name])
         a, b = first[name], second[name]
         fact = f"{name!r} is {a.dtype} {a.shape} in {one} and {b.dtype} {b.shape} in {other}"
-    return f"{fact}, expected the same in all files of a source. Make them two sources, or mend the file"
+    return f"{fact}, expected the same in all files of a source. Make them two sources, or fix the file"
 
 
 def _select(
-    names: Sequence[str], layouts: Sequence[FileLayout], choice: SplitChoice
+    families: Sequence[str], layouts: Sequence[FileLayout], choice: SplitChoice, where: str
 ) -> list[NDArray[np.int64] | None]:
     """Rows of each file that belong to the split."""
     if choice.fractions is None:
-        return [None] * len(names)
+        return [None] * len(layouts)
     keys = [
         f"{shared}:{layout.row_name(row)}"
-        for shared, layout in zip(map(family, names), layouts, strict=True)
+        for shared, layout in zip(families, layouts, strict=True)
         for row in range(layout.rows)
     ]
-    numbers = split_numbers(keys, choice.fractions, choice.split or "", choice.seed)
+    numbers = split_numbers(keys, choice.fractions, choice.split or "", choice.seed, where=where)
     chosen: list[NDArray[np.int64] | None] = []
     first = 0
     for layout in layouts:
@@ -244,6 +330,11 @@ def _say_once(files: Sequence[ScannedFile]) -> None:
     ]
     if wide := sorted({piece.dataset for _, piece, _ in pieces if piece.narrowed}):
         _log.warning("%s: float64 is read as float32: %s", files[0].path.parent, ", ".join(wide))
+    if left_out := sorted({name for file in files for name in file.layout.left_out}):
+        _log.warning(
+            "%s: fields= leaves out the parameters %s. To serve one, add it without axes: %r: ''",
+            *(files[0].path.parent, ", ".join(left_out), left_out[0]),
+        )
     slow = next(((file, piece, block) for file, piece, block in pieces if block.redundancy > 1), None)
     if slow:
         file, piece, block = slow

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from stoker.errors import SourceError
+from stoker.errors import SourceError, arg
 from stoker.schema import Json, Sample, Schema
 from stoker.sources.arrow import ArrowField, checked_columns, fields_of, import_arrow, sample_of
-from stoker.sources.files import Paths, find_files
+from stoker.sources.files import Paths, find_keyed_files
 from stoker.sources.given import check_texts
 from stoker.sources.hdf5_open import FOREIGN_ERRORS
 from stoker.sources.protocol import FileRef, Part, SourceIdentity
@@ -51,8 +51,9 @@ class ParquetSource:
     def __init__(self, path: Paths, *, columns: Sequence[str] | None = None, key: str | None = None) -> None:
         import_arrow("ParquetSource")
         check_texts(key=key)
-        root, paths = find_files(path, suffixes=(".parquet", ".pq"), what="Parquet")
+        root, paths, keys = find_keyed_files(path, suffixes=(".parquet", ".pq"), what="Parquet")
         self._paths = [(file.relative_to(root).as_posix(), file) for file in paths]
+        self._keyed = dict(zip(paths, keys, strict=True))
         self._columns = checked_columns(columns)
         self._key = key
         self._scanned: tuple[tuple[Table, ...], tuple[ArrowField, ...]] | None = None
@@ -115,7 +116,11 @@ class ParquetSource:
             SourceError: A key is null, or there is no such column.
         """
         if self._key is None:
-            return [f"{table.name}:{row}" for table in self._scan()[0] for row in range(table.edges[-1])]
+            return [
+                f"{self._keyed[table.path]}:{row}"
+                for table in self._scan()[0]
+                for row in range(table.edges[-1])
+            ]
         found: list[str] = []
         for table in self._scan()[0]:
             with _opened(table.path) as file:
@@ -157,7 +162,8 @@ class ParquetSource:
                 if common is not None and fields != common:
                     raise SourceError(
                         f"{path} has other columns than {self._paths[0][1]}: "
-                        f"{', '.join(field.name for field in fields)}. Name those of both with columns="
+                        f"{', '.join(field.name for field in fields)}. Name those of both with "
+                        f"{arg('columns', setting='data.parquet.columns')}"
                     )
                 common = fields
                 edges = tuple(int(edge) for edge in np.cumsum([0, *counts]))

@@ -7,34 +7,49 @@
     2D NS       velocity, particles (N,T,X,Y,V) [, force]                    -> data; force a field of its own
     2D groups   0000/data (T,X,Y,C), 0000/grid/{t,x,y}                       -> data, one sample per group
 
-Coordinates are used for their names alone; they may have one entry more than the data has steps (cell
-edges). Channels are last unless the file or the user says otherwise.
+Other orders (channels before space, time last, one trajectory a file) are read where coordinates state
+them; see `stoker.sources.axes`. Coordinates may have one entry more than the data (cell edges).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 
-from stoker.errors import SourceError
+from stoker.errors import SourceError, arg
+from stoker.sources.axes import Coordinates, Layouts, Reading, describe_axes, find_coordinates, read_axes
 from stoker.sources.declared import (
     contents,
     declared_fields,
+    file_parameters,
     is_dataset,
     open_piece,
     rows_layout,
     sample_groups,
 )
-from stoker.sources.files import name_parameters, space_rank
+from stoker.sources.files import space_rank
 from stoker.sources.hdf5_layout import SPACE, FieldLayout, FileLayout, Piece, as_text, declared_axes
 
 CFD_CHANNELS = ("density", "pressure", "Vx", "Vy", "Vz")
 NS_CHANNELS = ("velocity", "particles")
 MAIN = ("data", "tensor")
+
+MOST_OPTIONS = 8
+"""Ways to read a dataset that an error lists."""
+_ROWS = Layouts(
+    documented=("n t S", "n t S c"),
+    others=("n t c S", "n S t", "n S t c", "n S", "n S c", "n c S", "t S", "t S c", "t c S"),
+)
+_STEADY = Layouts(documented=("n S", "n S c"), others=("n c S",), steady=True)
+_SCALARS = Layouts(documented=("n t S",), others=("n S t", "t S", "n S"))
+_VECTORS = Layouts(documented=("n t S c",), others=("n t c S", "n S t c", "t S c", "t c S", "n t S"))
+_STILL_VECTORS = Layouts(documented=("n S c",), others=("n c S", "S c", "c S"), steady=True)
+_ONE_SAMPLE = Layouts(documented=("t S", "t S c"), others=("t c S", "S t", "S t c", "S", "S c", "c S"))
 
 _log = logging.getLogger("stoker")
 
@@ -74,43 +89,20 @@ def pdebench_layout(
     else:
         raise SourceError(
             f"{where} has none of PDEBench's datasets (tensor, data, density, pressure, Vx, velocity, or "
-            f"groups with data). {contents(file)} Declare them, for example fields={{'u': 'n t x'}}"
+            f"groups with data). {contents(file)} Declare them, for example {arg('fields', {'u': 'n t x'})}"
         )
     unused = set(stated) - {piece.dataset for one in found.fields for piece in one.pieces}
     if unused:
         raise SourceError(
             f"{where}: fields declares {sorted(unused)}, which the preset does not read here. Leave out "
-            "preset='pdebench' to name all datasets yourself"
+            f"{arg('preset', 'pdebench')} to name all datasets yourself"
         )
     values = file_parameters(file, PurePosixPath(name).stem, where=where)
     if clash := values.keys() & {one.name for one in found.fields}:
         raise SourceError(
-            f"{where}: {sorted(clash)} is both a dataset and a parameter. Declare fields= instead"
+            f"{where}: {sorted(clash)} is both a dataset and a parameter. Declare {arg('fields')} instead"
         )
     return FileLayout(fields=found.fields, rows=found.rows, groups=found.groups, values=values)
-
-
-def file_parameters(file: Any, stem: str, *, where: str) -> dict[str, float]:
-    """Parameters of a file: its numeric attributes of one element, and what its name states.
-
-    Raises:
-        SourceError: Attribute and name contradict each other.
-    """
-    values: dict[str, float] = {}
-    for key, value in file.attrs.items():
-        array = np.asarray(value)
-        if array.size == 1 and array.dtype.kind in "fiu":
-            values[str(key)] = float(array.item())
-    for key, value in name_parameters(stem).items():
-        match = next((other for other in values if other.lower() == key.lower()), None)
-        if match is None:
-            values[key] = value
-        elif not np.isclose(values[match], value, rtol=1e-6, atol=0):
-            raise SourceError(
-                f"{where}: the name says {key} = {value:g}, the file's attribute says {values[match]:g}. "
-                "Rename the file, or correct the attribute"
-            )
-    return dict(sorted(values.items()))
 
 
 class _Reader:
@@ -122,39 +114,36 @@ class _Reader:
     def cfd(self) -> FileLayout:
         """Density, pressure and velocities stacked; the velocities present give the rank."""
         present = [name for name in CFD_CHANNELS if name in self._file]
-        space = SPACE[: max(1, sum(name.startswith("V") for name in present))]
-        axes = ("n", "t", *space)
-        pieces = [self._piece(self._file, name, axes) for name in present]
-        return rows_layout((FieldLayout(name="data", pieces=tuple(pieces)),), where=self._where)
+        velocities = sum(name.startswith("V") for name in present)
+        pieces = self._pieces(self._file, present, _SCALARS, rank=velocities or None)
+        return rows_layout((FieldLayout(name="data", pieces=pieces),), where=self._where)
 
     def navier_stokes(self) -> FileLayout:
         """Velocity and particles stacked; force (with or without time) a field of its own."""
         present = [name for name in NS_CHANNELS if name in self._file]
-        main = [self._piece(self._file, name, ("n", "t", "x", "y", "c")) for name in present]
+        main = [self._pieces(self._file, [name], _VECTORS, rank=2)[0] for name in present]
         fields = [FieldLayout(name="data", pieces=tuple(main))]
         if "force" in self._file:
-            timed = len(self._file["force"].shape) == 5
-            axes = ("n", "t", "x", "y", "c") if timed else ("n", "x", "y", "c")
-            fields.append(FieldLayout(name="force", pieces=(self._piece(self._file, "force", axes),)))
+            timed = len(self._file["force"].shape) == len(main[0].shape)
+            pieces = self._pieces(self._file, ["force"], _VECTORS if timed else _STILL_VECTORS, rank=2)
+            fields.append(FieldLayout(name="force", pieces=pieces))
         return rows_layout(tuple(fields), where=self._where)
 
     def darcy(self) -> FileLayout:
         """Steady: solution `tensor` and coefficient `nu`, no time axis."""
-        solution = self._piece(self._file, "tensor", ("n", "c", "x", "y"))
-        coefficient = self._piece(self._file, "nu", ("n", "x", "y"))
-        fields = (
-            FieldLayout(name="data", pieces=(solution,)),
-            FieldLayout(name="nu", pieces=(coefficient,)),
-        )
+        (nu,) = coefficient = self._pieces(self._file, ["nu"], _STEADY, rank=2)
+        # Both lie on one grid, so the coefficient tells which axes of the solution are space.
+        grid = {axis: (size,) for axis, size in zip(nu.axes, nu.shape, strict=True) if axis in SPACE}
+        solution = self._pieces(self._file, ["tensor"], _STEADY, coordinates=grid)
+        fields = (FieldLayout(name="data", pieces=solution), FieldLayout(name="nu", pieces=coefficient))
         return rows_layout(fields, where=self._where)
 
     def single(self, dataset: str) -> FileLayout:
         """One dataset with all samples."""
         # Darcy flow is PDEBench's one steady problem; nothing but its name tells a converted file of it.
-        lead = ("n",) if "darcy" in self._stem.lower() else ("n", "t")
-        axes = self._axes(self._file[dataset], dataset, lead, self._coordinate_rank(self._file))
-        piece = self._piece(self._file, dataset, axes)
-        return rows_layout((FieldLayout(name="data", pieces=(piece,)),), where=self._where)
+        layouts = _STEADY if "darcy" in self._stem.lower() else _ROWS
+        pieces = self._pieces(self._file, [dataset], layouts)
+        return rows_layout((FieldLayout(name="data", pieces=pieces),), where=self._where)
 
     def grouped(self, groups: list[str]) -> FileLayout:
         """One group per sample, with `grid/*` beside the data."""
@@ -163,52 +152,62 @@ class _Reader:
             _log.warning(
                 "%s: %d entries without 'data' are no samples: %s", self._where, len(others), others[:5]
             )
-        first = self._file[groups[0]]
-        rank = self._coordinate_rank(first["grid"]) if "grid" in first else None
-        axes = self._axes(first["data"], "data", ("t",), rank)
-        piece = self._piece(first, "data", axes)
-        return FileLayout(
-            fields=(FieldLayout(name="data", pieces=(piece,)),), rows=len(groups), groups=tuple(groups)
+        pieces = self._pieces(self._file[groups[0]], ["data"], _ONE_SAMPLE)
+        fields = (FieldLayout(name="data", pieces=pieces),)
+        return FileLayout(fields=fields, rows=len(groups), groups=tuple(groups))
+
+    def _pieces(
+        self,
+        parent: Any,
+        names: Sequence[str],
+        layouts: Layouts,
+        *,
+        rank: int | None = None,
+        coordinates: Coordinates | None = None,
+    ) -> tuple[Piece, ...]:
+        """Datasets of the same axes, which the user or the first one declares, else found by what fits.
+
+        Raises:
+            SourceError: Several readings are left, or none.
+        """
+        axes = dict(self._stated)
+        unknown = [name for name in names if name not in axes]
+        if unknown and is_dataset(parent, unknown[0]) and math.prod(parent[unknown[0]].shape or (0,)):
+            first = parent[unknown[0]]
+            shape = tuple(int(size) for size in first.shape)
+            stated = declared_axes(first, where=f"{self._where}: dataset {unknown[0]!r}")
+            if stated is None:
+                if coordinates is None:
+                    coordinates = find_coordinates(*dict.fromkeys((self._file, parent)))
+                found = read_axes(shape, layouts, coordinates, rank or space_rank(self._stem))
+                if found.axes is None:
+                    raise SourceError(self._unclear(unknown, shape, coordinates, found))
+                stated = found.axes
+            axes |= dict.fromkeys(unknown, stated)
+        return tuple(open_piece(parent, name, axes.get(name, ()), where=self._where) for name in names)
+
+    def _unclear(
+        self,
+        names: Sequence[str],
+        shape: tuple[int, ...],
+        coordinates: Coordinates,
+        found: Reading,
+    ) -> str:
+        """Say what is known about the axes, and the declaration for each way to read them."""
+        lengths = ", ".join(f"{axis} {' x '.join(map(str, size))}" for axis, size in coordinates.items())
+        known = f"its coordinates have lengths {lengths}" if lengths else "it has no coordinates"
+        fact = "are not clear" if found.fits else "fit no known layout"
+        own = {name: " ".join(axes) for name, axes in self._stated.items()}
+        options = found.options[:MOST_OPTIONS] or (tuple("ntxyzcdefgh")[: len(shape)],)
+        fields = [own | dict.fromkeys(names, " ".join(axes)) for axes in options]
+        readings = ", or ".join(
+            f"{arg('fields', one)} ({describe_axes(axes, shape)})"
+            for one, axes in zip(fields, options, strict=True)
         )
-
-    def _coordinate_rank(self, names: Iterable[str]) -> int | None:
-        """Space axes that have a coordinate dataset (`x`, `x-coordinate`, `x_coordinate`)."""
-        words = {name.lower().replace("_", "-").removesuffix("-coordinate") for name in names}
-        return sum(axis in words for axis in SPACE) or None
-
-    def _axes(self, dataset: Any, name: str, lead: tuple[str, ...], rank: int | None) -> tuple[str, ...]:
-        """Axes of a dataset that starts with `lead`: stated in the file, else by the number of space axes."""
-        stated = declared_axes(dataset, where=f"{self._where}: dataset {name!r}")
-        if name in self._stated or stated is not None:
-            return self._stated.get(name) or stated or ()
-        count = len(dataset.shape)
-        rank = rank or space_rank(self._stem)
-        if rank is None and count == len(lead) + 1:
-            return (*lead, "x")
-        if rank is not None and count == len(lead) + rank:
-            return (*lead, *SPACE[:rank])
-        if rank is not None and count == len(lead) + rank + 1:
-            return (*lead, *SPACE[:rank], "c")
-        raise SourceError(self._ambiguous(name, tuple(dataset.shape), lead, rank))
-
-    def _ambiguous(self, name: str, shape: tuple[int, ...], lead: tuple[str, ...], rank: int | None) -> str:
-        extra = len(shape) - len(lead)
-        if rank is not None:
-            known = f"its coordinates or name state {rank} space axes, which does not fit"
-        else:
-            known = "neither coordinates nor labels nor the file's name state which axes are space"
-        options = [" ".join((*lead, *SPACE[:extra]))] if 1 <= extra <= 3 else []
-        if 2 <= extra <= 4:
-            options.append(" ".join((*lead, *SPACE[: extra - 1], "c")))
-        shown = " or ".join(repr(option) for option in options) or "more axes than PDEBench has"
-        example = options[-1] if options else "n t x c"
         return (
-            f"{self._where}: the axes of dataset {name!r} {shape} are ambiguous ({shown}): {known}. "
-            f"Declare them: fields={{{name!r}: {example!r}}}"
+            f"{self._where}: the axes of dataset {names[0]!r} {shape} {fact}: {known}. Declare them with "
+            f"{arg('preset', 'pdebench')} and {readings}"
         )
-
-    def _piece(self, parent: Any, name: str, axes: tuple[str, ...]) -> Piece:
-        return open_piece(parent, name, self._stated.get(name, axes), where=self._where)
 
 
 def attribute_words(group: Any, name: str) -> tuple[str, ...]:

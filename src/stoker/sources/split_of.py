@@ -59,7 +59,12 @@ class SplitOf:
         numbers = self._chosen()[1]
         if not 0 <= number < len(numbers):
             raise IndexError(f"sample {number} does not exist: this split has {len(numbers)}")
-        return self._source.read(int(numbers[number]), start, stop)
+        own = int(numbers[number])
+        try:
+            return self._source.read(own, start, stop)
+        except Exception as error:
+            error.add_note(f"sample {own} of {self._source!r}")
+            raise
 
     def prove(self) -> None:
         """As the source does, if it does."""
@@ -131,10 +136,13 @@ class SplitOf:
         return self._found
 
     def _choose(self) -> tuple[SplitChoice, NDArray[np.int64]]:
-        parts = self._source.identity().parts
+        identity = self._source.identity()
+        parts = identity.parts
+        # A torch Dataset is named after its class; that its module is `train.py` says nothing about splits.
+        of_class = identity.kind.startswith("torch/")
         firsts = np.cumsum([0, *(part.count for part in parts)])
         choice = choose_split(
-            [part.name for part in parts],
+            ["" if of_class else part.name for part in parts],
             split=self._split,
             splits=self._splits,
             seed=self._seed,
@@ -144,8 +152,8 @@ class SplitOf:
         numbers = np.concatenate([np.empty(0, np.int64), *spans]).astype(np.int64)
         if choice.fractions is not None:
             keys = self._source.keys()
-            own = [keys[int(number)] for number in numbers]
-            numbers = numbers[split_numbers(own, choice.fractions, self._split, self._seed)]
+            own, where = [keys[int(number)] for number in numbers], repr(self._source)
+            numbers = numbers[split_numbers(own, choice.fractions, self._split, self._seed, where=where)]
         if not len(numbers):
             raise SplitError(f"{self._source!r}: no sample is left in split {self._split!r}")
         return choice, numbers

@@ -1,8 +1,9 @@
 """Which samples belong to which split: by the names of files, or by fractions over stable keys.
 
-Fractions are cut over the *unique keys*, ordered by a seeded hash. So counts are exact, the order of rows
-does not matter, rows that share a key (one initial state under several parameters) stay together, and a
-file that brings no new key changes nothing.
+A key's split follows from the key, the seed and the fractions alone: its seeded hash, as a number from 0 to
+1, falls into the range of one split. So samples that are added never move others, the order of rows does not
+matter, and rows that share a key (one initial state under several parameters) stay together. The price is
+that sizes are near the fractions, not equal to them (docs/design/037).
 """
 
 from __future__ import annotations
@@ -10,18 +11,25 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import SplitError
+from stoker.errors import SplitError, arg
 from stoker.schema import Json
 from stoker.sources.files import absent_split, canonical_split, split_of, split_rank
 
 DEFAULT_SPLITS: Mapping[str, float] = {"train": 0.8, "val": 0.1, "test": 0.1}
 """Cut when a split is asked for, no file is named after one, and no fractions were given."""
+
+RULE = "hash threshold"
+"""Names in recipes how fractions are cut; another rule needs another name."""
+
+_SPACE = 1 << 64
+_TRIED_HASHES = 200_000
+"""How many hashes are spent on finding a seed that fills every split."""
 
 _log = logging.getLogger("stoker")
 
@@ -43,7 +51,7 @@ class SplitChoice:
         """The rule as it goes into a recipe."""
         if self.fractions is None:
             return {"split": self.split}
-        return {"split": self.split, "fractions": dict(self.fractions), "seed": self.seed}
+        return {"split": self.split, "fractions": dict(self.fractions), "seed": self.seed, "rule": RULE}
 
 
 def choose_split(
@@ -64,7 +72,9 @@ def choose_split(
     """
     if split is None:
         if splits is not None:
-            raise SplitError(f"{where}: splits were given, but no split was asked for. Add split='train'")
+            raise SplitError(
+                f"{where}: splits were given, but no split was asked for. Add {arg('split', 'train')}"
+            )
         return SplitChoice(split=None, files=tuple(range(len(names))))
     wanted = canonical_split(split)
     fractions = None if splits is None else _check_fractions(splits)
@@ -123,62 +133,67 @@ def _check_fractions(splits: Mapping[str, float]) -> dict[str, float]:
     return {name: named[name] for name in sorted(named, key=split_rank)}
 
 
-def split_counts(total: int, splits: Mapping[str, float]) -> dict[str, int]:
-    """How many of `total` keys each split gets: largest remainders, and at least one each.
-
-    >>> split_counts(10, {"train": 0.8, "val": 0.1, "test": 0.1})
-    {'train': 8, 'val': 1, 'test': 1}
-    >>> split_counts(3, {"train": 0.98, "val": 0.02})
-    {'train': 2, 'val': 1}
-
-    Raises:
-        SplitError: Fewer keys than splits, or the fractions make no sense.
-    """
-    shares = _check_fractions(splits)
-    if total < len(shares):
-        raise SplitError(
-            f"{total} independent samples cannot fill {len(shares)} splits ({', '.join(shares)}) with at "
-            "least one each. Ask for fewer splits, or add data"
-        )
-    exact = {name: share * total for name, share in shares.items()}
-    counts = {name: math.floor(value + 1e-9) for name, value in exact.items()}
-    left = min(round(sum(exact.values())), total) - sum(counts.values())
-    by_remainder = sorted(shares, key=lambda name: (counts[name] - exact[name], split_rank(name)))
-    for name in by_remainder[: max(left, 0)]:
-        counts[name] += 1
-    for name in shares:
-        if counts[name] == 0:
-            counts[name] = 1
-            if sum(counts.values()) > total:
-                counts[max(counts, key=lambda other: counts[other])] -= 1
-    return counts
-
-
 def split_numbers(
-    keys: Sequence[str], splits: Mapping[str, float], split: str, seed: int
+    keys: Sequence[str], splits: Mapping[str, float], split: str, seed: int, *, where: str
 ) -> NDArray[np.int64]:
     """Positions in `keys` that belong to `split`, ascending, int64.
 
-    Counts are exact over unique keys (`split_counts`); equal keys are never in different splits.
+    Whether a key belongs to it depends on no other key.
+
+    Args:
+        keys: One per sample; equal keys are never in different splits.
+        splits, split, seed: As given by the user.
+        where: Names the data in errors.
 
     Raises:
-        SplitError: `split` is not among `splits`, or there are fewer unique keys than splits.
+        SplitError: `split` is not among `splits`, or no key falls into it.
     """
     shares, wanted = _check_fractions(splits), canonical_split(split)
     if wanted not in shares:
         raise SplitError(
-            f'split "{split}" is not among the fractions {", ".join(shares)}. Add it, or ask for one'
+            f'{where}: split "{split}" is not among the fractions {", ".join(shares)}. Add it, or ask for one'
         )
-    order = sorted(set(keys), key=lambda key: (_hash(key, seed), key))
-    counts = split_counts(len(order), shares)
-    first = 0
-    for name, count in counts.items():
-        if name == wanted:
-            break
-        first += count
-    chosen = set(order[first : first + counts[wanted]])
-    return np.fromiter((index for index, key in enumerate(keys) if key in chosen), dtype=np.int64)
+    ranges = _ranges(shares)
+    low, high = ranges[wanted]
+    chosen = [low <= _hash(key, seed) < high for key in keys]
+    if keys and not any(chosen):
+        raise SplitError(_empty(set(keys), ranges, wanted, seed, where))
+    return np.flatnonzero(np.array(chosen, dtype=np.bool_)).astype(np.int64)
 
 
-def _hash(key: str, seed: int) -> bytes:
-    return hashlib.blake2b(f"{seed}\0{key}".encode(), digest_size=16).digest()
+def _ranges(shares: Mapping[str, float]) -> dict[str, tuple[int, int]]:
+    """The hashes of each split, from the first up to but without the last."""
+    names = list(shares)
+    ends = [round(math.fsum([*shares.values()][: place + 1]) * _SPACE) for place in range(len(names))]
+    if ends[-1] > (1 - 1e-6) * _SPACE:
+        ends[-1] = _SPACE  # shares as 1/3 add up to a little less than 1; no sample may fall into the gap
+    return {name: (low, high) for name, low, high in zip(names, [0, *ends], ends, strict=False)}
+
+
+def _empty(keys: set[str], ranges: Mapping[str, tuple[int, int]], wanted: str, seed: int, where: str) -> str:
+    """Why no sample is in a split, and what fills it."""
+    counts = _counts(keys, ranges, seed)
+    fact = f'{where}: split "{wanted}" is empty: of {len(keys)} independent samples {_shown(counts)}'
+    if len(keys) < len(ranges):
+        return f"{fact}. {len(keys)} cannot fill {len(ranges)} splits: ask for fewer splits, or add data"
+    for other in range(seed + 1, seed + 1 + _TRIED_HASHES // len(keys)):
+        found = _counts(keys, ranges, other)
+        if all(found.values()):
+            cure = f"Give seed={other} (data.seed={other}), which gives {_shown(found)}"
+            return f"{fact}, with seed {seed}. {cure}"
+    return f"{fact}, with seed {seed}. Give {wanted} a larger fraction in data.splits, or add data"
+
+
+def _counts(keys: Iterable[str], ranges: Mapping[str, tuple[int, int]], seed: int) -> dict[str, int]:
+    hashes = [_hash(key, seed) for key in keys]
+    return {name: sum(low <= found < high for found in hashes) for name, (low, high) in ranges.items()}
+
+
+def _shown(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
+def _hash(key: str, seed: int) -> int:
+    """A number below 2**64."""
+    data = hashlib.blake2b(f"{seed}\0{key}".encode(errors="surrogatepass"), digest_size=16).digest()
+    return int.from_bytes(data[:8], "big")

@@ -9,10 +9,11 @@ from __future__ import annotations
 import bisect
 import io
 import itertools
+import logging
 import os
 import tarfile
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -20,9 +21,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import SourceError
+from stoker.errors import SourceError, arg
 from stoker.schema import Field, Json, Sample, Schema
-from stoker.sources.files import Paths, find_files
+from stoker.sources.files import Paths, find_keyed_files, open_regular
 from stoker.sources.given import given_names, parse_json
 from stoker.sources.hdf5_layout import read_dtype
 from stoker.sources.protocol import FileRef, Part, SourceIdentity
@@ -53,6 +54,7 @@ NUMBERS = ("cls", "cls2", "id", "index", "inx")
 PROBED = 8
 """Samples looked at to learn shapes, spread over all."""
 OPEN_FILES = 16
+_log = logging.getLogger("stoker")
 RUN = 64
 
 
@@ -92,12 +94,14 @@ class TarSource:
     """
 
     def __init__(self, path: Paths, *, fields: Sequence[str] | None = None) -> None:
-        root, paths = find_files(path, suffixes=(".tar",), what="tar")
+        root, paths, keys = find_keyed_files(path, suffixes=(".tar",), what="tar")
         self._paths = [(file.relative_to(root).as_posix(), file) for file in paths]
+        self._keyed = dict(zip(paths, keys, strict=True))
         named = None if fields is None else given_names("fields", fields, "an extension, as 'npy'")
         self._fields = None if named is None else tuple(name.lower().lstrip(".") for name in named)
         self._archives: tuple[Archive, ...] | None = None
         self._schema: Schema | None = None
+        self._narrowed = set[str]()
         self._open: OrderedDict[Path, int] = OrderedDict()
         self._owner = os.getpid()
 
@@ -109,9 +113,14 @@ class TarSource:
         """The list of members travels; open files stay."""
         return {**self.__dict__, "_open": OrderedDict()}
 
-    def __del__(self) -> None:
-        if getattr(self, "_owner", -1) == os.getpid():
-            self.close()
+    def __del__(self, getpid: Callable[[], int] = os.getpid, close: Callable[[int], None] = os.close) -> None:
+        # At the end of the program modules may be gone, and descriptors closed by others: not worth a word.
+        if getattr(self, "_owner", -1) == getpid():
+            for fd in self._open.values():
+                try:  # noqa: SIM105 - `suppress` may be gone as well
+                    close(fd)
+                except OSError:
+                    pass
 
     def __len__(self) -> int:
         """Samples in all files."""
@@ -151,7 +160,7 @@ class TarSource:
 
     def keys(self) -> Sequence[str]:
         """File and name without extension."""
-        return [f"{archive.name}:{key}" for archive in self._scan() for key in archive.keys]
+        return [f"{self._keyed[archive.path]}:{key}" for archive in self._scan() for key in archive.keys]
 
     def identity(self) -> SourceIdentity:
         """The files, and which extensions are read."""
@@ -177,7 +186,7 @@ class TarSource:
             readable = [name for name in names if name in known]
             raise SourceError(
                 f"{first.path}: members .{', .'.join(unknown)} of {first.keys[0]!r} are of no known kind. "
-                f"Say which to read, as TarSource(path, fields={readable}); others are read as bytes"
+                f"Say which to read, as {arg('fields', readable, call='TarSource')}; others are read as bytes"
             )
         return names
 
@@ -196,8 +205,8 @@ class TarSource:
             where = f"{archive.path}: member {archive.keys[row]}.{name} (sample {number})"
             member = archive.members[row].get(name)
             if member is None:
-                raise SourceError(f"{where} is not there. Add it, or leave .{name} out with fields=")
-            found.update(_decode(name, self._bytes(archive, member, where), where))
+                raise SourceError(f"{where} is not there. Add it, or leave .{name} out with {arg('fields')}")
+            found.update(_decode(name, self._bytes(archive, member, where), where, self._narrowed))
         return found
 
     def _bytes(self, archive: Archive, member: Member, where: str) -> bytes:
@@ -207,8 +216,8 @@ class TarSource:
             if archive.path not in self._open:
                 while len(self._open) >= OPEN_FILES:
                     os.close(self._open.popitem(last=False)[1])
-                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-                self._open[archive.path] = os.open(archive.path, flags)
+                with open_regular(archive.path) as file:
+                    self._open[archive.path] = os.dup(file.fileno())
             fd = self._open[archive.path]
             if os.fstat(fd).st_size != archive.size:
                 raise SourceError(f"{archive.path} has another size than when it was listed. Start again")
@@ -238,6 +247,8 @@ class TarSource:
                 seen.setdefault(name, (dtype, set()))[1].add(array.shape)
         if not seen:
             raise failed or SourceError(f"{self!r} holds no sample")
+        if self._narrowed:
+            _log.warning("%r: float64 is read as float32: %s", self, ", ".join(sorted(self._narrowed)))
         schema: Schema = {}
         for name, (dtype, shapes) in seen.items():
             shape = max(shapes)
@@ -253,7 +264,7 @@ class TarSource:
             said.append(f"{dtype} {shape} in {archive.keys[row]!r} of {archive.path} (sample {number})")
         return SourceError(
             f"field {name!r} is {' and '.join(said)}. Only axis 0 may vary: write the members alike, or "
-            f"leave .{name.partition('.')[0]} out with fields="
+            f"leave .{name.partition('.')[0]} out with {arg('fields')}"
         )
 
 
@@ -266,7 +277,7 @@ def list_members(name: str, path: Path) -> Archive:
     found: dict[str, dict[str, Member]] = {}
     size = path.stat().st_size
     try:
-        with tarfile.open(path, "r:") as archive:
+        with open_regular(path) as file, tarfile.open(fileobj=io.BufferedReader(file), mode="r:") as archive:
             for info in archive:
                 _check_member(info, path, size)
                 if info.isfile() and not PurePosixPath(info.name).name.startswith("__"):
@@ -274,7 +285,7 @@ def list_members(name: str, path: Path) -> Archive:
                     if ending in found.setdefault(key, {}):
                         raise SourceError(f"{path} holds {info.name!r} twice. Write it again without")
                     found[key][ending] = Member(info.offset_data, info.size)
-            end = archive.offset
+            _check_end(file, path, archive.offset, size)
     except (tarfile.TarError, OSError, EOFError, ValueError) as error:
         if isinstance(error, SourceError):
             raise
@@ -282,7 +293,6 @@ def list_members(name: str, path: Path) -> Archive:
             f"{path} is no readable tar file, {size:,} bytes ({error}). Copy it again; a compressed one has "
             "to be unpacked to .tar first, since its members cannot be read one by one"
         ) from error
-    _check_end(path, end, size)
     if not found:
         raise SourceError(f"{path} holds no members. Leave it out")
     return Archive(name=name, path=path, keys=tuple(found), members=tuple(found.values()), size=size)
@@ -310,11 +320,9 @@ def _check_member(info: tarfile.TarInfo, path: Path, size: int) -> None:
         )
 
 
-def _check_end(path: Path, end: int, size: int) -> None:
+def _check_end(file: io.FileIO, path: Path, end: int, size: int) -> None:
     """What is listed ends where a header is no header, so it must be the mark of the end."""
-    with path.open("rb") as file:
-        file.seek(end)
-        mark = file.read(tarfile.BLOCKSIZE)
+    mark = os.pread(file.fileno(), tarfile.BLOCKSIZE, end)
     if mark != bytes(tarfile.BLOCKSIZE):
         raise SourceError(
             f"{path} has no mark of its end at byte {end:,} of {size:,}: cut short or damaged there. "
@@ -333,11 +341,15 @@ def _key_of(name: str, path: Path) -> tuple[str, str]:
     return (plain.parent / stem).as_posix(), ending.lower()
 
 
-def _decode(name: str, data: bytes, where: str) -> dict[str, tuple[NDArray[Any], str]]:
+def _decode(name: str, data: bytes, where: str, narrowed: set[str]) -> dict[str, tuple[NDArray[Any], str]]:
+    """Return the fields of one member; one whose float64 become float32 is added to `narrowed`."""
     try:
         if name == "npy":
             array = cast("NDArray[Any]", np.load(io.BytesIO(data), allow_pickle=False))
-            dtype = read_dtype(array.dtype, where=where)
+            scalar = array.dtype.kind == "f" and array.dtype.itemsize == 8 and not array.ndim
+            dtype = np.dtype(np.float64) if scalar else read_dtype(array.dtype, where=where)
+            if array.dtype.kind in "fc" and dtype.itemsize < array.dtype.itemsize:
+                narrowed.add(name)
             return {name: (np.array(array, dtype=dtype, order="C"), dtype.name)}
         if name in NUMBERS:
             return {name: (np.asarray(int(data.decode().strip()), dtype=np.int64), "int64")}

@@ -11,16 +11,17 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, Protocol
 
 from stoker.errors import ConfigError, SourceError
 from stoker.schema import Json, Sample, Schema, digest_json
+from stoker.sources.held import held_bytes
 from stoker.sources.protocol import Part, SourceIdentity
-from stoker.sources.torch_code import qualified_name
 from stoker.sources.torch_elsewhere import check_alike, read_elsewhere
 from stoker.sources.torch_identity import describe
 from stoker.sources.torch_items import Item, Rule, TextRules, flatten_item, narrowed_fields
-from stoker.sources.torch_members import random_members
+from stoker.sources.torch_members import obstacles, random_members, uses_module
 from stoker.sources.torch_probe import (
     PROBES,
     Meaning,
@@ -30,9 +31,11 @@ from stoker.sources.torch_probe import (
     common_schema,
     digests_of,
     drawn_by,
+    probe_numbers,
 )
 from stoker.sources.watched import watched
 from stoker.units import MIB
+from stoker.used_code import qualified_name
 
 VERSION = 1
 """Bumped by hand when the same Dataset would give other samples."""
@@ -40,6 +43,8 @@ VERSION = 1
 _RUN_BYTES = 8 * MIB
 _RUN_SAMPLES = 256
 _ALONE_S = 60.0
+_AHEAD_BYTES = 256 * MIB
+"""A Dataset that holds more has its data in memory, and would take long to send to another process."""
 
 _log = logging.getLogger("stoker")
 _said: set[tuple[str, str]] = set()
@@ -72,7 +77,8 @@ class TorchSource:
         random: `"freeze"` stores one draw of a Dataset whose output is random; otherwise it is refused.
 
     A bare tensor is the field `data`; the elements of a tuple are `0`, `1`, ...; nested dictionaries are
-    joined with `.`. Numbers are int64, float32 or bool; images `(H, W, C)` uint8.
+    joined with `.`. Numbers are int64, float64 or bool; arrays of float64 become float32; images
+    are `(H, W, C)` uint8.
 
     Raises:
         SourceError: Empty, a class or not map-style; later, on first use, random, textual or uneven items.
@@ -121,6 +127,8 @@ class TorchSource:
         self._keys = None if keys is None else [str(key) for key in keys]
         self._probed: Probed | None = None
         self._proved = False
+        self._ahead = False
+        self._elsewhere: dict[int, dict[str, str] | str] | None = None
         self._narrowed: set[str] = set()
         self._live: MapDataset | None = None
         self._last: tuple[int, Sample] | None = None
@@ -140,7 +148,7 @@ class TorchSource:
 
     def __getstate__(self) -> dict[str, Any]:
         """The Dataset as it was given: handles it opened while being read stay here."""
-        return {**self.__dict__, "_live": None, "_last": None}
+        return {**self.__dict__, "_live": None, "_last": None, "_elsewhere": None}
 
     def __len__(self) -> int:
         """The Dataset's length when the source was made."""
@@ -225,16 +233,18 @@ class TorchSource:
             return  # by another split of the same Dataset
         deadline_s = self.probe_deadline_s or _ALONE_S
         here = self._probe().digests
-        check_alike(here, read_elsewhere(self, self._name, deadline_s=deadline_s), self._name)
+        there = self._elsewhere or read_elsewhere(self, self._name, deadline_s=deadline_s)
+        check_alike(here, there, self._name)
         self._proved = True
 
     def probed_numbers(self) -> list[int]:
-        """Samples that were looked at."""
-        return list(self._probe().digests)
+        """Samples that were looked at, or are to be looked at in this process first."""
+        return probe_numbers(self._count) if self._ahead else list(self._probe().digests)
 
     def probe_again(self, number: int) -> dict[str, str]:
         """Digests by field of a probed sample, of the fields that are the same whenever they are read."""
-        return digests_of(self._item(number, seeded=self._freeze), without=self._probe().changing)
+        changing = () if self._ahead else self._probe().changing
+        return digests_of(self._item(number, seeded=self._freeze), without=changing)
 
     def _item(self, number: int, *, seeded: bool) -> Item:
         """One item of this process's copy of the Dataset.
@@ -244,9 +254,14 @@ class TorchSource:
         """
         if self._live is None:
             self._live = copy.copy(self._dataset)
-        with drawn_by(number, seeded=seeded):
-            item = self._live[number]
-        found = flatten_item(item, where=f"{self._name}: sample {number}", text=self._text)
+        try:
+            with drawn_by(number, seeded=seeded):
+                item = self._live[number]
+            found = flatten_item(item, where=f"{self._name}: sample {number}", text=self._text)
+        except Exception as error:
+            if note := _own_index(self._dataset, number):
+                error.add_note(note)
+            raise
         if self._probed is None:
             self._narrowed.update(narrowed_fields(item))
         return found
@@ -267,12 +282,32 @@ class TorchSource:
                 cure = f"; if its length may vary, give stoker.TorchSource(dataset, ragged=({name!r},))"
                 raise SourceError(
                     f"{where}, field {name!r} is {dtype} {array.shape}, expected {field.dtype} {field.shape} "
-                    f"as in the probed samples. Mend the item{cure if longer else ''}"
+                    f"as in the probed samples. Fix the item{cure if longer else ''}"
                 )
         return {name: array for name, (array, _) in found.items()}
 
+    def _look_ahead(self) -> None:
+        """Read what will be probed in a second process first, where a read may stop all threads of this one.
+
+        h5py keeps the interpreter's lock while it waits for storage, so that no deadline in this process
+        would be noticed; the second process is killed. What it finds is kept for `prove`.
+
+        Raises:
+            StalledError: Storage does not answer.
+        """
+        if self._ahead or self.probe_deadline_s is None or not uses_module(self._dataset, "h5py"):
+            return
+        if held_bytes(self._dataset) > _AHEAD_BYTES:
+            return
+        other = copy.copy(self)
+        other._ahead = True
+        # What cannot go there can be read in this process all the same; `prove` says it where that matters.
+        with suppress(SourceError):
+            self._elsewhere = read_elsewhere(other, self._name, deadline_s=self.probe_deadline_s)
+
     def _probe(self) -> Probed:
         if self._probed is None:
+            self._look_ahead()
             with RandomStateKept():
                 if self.probe_deadline_s is None:
                     probes = self._probes(lambda _: None)
@@ -281,7 +316,7 @@ class TorchSource:
                         self._probes,
                         self.probe_deadline_s,
                         where=f"probing {self._name}",
-                        advice="Mend what it waits for, or give it more time: source.probe_deadline_s = 300",
+                        advice="Fix what it waits for, or give it more time: source.probe_deadline_s = 300",
                     )
             items, drawn, changing = probes
             self._check_text(items)
@@ -302,6 +337,7 @@ class TorchSource:
             lambda number, seeded: self._item(number, seeded=seeded),
             freeze=self._freeze,
             suspects=lambda: random_members(self._dataset, "dataset"),
+            obstacles=lambda: [f"{one}. {one.cure}" for one in obstacles(self._dataset, "dataset")],
         )
         try:
             return prober.items(self._count, begin)
@@ -313,3 +349,12 @@ class TorchSource:
         unknown = [name for name in self._text.names if name not in fields and not self._text.dropped(name)]
         if unknown:
             raise ConfigError(f"text names {sorted(unknown)}; the fields are {', '.join(sorted(fields))}")
+
+
+def _own_index(dataset: Any, number: int) -> str:
+    """Return how the Dataset inside `torch.utils.data.Subset` calls an item; empty where there is none."""
+    subset = getattr(sys.modules.get("torch.utils.data"), "Subset", None)
+    inner, index = dataset, number
+    while subset is not None and type(inner) is subset:
+        inner, index = inner.dataset, inner.indices[index]
+    return "" if inner is dataset else f"item {index} of {qualified_name(type(inner))}"

@@ -21,11 +21,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from stoker.errors import SourceError, StalledError
+from stoker.errors import SourceError, StalledError, arg
 from stoker.sources.travel import packed
 
 START_S = 120.0
 """Seconds for the child to start and to import what the Dataset needs."""
+_END_S = 5.0
 _TAIL = 600
 
 
@@ -50,7 +51,9 @@ def read_elsewhere(source: object, name: str, *, deadline_s: float) -> dict[int,
             os.close(ours)
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+            # One that waits for storage ends when that answers: nothing here waits for it.
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=_END_S)
 
 
 def _start(payload: IO[bytes], output: IO[bytes], answer: int) -> subprocess.Popen[bytes]:
@@ -76,8 +79,8 @@ def _collect(
             where = "starting it" if number < 0 else f"item {number}"
             raise StalledError(
                 f"{name}: read in a second process, {where} took more than "
-                f"{START_S if number < 0 else deadline_s:g} s. Mend what it waits for, give it more time "
-                "(source.probe_deadline_s = 300), or read in this process with readers=0"
+                f"{START_S if number < 0 else deadline_s:g} s. Fix what it waits for, give it more time "
+                f"(source.probe_deadline_s = 300), or read in this process with {arg('readers', 0)}"
             )
         data = os.read(answer, 1 << 16)
         if not data:
@@ -90,7 +93,7 @@ def _collect(
             if message["kind"] == "refused":
                 raise SourceError(
                     f"{name} cannot be loaded in a second process, as readers are:\n{message['error']}\n"
-                    "Mend that, or read in this process with readers=0"
+                    f"Fix that, or read in this process with {arg('readers', 0)}"
                 )
             number, until = int(message["number"]), time.monotonic() + deadline_s
             if message["kind"] == "item":
@@ -100,8 +103,8 @@ def _collect(
     tail = output.read().decode(errors="replace").strip()[-_TAIL:]
     how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
     raise SourceError(
-        f"{name}: a second process that read item {number} {how}. Readers would do the same: mend the "
-        "Dataset, or read in this process with readers=0" + (f". It said: {tail}" if tail else "")
+        f"{name}: a second process that read item {number} {how}. Readers would do the same: fix the "
+        f"Dataset, or read in this process with {arg('readers', 0)}" + (f". It said: {tail}" if tail else "")
     )
 
 
@@ -119,14 +122,14 @@ def check_alike(
             raise SourceError(
                 f"{name}: sample {number} can be read in this process and not in a second one: {other}. "
                 "What it needs is there in this process alone: hand it to the Dataset in __init__, or read "
-                "in this process with readers=0"
+                f"in this process with {arg('readers', 0)}"
             )
         for field, digest in fields.items():
             if other.get(field) != digest:
                 raise SourceError(
                     f"{name}: sample {number}, field {field!r} is another in a second process, so each "
-                    "reader would give its own. Mend what depends on the process (its number, hash() of "
+                    "reader would give its own. Fix what depends on the process (its number, hash() of "
                     "text, the order of a set, a value set after import): hand it to the Dataset in "
                     "__init__. If it is drawn at random, seed it by the sample number, or store one draw "
-                    "with random='freeze'"
+                    f"with {arg('random', 'freeze')}"
                 )

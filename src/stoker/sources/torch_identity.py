@@ -4,6 +4,7 @@ A Dataset is code, so nothing can prove that two of them give the same samples. 
 compared: source text, values held by attributes, functions and closures (arrays and tensors by content),
 length, files by content, folders by names and sizes, and a few probed samples (`torch_dataset`). Recipes
 made from this are labelled as sampled. Nothing of the Dataset is called: values are read where they lie.
+Modules that its functions import when they are called are imported.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ import numpy as np
 from stoker.schema import Json, digest_json
 from stoker.sources.protocol import FileRef
 from stoker.sources.torch_arrays import LIMIT_BYTES, digest_array, plain_array
-from stoker.sources.torch_code import (
+from stoker.units import format_bytes
+from stoker.used_code import (
     code_digest,
     functions_in,
     is_foreign,
     is_library,
+    named_files,
     qualified_name,
     used_values,
 )
-from stoker.units import format_bytes
 
 MOST_FILES = 2000
 """Files named one by one; beyond that names and sizes stand for them, so that a start stays cheap."""
@@ -289,6 +291,8 @@ class _Walk:
             attribute, self._attribute = self._attribute, ""
             for value in used_values(function):
                 self.look(value)
+            for path in named_files(function):
+                self._text(path)
             self._attribute = attribute
 
     def _code(self, kind: Any) -> None:

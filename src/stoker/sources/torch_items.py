@@ -1,8 +1,10 @@
 """Items of a Dataset as flat dictionaries of numpy arrays.
 
 Dictionaries are flattened with `.`, tuples give fields `0`, `1`, ... (or their names), a bare tensor or
-number is the field `data`. float64 becomes float32, complex gets a trailing axis of 2, bfloat16 travels as
-its bits in uint16. A store holds numbers: text is refused, unless a rule says what number it is.
+number is the field `data`. Numbers and lists of numbers keep all their digits, as `default_collate` does:
+floats are float64. Arrays and tensors of float64 with at least one axis become float32. complex gets a
+trailing axis of 2, bfloat16 travels as its bits in uint16. A store holds numbers: text is refused, unless a
+rule says what number it is.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any, Literal, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, SourceError
+from stoker.errors import ConfigError, SourceError, arg
 from stoker.schema import Json
 
 Item: TypeAlias = "dict[str, tuple[NDArray[Any], str]]"
@@ -45,13 +47,15 @@ class TextRules:
             if isinstance(rule, str):
                 if rule not in ("bytes", "drop"):
                     raise ConfigError(
-                        f"text={{{name!r}: {rule!r}}} is no rule. Expected a list of words, 'bytes' or 'drop'"
+                        f"{arg('text', {name: rule})} is no rule. Expected a list of words, 'bytes' or 'drop'"
                     )
                 self._rules[name] = rule
                 continue
             words = [str(word) for word in rule]
             if len(set(words)) != len(words) or not words:
-                raise ConfigError(f"text={{{name!r}: ...}} names no word, or one twice. Name each word once")
+                raise ConfigError(
+                    f"{arg('text', {name: words})} names no word, or one twice. Name each word once"
+                )
             self._rules[name] = list[Json](words)
             self._places[name] = {word: place for place, word in enumerate(words)}
 
@@ -80,7 +84,7 @@ class TextRules:
         if place is None:
             raise SourceError(
                 f"{where} is {text[:40]!r}, which is not among the {len(self._places[name])} words of its "
-                "rule in text=. Add it there"
+                f"rule in {arg('text')}. Add it there"
             )
         return np.asarray(place, np.int64)
 
@@ -119,16 +123,18 @@ def flatten_item(item: Any, *, where: str, text: TextRules = NO_RULES) -> Item:
 
 
 def narrowed_fields(item: Any) -> set[str]:
-    """Fields that are arrays or tensors of more precision than is stored.
+    """Return the fields that are arrays or tensors of more precision than is stored.
 
-    >>> sorted(narrowed_fields({"a": np.ones(2), "b": np.ones(2, "f4"), "c": 0.5}))
+    >>> sorted(narrowed_fields({"a": np.ones(2), "b": np.ones(2, "f4"), "c": 0.5, "d": np.float64(1)}))
     ['a']
     """
-    wide = ("float64", "complex128", "longdouble", "float128", "clongdouble", "complex256")
+    wider = ("longdouble", "float128", "clongdouble", "complex256")
+    wide = ("float64", "complex128", *wider)
     return {
         name or "data"
         for name, value in _walk(item, "", "an item")
-        if str(getattr(value, "dtype", "")).rpartition(".")[2].lstrip("<>=") in wide
+        if str(getattr(value, "dtype", "")).rpartition(".")[2].lstrip("<>=")
+        in (wide if getattr(value, "ndim", 0) else wider)
     }
 
 
@@ -161,11 +167,11 @@ def _plain_numbers(values: Sequence[Any]) -> bool:
 
 
 def _to_array(value: Any, where: str, name: str) -> tuple[NDArray[Any], str]:
-    out = f"leave it out with text={{{name!r}: 'drop'}}"
+    out = f"leave it out with {arg('text', {name: 'drop'})}"
     if isinstance(value, str | bytes):
         raise SourceError(
             f"{where} is text ({value[:40]!r}), and a store holds numbers. Give its words, as "
-            f"stoker.cached(..., text={{{name!r}: ['cat', 'dog']}}), which stores the place of each; or {out}"
+            f"{arg('text', {name: ['cat', 'dog']})}, which stores the place of each; or {out}"
         )
     if value is None:
         raise SourceError(f"{where} is None. Return an array or a number in every item, or {out}")
@@ -180,7 +186,7 @@ def _to_array(value: Any, where: str, name: str) -> tuple[NDArray[Any], str]:
     if isinstance(value, int):
         return _from_int(value, where)
     if isinstance(value, float):
-        return np.asarray(value, dtype=np.float32), "float32"
+        return np.asarray(value, dtype=np.float64), "float64"
     if isinstance(value, list | tuple):
         return _from_list(cast("Sequence[Any]", value), where, name)
     if isinstance(value, complex | np.ndarray | np.generic):
@@ -194,12 +200,12 @@ def _from_list(values: Sequence[Any], where: str, name: str) -> tuple[NDArray[An
         raise SourceError(
             f"{where} is an empty list, which has neither dtype nor further axes. Return an array in every "
             f"item, as np.array(values, np.float32) or np.zeros((0, 4), np.float32); or leave it out with "
-            f"text={{{name!r}: 'drop'}}"
+            f"{arg('text', {name: 'drop'})}"
         )
     array = np.asanyarray(values)
     if array.dtype.kind not in "bi" and all(isinstance(value, int | np.integer) for value in values):
         return _from_int(max(map(int, values), key=abs), where)  # numpy makes floats of them, or gives up
-    return _from_numpy(array, where)
+    return _from_numpy(array, where, exact=True)
 
 
 def _from_int(value: int, where: str) -> tuple[NDArray[Any], str]:
@@ -238,7 +244,8 @@ def _from_image(image: Any) -> tuple[NDArray[Any], str]:
     return _from_numpy(array if array.ndim == 3 else array[..., None], "image")
 
 
-def _from_numpy(array: NDArray[Any], where: str) -> tuple[NDArray[Any], str]:
+def _from_numpy(array: NDArray[Any], where: str, *, exact: bool = False) -> tuple[NDArray[Any], str]:
+    """Return an array as it is stored; float64 stays where it is one number, or `exact`."""
     if isinstance(array, np.ma.MaskedArray) and np.ma.getmaskarray(array).any():
         raise SourceError(
             f"{where} is a masked array with values left out, and a store has no masks. Return "
@@ -246,10 +253,15 @@ def _from_numpy(array: NDArray[Any], where: str) -> tuple[NDArray[Any], str]:
         )
     array = np.asarray(array)
     kind, size = array.dtype.kind, array.dtype.itemsize
+    exact = exact or not array.ndim
     if kind == "c":
-        array = np.ascontiguousarray(array, dtype=np.complex64)[..., None].view(np.float32)
+        wide = exact and size > 8
+        array = np.array(array, dtype=np.complex128 if wide else np.complex64, order="C")
+        array = array[..., None].view(np.float64 if wide else np.float32)
     elif kind == "f":
-        array = np.array(array, dtype=np.float16 if size == 2 else np.float32, order="C")
+        wide = exact and size > 4
+        dtype = np.float16 if size == 2 else np.float64 if wide else np.float32
+        array = np.array(array, dtype=dtype, order="C")
     elif kind == "u" and size in {2, 4}:
         array = array.astype(np.int32 if size == 2 else np.int64)
     elif kind in "bi" or (kind == "u" and size == 1):

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from stoker.sources.torch_code import qualified_name
+from stoker.used_code import functions_in, is_library, qualified_name
 
 MOST_MEMBERS = 100_000
 """Objects looked at; beyond that pickling itself has the last word."""
@@ -104,6 +104,27 @@ def members(value: object, path: str) -> Iterator[Member]:
 def obstacles(value: object, path: str) -> list[Finding]:
     """What keeps `value` from going to another process, as far as it can be seen without trying."""
     return [found for member in members(value, path) if (found := _obstacle(member)) is not None]
+
+
+def uses_module(value: object, module: str) -> bool:
+    """Whether a function of an object's class, or of the class of something that it holds, names a module."""
+    kinds = {type(member.value) for member in members(value, "")}
+    classes = {one for kind in kinds if not is_library(kind) for one in kind.__mro__}
+    functions = [f for one in classes for member in vars(one).values() for f in functions_in(member)]
+    return any(_comes_from(module, f.__globals__.get(n), n) for f in functions for n in _names(f.__code__))
+
+
+def _comes_from(module: str, value: object, name: str) -> bool:
+    place = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    return name == module or (isinstance(place, str) and place.split(".")[0] == module)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Global names, attributes and imports in a function and in those within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
 
 
 def random_members(value: object, path: str) -> list[str]:

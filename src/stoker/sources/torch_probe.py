@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, SourceError
+from stoker.errors import ConfigError, SourceError, arg
 from stoker.schema import Field, Schema
 from stoker.sources.torch_items import Item
 
@@ -67,6 +67,7 @@ class Prober:
         read: One item by number; the random numbers are drawn as the second argument says.
         freeze: Whether random output is taken as it comes.
         suspects: What in the Dataset draws random numbers, in words, for the message.
+        obstacles: What in the Dataset is bound to a thread or a process, in words with the cure.
     """
 
     def __init__(
@@ -76,8 +77,10 @@ class Prober:
         *,
         freeze: bool,
         suspects: Callable[[], Sequence[str]],
+        obstacles: Callable[[], Sequence[str]],
     ) -> None:
-        self._name, self._read, self._freeze, self._suspects = name, read, freeze, suspects
+        self._name, self._read, self._freeze = name, read, freeze
+        self._suspects, self._obstacles = suspects, obstacles
 
     def items(self, count: int, begin: Callable[[int], None]) -> tuple[dict[int, Item], set[str], set[str]]:
         """Some items by number; fields that are drawn; fields that another reading draws differently.
@@ -85,9 +88,13 @@ class Prober:
         Each is read twice, and three times where random output is frozen; `begin` is told which one comes.
         """
         numbers = probe_numbers(count)
-        items = {number: item for number in numbers if (item := self._try(number, begin)) is not None}
+        failed: dict[int, Exception] = {}
+        found = {number: self._try(number, begin, failed) for number in numbers}
+        items = {number: item for number, item in found.items() if item is not None}
         if not items:
-            self._read(numbers[0], self._freeze)  # raises what every probe raised
+            self._refuse_all(failed)
+        for number, error in failed.items():
+            self._warn(number, error)
         drawn, changing = set[str](), set[str]()
         for number in reversed(items):
             again = self._try(number, begin)
@@ -99,17 +106,46 @@ class Prober:
                 drawn.update(differing(items[number], self._try(number, begin, seeded=False)))
         return items, drawn | changing, changing
 
-    def _try(self, number: int, begin: Callable[[int], None], *, seeded: bool = True) -> Item | None:
-        """An item, or None when the Dataset fails on it: such a sample is quarantined when it is read."""
+    def _try(
+        self,
+        number: int,
+        begin: Callable[[int], None],
+        failed: dict[int, Exception] | None = None,
+        *,
+        seeded: bool = True,
+    ) -> Item | None:
+        """An item, or None when the Dataset fails on it: such a sample is quarantined when it is read.
+
+        The error is put into `failed`, or logged where there is none.
+        """
         begin(number)
         try:
             return self._read(number, seeded and self._freeze)
         except SourceError:
             raise
         except Exception as error:  # noqa: BLE001 - a Dataset is foreign code and may raise anything
-            kind = type(error).__name__
-            log.warning("%s: probing sample %d failed: %s: %s", self._name, number, kind, error)
+            if failed is None:
+                self._warn(number, error)
+            else:
+                failed[number] = error
             return None
+
+    def _warn(self, number: int, error: Exception) -> None:
+        kind = type(error).__name__
+        log.warning("%s: probing sample %d failed: %s: %s", self._name, number, kind, error)
+
+    def _refuse_all(self, failed: Mapping[int, Exception]) -> None:
+        number, error = next(iter(failed.items()))
+        held = "; ".join(self._obstacles())
+        hint = (
+            f"It holds what may work in the thread that made it alone: {held}"
+            if held
+            else f"Call dataset[{number}] yourself to see where; fix the Dataset"
+        )
+        raise SourceError(
+            f"{self._name}: all of {len(failed)} probed samples failed, sample {number} with "
+            f"{type(error).__name__}: {str(error).rstrip('.')}. {hint}"
+        ) from error
 
     def _refuse(self, number: int, field: str) -> None:
         suspects = "; ".join(self._suspects())
@@ -121,8 +157,9 @@ class Prober:
 
 
 RANDOM_CURE = (
-    "Move augmentation behind the cache, as stoker.cached(..., transforms=[...]), which draws anew for each "
-    "example in each epoch; or seed it by the sample number; or store one draw for good with random='freeze'"
+    "Move augmentation behind the cache, as stoker.cached(..., transforms=[...]), which draws again for each "
+    f"example in each epoch; or seed it by the sample number; or store one draw for good with "
+    f"{arg('random', 'freeze')}"
 )
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import re
-from typing import Any
+import sys
+from typing import Any, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
-from stoker.errors import SourceError, StokerError
+from stoker.errors import SourceError, StokerError, arg
 from stoker.sources.torch_members import Finding, Member, members, obstacles
 
-_HERE = "Or read in this process alone: precompute={'readers': 0} in cached(), readers=0 in precompute()"
+_HERE = f"Or read in this process alone: {arg('readers', 0)} (cached: precompute={{'readers': 0}})"
 _MOST_NAMED = 5
 _INNER = re.compile(r"^(?:job\.)?source(?:\._source)*\._dataset\b")
 """The path of a Dataset inside whatever wraps it."""
@@ -30,7 +33,7 @@ def packed(thing: object, name: str = "source", *, otherwise: str = _HERE) -> by
     if found:
         _refuse(found, otherwise)
     try:
-        return cloudpickle.dumps(thing)  # pyright: ignore[reportUnknownMemberType]
+        return _dumped(thing)
     except StokerError:
         raise
     except Exception as error:
@@ -42,6 +45,43 @@ def packed(thing: object, name: str = "source", *, otherwise: str = _HERE) -> by
             "first use in __getitem__ instead of in __init__, or leave it out of the state (__getstate__). "
             f"{otherwise}"
         ) from error
+
+
+class _Pickler(cloudpickle.Pickler):
+    """cloudpickle, and functions of `functools.lru_cache` from where no other process can import them.
+
+    cloudpickle sends classes of a script with their code, but such a function by its name alone, which the
+    other process does not know. It is made anew there, and remembers nothing yet.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, _CACHE) and not _is_importable(obj):
+            settings = cast("Any", obj).cache_parameters()
+            return _cached_anew, (cast("Any", obj).__wrapped__, settings["maxsize"], settings["typed"])
+        return super().reducer_override(obj)
+
+
+_CACHE = type(functools.lru_cache(len))
+
+
+def _cached_anew(function: Any, maxsize: int | None, typed: bool) -> Any:
+    return functools.lru_cache(maxsize, typed)(function)
+
+
+def _is_importable(function: Any) -> bool:
+    """Return whether another process finds this very object by module and name."""
+    if function.__module__ == "__main__":
+        return False
+    found: Any = sys.modules.get(function.__module__)
+    for name in function.__qualname__.split("."):
+        found = vars(found).get(name) if hasattr(found, "__dict__") else None
+    return found is function
+
+
+def _dumped(thing: object) -> bytes:
+    with io.BytesIO() as file:
+        _Pickler(file).dump(thing)
+        return file.getvalue()
 
 
 def _refuse(found: list[Finding], otherwise: str) -> None:
@@ -67,7 +107,7 @@ def _culprit(thing: object, name: str) -> Member | None:
 
 def _picklable(value: Any) -> bool:
     try:
-        cloudpickle.dumps(value)  # pyright: ignore[reportUnknownMemberType]
+        _dumped(value)
     except Exception:  # noqa: BLE001 - foreign code may raise anything
         return False
     return True

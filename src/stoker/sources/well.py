@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from stoker.errors import SourceError
+from stoker.errors import SourceError, arg
 from stoker.schema import Json
 from stoker.sources.declared import contents, rows_layout
 from stoker.sources.hdf5_layout import FieldLayout, FileLayout, Piece, as_text, make_piece
@@ -37,13 +37,13 @@ def well_layout(file: Any, *, where: str) -> FileLayout:
     if not looks_like(file):
         raise SourceError(
             f"{where} is not in The Well's layout (groups dimensions, t0_fields, t1_fields, t2_fields). "
-            f"{contents(file)} Use preset='pdebench', or declare fields="
+            f"{contents(file)} Use {arg('preset', 'pdebench')}, or declare {arg('fields')}"
         )
     space = attribute_words(file["dimensions"], "spatial_dims")
     if not space or not set(space) <= {"x", "y", "z"}:
         raise SourceError(
             f"{where}: dimensions state spatial_dims {list(space)}; Cartesian x, y, z are read. Declare the "
-            "datasets yourself: fields={'t0_fields/<name>': 'n t x y'}"
+            f"datasets yourself: {arg('fields', {'t0_fields/<name>': 'n t x y'})}"
         )
     stacked: list[Piece] = []
     single: list[FieldLayout] = []
@@ -90,7 +90,7 @@ def _present(dataset: Any, axes: tuple[str, ...], *, where: str) -> tuple[str, .
 
 
 def _field(file: Any, name: str, rank: int, space: tuple[str, ...], where: str) -> Piece:
-    dataset = file[name]
+    dataset = require_inside(file, name, where=where)
     varying = dataset.attrs.get("dim_varying")
     flags = [True] * len(space) if varying is None else [bool(flag) for flag in np.ravel(varying)]
     grid = tuple(axis for axis, flag in zip(space, flags, strict=False) if flag)

@@ -112,14 +112,42 @@ def test_a_letterbox_is_black_beside_the_image() -> None:
     assert (pixels[0, 0] == [0] * 4 + [9] * 8 + [0] * 4).all()
 
 
-def bomb() -> bytes:
-    """A PNG that says it is 60,000 pixels wide and high."""
+def png(size: tuple[int, int], depth: int, colour: int, **chunks: bytes) -> bytes:
+    """A PNG of one's own making, `size` as width and height."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
-    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+    parts = {"IHDR": struct.pack(">IIBBBBB", *size, depth, colour, 0, 0, 0), **chunks, "IEND": b""}
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(kind.encode(), body) for kind, body in parts.items())
+
+
+@pytest.mark.parametrize(
+    ("depth", "colour", "row", "transparent", "expected"),
+    [
+        pytest.param(16, 0, (0x4DFF, 0x4D00, 0xFFFF), (0x4DFF,), (0, 0x4D, 0xFF), id="grey of 16 bits"),
+        pytest.param(8, 0, (10, 11, 255), (10,), (0, 11, 255), id="grey of 8 bits"),
+        pytest.param(4, 0, (0x24, 0xF0), (2,), (0, 68, 255), id="grey of 4 bits"),
+        pytest.param(2, 0, (0b10_01_11_00,), (2,), (0, 85, 255), id="grey of 2 bits"),
+        pytest.param(8, 2, (10, 0, 0, 11, 0, 0, 255, 0, 0), (10, 0, 0), (0, 11, 255), id="8 bits"),
+        pytest.param(
+            16, 2, (0x10FE, 0, 0, 0x11FE, 0, 0, 0xFFFF, 0, 0), (0x10FE, 0, 0), (0, 0x11, 255), id="16 bits"
+        ),
+    ],
+)
+def test_the_transparent_colour_of_a_png_is_laid_over_black(
+    depth: int, colour: int, row: tuple[int, ...], transparent: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    line = b"\0" + struct.pack(f">{len(row)}{'H' if depth == 16 else 'B'}", *row)
+    own = struct.pack(f">{len(transparent)}H", *transparent)
+    data = png((3, 2), depth, colour, tRNS=own, IDAT=zlib.compress(2 * line))
+
+    assert tuple(pixels_of(data, Rules(size=(2, 3), filter="nearest"))[0, 0].tolist()) == expected
+
+
+def bomb() -> bytes:
+    """A PNG that says it is 60,000 pixels wide and high."""
+    return png((60_000, 60_000), 8, 2, IDAT=b"")
 
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), np.uint8))

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 
@@ -85,6 +86,21 @@ def test_rows_come_by_copy_or_in_batches_and_are_the_same(
         copied.read(40)
 
     assert source(server.url(), table="odd", columns={"n": "float64"}).read(3)["n"] == made()[3][0]
+
+
+def test_columns_without_rules_are_as_wide_as_the_database_holds_them(
+    server: Server, connection: Any
+) -> None:
+    connection.execute("UPDATE samples SET snr = 0")
+    found = source(server.url(), columns=["power", "snr"])
+
+    assert {name: field.dtype for name, field in found.schema().items()} == {
+        "power": "float64",
+        "snr": "float32",
+    }
+    assert float(found.read(3)["power"]) == made()[3][1]
+    there = cloudpickle.loads(cloudpickle.dumps(found))
+    assert there.schema() == found.schema()
 
 
 def test_keys_of_text_and_uuid_come_in_the_order_of_their_bytes(server: Server, connection: Any) -> None:

@@ -14,11 +14,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from stoker.errors import DecodeError, SourceError
+from stoker.errors import DecodeError, SourceError, arg
 from stoker.schema import Field, Json, Sample, Schema, digest_json
 from stoker.sources.files import canonical_split, natural_key
 from stoker.sources.given import parse_json
-from stoker.sources.images.files import Entry, Listing, require_folder
+from stoker.sources.images.files import Entry, Listing, read_file, require_folder
 from stoker.sources.images.geometry import Fit
 from stoker.sources.images.labels import ObjectRules, Objects, object_fields, object_schema
 from stoker.sources.splits import DEFAULT_SPLITS
@@ -83,8 +83,8 @@ class Coco:
         if image.size is not None and image.size != fit.before:
             raise DecodeError(
                 f"{where} has {image.size[1]} x {image.size[0]} pixels, the file {fit.before[1]} x "
-                f"{fit.before[0]} as shown. Mend the entry; if it was drawn before EXIF turned the image, "
-                "give turned=False"
+                f"{fit.before[0]} as shown. Fix the entry; if it was drawn before EXIF turned the image, "
+                f"give {arg('turned', False)}"
             )
         objects = self._objects(image, read, where)
         fields = object_fields(objects, fit, read.rules, where=where)
@@ -124,7 +124,7 @@ class Coco:
                 )
             if name not in classes:
                 raise DecodeError(
-                    f"{where} names {name!r}, which is not among classes={list(classes)}. Add it"
+                    f"{where} names {name!r}, which is not among {arg('classes', list(classes))}. Add it"
                 )
             left, top, width, height = cast("list[float]", box)
             boxes.append([left, top, left + width, top + height])
@@ -133,7 +133,7 @@ class Coco:
             if not _numbers(flat, 3 * count):
                 raise DecodeError(f"{where}: object {place} has other keypoints than {count} of x, y, v")
             points.append(cast("list[float]", flat))
-        table = np.array(points, dtype=np.float64).reshape(-1, count, 3)
+        table = np.array(points, dtype=np.float64).reshape(len(points), count, 3)
         return Objects(
             boxes=np.array(boxes, dtype=np.float64).reshape(-1, 4),
             labels=np.array(labels, dtype=np.int64),
@@ -227,7 +227,7 @@ def _entries(content: Mapping[str, Any], path: Path, folder: str, images: dict[s
         found.append(Entry(key=key, image=name))
     if objects:
         lost = next(iter(objects))
-        raise SourceError(f"{path} has objects of image {lost}, which it does not list. Mend the file")
+        raise SourceError(f"{path} has objects of image {lost}, which it does not list. Fix the file")
     return sorted(found, key=lambda entry: natural_key(entry.key))
 
 
@@ -242,16 +242,14 @@ def _load(path: Path) -> Mapping[str, Any]:
         SourceError: It cannot be read, or is not of COCO's form: all of its images would be without labels.
     """
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise SourceError(f"{path} has more than {MAX_JSON_BYTES:,} bytes. Cut it into several splits")
-        content: Any = parse_json(path.read_bytes())
+        content: Any = parse_json(read_file(path, MAX_JSON_BYTES))
         lists = [content["images"], content["annotations"], content["categories"]]
         [[entry["id"] for entry in some] for some in (lists[0], lists[2])]
         [entry["image_id"] for entry in lists[1]]
         [entry["file_name"] for entry in lists[0]]
         [entry["name"] for entry in lists[2]]
-    except OSError as error:
-        raise SourceError(f"{path} cannot be read: {error.strerror}") from error
+    except SourceError:
+        raise
     except (ValueError, TypeError, KeyError) as error:
         raise SourceError(
             f"{path} is not in COCO's form ({type(error).__name__}: {error}). Expected JSON with images, "

@@ -24,6 +24,8 @@ FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 MAX_PIXELS = 89_478_485
 """Pillow's own limit, above which a small file may be meant to fill the memory."""
 _ORIENTATION = 0x0112
+_PNG_DEPTH = 24
+"""Offset in a PNG of the bits of a sample."""
 _TURNS: dict[int, Image.Transpose] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -63,7 +65,7 @@ def decode(data: bytes, rules: Rules, *, where: str) -> tuple[NDArray[np.uint8],
         if rules.reduced:
             drafted = image.draft(None, (inner[1], inner[0]))
             box = None if drafted is None else drafted[1]
-        image = _plain(image, rules.colour, where)
+        image = _plain(image, data, rules.colour, where)
         image = image.resize((inner[1], inner[0]), Image.Resampling[rules.filter.upper()], box=box)
     except (MemoryError, DecodeError):
         raise
@@ -133,10 +135,16 @@ def _too_large(where: str, what: str) -> str:
     return f"{where} is too large: {what}. Up to {MAX_PIXELS:,} pixels are decoded; make it smaller first"
 
 
-def _plain(image: Image.Image, colour: Colour, where: str) -> Image.Image:
+def _plain(image: Image.Image, data: bytes, colour: Colour, where: str) -> Image.Image:
     """The image decoded, as 8 bits in `colour`."""
+    transparent = image.info.get("transparency")
+    if image.format == "PNG" and transparent is not None and image.mode in ("L", "RGB"):
+        image.info["transparency"] = _in_8_bits(transparent, data[_PNG_DEPTH])
     if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        values = np.asarray(image)
+        # What is transparent is laid over black, and `fromarray` would forget about it.
+        seen = values if transparent is None else np.where(values == transparent, 0, values)
+        image = Image.fromarray((seen >> 8).astype(np.uint8))
     elif image.mode == "I":
         values = np.asarray(image)
         low, high = int(values.min()), int(values.max())
@@ -151,6 +159,20 @@ def _plain(image: Image.Image, colour: Colour, where: str) -> Image.Image:
         image.alpha_composite(over)
     image.load()
     return image if image.mode == colour else image.convert(colour)  # which would copy what is right already
+
+
+def _in_8_bits(colour: int | tuple[int, ...], depth: int) -> int | tuple[int, ...]:
+    """Return the transparent color of a PNG in the 8 bits of Pillow's pixels.
+
+    The file gives it in `depth` bits; Pillow widens or cuts pixels to 8, but leaves this color as it is.
+    Source: the tRNS chunk in the PNG specification, and Pillow's modes `L;2`, `L;4` and `RGB;16B`.
+
+    >>> _in_8_bits(2, 4), _in_8_bits((0x1234, 0, 0xFFFF), 16)
+    (34, (18, 0, 255))
+    """
+    if isinstance(colour, tuple):
+        return tuple(value >> 8 for value in colour) if depth == 16 else colour
+    return colour * 255 // (2**depth - 1)
 
 
 def _on_canvas(image: Image.Image, fit: Fit) -> NDArray[np.uint8]:

@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, DecodeError, SourceError, SplitError
+from stoker.errors import ConfigError, DecodeError, SourceError, SplitError, arg
 from stoker.schema import Field, Json, Sample, Schema
 from stoker.sources.files import natural_key
 from stoker.sources.images.files import Entry, Listing, read_file, require_folder
@@ -85,7 +85,7 @@ class DexYcb:
         """The same for stored images of (height, width), which maps share; None: of various sizes."""
         self._size = size
         if size is None and self._extras:
-            raise ConfigError("depth and segmentation need images of one size. Give fit='stretch'")
+            raise ConfigError(f"depth and segmentation need images of one size. Give {arg('fit', 'stretch')}")
         return self
 
     def listing(self) -> Listing:
@@ -154,7 +154,7 @@ class DexYcb:
             fx, fy, x, y = (float(color[key]) for key in ("fx", "fy", "ppx", "ppy"))
         except (KeyError, TypeError, ValueError) as error:
             raise DecodeError(
-                f"{self._root / name} lacks fx, fy, ppx or ppy of the colour camera ({error!r}). Mend it"
+                f"{self._root / name} lacks fx, fy, ppx or ppy of the colour camera ({error!r}). Fix it"
             ) from error
         return np.array([[fx, 0, x], [0, fy, y], [0, 0, 1]])
 

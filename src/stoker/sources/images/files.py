@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from stoker.errors import DecodeError, SourceError, SplitError
+from stoker.errors import DecodeError, SourceError, SplitError, arg
 from stoker.schema import Json, Sample, Schema
-from stoker.sources.files import absent_split, canonical_split, natural_key
+from stoker.sources.files import (
+    absent_split,
+    canonical_split,
+    check_opened,
+    confined_sources,
+    natural_key,
+    open_regular,
+)
 from stoker.sources.images.geometry import Fit
 from stoker.sources.splits import DEFAULT_SPLITS, SplitChoice, choose_split, split_numbers
 
@@ -111,7 +117,8 @@ def _of_split(listing: Listing, wanted: Wanted, where: str) -> tuple[list[Entry]
         split = canonical_split(wanted.split)
         if wanted.splits is not None:
             raise SplitError(
-                f"{where} says itself which images are {', '.join(listing.splits)}; splits= would cut across "
+                f"{where} says itself which images are {', '.join(listing.splits)}; {arg('splits')} "
+                f"would cut across "
                 "that. Leave splits out"
             )
         if split not in listing.splits:
@@ -124,7 +131,7 @@ def _of_split(listing: Listing, wanted: Wanted, where: str) -> tuple[list[Entry]
     if choice.fractions is None or choice.split is None:
         return list(listing.every), dict(choice.to_json())
     keys = [entry.key for entry in listing.every]
-    numbers = split_numbers(keys, choice.fractions, choice.split, choice.seed)
+    numbers = split_numbers(keys, choice.fractions, choice.split, choice.seed, where=where)
     return [listing.every[number] for number in numbers], dict(choice.to_json())
 
 
@@ -145,7 +152,7 @@ def images_below(root: Path, folder: str = "") -> list[Entry]:
         raise SourceError(f"{error.filename} cannot be read: {error.strerror}") from error
 
     found: list[str] = []
-    for place, folders, names in os.walk(root / folder, onerror=refused):
+    for place, folders, names in _walk(root / folder, refused):
         folders[:] = [name for name in folders if not name.startswith(".")]
         below = Path(place).relative_to(root)
         found += [
@@ -155,6 +162,19 @@ def images_below(root: Path, folder: str = "") -> list[Entry]:
         ]
     found.sort(key=natural_key)
     return [Entry(key=name.rpartition(".")[0], image=name) for name in found]
+
+
+def _walk(top: Path, refused: Callable[[OSError], None]) -> Iterator[tuple[str, list[str], list[str]]]:
+    """As `os.walk`; in a confined process no folder is listed that lies elsewhere."""
+    if confined_sources() is None:
+        yield from os.walk(top, onerror=refused)
+        return
+    try:
+        for place, folders, names, fd in os.fwalk(top, onerror=refused):
+            check_opened(fd, place)
+            yield place, folders, names
+    except OSError as error:  # of `top` itself, which `os.walk` gives to `onerror`
+        refused(error)
 
 
 def split_folders(root: Path) -> dict[str, str]:
@@ -188,15 +208,11 @@ def read_file(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
         SourceError: It is not there, cannot be read, is no regular file, is empty or above the limit.
     """
     try:
-        # O_NONBLOCK: a pipe in place of an image must not hang us.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb", buffering=0) as file:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise SourceError(f"{path} is not a regular file. Put the file there, or leave it out")
-            if status.st_size > limit_bytes:
+        with open_regular(path) as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            if size_bytes > limit_bytes:
                 raise SourceError(
-                    f"{path} has {status.st_size:,} bytes, more than the {limit_bytes:,} that are read"
+                    f"{path} has {size_bytes:,} bytes, more than the {limit_bytes:,} that are read"
                 )
             data = file.readall()
     except FileNotFoundError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import DecodeError
+from stoker.errors import DecodeError, arg
 from stoker.schema import Field, Sample, Schema
 from stoker.sources.images.geometry import Fit
 
@@ -69,7 +69,8 @@ def object_fields(objects: Objects, fit: Fit, rules: ObjectRules, *, where: str)
     count = len(objects.labels)
     if rules.limit is not None and count > rules.limit:
         raise DecodeError(
-            f"{where} has {count} objects, there is room for {rules.limit}. Give max_objects={count} or more"
+            f"{where} has {count} objects, there is room for {rules.limit}. Give "
+            f"{arg('max_objects', count)} or more"
         )
     cut, valid = inside(objects.boxes, fit.before)
     if rules.strict and not valid.all():
@@ -77,7 +78,8 @@ def object_fields(objects: Objects, fit: Fit, rules: ObjectRules, *, where: str)
         shown = ", ".join(f"{edge:g}" for edge in objects.boxes[bad])
         raise DecodeError(
             f"{where}: the box of object {bad} ({shown}) has no area inside the image of "
-            f"{fit.before[1]} x {fit.before[0]} pixels. Mend it, or give strict=False to have it marked"
+            f"{fit.before[1]} x {fit.before[0]} pixels. Fix it, or give {arg('strict', False)} to "
+            f"have it marked"
         )
     fields: Sample = {
         "boxes": fit.boxes(cut),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stoker.errors import SourceError
+from stoker.errors import SourceError, arg
 from stoker.schema import Field, Json, Sample, Schema
 from stoker.sources.files import natural_key
 from stoker.sources.images.files import Entry, Listing, images_below, split_folders
@@ -29,7 +29,7 @@ class Plain:
         if splits and listed != len(every):
             raise SourceError(
                 f"{self._root} has folders {', '.join(folders.values())}, and {len(every) - listed} images "
-                "beside them that belong to no split. Move them, or name the folder with the images"
+                "next to them that belong to no split. Move them, or name the folder with the images"
             )
         return Listing(every=every, splits=splits)
 
@@ -95,8 +95,8 @@ class ClassFolders:
         name = self._class_of(entry)
         if name not in classes:
             raise SourceError(
-                f"{self._root / entry.image} is of class {name!r}, which is not among classes="
-                f"{list(classes)}. Add it, or move the image"
+                f"{self._root / entry.image} is of class {name!r}, which is not among "
+                f"{arg('classes', list(classes))}. Add it, or move the image"
             )
         return {"label": np.asarray(classes.index(name), dtype=np.int64)}
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, arg
 from stoker.schema import Field, Json, Sample, Schema, digest_json
 from stoker.sources.given import check_path, check_splits, check_whole, listed
 from stoker.sources.images.files import Catalog, Entry, Wanted, choose, read_file, require_folder
@@ -55,7 +55,9 @@ class Labels:
         for name in ("classes", "extras"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, str) or listed(value) is None):
-                raise ConfigError(f"labels has {name}={value!r}. Expected a list of names, as {name}=['...']")
+                raise ConfigError(
+                    f"labels has {arg(name, value)}. Expected a list of names, as {arg(name, ['...'])}"
+                )
         if self.max_objects is not None:
             check_whole("labels' max_objects", self.max_objects, least=1)
 
@@ -261,7 +263,7 @@ def _readable(path: Path) -> bool:
 
 def _check(name: str, value: object, known: Sequence[object]) -> None:
     if value not in known:
-        raise ConfigError(f"{name}={value!r} is unknown. Expected one of {', '.join(map(repr, known))}")
+        raise ConfigError(f"{arg(name, value)} is unknown. Expected one of {', '.join(map(repr, known))}")
 
 
 def _size(size: object, fit: FitRule) -> tuple[int, int]:
@@ -271,8 +273,12 @@ def _size(size: object, fit: FitRule) -> tuple[int, int]:
         height, width = (*size, 0, 0)[:2] if len(size) == 2 else (0, 0)
         if isinstance(height, int) and isinstance(width, int) and min(height, width) >= 1:
             return height, width
-    wanted = "a whole number, as size=256" if fit == "short" else "(height, width), as size=(224, 224)"
-    raise ConfigError(f"size is {size!r}. With fit={fit!r} expected {wanted}")
+    wanted = (
+        f"a whole number, as {arg('size', 256)}"
+        if fit == "short"
+        else f"(height, width), as {arg('size', (224, 224))}"
+    )
+    raise ConfigError(f"size is {size!r}. With {arg('fit', fit)} expected {wanted}")
 
 
 def _labels(given: object) -> Labels:
@@ -304,11 +310,12 @@ def _catalog(root: Path, layout: Layout | None, labels: Labels, rules: Rules) ->
     for name in Labels.__dataclass_fields__:
         if name not in _USES[layout] and getattr(labels, name) != getattr(plain, name):
             raise ConfigError(
-                f"labels has {name}=, which annotations={layout!r} has no use for. Leave it out"
+                f"labels has {arg(name)}, which {arg('annotations', layout)} has no use for. Leave it out"
             )
     if labels.ragged and labels.max_objects is not None:
         raise ConfigError(
-            "labels has ragged=True and max_objects=; ragged fields need no room. Give one of them"
+            f"labels has {arg('ragged', True)} and {arg('max_objects')}; ragged fields need no room. "
+            f"Give one of them"
         )
     limit = None if labels.ragged else labels.max_objects or 0
     if layout == "voc":

@@ -13,9 +13,9 @@ from xml.etree import ElementTree as Xml
 
 import numpy as np
 
-from stoker.errors import DecodeError, SourceError
+from stoker.errors import DecodeError, SourceError, arg
 from stoker.schema import Json, Sample, Schema
-from stoker.sources.files import canonical_split, natural_key
+from stoker.sources.files import canonical_split, natural_key, open_regular
 from stoker.sources.images.files import Entry, Listing, images_below, read_file, require_folder
 from stoker.sources.images.geometry import Fit
 from stoker.sources.images.labels import ObjectRules, Objects, inside, object_fields, object_schema
@@ -77,7 +77,7 @@ class Voc:
         for path in sorted(folder.glob("*.txt")) if folder.is_dir() else ():
             # Lists of single classes (`cat_train.txt`) have a second column; only lists of splits count.
             if "_" not in path.stem:
-                names = [line.split()[0] for line in path.read_text().splitlines() if line.strip()]
+                names = [line.split()[0] for line in _lines_of(path) if line.strip()]
                 if len(set(names)) < len(names):
                     twice = next(name for name in names if names.count(name) > 1)
                     raise SourceError(f"{path} lists {twice} twice. Name each image once")
@@ -97,13 +97,13 @@ class Voc:
         if found.size is not None and found.size != fit.before:
             raise DecodeError(
                 f"{path} is of an image of {found.size[1]} x {found.size[0]} pixels, the image has "
-                f"{fit.before[1]} x {fit.before[0]} as shown. Mend it; if it was drawn on the image before "
-                "EXIF turned it, give turned=False"
+                f"{fit.before[1]} x {fit.before[0]} as shown. Fix it; if it was drawn on the image before "
+                f"EXIF turned it, give {arg('turned', False)}"
             )
         unknown = sorted(set(found.names) - set(classes))
         if unknown:
             raise DecodeError(
-                f"{path} names {unknown[0]!r}, which is not among classes={list(classes)}. Add it"
+                f"{path} names {unknown[0]!r}, which is not among {arg('classes', list(classes))}. Add it"
             )
         objects = Objects(
             boxes=found.boxes,
@@ -166,6 +166,21 @@ class Voc:
 def _without_image(name: str) -> Entry:
     """An entry for which there is no file: it is set aside by this name when it is read."""
     return Entry(key=name, image=f"{IMAGES}/{name}.jpg")
+
+
+def _lines_of(path: Path) -> list[str]:
+    """Return the lines of a list, of which an empty one has none.
+
+    Raises:
+        SourceError: It cannot be read, is not a regular file, or not text.
+    """
+    try:
+        with open_regular(path) as file:
+            return file.readall().decode().splitlines()
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{path} is not text in UTF-8 at byte {error.start}. Write it again") from error
 
 
 def read_annotation(path: Path) -> Annotation:

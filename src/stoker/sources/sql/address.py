@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from stoker.errors import ConfigError
 
@@ -77,6 +77,15 @@ def parse_address(url: str | Path) -> Address:
         shown=f"postgresql://{host}{parts.path}",
         secrets=secrets,
     )
+
+
+def sqlite_url(path: str | Path) -> str:
+    """Return the address of a SQLite file, from which `parse_address` reads the very same path.
+
+    >>> parse_address(sqlite_url("/data/100%25 of?it.db")).target
+    '/data/100%25 of?it.db'
+    """
+    return f"sqlite:///{quote(str(path))}"
 
 
 def has_password(url: str) -> bool:

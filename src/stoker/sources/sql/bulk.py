@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,10 +48,11 @@ class Bulk:
         self._table: Table | None = None
         self._facts: Facts | None = None
         self._elsewhere: dict[str, Any] | None = None
+        self._keys: list[str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """The rows stay where they are; a reference to them travels."""
-        state = {**self.__dict__, "_table": None}
+        state = {**self.__dict__, "_table": None, "_keys": None}
         if self._table is not None:
             table = self._table
             state["_elsewhere"] = {
@@ -59,6 +61,7 @@ class Bulk:
                 "digest": table.digest,
                 "version": table.version,
                 "dropped": table.dropped,
+                "single": table.single,
             }
         return state
 
@@ -117,11 +120,24 @@ class Bulk:
         """The key of one row as text."""
         return shown_key(unpack_row(self.table.rows.row(row), len(self.request.key)))
 
+    def keys(self) -> list[str]:
+        """The keys of all rows as text, in order; where a version names the rows, only these are read."""
+        if self._table is not None or self._elsewhere is not None or self.request.version_query is None:
+            return [self.key(row) for row in range(len(self.table.rows))]
+        if self._keys is None:
+            only = read_table(replace(self.request, columns=(), picks={}))
+            self._check_unchanged(only)
+            self._facts = Facts(len(only.rows), only.version)
+            width = len(self.request.key)
+            self._keys = [shown_key(unpack_row(only.rows.row(n), width)) for n in range(len(only.rows))]
+            only.rows.close()
+        return self._keys
+
     def close(self) -> None:
         """Give the rows back."""
         if self._table is not None:
             self._table.rows.close()
-        self._table = self._facts = self._elsewhere = self._rules = self._schema = None
+        self._table = self._facts = self._elsewhere = self._rules = self._schema = self._keys = None
 
     def _look(self) -> Facts:
         if self._facts is None:
@@ -145,7 +161,10 @@ class Bulk:
             SourceError: They are not those that this source has spoken of before.
         """
         table, known = read_table(self.request), self._elsewhere
-        changed = known is not None and known["digest"] != table.digest
+        self._check_unchanged(table, changed=known is not None and known["digest"] != table.digest)
+        return table
+
+    def _check_unchanged(self, table: Table, *, changed: bool = False) -> None:
         looked = self._facts is not None and self._facts != Facts(len(table.rows), table.version)
         if changed or looked:
             table.rows.close()
@@ -153,7 +172,6 @@ class Bulk:
                 f"{self.request.where_it_is}: rows changed while they were in use. Start again, so that all "
                 "samples are of one version"
             )
-        return table
 
     def _has_undecided(self) -> bool:
         return any(isinstance(rule, Undecided) for rule in self.written)
@@ -173,12 +191,13 @@ class Bulk:
             if TEXT not in tags:
                 raise SourceError(f"{where} holds no text. Give it a dtype")
             return Words(field=rule.field, column=rule.column, words=self._words(rule.column), null=rule.null)
-        number = {INT: "int64", FLOAT: "float32", BOOL: "bool"}
+        floats = "float32" if rule.column in self.table.single else "float64"
+        number = {INT: "int64", FLOAT: floats, BOOL: "bool"}
         most = tags.most_common(1)[0][0]
         if most not in number:
             raise SourceError(f"{where} holds {NAMES[most]}. {_RULES.get(most, _ANY_RULE)} (docs/sql.md)")
         mixed = FLOAT in tags and INT in tags
-        return Number(field=rule.field, column=rule.column, dtype="float32" if mixed else number[most])
+        return Number(field=rule.field, column=rule.column, dtype=floats if mixed else number[most])
 
     def _words(self, column: str) -> tuple[str, ...]:
         place = self.request.selected.index(column)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-from stoker.errors import ConfigError, SourceError, StalledError
+from stoker.errors import ConfigError, SourceError, StalledError, arg
 from stoker.sources.sql.copy_binary import (
     COPIED,
     DAY_US,
@@ -20,6 +20,7 @@ from stoker.sources.sql.pick import received
 from stoker.sources.sql.request import Request, quoted
 from stoker.sources.sql.rows import (
     FOREVER_US,
+    REAL,
     Column,
     JsonText,
     Micros,
@@ -34,6 +35,8 @@ COPY_BYTES = 256 * KIB
 """Taken up at a time, while the server makes more."""
 _SORTED_AS_BYTES = frozenset({25, 1042, 1043, 18, 19})
 """text, bpchar, varchar, char, name: whose order would else follow the database's language."""
+_FLOAT4 = 700
+"""PostgreSQL's `real`."""
 _PASSING = ("08", "57P", "53")
 """SQLSTATE classes after which another try makes sense: connection, shutdown, too many of something."""
 _FINAL = ("authentication failed", "does not exist", "no pg_hba.conf entry", "no password supplied")
@@ -75,10 +78,10 @@ class PostgresSession:
         self._connection.close()
 
     def columns(self) -> Mapping[str, str]:
-        """Names of the columns, and their types by number."""
+        """Names of the columns, and their types by number, or `real`."""
         cursor = self._execute(self._request.probe_sql())
         self._types = {entry.name: entry.type_code for entry in cursor.description or ()}
-        return {name: str(number) for name, number in self._types.items()}
+        return {name: REAL if number == _FLOAT4 else str(number) for name, number in self._types.items()}
 
     def first(self, sql: str) -> tuple[Any, ...] | None:
         """The first row of another statement."""
@@ -159,12 +162,13 @@ class PostgresSession:
         if state == "57014":
             return StalledError(
                 f"{where}: a statement took more than {timeouts.statement_s:g} s and was ended ({text}). "
-                f"Make an index on {', '.join(self._request.key)}, or wait longer: Timeouts(statement_s=...)"
+                f"Make an index on {', '.join(self._request.key)}, or wait longer: "
+                f"{arg('statement_s', ..., call='Timeouts')}"
             )
         if state == "55P03":
             return StalledError(
                 f"{where}: locked for more than {timeouts.lock_s:g} s ({text}). End who holds it, or wait "
-                "longer: Timeouts(lock_s=...)"
+                f"longer: {arg('lock_s', ..., call='Timeouts')}"
             )
         lost = isinstance(error, self._psycopg.OperationalError | self._psycopg.InterfaceError)
         if state.startswith(_PASSING) or (lost and not state):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, arg
 from stoker.sources.sql.address import Address
 from stoker.sources.sql.pick import Pick
 
@@ -100,7 +100,8 @@ def relation_of(table: str | None, query: str | None) -> tuple[str, str]:
     """
     if (table is None) == (query is None) or not (table or query or "").strip():
         raise ConfigError(
-            "rows come from a table or a query. Give table=NAME or query='SELECT ...', one of them"
+            f"rows come from a table or a query. Give "
+            f"{arg('table', 'NAME', setting='data.sql.table')} or {arg('query', 'SELECT ...')}, one of them"
         )
     if table is not None:
         return ".".join(map(quoted, table.split("."))), table

@@ -31,6 +31,8 @@ NAMES = {
     INT: "integer", FLOAT: "float", BOOL: "boolean", TIME: "time", TEXT: "text", BYTES: "bytes",
     JSON: "JSON", PICKED: "JSON", NULL: "NULL", OTHER: "of another type",
 }  # fmt: skip
+REAL = "real"
+"""Type of a column of floats of 4 bytes, as a session names it."""
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _MICRO = datetime.timedelta(microseconds=1)
 _HEAD = struct.Struct("<BI")

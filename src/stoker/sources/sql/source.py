@@ -11,12 +11,12 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, SourceError, SplitError
+from stoker.errors import ConfigError, SourceError, SplitError, arg
 from stoker.schema import Json, Sample, Schema, digest_json
 from stoker.sources.files import canonical_split
 from stoker.sources.given import check_splits, check_texts, given_names
 from stoker.sources.protocol import Part, SourceIdentity
-from stoker.sources.splits import DEFAULT_SPLITS, split_counts, split_numbers
+from stoker.sources.splits import DEFAULT_SPLITS, RULE, split_numbers
 from stoker.sources.sql.address import parse_address
 from stoker.sources.sql.bulk import Bulk
 from stoker.sources.sql.parse import Columns, parse_columns, picks_of, plain
@@ -100,7 +100,7 @@ class SQLSource:
         self._seed = seed
         self._splits = dict(splits) if splits is not None else None
         if split is None and splits is not None:
-            raise SplitError("splits were given, but no split was asked for. Add split='train'")
+            raise SplitError(f"splits were given, but no split was asked for. Add {arg('split', 'train')}")
         self._set_split(split)
 
     def __repr__(self) -> str:
@@ -115,7 +115,7 @@ class SQLSource:
 
     def __len__(self) -> int:
         """Rows of the split."""
-        return self._bulk.count if self._split is None else self._count_of(self._split)
+        return self._bulk.count if self._split is None else len(self._rows())
 
     @property
     def dropped(self) -> int:
@@ -227,24 +227,21 @@ class SQLSource:
                 "or ask for one of them"
             )
 
-    def _count_of(self, split: str) -> int:
-        return split_counts(self._bulk.count, self._shares)[split]
-
     def _split_json(self) -> Json:
         if self._split is None:
             return None
         shares: dict[str, Json] = {canonical_split(name): share for name, share in self._shares.items()}
-        return {"split": self._split, "fractions": shares, "seed": self._seed}
+        return {"split": self._split, "fractions": shares, "seed": self._seed, "rule": RULE}
 
     def _rows(self) -> NDArray[np.int64]:
         """Places of this split's rows among all, ascending."""
         if self._numbers is None:
-            rows = range(len(self._bulk.table.rows))
             if self._split is None:
-                self._numbers = np.asarray(rows, np.int64)
+                self._numbers = np.arange(self._bulk.count, dtype=np.int64)
             else:
-                keys = [self._bulk.key(row) for row in rows]
-                self._numbers = split_numbers(keys, self._shares, self._split, self._seed)
+                self._numbers = split_numbers(
+                    self._bulk.keys(), self._shares, self._split, self._seed, where=self.where_it_is
+                )
         return self._numbers
 
     def _training(self) -> SQLSource:
@@ -277,7 +274,7 @@ class SQLSource:
                 where, key = self._bulk.request.where_it_is, self._bulk.key(int(rows[0]))
                 raise SourceError(
                     f"{where}, key {key}, column {error.column} {error}. "
-                    "Mend the row, or leave it out with where="
+                    f"Fix the row, or leave it out with {arg('where')}"
                 ) from error
         return samples
 

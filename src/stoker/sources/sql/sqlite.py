@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from stoker.errors import ResourceError, SourceError, StalledError
+from stoker.errors import ResourceError, SourceError, StalledError, arg
+from stoker.sources.files import check_opened_since, descriptors
 from stoker.sources.sql.pick import received
 from stoker.sources.sql.request import Request, quoted
 from stoker.sources.sql.rows import Packed, Text, pack_columns
@@ -31,9 +32,8 @@ class SqliteSession:
         if not path.is_file():
             raise SourceError(f"{request.address.shown}: no such file. Expected a SQLite database")
         self._deadline = time.monotonic() + self._timeouts.statement_s
-        self._connection = sqlite3.connect(
-            f"file:{quote(str(path.absolute()))}?mode=ro",
-            uri=True,
+        self._connection = connect_read_only(
+            path,
             timeout=self._timeouts.lock_s,
             isolation_level=None,
             check_same_thread=True,
@@ -97,12 +97,13 @@ class SqliteSession:
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return StalledError(
                 f"{where}: locked by a writer for more than {timeouts.lock_s:g} s. End it, have it use WAL "
-                "(PRAGMA journal_mode=WAL), or wait longer: Timeouts(lock_s=...)"
+                f"(PRAGMA journal_mode=WAL), or wait longer: {arg('lock_s', ..., call='Timeouts')}"
             )
         if code == sqlite3.SQLITE_INTERRUPT:
             return StalledError(
                 f"{where}: a statement took more than {timeouts.statement_s:g} s and was ended. Make an "
-                f"index on {', '.join(self._request.key)}, or wait longer: Timeouts(statement_s=...)"
+                f"index on {', '.join(self._request.key)}, or wait longer: "
+                f"{arg('statement_s', ..., call='Timeouts')}"
             )
         if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_NOMEM):
             return ResourceError(f"{where}: SQLite has no room to sort: {error}. Make an index on the key")
@@ -111,9 +112,28 @@ class SqliteSession:
         if code == sqlite3.SQLITE_CANTOPEN:
             return SourceError(
                 f"{where}: {error}. A database in WAL mode needs a folder that can be written, or a writer's "
-                "-shm file beside it"
+                "-shm file next to it"
             )
         return SourceError(f"{where}: {error}. Check table, columns, query and where")
+
+
+def connect_read_only(path: Path, **given: Any) -> sqlite3.Connection:
+    """Return a connection that reads a database file.
+
+    Args:
+        path: The file; it need not be quoted.
+        **given: As for `sqlite3.connect`.
+    Raises:
+        SourceError: It is outside of the paths that the process is confined to.
+    """
+    before = descriptors()
+    connection = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True, **given)
+    try:
+        check_opened_since(before, path)
+    except SourceError:
+        connection.close()
+        raise
+    return connection
 
 
 def next_size(rows: int, size_bytes: int) -> int:

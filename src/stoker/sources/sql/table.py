@@ -16,7 +16,7 @@ from stoker.errors import SourceError, StalledError
 from stoker.schema import digest_json
 from stoker.sources.sql.postgres import LostError, PostgresSession
 from stoker.sources.sql.request import Request
-from stoker.sources.sql.rows import KEYS, NAMES, NULL, Packed, Text
+from stoker.sources.sql.rows import KEYS, NAMES, NULL, REAL, Packed, Text
 from stoker.sources.sql.spill import Spill
 from stoker.sources.sql.sqlite import SqliteSession
 from stoker.sources.watched import watched
@@ -32,7 +32,7 @@ class Session(Protocol):
     """One connection and one snapshot."""
 
     def columns(self) -> Mapping[str, str]:
-        """Names of the columns."""
+        """Names of the columns; `real` for those of floats of 4 bytes."""
         ...
 
     def first(self, sql: str) -> tuple[Any, ...] | None:
@@ -61,6 +61,8 @@ class Table:
     """What `version_query` gave in the same snapshot."""
     dropped: int
     """Rows that `where` leaves out."""
+    single: frozenset[str]
+    """Columns that the database itself holds as floats of 4 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ def _session(request: Request) -> Session:
 
 
 def _read(session: Session, begin: Callable[[int], None], request: Request) -> Table:
-    _check_columns(session, request)
+    there = _check_columns(session, request)
     version = _version(session, request)
     rows = Spill(request.spill_dir)
     seen = _take(session, rows, begin, request)
@@ -149,7 +151,12 @@ def _read(session: Session, begin: Callable[[int], None], request: Request) -> T
     rows.seal()
     _tell(request, seen.count, dropped, rows.size_bytes)
     return Table(
-        rows=rows, tags=tuple(seen.tags), digest=seen.digest.hexdigest(), version=version, dropped=dropped
+        rows=rows,
+        tags=tuple(seen.tags),
+        digest=seen.digest.hexdigest(),
+        version=version,
+        dropped=dropped,
+        single=frozenset(name for name in request.selected if there[name] == REAL),
     )
 
 
@@ -176,13 +183,14 @@ def _tell(request: Request, count: int, dropped: int, size_bytes: int) -> None:
     _log.info("%s: %s rows, %s%s", request.where_it_is, format_count(count), format_bytes(size_bytes), note)
 
 
-def _check_columns(session: Session, request: Request) -> None:
+def _check_columns(session: Session, request: Request) -> Mapping[str, str]:
     there = session.columns()
     missing = [name for name in request.selected if name not in there]
     if missing:
         raise SourceError(
             f"{request.where_it_is} has no column {', '.join(missing)}. It has {', '.join(there)}"
         )
+    return there
 
 
 def _version(session: Session, request: Request) -> str | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from stoker.errors import ConfigError, SourceError
 from stoker.schema import Sample, Schema
+from stoker.sources.files import open_regular
 from stoker.sources.sql.address import parse_address
 from stoker.sources.sql.parse import Columns, Undecided, fields_of, parse_columns, plain
 from stoker.sources.sql.request import Request, relation_of
@@ -27,6 +29,8 @@ class Labels:
     """Rows of a table as fields."""
 
     schema: Schema
+    fields: tuple[str, ...]
+    """Those that rules are for; the rest of `schema` says what is there and what is known of them."""
     samples: Mapping[str, Sample]
     """By key; of a key that comes more than once, the first row."""
     rows: int
@@ -54,11 +58,13 @@ def read_labels(
     rules = parse_columns(columns)
     keys = (key,) if isinstance(key, str) else tuple(key)
     wanted = (*keys, *dict.fromkeys(c for rule in rules for c in rule.columns if c not in keys))
-    keyed = list(_rows(table, wanted, len(keys), name))
+    single = set[str]()
+    keyed = list(_rows(table, wanted, len(keys), name, single))
     if not keyed:
         raise SourceError(f"{_shown(table)} has no rows. Check that it is the right table")
     decided = tuple(
-        _decided(rule, keyed, _shown(table)) if isinstance(rule, Undecided) else rule for rule in rules
+        _decided(rule, keyed, single, _shown(table)) if isinstance(rule, Undecided) else rule
+        for rule in rules
     )
     schema = fields_of(decided)
     times = Counter(found for found, _ in keyed)
@@ -72,7 +78,14 @@ def read_labels(
         except MalformedError as error:
             malformed[found] = f"column {error.column} {error}"
     repeated = tuple(found for found, count in times.items() if count > 1)
-    return Labels(schema=schema, samples=samples, rows=len(keyed), repeated=repeated, malformed=malformed)
+    return Labels(
+        schema=schema,
+        fields=tuple(rule.field for rule in decided),
+        samples=samples,
+        rows=len(keyed),
+        repeated=repeated,
+        malformed=malformed,
+    )
 
 
 def _made(rules: Sequence[Rule], values: Mapping[str, Value]) -> Sample:
@@ -84,15 +97,22 @@ def _made(rules: Sequence[Rule], values: Mapping[str, Value]) -> Sample:
 
 
 def _rows(
-    table: str | Path, wanted: tuple[str, ...], keys: int, name: str | None
+    table: str | Path, wanted: tuple[str, ...], keys: int, name: str | None, single: set[str]
 ) -> Iterator[tuple[str, dict[str, Value]]]:
-    """Each row's key, the first `keys` columns, as text, and its values by column."""
+    """Each row's key, the first `keys` columns, as text, and its values by column.
+
+    Columns that hold floats of 4 bytes are added to `single`.
+    """
     kind = Path(str(table)).suffix.lower() if "://" not in str(table) else ""
     if kind in (".csv", ".tsv"):
         yield from _csv_rows(Path(table), wanted, keys, "\t" if kind == ".tsv" else ",")
         return
     file = kind == ".parquet"
-    rows = _parquet_rows(Path(table), wanted) if file else _database_rows(table, wanted, keys, name)
+    rows = (
+        _parquet_rows(Path(table), wanted, single)
+        if file
+        else _database_rows(table, wanted, keys, name, single)
+    )
     for values in rows:
         for column, value in zip(wanted[:keys], values, strict=False):
             if value.tag == NULL:
@@ -105,7 +125,9 @@ def _csv_rows(
 ) -> Iterator[tuple[str, dict[str, Value]]]:
     """Cells as numbers where they are some; an empty one is NULL. A key of one column stays text."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with io.TextIOWrapper(
+            io.BufferedReader(open_regular(path)), newline="", encoding="utf-8-sig"
+        ) as file:
             reader = csv.DictReader(file, delimiter=mark)
             _check(path, wanted, reader.fieldnames or ())
             for line in reader:
@@ -133,7 +155,7 @@ def _cell(text: str | None) -> Value:
         return Value(TEXT, text.strip().encode())
 
 
-def _parquet_rows(path: Path, wanted: tuple[str, ...]) -> Iterator[list[Value]]:
+def _parquet_rows(path: Path, wanted: tuple[str, ...], single: set[str]) -> Iterator[list[Value]]:
     try:
         parquet = import_module("pyarrow.parquet")
     except ImportError as error:
@@ -141,8 +163,11 @@ def _parquet_rows(path: Path, wanted: tuple[str, ...]) -> Iterator[list[Value]]:
             f"{path} is read through pyarrow, which is not installed: pip install 'stoker[parquet]'"
         ) from error
     try:
+        open_regular(path).close()
         file = parquet.ParquetFile(path)
         _check(path, wanted, file.schema_arrow.names)
+        kinds = {column: str(file.schema_arrow.field(column).type) for column in wanted}
+        single.update(column for column, kind in kinds.items() if kind in ("float", "halffloat"))
         for batch in file.iter_batches(columns=list(wanted)):
             columns: list[Any] = [batch.column(column).to_pylist() for column in wanted]
             for row in zip(*columns, strict=True):
@@ -154,17 +179,18 @@ def _parquet_rows(path: Path, wanted: tuple[str, ...]) -> Iterator[list[Value]]:
 
 
 def _database_rows(
-    table: str | Path, wanted: tuple[str, ...], keys: int, name: str | None
+    table: str | Path, wanted: tuple[str, ...], keys: int, name: str | None, single: set[str]
 ) -> Iterator[list[Value]]:
     relation, shown = relation_of(name, None)
     request = Request(
         address=parse_address(table), relation=relation, name=shown, key=wanted[:keys], columns=wanted[keys:],
         unique=False,
     )  # fmt: skip
-    rows = read_table(request).rows
-    for number in range(len(rows)):
-        yield unpack_row(rows.row(number))
-    rows.close()
+    found = read_table(request)
+    single.update(found.single)
+    for number in range(len(found.rows)):
+        yield unpack_row(found.rows.row(number))
+    found.rows.close()
 
 
 def _check(path: Path, wanted: tuple[str, ...], there: Sequence[str]) -> None:
@@ -172,7 +198,9 @@ def _check(path: Path, wanted: tuple[str, ...], there: Sequence[str]) -> None:
         raise SourceError(f"{path} has no column {', '.join(missing)}. It has {', '.join(there)}")
 
 
-def _decided(rule: Undecided, keyed: Sequence[tuple[str, Mapping[str, Value]]], where: str) -> Rule:
+def _decided(
+    rule: Undecided, keyed: Sequence[tuple[str, Mapping[str, Value]]], single: Collection[str], where: str
+) -> Rule:
     """A number's dtype as it is found; words have to be listed, for they would change with the table."""
     tags = {values[rule.column].tag for _, values in keyed} - {NULL}
     if rule.words or not tags or not tags <= {INT, FLOAT}:
@@ -180,7 +208,8 @@ def _decided(rule: Undecided, keyed: Sequence[tuple[str, Mapping[str, Value]]], 
             f"{where}, column {rule.column} holds no numbers alone. Give it a rule, as {{'text': [WORDS]}}, "
             "so that a corrected table means the same numbers"
         )
-    return Number(field=rule.field, column=rule.column, dtype="float32" if FLOAT in tags else "int64")
+    floats = "float32" if rule.column in single else "float64"
+    return Number(field=rule.field, column=rule.column, dtype=floats if FLOAT in tags else "int64")
 
 
 def _shown(table: str | Path) -> str:

@@ -303,8 +303,11 @@ def number_of(value: Value, dtype: str, column: str, *, nan: bool = False) -> An
 
 
 _LARGEST = {
-    "float16": 65504.0, "bfloat16": 3.38e38, "float32": float(np.finfo(np.float32).max), "float64": math.inf,
-}  # fmt: skip
+    "float16": 65504.0,
+    "bfloat16": 3.38e38,
+    "float32": float(np.finfo(np.float32).max),
+    "float64": float(np.finfo(np.float64).max),
+}
 
 
 def text_of(data: bytes, column: str) -> str:
