@@ -115,3 +115,17 @@ def test_a_map_keeps_the_version_that_it_is_of(tmp_path: Path) -> None:
     blocks = BlockMap(tmp_path / "map")
 
     assert (blocks.etag, blocks.size, blocks.holds(0, 1)) == ('"abc-3"', 5, True)
+
+
+def test_every_change_that_takes_blocks_away_can_be_told_from_every_other(tmp_path: Path) -> None:
+    """By who has the map open, and by who opens the one that was made in its place."""
+    path, generations = tmp_path / "map", list[int]()
+    for _ in range(3):
+        path.write_bytes(new_map(10 * BLOCK, block_bytes=BLOCK, whole=True))
+        mine, other = BlockMap(path), BlockMap(path)
+        for blocks in (mine, other, mine):
+            generations.append(mine.generation)
+            blocks.drop(0, 1)
+        path.unlink()
+
+    assert len({*generations}) == len(generations)

@@ -455,6 +455,7 @@ print(rounds)
 
 
 @pytest.mark.chaos
+@pytest.mark.slow
 def test_readers_writers_compact_repair_and_gc_at_once(tmp_path: Path) -> None:
     source = FakeSource(parts=[("a", 24)])
     folder = open_folder(tmp_path, "x", make_recipe(source, None))
@@ -486,6 +487,7 @@ def test_readers_writers_compact_repair_and_gc_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.chaos
+@pytest.mark.slow
 def test_killed_at_every_writing_call_no_index_names_a_missing_shard(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.store.kill_points", "gc", str(tmp_path)],
@@ -502,3 +504,62 @@ def test_time_that_jumped_ahead_removes_nothing(tmp_path: Path) -> None:
     os.utime(paths[0] / "recipe.json", (future, future))
 
     assert gone(collect(tmp_path, GcPolicy(keep=1))) == []
+
+
+def test_an_empty_recipe_does_not_take_the_place_of_a_complete_one(tmp_path: Path) -> None:
+    paths = make_fingerprints(tmp_path, 2)
+    empty = open_folder(tmp_path, "x", make_recipe(recipe_number(7), None)).path
+    make_old(empty, 1.5)
+
+    collect(tmp_path, GcPolicy(keep=1, force=True))
+
+    left = [path for path in [*paths, empty] if path.exists()]
+    assert left == [paths[1]]
+    assert open_cache(left[0]).complete
+
+
+FAILED_OVERWRITE = """
+import os, signal, sys
+from stoker.errors import StokerError
+from stoker.precompute import precompute
+from tests.precompute.fake_encoders import FakeEncoder
+from tests.precompute.fake_sources import FakeSource
+
+class Failing(FakeEncoder):
+    def encode(self, batch):
+        if self.how == "killed" and len(self.calls) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "refuses" and bool(batch["nu"].any()) or self.how == "raises":
+            raise ValueError("no")
+        return super().encode(batch)
+
+folder, how = sys.argv[1:]
+settings = {"name": "x", "readers": 0, "progress": None}
+source = FakeSource((16,))
+precompute(source, FakeEncoder(by_shape=True), folder, **settings)
+failing = Failing()
+failing.how = ""
+precompute(source, failing, folder, **settings)
+failing = Failing()
+failing.how = how
+try:
+    precompute(source, failing, folder, overwrite=True, **settings)
+except StokerError:
+    sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize("how", ["raises", "refuses", "killed"])
+def test_what_a_failed_overwrite_leaves_does_not_take_the_place_of_a_complete_cache(
+    tmp_path: Path, how: str
+) -> None:
+    """The encoder fails on anything, or on every sample; or the process is killed half-way."""
+    command = [sys.executable, "-c", FAILED_OVERWRITE, str(tmp_path), how]
+    ended = subprocess.run(command, cwd=ROOT, timeout=120, capture_output=True, text=True)
+    assert ended.returncode == (-9 if how == "killed" else 0), ended.stderr
+    assert len(list(tmp_path.glob("x/*/recipe.json"))) == 2
+
+    collect(tmp_path, GcPolicy(keep=1, force=True))
+
+    (left,) = (path.parent for path in tmp_path.glob("x/*/recipe.json"))
+    assert len(open_cache(left)) == 16

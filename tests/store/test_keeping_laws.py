@@ -141,7 +141,9 @@ def test_what_goes_is_what_the_policy_and_the_protections_allow(
     assert gone == sorted(gone, key=lambda path: -unused[path]) or policy.max_bytes is not None
     for name in ("x", "y"):
         ranked = sorted(
-            (path for path in folders if path.parent.name == name), key=lambda p: caches[p][0], reverse=True
+            (path for path in folders if path.parent.name == name),
+            key=lambda p: (caches[p][1], caches[p][0]),
+            reverse=True,
         )
         newest = next(path for path in ranked if caches[path][1])
         assert policy.force or newest not in gone

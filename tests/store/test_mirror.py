@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 from threading import Event, Thread
 from typing import Any
 
@@ -27,11 +29,17 @@ from stoker.store.cache import Cache
 from stoker.store.compact import compact
 from stoker.store.gc import GcPolicy, collect
 from stoker.store.local import LocalStorage
+from stoker.store.mirror import fetch
 from stoker.store.mirror.attach import attach
+from stoker.store.mirror.block_map import BlockMap
 from stoker.store.mirror.clean import clean
 from stoker.store.mirror.folder import MirrorFolder
+from stoker.store.mirror.locks import lock_range
+from stoker.store.mirror.stand import Stand
+from stoker.store.remote import folder
 from stoker.store.remote.folder import FolderRemote
 from stoker.store.remote.protocol import PassingError
+from stoker.store.remote.retries import Retries
 from stoker.store.repair import repair
 from stoker.units import MIB
 from tests.store.fakes import RAGGED, SCHEMA, FakeSource, expected, fill, make_cache
@@ -54,6 +62,15 @@ def mirror_of(cache: Cache) -> MirrorFolder:
     mirror = LocalStorage(cache.path).mirror
     assert mirror is not None
     return mirror
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    """A function that always fails."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
 
 
 def check(cache: Cache, source: FakeSource) -> None:
@@ -139,7 +156,9 @@ def test_what_is_fetched_ahead_is_there_when_it_is_read(tmp_path: Path) -> None:
     mirror, entry = mirror_of(cache), cache.index.shards[0]
 
     begun = mirror.ahead(entry.file, [(0, entry.bytes)])
-    mirror.root.ahead_pool.shutdown(wait=True)
+    until = time.monotonic() + 60
+    while mirror.counters.ahead_bytes < begun and time.monotonic() < until:
+        time.sleep(0.01)
 
     assert begun == entry.bytes
     assert mirror.absent_bytes(entry.file, [(0, entry.bytes)]) == 0
@@ -172,6 +191,66 @@ def test_a_damaged_copy_is_fetched_again_and_a_damaged_object_is_named(tmp_path:
     fresh = open_cache(machine(tmp_path, "c") / "x")
     with pytest.raises(CorruptError, match=r"fetched again from file://.*/shard-"):
         check(fresh, source)
+
+
+@pytest.mark.parametrize("way", ["evicted", "past a full mirror"])
+def test_what_is_fetched_again_is_compared_with_its_sums_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Also by who compares only the first read of each block, of whole records and of windows."""
+    source = FakeSource(BIG, [("a", 4)])
+    make_cache(machine(tmp_path, "a"), source)
+    cache = open_cache(machine(tmp_path, "b") / "x")
+    mirror, shard = mirror_of(cache), cache.fresh_shard(0)
+    wanted = [expected(source, cache.recipe, int(number))["latent"].numpy() for number in shard.numbers()]
+
+    def read(row: int, stop: int | None = None) -> bool:
+        return bool((shard.read("latent", row, 0, stop, verify="first") == wanted[row][:stop]).all())
+
+    if way != "evicted":
+        monkeypatch.setattr(Stand, "write", raising(ResourceError("no space left")))
+    assert all(read(row) for row in range(4))
+    whole = FolderRemote.read
+    left = [2]
+
+    def flipped(self: FolderRemote, name: str, begin: int, end: int, *, etag: str, sink: Any) -> None:
+        def turn(piece: bytes) -> None:
+            if left[0]:
+                left[0] -= 1
+                piece = bytes(byte ^ 1 for byte in piece)
+            sink(piece)
+
+        whole(self, name, begin, end, etag=etag, sink=turn)
+
+    mirror.root.space.free(64 * MIB)
+    monkeypatch.setattr(FolderRemote, "read", flipped)
+
+    assert read(0)
+    assert all(read(row, 3) for row in range(4))
+    assert mirror.counters.mended > 0
+    assert left == [0]
+
+
+def test_blocks_that_another_process_is_fetching_are_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = FakeSource(BIG, [("a", 4)])
+    make_cache(machine(tmp_path, "a"), source)
+    cache = open_cache(machine(tmp_path, "b") / "x")
+    check(cache, source)
+    name = cache.index.shards[0].file
+    mirror, path = mirror_of(cache), cache.path / f".map-{name}"
+    before = BlockMap(path).state.tolist()
+    monkeypatch.setattr(fetch, "DEADLINE_S", 0.05)
+
+    with lock_range(path, 0, 1, wait_s=0) as got:
+        assert got
+        with pytest.raises(StalledError):
+            mirror.open(name).mend(0, 100)
+
+    assert BlockMap(path).state.tolist() == before
+    mirror.open(name).mend(0, 100)
+    assert BlockMap(path).state.tolist() != before
 
 
 def test_a_damaged_object_is_set_aside_and_only_its_records_are_missing(tmp_path: Path) -> None:
@@ -270,17 +349,78 @@ def test_a_place_that_does_not_answer_is_named_with_attempts_when_the_deadline_p
         mirror_of(cache).ensure(entry.file, [(0, entry.bytes)], deadline_s=0.3)
 
 
-def test_reads_go_past_a_mirror_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stoker.store.mirror.stand import Stand
+def test_a_folder_is_read_no_faster_than_what_was_read_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "PIECE_BYTES", 1024)
+    remote, sent = FolderRemote(shared(tmp_path)), os.urandom(200 * 1024)
+    remote.put("object", sent)
+    pread, came, ahead = os.pread, list[bytes](), list[int]()
+    read = 0
 
+    def counted(fd: int, size: int, at: int) -> bytes:
+        nonlocal read
+        read += 1
+        return pread(fd, size, at)
+
+    def slow(piece: Any) -> None:
+        time.sleep(0.001)
+        came.append(bytes(piece))
+        ahead.append(read - len(came))
+
+    monkeypatch.setattr(folder.os, "pread", counted)
+    remote.read("object", 0, len(sent), etag="", sink=slow)
+    assert b"".join(came) == sent
+    assert max(ahead) <= folder.PIECES_AHEAD + 1
+
+
+@pytest.mark.parametrize("call", ["list", "open", "read", "write"])
+def test_a_folder_that_does_not_answer_is_an_error_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """As a hard mount does whose server is away; when it is back, all goes on."""
+    make_cache(machine(tmp_path, "a"), FakeSource())
+    remote, sent = FolderRemote(shared(tmp_path)), b"x" * 100
+    remote.put("there", sent)
+    away, back = Event(), Event()
+
+    def hanging(whole: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*args: Any, **more: Any) -> Any:
+            if away.is_set():
+                back.wait(60)
+            return whole(*args, **more)
+
+        return wait
+
+    at = {"list": "os.scandir", "open": "LocalFile", "read": "os.pread", "write": "LocalPending"}[call]
+    target = f"stoker.store.remote.folder.{at}"
+    owner, _, name = target.rpartition(".")
+    monkeypatch.setattr(target, hanging(getattr(resolve_name(owner), name)))
+    monkeypatch.setattr(folder, "ANSWER_S", 0.1)
+    monkeypatch.setattr(folder, "PUT_S", 0.1)
+    got = bytearray()
+    doing: dict[str, Callable[[], Any]] = {
+        "list": lambda: remote.list("x"),
+        "open": lambda: remote.get("there"),
+        "read": lambda: remote.read("there", 0, 100, etag="", sink=got.extend),
+        "write": lambda: remote.put("new", sent),
+    }
+
+    away.set()
+    with pytest.raises(StalledError):
+        Retries().run(doing[call], "asking", 0.4)
+    away.clear()
+    back.set()
+
+    doing[call]()
+    assert bytes(got) in (b"", sent)
+
+
+def test_reads_go_past_a_mirror_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = FakeSource()
     make_cache(machine(tmp_path, "a"), source)
     cache = open_cache(machine(tmp_path, "b") / "x")
-
-    def full(*_: object) -> None:
-        raise ResourceError("no space left")
-
-    monkeypatch.setattr(Stand, "write", full)
+    monkeypatch.setattr(Stand, "write", raising(ResourceError("no space left")))
 
     check(cache, source)
     assert mirror_of(cache).counters.direct > 0
@@ -312,14 +452,17 @@ def test_a_read_goes_on_when_its_own_blocks_are_there(
 
     def slow(self: FolderRemote, name: str, begin: int, end: int, *, etag: str, sink: Any) -> None:
         read(self, name, begin, begin + MIB, etag=etag, sink=sink)
-        goes_on.wait(60)
+        under_way.set()
+        goes_on.wait(300)
         read(self, name, begin + MIB, end, etag=etag, sink=sink)
 
     monkeypatch.setattr(FolderRemote, "read", slow)
+    under_way = Event()
     mirror.ahead(entry.file, [(0, entry.bytes)])
+    assert under_way.wait(60)  # else the read may come first, and fetch its blocks itself
     reader = Thread(target=file.read_into, args=(0, memoryview(out)), daemon=True)
     reader.start()
-    reader.join(20)
+    reader.join(40)
     alone = not reader.is_alive()
     goes_on.set()
     reader.join(20)
@@ -335,8 +478,6 @@ def test_a_read_is_done_again_if_its_blocks_left(tmp_path: Path, monkeypatch: py
     cache = open_cache(machine(tmp_path, "b") / "x")
     check(cache, source)
     mirror = mirror_of(cache)
-    from stoker.store.mirror.block_map import BlockMap
-
     holds = BlockMap.holds
     monkeypatch.setattr(
         BlockMap, "holds", lambda self, *at: holds(self, *at) and (mirror.root.space.free(64 * MIB) >= 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -202,12 +204,13 @@ def test_dtypes_are_substituted_on_float_fields_alone() -> None:
     def stored(dtype: Any) -> dict[str, str]:
         return {name: f.dtype for name, f in make_recipe(source, None, dtype=dtype).schema.items()}
 
-    assert stored(None) == {"n": "int64", "nu": "float32", "wide": "float32", "z": "float32"}
+    assert stored(None) == {"n": "int64", "nu": "float32", "wide": "float64", "z": "float32"}
+    assert stored({"wide": "float32"})["wide"] == "float32"
     assert stored("float16") == {"n": "int64", "nu": "float32", "wide": "float16", "z": "float16"}
     assert stored({"z": "bfloat16", "nu": "float16"}) == {
         "n": "int64",
         "nu": "float16",
-        "wide": "float32",
+        "wide": "float64",
         "z": "bfloat16",
     }
     assert make_recipe(source, None).encoded["wide"].dtype == "float64"
@@ -251,6 +254,25 @@ def test_one_packed_dtype_for_all_is_taken_where_it_saves_bytes() -> None:
     assert recipe.encoded["z"].dtype == "float32"
     assert recipe.entries["format"] == 2
     assert make_recipe(FakeSource({"n": schema["n"]}), None).entries["format"] == 1
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_packed_dtype_for_all_is_refused_where_scales_cost_more(channels: int, dtype: str) -> None:
+    """It was stored as float32, four times what was asked for."""
+    schema = {
+        "data": Field(shape=(5, 8, 8, channels), dtype="float32", time=True),
+        "z": Field(shape=(5, 32), dtype="float32", time=True),
+    }
+
+    with pytest.raises(ConfigError, match=r"'data'") as error:
+        make_recipe(FakeSource(schema), None, dtype=dtype)
+
+    (proposal,) = re.findall(r"dtype=(\{[^{}]*\})", str(error.value))
+    stored = make_recipe(FakeSource(schema), None, dtype=ast.literal_eval(proposal)).schema
+    assert {name: f.dtype for name, f in stored.items()} == {"data": "float16", "z": dtype}
+    named = make_recipe(FakeSource(schema), None, dtype={"data": dtype}).schema["data"]
+    assert (named.dtype, named.packed) == (dtype, True)
 
 
 def test_the_default_group_follows_from_the_schema() -> None:

@@ -14,7 +14,7 @@ import pytest
 from stoker.errors import ConfigError, CorruptError, FormatError
 from stoker.store import Cache, make_recipe, open_cache, open_folder
 from stoker.store.cache import rebuild
-from stoker.store.claims import claim
+from stoker.store.claims import indexing
 from stoker.store.compact import compact
 from stoker.store.gc import collect
 from stoker.store.repair import folder_to_repair, repair
@@ -235,12 +235,12 @@ def test_repairing_some_shards_keeps_what_was_noted_of_the_others(
     damage(cache, 12)
 
     @contextmanager
-    def noted_by_another(folder: Path, purpose: str, *, wait_s: float) -> Generator[bool]:
+    def noted_by_another(folder: Path) -> Generator[None]:
         rebuild(folder, cache.recipe)
-        with claim(folder, purpose, wait_s=wait_s) as got:
-            yield got
+        with indexing(folder):
+            yield
 
-    monkeypatch.setattr("stoker.store.repair.claim", noted_by_another)
+    monkeypatch.setattr("stoker.store.repair.indexing", noted_by_another)
 
     assert repair(cache.path, shards=[path.name]).missing == [3, 12]
     assert_whole(open_cache(cache.path, require_complete=False), SOURCE, {*range(16)} - {3, 12})

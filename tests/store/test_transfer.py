@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stoker.errors import ConfigError, CorruptError, FormatError, IncompleteError
-from stoker.store import open_cache
+from stoker.errors import ConfigError, CorruptError, FormatError, IncompleteError, StalledError
+from stoker.store import claims, make_recipe, open_cache, open_folder
+from stoker.store.mirror.attach import attach
 from stoker.store.mirror.pull import pull
 from stoker.store.mirror.push import push
 from stoker.store.mirror.transfer import Progress, Wanted
 from stoker.store.remote.folder import FolderRemote
+from stoker.store.repair import repair
 from tests.store.fakes import FakeSource, make_cache
 from tests.store.test_mirror import check, damage
 
@@ -40,7 +45,7 @@ def test_what_is_pushed_and_pulled_is_the_same_cache(tmp_path: Path) -> None:
     assert report.complete
     assert report.shards == len(open_cache(tmp_path / "a" / "x").index.shards)
     assert sorted(p.name for p in (tmp_path / "b").iterdir()) == [".coming", "x"]
-    assert not [*(tmp_path / "b" / ".coming").iterdir()]
+    assert not [path for path in (tmp_path / "b" / ".coming").iterdir() if path.is_dir()]
     assert (tmp_path / "there" / "x" / cache.fingerprint / "index.json").exists()
 
 
@@ -175,3 +180,65 @@ def test_a_pull_without_a_name_says_which_addresses_there_are(tmp_path: Path) ->
         pull(url.removesuffix("/x"), tmp_path / "b")
     with pytest.raises(ConfigError, match=r"s3://bucket/x, an address. Expected a folder of this machine"):
         pull(url, "s3://bucket/x")
+
+
+def test_two_pulls_at_once_into_one_folder_keep_the_shards_of_both(tmp_path: Path) -> None:
+    source = FakeSource()
+    url = pushed(tmp_path, source)
+    begin = threading.Barrier(2)
+
+    def half(rank: int) -> None:
+        begin.wait(60)
+        pull(url, tmp_path / "b", wanted=Wanted(rank=rank, world=2))
+
+    with ThreadPoolExecutor(2) as pool:
+        for one in [pool.submit(half, rank) for rank in (0, 1)]:
+            one.result(60)
+
+    check(open_cache(tmp_path / "b" / "x"), source)
+
+
+def test_a_pull_counts_what_came_while_it_waited_for_the_index(tmp_path: Path) -> None:
+    source = FakeSource()
+    url = pushed(tmp_path, source)
+    pulled = Path(pull(url, tmp_path / "b", wanted=Wanted(rank=0, world=2)).path)
+    (pulled / "index.json").unlink()
+    rest = {path.name: path for path in Path(pull(url, tmp_path / "c").path).glob("shard-*")}
+    with ThreadPoolExecutor(1) as pool:
+        with claims.claim(pulled, "index"):
+            again = pool.submit(pull, url, tmp_path / "b", wanted=Wanted(rank=0, world=2))
+            wait([again], timeout=0.5)
+            for name, path in rest.items():
+                shutil.copy(path, pulled / name)
+        again.result(60)
+
+    check(open_cache(pulled), source)
+
+
+@pytest.mark.parametrize("way", ["pull", "push", "finish", "repair"])
+def test_no_index_is_written_while_another_process_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    source = FakeSource()
+    url = pushed(tmp_path, source)
+    there, mirrors = f"file://{tmp_path / 'there2'}", tmp_path / "m"
+    folder = Path(pull(url, tmp_path / "b", wanted=Wanted(rank=0, world=2)).path)
+    if way == "push":
+        folder = Path(push(tmp_path / "a" / "x", there, mirror_dir=mirrors).path)
+        folder = attach(there, mirrors) / "x" / folder.name
+    index = (tmp_path / "there2" / "x" / folder.name if way == "push" else folder) / "index.json"
+    index.unlink()
+    doing = {
+        "pull": lambda: pull(url, tmp_path / "b"),
+        "push": lambda: push(tmp_path / "a" / "x", there, mirror_dir=mirrors),
+        "finish": lambda: open_folder(tmp_path / "b", "x", make_recipe(source, None)).finish(),
+        "repair": lambda: repair(folder),
+    }
+    monkeypatch.setattr(claims, "INDEX_WAIT_S", 0.05)
+
+    with claims.claim(folder, "index"), pytest.raises(StalledError):
+        doing[way]()
+
+    assert not index.exists()
+    doing[way]()
+    assert open_cache(index.parent, require_complete=False).index.stored

@@ -18,7 +18,8 @@ from stoker.store import layout
 from stoker.store.sums import match
 
 Verify: TypeAlias = Literal["always", "first", "off"]
-"""When bytes are compared with their sums: at each read, at a block's first since opening, or never."""
+"""When bytes are compared with their sums: at each read, at a block's first since opening (and since it was
+fetched, where bytes come from elsewhere), or never."""
 
 
 class Blocks:
@@ -63,8 +64,8 @@ class Blocks:
             raise FormatError(f"{len(sums)} sums for field {name!r}, expected {count}")
         self._sums: Any = sums.data  # items are plain integers, which numpy's are not
         self._seeds: Any = seeds.data
-        self._seen: bytearray | None = None
-        """For `verify="first"`: 1 for each block that was found right."""
+        self._seen: tuple[bytearray, object] | None = None
+        """For `verify="first"`: 1 for each block that was found right, and the file's generation then."""
 
     def length(self, row: int) -> int:
         """Steps along axis 0 of one record; 1 for a scalar."""
@@ -92,7 +93,9 @@ class Blocks:
             return start, stop
         return start // self._steps * self._steps, min(-(-stop // self._steps) * self._steps, length)
 
-    def right(self, row: int, low: int, data: memoryview[Any], verify: Verify) -> bool:
+    def right(
+        self, row: int, low: int, data: memoryview[Any], verify: Verify, generation: object = None
+    ) -> bool:
         """Whether a record's bytes from step `low` on are what was stored.
 
         Args:
@@ -100,27 +103,29 @@ class Blocks:
             low: Starts a block, unless no sum is wanted.
             data: Whole blocks, format `B`.
             verify: When to compare.
+            generation: The file's, see `OpenFile`: what was found right in another one is compared again.
         """
         if verify == "off" or not len(data):
             return True
         first = (row * self._each if self._firsts is None else self._firsts[row]) + low // self._steps
         if verify == "always":
             return match(data, self._bytes, self._seeds[row], self._sums, first)
-        if self._trusts(row, low, low + len(data) // self.step_bytes, verify):
-            return True
-        if not match(data, self._bytes, self._seeds[row], self._sums, first):
-            return False
-        if self._seen is None:
-            self._seen = bytearray(len(self._sums))
-        count = -(-len(data) // self._bytes)
-        self._seen[first : first + count] = b"\1" * count
+        seen = self._seen
+        if seen is None or seen[1] != generation:
+            # One pair, replaced at once: a thread that read before it was marks blocks in the old one.
+            seen = self._seen = bytearray(len(self._sums)), generation
+        stop = first + -(-len(data) // self._bytes)
+        if 0 in seen[0][first:stop]:
+            if not match(data, self._bytes, self._seeds[row], self._sums, first):
+                return False
+            seen[0][first:stop] = b"\1" * (stop - first)
         return True
 
     def _trusts(self, row: int, start: int, stop: int, verify: Verify) -> bool:
         """Whether these steps are served without a look at their sums."""
-        if verify == "always" or (verify == "first" and self._seen is None):
+        if verify != "first":
+            return verify == "off"
+        if (seen := self._seen) is None:
             return False
-        if verify == "off" or self._seen is None:
-            return True
         first = row * self._each if self._firsts is None else self._firsts[row]
-        return 0 not in self._seen[first + start // self._steps : first - (-stop // self._steps)]
+        return 0 not in seen[0][first + start // self._steps : first - (-stop // self._steps)]

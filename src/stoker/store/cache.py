@@ -23,10 +23,11 @@ from stoker.errors import (
     ReadOnlyError,
     RecordError,
     ResourceError,
+    StalledError,
 )
 from stoker.schema import Schema
 from stoker.store.catalog import Catalog, build_index, is_shard_name, write_index
-from stoker.store.claims import INDEX_WAIT_S, claim
+from stoker.store.claims import indexing
 from stoker.store.failures import Failure
 from stoker.store.index import Index, Segments, load_index, segments_of
 from stoker.store.layout import axis_length
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("stoker")
 MOST_NAMED = 20
 """Names of caches that an error lists."""
-_AGAIN = "Run precompute again: it leaves that file out and encodes its records anew"
+_AGAIN = "Run precompute again: it leaves that file out and encodes its records again"
 
 
 class Cache:
@@ -308,7 +309,7 @@ def rebuild(folder: Path, recipe: Recipe) -> Cache:
     storage = LocalStorage(folder)
     catalog = Catalog(storage, recipe)
     catalog.verify()
-    with suppress(ReadOnlyError, ResourceError), claim(folder, "index", wait_s=INDEX_WAIT_S):
+    with suppress(ReadOnlyError, ResourceError, StalledError), indexing(folder):
         index = write_index(storage, recipe, catalog.refresh())
         return Cache(folder, recipe, index, use=use)
     index = build_index(storage, recipe, catalog.refresh(), None)

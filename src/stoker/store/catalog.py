@@ -127,7 +127,7 @@ class Catalog:
             else:
                 self._refused.add((name, sizes[name]))
                 log.warning(
-                    "shard left out: %s. Precompute encodes anew what only it held; then it may be deleted",
+                    "shard left out: %s. Precompute encodes again what only it held; then it may be deleted",
                     info,
                 )
         return [self._infos[name] for name in sizes if name in self._infos]

@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from stoker.atomic import explained
@@ -50,19 +50,33 @@ def claim(folder: Path, purpose: str, *, wait_s: float = 0.0, shared: bool = Fal
         os.close(fd)
 
 
-@contextmanager
-def maintaining(folder: Path) -> Generator[None]:
-    """Hold the claim of whoever rearranges a folder's shards: one at a time.
+def maintaining(folder: Path) -> AbstractContextManager[None]:
+    """Hold the claim of the process that rearranges a folder's shards: one at a time.
 
     Raises:
-        StalledError: Somebody else had it for `INDEX_WAIT_S` seconds.
+        StalledError: Another process had it for `INDEX_WAIT_S` seconds.
         ReadOnlyError: The folder cannot be written.
     """
-    with claim(folder, "compact", wait_s=INDEX_WAIT_S) as got:
+    return _only(folder, "compact", "is being compacted or repaired")
+
+
+def indexing(folder: Path) -> AbstractContextManager[None]:
+    """Hold the claim of the process that writes a folder's index; read the shards under it too.
+
+    Raises:
+        StalledError: Another process had it for `INDEX_WAIT_S` seconds.
+        ReadOnlyError: The folder cannot be written.
+    """
+    return _only(folder, "index", "has its index written")
+
+
+@contextmanager
+def _only(folder: Path, purpose: str, doing: str) -> Generator[None]:
+    with claim(folder, purpose, wait_s=INDEX_WAIT_S) as got:
         if not got:
             raise StalledError(
-                f"{folder} has been compacted or repaired by {holder(folder, 'compact')} for "
-                f"{INDEX_WAIT_S:g} s. Run again when it is done"
+                f"{folder} {doing} by {holder(folder, purpose)}, which took longer than {INDEX_WAIT_S:g} s. "
+                "Run again when it is done"
             )
         yield
 

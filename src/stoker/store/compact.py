@@ -23,7 +23,7 @@ from stoker.schema import Json, canonical_json, numpy_dtype
 from stoker.store import layout
 from stoker.store.cache import Cache, open_cache
 from stoker.store.catalog import Catalog, write_index
-from stoker.store.claims import INDEX_WAIT_S, claim, maintaining
+from stoker.store.claims import indexing, maintaining
 from stoker.store.convert import StoredRows, from_array
 from stoker.store.index import Index, ShardEntry
 from stoker.store.local import LocalStorage
@@ -208,7 +208,7 @@ class _Merge:
     def _index(self, first: Sequence[str] = ()) -> Cache:
         """Another generation: O(shards), so one for many groups. Killed before it, they are merged anew."""
         path, begun = self._storage.path, time.monotonic()
-        with claim(path, "index", wait_s=INDEX_WAIT_S):
+        with indexing(path):
             index = write_index(self._storage, self._recipe, self._catalog.refresh(), first)
         self._places = {shard.file: i for i, shard in enumerate(index.shards)}
         now = time.monotonic()

@@ -79,7 +79,7 @@ class Scratch:
         count = math.prod(shape)
         buffer = self._buffers.get(dtype)
         if buffer is None or len(buffer) < count:
-            buffer = self._buffers[dtype] = torch.empty(count, dtype=dtype)
+            buffer = self._buffers[dtype] = torch.empty(count, dtype=dtype, device="cpu")
         return buffer[:count].view(*shape)
 
 

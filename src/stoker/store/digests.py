@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,7 +26,7 @@ import numpy as np
 
 from stoker.errors import ConfigError, FormatError, ResourceError, SourceError
 from stoker.schema import canonical_json
-from stoker.sources.files import stamp_of
+from stoker.sources.files import open_regular, stamp_of
 from stoker.sources.protocol import FileRef
 from stoker.store.local import LocalStorage
 from stoker.store.strict_json import as_object, read_strict
@@ -169,11 +168,8 @@ def _times(status: os.stat_result) -> tuple[int, ...]:
 
 def _digest(ref: FileRef, before: os.stat_result, *, sampled: bool) -> str:
     try:
-        # O_NONBLOCK: a FIFO in place of a data file must not hang us.
-        fd = os.open(ref.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb", buffering=0) as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise SourceError(f"{ref.path} is not a regular file")
+        with open_regular(ref.path) as file:
+            fd = file.fileno()
             digest = (
                 _sampled(fd, before.st_size) if sampled else hashlib.file_digest(file, "sha256").hexdigest()
             )

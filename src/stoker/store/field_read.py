@@ -82,7 +82,7 @@ class FieldReader:
             RecordError: They are not within the record.
         """
         blocks = self._blocks
-        low, high = blocks.cover(row, start, stop, verify)
+        low, high = self._cover(row, start, stop, verify)
         data = np.empty((high - low) * blocks.step_bytes, np.uint8).data
         if not self._fill(row, low, [data], verify, wait):
             return None
@@ -93,7 +93,7 @@ class FieldReader:
         blocks = self._blocks
         if len(out) != (stop - start) * blocks.step_bytes:
             raise self._unfit(out, row, stop - start)
-        if blocks.cover(row, start, stop, verify) == (start, stop):
+        if self._cover(row, start, stop, verify) == (start, stop):
             self._fill(row, start, [out], verify, wait=True)
         else:
             out[:] = cast("memoryview[Any]", self.steps(row, start, stop, verify))
@@ -119,7 +119,7 @@ class FieldReader:
 
     def extent(self, row: int, start: int, stop: int, verify: Verify) -> tuple[int, int]:
         """Offset in the file and bytes of what is read for steps `start:stop` of a record."""
-        low, high = self._blocks.cover(row, start, stop, verify)
+        low, high = self._cover(row, start, stop, verify)
         return self._blocks.place(row, low), (high - low) * self._blocks.step_bytes
 
     def _fill(self, row: int, low: int, outs: Sequence[memoryview[Any]], verify: Verify, wait: bool) -> bool:
@@ -127,20 +127,33 @@ class FieldReader:
         wanted, a buffer for each record. Each is checked while it is still in the core's cache.
         """
         blocks, file = self._blocks, self._file
-        offset = blocks.place(row, low)
+        offset, generation = blocks.place(row, low), file.file.generation
         if not wait and not file.file.read_cached(offset, outs):
             return False
         for own, out in enumerate(outs, row):
             if wait:
                 file.read(offset, out, self._name, own)
-            right, mends = blocks.right(own, low, out, verify), MENDS
+            right, mends = self._right(own, low, out, verify, generation), MENDS
             while not right and mends and file.file.mend(offset, len(out)):
+                generation = file.file.generation
                 file.read(offset, out, self._name, own)
-                right, mends = blocks.right(own, low, out, verify), mends - 1
+                right, mends = self._right(own, low, out, verify, generation), mends - 1
             offset += len(out)
             if not right:
                 raise file.corrupt(f"{file.where(self._name, own)} does not match its checksum")
         return True
+
+    def _cover(self, row: int, start: int, stop: int, verify: Verify) -> tuple[int, int]:
+        """As `Blocks.cover`; whole blocks where they may be fetched again before they are read."""
+        again = verify == "first" and self._file.file.generation is not None
+        return self._blocks.cover(row, start, stop, "always" if again else verify)
+
+    def _right(
+        self, row: int, low: int, data: memoryview[Any], verify: Verify, before: tuple[int, int] | None
+    ) -> bool:
+        """As `Blocks.right`, of bytes that were read when the file's generation had been `before`."""
+        changed = verify == "first" and self._file.file.generation != before
+        return self._blocks.right(row, low, data, "always" if changed else verify, before)
 
     def _unfit(self, out: memoryview[Any], row: int, steps: int) -> RecordError:
         return RecordError(

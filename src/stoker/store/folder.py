@@ -20,7 +20,7 @@ from stoker.schema import canonical_json
 from stoker.store.adopt import adopt_shards
 from stoker.store.cache import Cache, open_indexed
 from stoker.store.catalog import Catalog, presence
-from stoker.store.claims import INDEX_WAIT_S, claim
+from stoker.store.claims import claim, indexing
 from stoker.store.digests import FileDigest
 from stoker.store.failures import Failure, append_failures, read_failures
 from stoker.store.local import LocalStorage
@@ -135,7 +135,7 @@ class Folder:
         Of several processes that finish at once, each sees at least what those before it saw. Records that
         prove damaged on the way are left out of it, so `missing` may have grown afterwards.
         """
-        with claim(self.path, "index", wait_s=INDEX_WAIT_S):
+        with indexing(self.path):
             index = self._catalog.write_index()
         return Cache(self.path, self.recipe, index, use=self._use)
 

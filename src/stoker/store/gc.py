@@ -14,13 +14,13 @@ import logging
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from stoker.atomic import explained, sync_folder
-from stoker.errors import ConfigError, FormatError, StalledError
+from stoker.errors import ConfigError, Conflict, FormatError, StalledError
 from stoker.schema import Json
 from stoker.store.adopt import FINGERPRINT
 from stoker.store.claims import INDEX_WAIT_S, claim, holder
@@ -52,11 +52,13 @@ class GcPolicy:
     """Which fingerprints may go. With none of the three, none: only what nobody can use any more."""
 
     keep: int | None = None
-    """The newest of each name that stay, whatever the others say. Alone: all others go."""
+    """How many of each name stay: complete ones first, then by age. Alone: all others go."""
     max_bytes: int | None = None
     """Least recently used ones go until the whole folder is not larger."""
     older_than_s: float | None = None
     """Those go that were not used for longer."""
+    unprotected: bool = False
+    """Do without the protections of folders just used, or newest. What is in use stays."""
     force: bool = False
     """Do without the protections of folders in use, just used, or newest."""
 
@@ -143,13 +145,41 @@ def collect(cache_dir: str | Path, policy: GcPolicy | None = None, *, dry_run: b
     inside = [cache_dir, *(path for path in cache_dir.iterdir() if FINGERPRINT.fullmatch(path.name))]
     if any((path / RECIPE_FILE).exists() for path in inside):
         raise FormatError(f"{cache_dir} is one cache. Name the folder above, which holds caches by name")
-    with ExitStack() as stack:
-        if not dry_run and not stack.enter_context(claim(cache_dir, "gc", wait_s=INDEX_WAIT_S)):
+    with nullcontext() if dry_run else _cleaning(cache_dir):
+        return _Collection(cache_dir, policy or GcPolicy(), dry_run=dry_run).run()
+
+
+def remove_cache(path: str | Path) -> GcReport:
+    """Remove one cache, and the weights that no other one needs.
+
+    Args:
+        path: Its folder, `CACHE_DIR/NAME/FINGERPRINT`.
+    Raises:
+        FormatError: It is no cache.
+        Conflict: Somebody has it open, or fills it.
+        ReadOnlyError: It cannot be removed.
+        StalledError: Somebody else has been cleaning up all the while.
+    """
+    path = Path(path)
+    cache_dir = path.parent.parent
+    with _cleaning(cache_dir):
+        return _Collection(cache_dir, GcPolicy(), dry_run=False).remove_one(path)
+
+
+@contextmanager
+def _cleaning(cache_dir: Path) -> Generator[None]:
+    """Clean up alone.
+
+    Raises:
+        StalledError: Somebody else does, all the while.
+    """
+    with claim(cache_dir, "gc", wait_s=INDEX_WAIT_S) as free:
+        if not free:
             raise StalledError(
                 f"{cache_dir} has been cleaned up by {holder(cache_dir, 'gc')} for {INDEX_WAIT_S:g} s. "
                 "Run again when it is done"
             )
-        return _Collection(cache_dir, policy or GcPolicy(), dry_run=dry_run).run()
+        yield
 
 
 class _Collection:
@@ -175,6 +205,20 @@ class _Collection:
         self._orphans()
         if policy.max_bytes is not None:
             self._fingerprints(self._by_size)
+        return self._report
+
+    def remove_one(self, path: Path) -> GcReport:
+        """Remove one folder that nobody uses, and the weights that only it needed."""
+        folder = next((one for one in self._own() if one.path == path), None)
+        if folder is None:
+            raise FormatError(f"there is no cache {path}. Name the folder of a cache")
+        if why := self._busy(folder) or self._remove(folder):
+            raise Conflict(f"{path} stays: {why}. Wait for the job that uses it, or cancel it")
+        self._note(
+            "fingerprint", path, sum(self._take(folder, name) for name in [*folder.files]), "asked for"
+        )
+        self._folders.remove(folder)
+        self._orphans()
         return self._report
 
     def _own(self) -> list[FoundFolder]:
@@ -254,12 +298,16 @@ class _Collection:
         return f"least recently used; {format_bytes(size)} are more than {format_bytes(limit)}"
 
     def _protected(self, folder: FoundFolder, of_its_name: Sequence[FoundFolder]) -> str | None:
-        if folder in [other for other in of_its_name if other.complete][:1]:
+        if not self._policy.unprotected and folder in [one for one in of_its_name if one.complete][:1]:
             return "the newest complete one of its name"
         if folder.broken:
             return f"its recipe cannot be read: {folder.broken}"
-        if folder.unused_s < DAY_S:
+        if not self._policy.unprotected and folder.unused_s < DAY_S:
             return f"used {folder.unused_text} ago"
+        return self._busy(folder)
+
+    def _busy(self, folder: FoundFolder) -> str | None:
+        """Why a folder is in use; None: it is not."""
         if claims := folder.live_claims():
             return f"claimed ({claims[0]}) by {holder(folder.path, claims[0])}"
         return self._in_use(folder)
@@ -313,10 +361,16 @@ class _Collection:
 
 
 def _ranked(folders: Sequence[FoundFolder]) -> dict[str, list[FoundFolder]]:
-    """Folders by name, the newest first; one without a sound index is being filled, so it is newest."""
+    """Folders by name: complete ones first, then the newest first.
+
+    A folder that is not complete must not take the place of a complete one among those that are kept. One
+    without a sound index is being filled, so it counts as newer.
+    """
     ranked: dict[str, list[FoundFolder]] = {}
     for folder in sorted(
-        folders, key=lambda f: (f.sequence is None, f.sequence or 0, f.path.name), reverse=True
+        folders,
+        key=lambda f: (f.complete, f.sequence is None, f.sequence or 0, f.path.name),
+        reverse=True,
     ):
         ranked.setdefault(folder.name, []).append(folder)
     return ranked

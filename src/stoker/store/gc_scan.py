@@ -47,6 +47,7 @@ class FoundFolder:
     sequence: int | None = None
     """Of its index; None without a sound one."""
     complete: bool = False
+    """Every sample is stored or quarantined, and not most of them quarantined: that is a run which failed."""
     weights: str = ""
     """Digest of its encoder's weights, as the recipe names it."""
     broken: str = ""
@@ -115,7 +116,8 @@ def _look(path: Path, *, linked: bool) -> FoundFolder:
     index = known_index(path, recipe)
     if index is not None:
         folder.sequence = index.sequence
-        folder.complete = without_lost(index, path, folder.files)[0].complete
+        index = without_lost(index, path, folder.files)[0]
+        folder.complete = index.complete and 2 * len(index.quarantined) <= recipe.count
     return folder
 
 

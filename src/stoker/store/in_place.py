@@ -157,6 +157,7 @@ class PlacedFile:
     """An `OpenFile` that is put together from several."""
 
     origin: str | None = None
+    generation: tuple[int, int] | None = None
 
     def __init__(self, own: OpenFile, pieces: list[tuple[int, int, OpenFile, int]]) -> None:
         self._own = own

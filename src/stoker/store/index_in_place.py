@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -103,19 +103,30 @@ def _recipe(source: Source, places: Sequence[PlacedPart], digests: Digests) -> R
 def _note_places(folder: Path, places: Sequence[PlacedPart]) -> None:
     """Have shards made before look for the files, which are those of the fingerprint, where they are now."""
     storage = LocalStorage(folder)
-    now = {one.path.name: one.path for part in places for one in part.fields.values()}
-    known = {_user(path).path for path in now.values()}
+    now = [_user(one.path).path for part in places for one in part.fields.values()]
     for name in storage.list():
         if name.startswith("places-"):
             with suppress(FormatError):
                 users, columns = load_places(storage, name)
                 current = [
-                    user if user.path in known else replace(user, path=now.get(user.path.name, user.path))
-                    for user in users
+                    user if user.path in now else replace(user, path=_moved(user.path, now)) for user in users
                 ]
                 fresh = [_user(user.path) if user.path.exists() else user for user in current]
                 if fresh != users:
                     storage.put(name, dump_places(fresh, columns))
+
+
+def _moved(path: Path, now: Sequence[Path]) -> Path:
+    """Return where a file is now: of those with its name the one whose folders agree most, if it is one."""
+
+    def agreement(other: Path) -> int:
+        pairs = zip(reversed(path.parts), reversed(other.parts), strict=False)
+        return len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
+
+    named = sorted({other for other in now if other.name == path.name}, key=agreement, reverse=True)
+    if not named or (len(named) > 1 and agreement(named[0]) == agreement(named[1])):
+        return path  # gone, or any of several: the file is missing where it was, and reading it says so
+    return named[0]
 
 
 def _user(path: Path) -> UserFile:

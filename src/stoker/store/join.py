@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.errors import ConfigError, SourceError
+from stoker.errors import ConfigError, SourceError, arg
 from stoker.schema import Field, Schema
 from stoker.sources.sql.parse import Columns
 from stoker.sources.sql.tables import Labels, named, read_labels
@@ -185,10 +185,8 @@ def join_columns(cache: Cache, join: Join) -> Joined:
     for number, key in zip(numbers[found].tolist(), np.array(own, object)[found], strict=True):
         for name in labels.schema:
             values[name][number] = labels.samples[key][name]
-        if masked:
-            for name in labels.schema:
-                if not name.endswith(KNOWN) and name + KNOWN not in labels.schema:
-                    values[name + KNOWN][number] = True
+        for name in schema.keys() - labels.schema.keys():
+            values[name][number] = True
     report = JoinReport(
         records=len(numbers),
         rows=labels.rows,
@@ -235,24 +233,37 @@ def _refuse(state: NDArray[np.int8], own: Sequence[str], join: Join, where: str,
             name = "repeated" if kind == _REPEATED else "missing"
             raise SourceError(
                 f"{where}: {format_count(len(keys))} of {format_count(len(own))} records {fact} by "
-                f"{join.by}: {named(keys)}{why}. Mend the table, or allow for it: {name}='mask' or 'drop'"
+                f"{join.by}: {named(keys)}{why}. Fix the table, or allow for it: "
+                f"{arg(name, 'mask')} or 'drop'"
             )
     if not (state == _FOUND).any():
-        on = join.on if isinstance(join.on, str) else f"{named(join.on)} (the keys given)"
-        raise SourceError(f"{where}: no record has a row. {join.by} must hold what on={on} names")
+        on = arg("on", join.on) if isinstance(join.on, str) else f"{named(join.on)} (the keys given)"
+        raise SourceError(f"{where}: no record has a row. {join.by} must hold what {on} names")
+
+
+def rename_hint(column: str) -> str:
+    """How to give a joined column another name in batches, for the message of an error."""
+    return arg("columns", {"label": {"column": column, "dtype": "float32"}}, setting="data.join.columns")
 
 
 def _schema(cache: Cache, labels: Labels, *, masked: bool) -> Schema:
     schema = dict(labels.schema)
-    if masked:
-        for name in labels.schema:
-            if not name.endswith(KNOWN):
-                schema.setdefault(name + KNOWN, Field(shape=(), dtype="bool"))
+    by_rules = labels.schema.keys() - {*labels.fields}  # `<field>_known` of null="mask" among them
+    for name in labels.schema if masked else ():
+        known = name + KNOWN
+        if name in by_rules and name.removesuffix(KNOWN) in labels.fields:
+            continue
+        if known in labels.fields:
+            raise ConfigError(
+                f"joined columns {name!r} and {known!r}: the second name is needed, as it says which records "
+                f"have the first. Name the second otherwise: {rename_hint(known)}"
+            )
+        schema.setdefault(known, Field(shape=(), dtype="bool"))
     taken = sorted(schema.keys() & {*cache.schema, "index"})
     if taken:
         raise ConfigError(
             f"{cache.name} has a field {taken[0]!r} already. Name the joined one otherwise: "
-            f"columns={{'label': {{'column': {taken[0]!r}, 'dtype': ...}}}}"
+            f"{rename_hint(taken[0])}"
         )
     return schema
 
@@ -269,7 +280,7 @@ def _keys(cache: Cache, on: str | Sequence[str]) -> Mapping[int, str] | Sequence
     if spec is None or spec.shape or spec.floating:
         whole = [name for name, f in cache.schema.items() if not f.shape and not f.floating]
         raise ConfigError(
-            f"on={on!r} is no field of {cache.name} that holds a whole number. Expected number"
+            f"{arg('on', on)} is no field of {cache.name} that holds a whole number. Expected number"
             f"{''.join(f', {name}' for name in whole)}, or a list of keys, one a sample: on=source.keys()"
         )
     segments, found = cache.segments, dict[int, str]()

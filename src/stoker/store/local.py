@@ -62,6 +62,7 @@ class LocalFile:
     """A regular file opened for positional reads; closed when nobody refers to it any more."""
 
     origin: str | None = None
+    generation: tuple[int, int] | None = None
 
     def __init__(self, path: Path) -> None:
         self._fd = -1

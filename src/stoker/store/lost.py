@@ -29,7 +29,7 @@ class LostShard:
 
     def error(self) -> IncompleteError | CorruptError:
         """What to raise where its records are needed."""
-        advice = f"Run precompute again: it encodes its {self.records} records anew, and only those"
+        advice = f"Run precompute again: it encodes its {self.records} records again, and only those"
         if self.size is None:
             return IncompleteError(f"{self.path} is missing. {advice}")
         return CorruptError(

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.errors import RecordError
+from stoker.errors import RecordError, arg
 from stoker.schema import SCALE_BLOCK, SCALE_SUFFIX, Field, scale_field
 from stoker.store.convert import (
     CHUNK,
@@ -58,7 +58,13 @@ def store_columns(
         lengths = [[axis_length(column)] * len(values) for column in (field, scales)]
     else:
         # An empty first piece, for a call without records.
-        nothing = _pack(name, field, torch.empty((0, 0, *field.shape[1:])), [], FieldScratch())
+        nothing = _pack(
+            name,
+            field,
+            torch.empty((0, 0, *field.shape[1:]), dtype=torch.float32, device="cpu"),
+            [],
+            FieldScratch(),
+        )
         pieces = [nothing] + [
             _pack(name, field, value.detach()[None], [number], FieldScratch())
             for value, number in zip(values, numbers, strict=True)
@@ -118,7 +124,7 @@ def _check_finite(name: str, field: Field, values: Tensor, numbers: Sequence[int
     found = values[row][~torch.isfinite(values[row].to(torch.float32))][0]
     raise RecordError(
         f"sample {numbers[row]}: field {name!r} holds {float(found):.4g}, which {field.dtype} with scales "
-        "cannot hold. Store it as bfloat16 or float32, or leave the sample out (nan='reject')"
+        f"cannot hold. Store it as bfloat16 or float32, or leave the sample out ({arg('nan', 'reject')})"
     )
 
 
@@ -140,9 +146,9 @@ def _steps(largest: Tensor, most: float) -> Tensor:
     step = (largest.double() / most).float()
     # Denormal scales are coarse, and one rounded down would cut the largest values off.
     short = largest.double() > most * step.double() * ROUNDING
-    step = torch.where(short, torch.nextafter(step, torch.tensor(torch.inf)), step)
+    step = torch.where(short, torch.nextafter(step, torch.full_like(step, torch.inf)), step)
     # One rounded up, beside the largest float32, would decode to infinity.
-    return torch.where(torch.isinf(step * most), torch.nextafter(step, torch.tensor(0.0)), step)
+    return torch.where(torch.isinf(step * most), torch.nextafter(step, torch.zeros_like(step)), step)
 
 
 def unpack(bits: Tensor, scales: Tensor, dtype: str, out: Tensor | None = None) -> Tensor:
@@ -166,7 +172,7 @@ def unpack_rows(field: Field, bits: Tensor, scales: Tensor) -> Tensor:
     """The same for flat columns of any number of steps; flat."""
     width = field.shape[-1]
     if not bits.numel():
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32, device="cpu")
     lines = bits.view(torch.int8).view(-1, width)
     return unpack(lines, scales.view(len(lines), -1), field.dtype).view(-1)
 

@@ -59,6 +59,11 @@ class OpenFile(Protocol):
         """The address that its bytes come from; None: they are here."""
         ...
 
+    @property
+    def generation(self) -> tuple[int, int] | None:
+        """Another value whenever bytes may have been fetched again; None: they are here."""
+        ...
+
     def read_into(self, offset: int, out: memoryview[Any]) -> None:
         """Fill `out` from `offset`; a short file is a `CorruptError` that names it."""
         ...

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from stoker.encoders.protocol import Encoder, Group
-from stoker.errors import ConfigError, CorruptError, EncoderError, FormatError, RecordError, SourceError
+from stoker.errors import ConfigError, CorruptError, EncoderError, FormatError, RecordError, SourceError, arg
 from stoker.schema import (
     FLOATS,
     PACKED_DTYPES,
@@ -146,6 +147,7 @@ def make_recipe(
     *,
     dtype: str | Mapping[str, str] | None = None,
     digests: Digester | None = None,
+    ask: Callable[[Callable[[], Any]], Any] = lambda work: work(),
 ) -> Recipe:
     """The recipe of `encoder` applied to `source`.
 
@@ -154,19 +156,22 @@ def make_recipe(
         encoder: None stores samples as they are.
         dtype: Storage dtype of float fields, by name, or one for all that have an axis: scalars (parameters)
             keep theirs, since 1e-8 is zero in float16. `int8` and `float8_e4m3fn` come with a scale for each
-            block of 128 on the last axis; given for all, they are taken where that is smaller than float16.
-            None keeps all as encoded; float64 is always stored as float32.
+            block of 128 on the last axis. Given for all, they leave vectors as they are where that takes more
+            bytes than float16, and kept raw fields; other fields of that kind must be named with their dtype.
+            None keeps all as encoded.
         digests: Who digests files; by default everything is read, and nothing remembered.
+        ask: Calls what it is given; it is given calls that may run the encoder on a sample of zeros.
+
     Raises:
-        ConfigError: A dtype is unknown, or named for a field that is missing or not of floats.
+        ConfigError: A dtype is unknown, named for a field that is missing or not of floats, or does not pay.
         SourceError: The source contradicts itself, or a file cannot be read.
         EncoderError: The encoder does not fit the samples, or its identity is not JSON.
     """
     sample_schema = source.schema()
-    encoded = sample_schema if encoder is None else encoder.schema(sample_schema)
+    encoded = sample_schema if encoder is None else ask(lambda: encoder.schema(sample_schema))
     _check_names(encoded)
     stored = stored_schema(encoded, dtype)
-    group = _default_group(sample_schema) if encoder is None else encoder.group(sample_schema)
+    group = _default_group(sample_schema) if encoder is None else ask(lambda: encoder.group(sample_schema))
     identity = source.identity()
     source_entries, files = _source_entries(identity, len(source), digests or Digests())
     entries: dict[str, Json] = {
@@ -249,16 +254,9 @@ def stored_schema(encoded: Schema, dtype: str | Mapping[str, str] | None) -> Sch
         ConfigError: As `make_recipe`.
     """
     wanted = _wanted_dtypes(encoded, dtype)
-    widest = [name for name, f in encoded.items() if f.dtype == "float64"]
-    if widest and any(name not in wanted for name in widest):
-        logging.getLogger("stoker").info("float64 fields are stored as float32: %s", ", ".join(widest))
     # By name, so that a schema means the same however its fields were listed.
     return {
-        name: _with_dtype(
-            f,
-            wanted.get(name, "float32" if f.dtype == "float64" else f.dtype),
-            packed=wanted.get(name) in PACKED_DTYPES,
-        )
+        name: _with_dtype(f, wanted.get(name, f.dtype), packed=wanted.get(name) in PACKED_DTYPES)
         for name, f in sorted(encoded.items())
     }
 
@@ -268,6 +266,14 @@ def _wanted_dtypes(encoded: Schema, dtype: str | Mapping[str, str] | None) -> di
     if isinstance(dtype, str):
         fits = _pays if dtype in PACKED_DTYPES else _has_axis
         wanted = {name: dtype for name in floats if fits(encoded[name])}
+        rest = [name for name in floats if name not in wanted and encoded[name].step_shape]
+        large = [name for name in rest if len(encoded[name].shape) > 1 and not encoded[name].kept]
+        if dtype in PACKED_DTYPES and large:
+            raise ConfigError(_does_not_pay(encoded, dtype, {*wanted, *large}, large[0]))
+        if rest:
+            logging.getLogger("stoker").info(
+                "fields that take no fewer bytes as %s are stored as they are: %s", dtype, ", ".join(rest)
+            )
     else:
         wanted = dict(dtype or {})
     named = [("every float field", dtype)] if isinstance(dtype, str) else wanted.items()
@@ -298,6 +304,18 @@ def _pays(f: Field) -> bool:
         return False
     scales = scale_field(_with_dtype(f, "int8", packed=True))
     return scales.shape[-1] * scales.itemsize < f.shape[-1]
+
+
+def _does_not_pay(encoded: Schema, dtype: str, names: Collection[str], large: str) -> str:
+    """Say how many bytes a field would take, and a dtype for each field instead."""
+    last = encoded[large].shape[-1]
+    scales = scale_field(_with_dtype(encoded[large], dtype, packed=True)).shape[-1]
+    instead = {name: dtype if _pays(encoded[name]) else "float16" for name in sorted(names)}
+    return (
+        f"storage dtype {dtype!r} for all fields does not suit {large!r} {encoded[large].shape}: with its "
+        f"scales, each {last} numbers of its last axis take {last + 4 * scales} bytes, and {2 * last} in "
+        f"float16. Name the dtype of each field: {arg('dtype', instead)}"
+    )
 
 
 def _default_group(sample_schema: Schema) -> Group:
@@ -344,6 +362,12 @@ def _part_entry(part: Part, files: list[FileDigest]) -> Json:
         raise SourceError(
             f"part {part.name!r} names neither files nor a digest, so nothing tells when it changes"
         )
+    for name, value in part.values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise SourceError(
+                f"{part.name}: {name!r}, a number of the file (an attribute, or in its name), is {value}. "
+                f"Give it a finite value in the file, or delete the attribute"
+            )
     content: list[Json] = [[file.name, file.bytes, file.digest] for file in files]
     digest = part.digest if not files else digest_json([part.digest, *content])
     return {

@@ -20,7 +20,7 @@ from stoker.errors import CorruptError, FormatError
 from stoker.schema import Json
 from stoker.store.adopt import FINGERPRINT
 from stoker.store.catalog import Catalog, is_shard_name, part_of, write_index
-from stoker.store.claims import INDEX_WAIT_S, claim, maintaining
+from stoker.store.claims import indexing, maintaining
 from stoker.store.index import Index, load_index
 from stoker.store.local import LocalStorage
 from stoker.store.mirror.attach import here
@@ -127,7 +127,7 @@ class _Repair:
         chosen = [name for name in names if self._only is None or name in self._only]
         unusable = [name for name in chosen if not self._examine(name)]
         self._note_unserved(previous, unusable)
-        with claim(self._folder, "index", wait_s=INDEX_WAIT_S):
+        with indexing(self._folder):
             infos = self._catalog.refresh()
             # Rows of shards that were not read stay noted, whoever noted them meanwhile.
             index = write_index(self._storage, self._recipe, infos, afresh=self._only is None)

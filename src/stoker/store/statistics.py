@@ -48,7 +48,7 @@ class Accumulator:
         # float32 adds up the squares of bytes exactly too, over the few rows of a chunk, in half the time.
         exact = field.dtype in _BYTES and not field.packed
         dtype = torch.float32 if exact else torch.float64
-        self._buffer = torch.empty(max(CHUNK, self._width), dtype=dtype)
+        self._buffer = torch.empty(max(CHUNK, self._width), dtype=dtype, device="cpu")
         self._sum, self._squares = np.zeros(self._width), np.zeros(self._width)
         self._min, self._max = np.full(self._width, np.inf), np.full(self._width, -np.inf)
 

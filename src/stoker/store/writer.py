@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.errors import ConfigError, RecordError
+from stoker.errors import ConfigError, RecordError, arg
 from stoker.schema import Field
 from stoker.store import layout
 from stoker.store.convert import FieldScratch, StoredRows, torch_dtype
@@ -177,7 +177,7 @@ class RecordWriter:
                 raise RecordError(
                     f"sample {numbers[worst]}: field {name!r} loses {error:.3g} of its largest value as "
                     f"{field.dtype}, {bound:.3g} is allowed. Store it wider, as with "
-                    f"dtype={wider!r}, or raise max_error="
+                    f"{arg('dtype', wider)}, or raise {arg('max_error')}"
                 )
         return stored
 

@@ -2,14 +2,15 @@
 
 A byte is 0 (absent), 2 (room is taken, bytes are on their way) or 1 (here). It becomes 1 after its block was
 written, and 0 before its bytes are given back, so a kill at any moment leaves blocks absent, never torn.
-Whoever reads looks at `evictions` before and after: unchanged, what was marked at first was whole until the
-end. After a power cut the map may be younger than the bytes; then their sums say so.
+A reader looks at `generation` before and after: unchanged, what was marked at first was whole until the end.
+After a power cut the map may be younger than the bytes; then their sums say so.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import secrets
 import struct
 import time
 from pathlib import Path
@@ -24,7 +25,7 @@ from stoker.units import MIB
 BLOCK_BYTES = MIB
 _MAGIC = b"stokmap1"
 _HEADER = struct.Struct("<8sQQQ224s")
-_EVICTIONS_AT = 24
+_GENERATION_AT = 24
 ABSENT, HERE, COMING = 0, 1, 2
 
 
@@ -58,12 +59,12 @@ class BlockMap:
         at = _used_at(self.count)
         self.used: NDArray[np.uint32] = np.frombuffer(self._map, np.uint32, self.count, at)
         """When each was last read, in seconds since 1970, `(count,)`; 0: goes first."""
-        self._evictions: NDArray[np.uint64] = np.frombuffer(self._map, np.uint64, 1, _EVICTIONS_AT)
+        self._generation: NDArray[np.uint64] = np.frombuffer(self._map, np.uint64, 1, _GENERATION_AT)
 
     @property
-    def evictions(self) -> int:
-        """How often blocks were given back."""
-        return int(self._evictions[0])
+    def generation(self) -> int:
+        """Another number whenever blocks were given back, by any process, or the map was made again."""
+        return int(self._generation[0])
 
     def blocks(self, begin: int, end: int) -> tuple[int, int]:
         """The blocks, first and one past the last, that hold bytes `begin:end`."""
@@ -94,7 +95,9 @@ class BlockMap:
 
     def drop(self, first: int, last: int) -> None:
         """Unmark blocks whose bytes are about to go."""
-        self._evictions[0] += 1
+        # Random, not counted up: two that drop at once would both write the same next count, and a reader
+        # that came between them would see no change.
+        self._generation[0] = secrets.randbits(64)
         self.state[first:last] = ABSENT
 
     def touch(self, first: int, last: int) -> None:
@@ -120,7 +123,9 @@ def new_map(size: int, *, block_bytes: int = BLOCK_BYTES, etag: str = "", whole:
     data = bytearray(_length(count))
     tag = etag.encode()
     # What does not fit is left out: reads are then not bound to a version, and sums alone guard them.
-    _HEADER.pack_into(data, 0, _MAGIC, size, block_bytes, 0, tag if len(tag) <= 224 else b"")
+    _HEADER.pack_into(
+        data, 0, _MAGIC, size, block_bytes, secrets.randbits(64), tag if len(tag) <= 224 else b""
+    )
     if whole:
         data[_HEADER.size : _HEADER.size + count] = b"\1" * count
         np.frombuffer(data, np.uint32, count, _used_at(count))[:] = _now()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeAlias
 
 from stoker.errors import CorruptError, ResourceError, StalledError, StokerError
@@ -17,6 +16,7 @@ from stoker.store.mirror.stand import Stand
 from stoker.store.protocols import Buffer
 from stoker.store.remote import ChangedError, Remote
 from stoker.store.remote.retries import DEADLINE_S
+from stoker.threads import Ticket, ending
 
 Ranges: TypeAlias = Sequence[tuple[int, int]]
 """Bytes of a file, each from a first one to one past the last."""
@@ -31,7 +31,7 @@ class Fetcher:
         self._place = place
         self.counters = place.root.counters
         self._lock = threading.Lock()
-        self._ahead: set[Future[bool]] = set()
+        self._ahead: set[Ticket[bool]] = set()
         self._under_way: list[tuple[str, int, int]] = []
         """Blocks that threads of this process are fetching: shard, first, and one past the last."""
         self._came = threading.Condition(threading.Lock())
@@ -66,16 +66,16 @@ class Fetcher:
         if len(runs) == 1:
             self._fetch_run(stand, *runs[0], deadline)
             return
-        futures = [self._place.root.pool.submit(self._fetch_run, stand, *run, deadline) for run in runs]
-        _, late = wait_for(futures, timeout=deadline_s)
-        for future in late:
-            future.cancel()
-        for future in futures:
-            if future not in late:
-                future.result()
-        if late:
+        pool = self._place.root.pool
+        parts = [pool.submit(partial(self._fetch_run, stand, *run, deadline)) for run in runs]
+        for part in parts:
+            part.wait(max(0.0, deadline - time.monotonic()))
+        came = [part for part in parts if part.done()]
+        for part in came:
+            part.result(0.0, self.origin(stand))
+        if late := len(parts) - len(came):  # those not begun end at once: the deadline is theirs too
             raise StalledError(
-                f"{len(late)} of {len(futures)} parts of {self.origin(stand)} did not come in "
+                f"{late} of {len(parts)} parts of {self.origin(stand)} did not come in "
                 f"{deadline_s:g} s. See whether the store answers, then run again: what arrived is kept"
             )
 
@@ -84,10 +84,10 @@ class Fetcher:
         begun = 0
         for run in self.runs_of(stand, ranges):
             with self._lock:
-                self._ahead = {future for future in self._ahead if not future.done()}
+                self._ahead = {ticket for ticket in self._ahead if not ticket.done()}
                 if len(self._ahead) >= QUEUED:
                     break
-                self._ahead.add(self._place.root.ahead_pool.submit(self._fetch_ahead, stand, *run))
+                self._ahead.add(self._place.root.ahead_pool.submit(partial(self._fetch_ahead, stand, *run)))
             begun += size_of(stand, run)
         return begun
 
@@ -109,16 +109,22 @@ class Fetcher:
         self.counters.add(direct=1, bytes=at)
 
     def mend(self, stand: Stand, begin: int, end: int) -> None:
-        """Forget bytes that do not match their sums, so that the next read fetches them."""
+        """Forget bytes that do not match their sums, so that the next read fetches them.
+
+        Raises:
+            StalledError: Another process has been fetching them for `DEADLINE_S` seconds.
+        """
         blocks = stand.map
         first, last = blocks.blocks(begin, min(end, blocks.size))
-        with lock_range(stand.map_path, first, last, wait_s=DEADLINE_S):
+        with lock_range(stand.map_path, first, last, wait_s=DEADLINE_S) as got:
+            if not got:
+                raise self._busy(stand, DEADLINE_S)
             blocks.drop(first, last)
         self.counters.add(mended=1)
 
     def _fetch_ahead(self, stand: Stand, first: int, last: int) -> bool:
-        if not threading.main_thread().is_alive():
-            return False  # the process ends, and would wait for us
+        if ending():
+            return False  # the exit of the process would wait for us
         missing = sum(size_of(stand, run) for run in stand.map.absent(first, last))
         with suppress(StokerError, OSError):  # whoever reads these bytes will meet it
             self._fetch_run(stand, first, last, time.monotonic() + DEADLINE_S)
@@ -127,17 +133,23 @@ class Fetcher:
         return False
 
     def _fetch_run(self, stand: Stand, first: int, last: int, deadline: float) -> None:
+        if time.monotonic() >= deadline:  # it waited in line until nobody waits for it any more
+            raise StalledError(f"a part of {self.origin(stand)} was not begun in time")
         with self._alone(stand, first, last, deadline) as absent:
             if not absent:
                 return
             left = max(0.0, deadline - time.monotonic())
             with lock_range(stand.map_path, first, last, wait_s=left) as got:
                 if not got:
-                    raise StalledError(
-                        f"another process has been fetching {self.origin(stand)} for {left:.0f} s"
-                    )
+                    raise self._busy(stand, left)
                 for run in stand.map.absent(first, last):
                     self._fetch_blocks(stand, *run, deadline)
+
+    def _busy(self, stand: Stand, waited_s: float) -> StalledError:
+        return StalledError(
+            f"another process has been fetching {self.origin(stand)} for {waited_s:.0f} s. See whether it "
+            "hangs, then run again"
+        )
 
     @contextmanager
     def _alone(self, stand: Stand, first: int, last: int, deadline: float) -> Generator[bool]:

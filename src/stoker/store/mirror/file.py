@@ -21,6 +21,8 @@ class MirrorFile:
 
     def __init__(self, fetcher: Fetcher, stand: Stand) -> None:
         self._fetcher, self._stand = fetcher, stand
+        self._direct = 0
+        """Reads that went past the mirror."""
         self._counters = fetcher.counters
 
     @property
@@ -32,6 +34,11 @@ class MirrorFile:
     def origin(self) -> str:
         """Where its bytes come from."""
         return self._fetcher.origin(self._stand)
+
+    @property
+    def generation(self) -> tuple[int, int]:
+        """Another value whenever bytes that were read before may have been fetched again."""
+        return self._stand.map.generation, self._direct
 
     def read_into(self, offset: int, out: memoryview[Any]) -> None:
         """Fill `out` from `offset`, fetching what is not here.
@@ -58,6 +65,7 @@ class MirrorFile:
                 break  # the disk is full; what is asked for can be had all the same
             if self._read_here(offset, [out]):
                 return
+        self._direct += 1  # two threads may count as one: each still sees another value than before its read
         self._fetcher.read_direct(self._stand, offset, out)
 
     def read_cached(self, offset: int, outs: Sequence[memoryview[Any]]) -> bool:
@@ -86,7 +94,7 @@ class MirrorFile:
         first, last = blocks.blocks(offset, offset + size)
         if offset + size > blocks.size:
             return False
-        before = blocks.evictions
+        before = blocks.generation
         if not blocks.holds(first, last):
             return False
         if not wait:
@@ -94,7 +102,7 @@ class MirrorFile:
         else:
             there = True
             stand.file.read_into(offset, outs[0])
-        if not there or blocks.evictions != before:
+        if not there or blocks.generation != before:
             return False
         blocks.touch(first, last)
         return True

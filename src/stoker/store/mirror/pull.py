@@ -11,11 +11,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from stoker.atomic import explained, publish
-from stoker.errors import CorruptError, FormatError, IncompleteError
+from stoker.atomic import explained, make_folder, publish
+from stoker.errors import CorruptError, FormatError, IncompleteError, StalledError
 from stoker.store.cache import Cache, open_unnoted
 from stoker.store.catalog import Catalog, build_index, known_index
-from stoker.store.claims import maintaining
+from stoker.store.claims import INDEX_WAIT_S, claim, holder, indexing, maintaining
 from stoker.store.concurrently import in_order
 from stoker.store.index import INDEX_FILE, ShardEntry, dump_index
 from stoker.store.local import LocalStorage
@@ -53,12 +53,30 @@ def pull(
     Raises:
         CorruptError: A shard does not match its sums at the address either; names it.
         FormatError, IncompleteError: There is no complete cache, or none of the records asked for.
+        StalledError: Another process has been pulling to the same folder, or writing its index, for a minute.
         StokerError: As `attach`.
     """
     began, wanted = time.monotonic(), wanted or Wanted()
     cache_dir = local_path(cache_dir, "the folder to pull to")
-    coming = cache_dir / COMING
-    source = open_unnoted(attach(url, coming, must_exist=True))
+    coming = make_folder(cache_dir / COMING, 0o700)
+    with claim(coming, "pull", wait_s=INDEX_WAIT_S, shared=True) as got:
+        if not got:
+            raise StalledError(f"{holder(coming, 'pull')} has been cleaning up {coming}. Run again")
+        report, arrived = _pull(url, cache_dir, wanted, listen)
+    report.seconds = time.monotonic() - began
+    if wanted.all and not report.complete:
+        raise CorruptError(
+            f"{report.path} is not complete after all of {report.url} came. Run stoker verify {report.path}"
+        )
+    with claim(coming, "pull") as last:  # another pull may be using the same mirror
+        if last:
+            shutil.rmtree(arrived, ignore_errors=True)
+    return report
+
+
+def _pull(url: str, cache_dir: Path, wanted: Wanted, listen: Listen | None) -> tuple[TransferReport, Path]:
+    """Do it; also returns the mirror that it came through."""
+    source = open_unnoted(attach(url, cache_dir / COMING, must_exist=True))
     mirror = LocalStorage(source.path).mirror
     if source.lost:
         raise IncompleteError(str(source.lost[0].error()))
@@ -71,15 +89,8 @@ def pull(
     with maintaining(target):
         _bring_shards(_Pull(source, mirror, target), names, report, listen)
         _bring_small(source, mirror, target)
-        index = _write_index(source, target)
-    report.records, report.complete = index
-    report.seconds = time.monotonic() - began
-    if wanted.all and not report.complete:
-        raise CorruptError(
-            f"{target} is not complete after all of {report.url} came. Run stoker verify {target}"
-        )
-    shutil.rmtree(mirror.root.path, ignore_errors=True)
-    return report
+        report.records, report.complete = _write_index(source, target)
+    return report, mirror.root.path
 
 
 def _bring_shards(pull: _Pull, names: set[str], report: TransferReport, listen: Listen | None) -> None:
@@ -159,9 +170,9 @@ def _write_index(source: Cache, target: Path) -> tuple[int, bool]:
     """Write the index of what is at its place now; returns its records and whether they are all."""
     storage, recipe = LocalStorage(target), load_recipe(target)
     bad = {entry.file: entry.bad for entry in source.index.shards}
-    infos = Catalog(storage, recipe).refresh()
-    infos = [replace(info, bad=tuple(sorted({*info.bad, *bad.get(info.file, ())}))) for info in infos]
-    with explained(target):
+    with indexing(target), explained(target):
+        infos = Catalog(storage, recipe).refresh()
+        infos = [replace(info, bad=tuple(sorted({*info.bad, *bad.get(info.file, ())}))) for info in infos]
         index = build_index(storage, recipe, infos, known_index(target, recipe) or source.index)
         storage.put(INDEX_FILE, dump_index(index, recipe))
     return index.stored, index.complete

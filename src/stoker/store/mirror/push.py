@@ -9,6 +9,7 @@ from pathlib import Path
 from stoker.errors import CorruptError, FormatError
 from stoker.store.cache import Cache, open_cache
 from stoker.store.catalog import Catalog, write_index
+from stoker.store.claims import indexing
 from stoker.store.concurrently import in_order
 from stoker.store.index import ShardEntry
 from stoker.store.local import LocalStorage, places_name
@@ -40,6 +41,7 @@ def push(
         CorruptError: A shard here is damaged; names it.
         IncompleteError, FormatError: It is no complete cache, or its records lie in other files.
         ReadOnlyError: The address may not be written.
+        StalledError: Another process of this machine wrote the index there for a minute.
         StokerError: As `attach`.
     """
     began, cache = time.monotonic(), open_cache(path)
@@ -58,9 +60,10 @@ def push(
         if name == "sources.jsonl" or name.startswith("failures-"):
             storage.put(name, (cache.path / name).read_bytes())
     bad = {entry.file: entry.bad for entry in entries}
-    infos = Catalog(storage, cache.recipe).refresh()
-    infos = [replace(info, bad=bad.get(info.file, info.bad)) for info in infos]
-    index = write_index(storage, cache.recipe, infos)
+    with indexing(target):
+        infos = Catalog(storage, cache.recipe).refresh()
+        infos = [replace(info, bad=bad.get(info.file, info.bad)) for info in infos]
+        index = write_index(storage, cache.recipe, infos)
     report.records, report.complete = index.stored, index.complete
     report.seconds = time.monotonic() - began
     return report

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +21,7 @@ from stoker.store.mirror.space import USED_FILE, Space, require_holes
 from stoker.store.remote import Remote, open_remote, parse_url
 from stoker.store.remote.retries import Retries
 from stoker.store.strict_json import is_count, read_strict
+from stoker.threads import Pool
 from stoker.units import MIB
 
 MARKER = ".mirror.json"
@@ -99,14 +99,14 @@ class MirrorRoot:
         return RUN_BLOCKS if limit is None else max(1, min(RUN_BLOCKS, limit // (16 * SHARE * BLOCK_BYTES)))
 
     @cached_property
-    def pool(self) -> ThreadPoolExecutor:
+    def pool(self) -> Pool:
         """Threads that fetch what is needed now."""
-        return ThreadPoolExecutor(self._at_once(AT_ONCE), "stoker-fetch")
+        return Pool(self._at_once(AT_ONCE), "stoker-fetch")
 
     @cached_property
-    def ahead_pool(self) -> ThreadPoolExecutor:
+    def ahead_pool(self) -> Pool:
         """Threads that fetch what will be."""
-        return ThreadPoolExecutor(self._at_once(AT_ONCE // 2), "stoker-ahead")
+        return Pool(self._at_once(AT_ONCE // 2), "stoker-ahead")
 
     def _at_once(self, most: int) -> int:
         limit = self.space.limit_bytes

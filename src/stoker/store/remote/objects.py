@@ -60,7 +60,7 @@ _REASONS = (
     ("error sending request", "it could not be reached"),
 )
 _ADVICE = {
-    "NoSuchBucket": "there is no such bucket. Create it, or mend the address",
+    "NoSuchBucket": "there is no such bucket. Create it, or fix the address",
     "RequestTimeTooSkewed": "this machine's clock differs too much from the store's. Set it, then run again",
     "InvalidAccessKeyId": "the store does not know the key. Set the provider's variables (docs/objects.md)",
     "SignatureDoesNotMatch": "the key's secret is wrong. Set the provider's variables (docs/objects.md)",

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from stoker.errors import Interrupted, StalledError
 from stoker.store.remote.protocol import PassingError
+from stoker.threads import ending
 
 T = TypeVar("T")
 log = logging.getLogger("stoker")
@@ -63,6 +64,6 @@ class Retries:
                     say_at = spent + SAY_AGAIN_S
                     left_s = deadline_s - spent
                     log.warning("%s failed %d times, trying on for %.0f s: %s", what, attempts, left_s, error)
-                if not threading.main_thread().is_alive():
+                if ending():
                     raise Interrupted(f"{what}: the process ends") from error
                 time.sleep(pause)
