@@ -73,6 +73,21 @@ def test_features_are_those_of_the_model(tmp_path: Path, pooling: str, registers
 
 
 @pytest.mark.parametrize("processor", ["device", "pil"])
+def test_features_do_not_depend_on_the_default_device_or_dtype(folder: Path, processor: str) -> None:
+    """`meta` stands for a GPU: whatever lands there by mistake has no values."""
+    expected = FeatureEncoder(folder, processor=processor).encode({"image": images()})["features"]
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = FeatureEncoder(folder, processor=processor).encode({"image": images()})["features"]
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("processor", ["device", "pil"])
 def test_it_keeps_the_promises_of_an_encoder(folder: Path, processor: str) -> None:
     encoder = FeatureEncoder(folder, "tokens", processor=processor, group=3)
 
@@ -124,6 +139,7 @@ def test_a_cache_that_is_ready_is_found_without_loading_the_model(folder: Path) 
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_network_is_never_asked(folder: Path) -> None:
     program = (
         "import socket, torch\n"

@@ -5,6 +5,8 @@ import importlib.util
 import linecache
 import operator
 import sys
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stoker.encoders.describe import describe_function
 from stoker.encoders.module import ModuleEncoder
 from stoker.encoders.protocol import Encoder, Group
 from stoker.errors import EncoderError
@@ -51,6 +54,17 @@ def test_encodes_and_passes_other_fields_through() -> None:
     assert list(record) == ["z", "label"]
     torch.testing.assert_close(record["z"], module(batch["data"]))
     assert encoder.schema(VECTOR) == {"z": Field(shape=(3,), dtype="float32"), "label": VECTOR["label"]}
+
+
+def test_a_module_is_probed_where_its_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`meta` stands for a GPU; without its two refusals, which are about other things."""
+    monkeypatch.setattr("stoker.encoders.module.module_weights", lambda m: dict(m.named_parameters()))
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+    encoder = ModuleEncoder(nn.Linear(8, 4, device="meta"))
+
+    schema = encoder.schema({"data": Field(shape=(8,), dtype="float32")})
+
+    assert schema["latent"].shape == (4,)
 
 
 def test_freezes_the_module() -> None:
@@ -359,3 +373,75 @@ def test_that_a_module_is_frozen_in_place_is_said_when_it_changes(caplog) -> Non
     assert record.levelname == "WARNING"
     assert "Linear (2 weights) is frozen in place" in record.message
     assert "copy.deepcopy(module)" in record.message
+
+
+def _from_file(path: Path, text: str) -> Any:
+    path.write_text(text)
+    linecache.clearcache()
+    spec = importlib.util.spec_from_file_location("used_by_an_encoder", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+CALLS_A_HELPER = """
+def scale(x): return x * {factor} if x is not None else scale(x)
+def encode(x): return scale(x).reshape(-1)
+{extra}
+"""
+
+
+def _helper_identity(folder: Path, name: str, factor: str, extra: str = "") -> Any:
+    text = CALLS_A_HELPER.format(factor=factor, extra=extra)
+    return describe_function(_from_file(folder / name, text).encode)
+
+
+def test_a_changed_function_that_the_encoder_calls_is_another_encoder(tmp_path: Path) -> None:
+    first = _helper_identity(tmp_path, "a.py", "1.0")
+    assert first == _helper_identity(tmp_path, "b.py", "1.0")
+    assert first != _helper_identity(tmp_path, "c.py", "1000.0")
+
+
+def test_a_global_named_like_an_attribute_is_not_part_of_the_encoder(tmp_path: Path) -> None:
+    first = _helper_identity(tmp_path, "a.py", "1.0")
+    assert first == _helper_identity(tmp_path, "b.py", "1.0", "reshape = object()")
+
+
+def scripted(module: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(module)
+
+
+def traced(module: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.trace(module, torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("compiled", [scripted, traced])
+def test_a_module_of_torchscript_encodes_with_a_version(compiled: Any) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Sequential(nn.ReLU())).eval()
+    encoder = ModuleEncoder(compiled(plain), version="1")
+    values = torch.randn(5, 3)
+
+    assert torch.equal(encoder.encode({"data": values})["latent"], plain(values))
+    assert not any(weight.requires_grad for weight in encoder.weights().values())
+    again = ModuleEncoder(compiled(plain), version="1").identity()
+    assert encoder.identity() == again
+    with torch.no_grad():
+        plain[0].weight += 1
+    assert ModuleEncoder(compiled(plain), version="1").identity() != again
+    assert ModuleEncoder(compiled(plain), version="2").identity()["version"] == "2"
+    with pytest.raises(EncoderError, match="version="):
+        ModuleEncoder(compiled(plain))
+
+
+def test_a_module_of_torchscript_that_normalises_by_its_batch_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False))
+
+    with pytest.raises(EncoderError, match=r"BatchNorm1d.* normalises by its batch"):
+        ModuleEncoder(scripted(module), version="1")

@@ -45,7 +45,7 @@ def test_the_verdict_has_figures_what_was_asked_for_and_a_cure() -> None:
         "stall 20 %: 61 s were waited for data, 55 s of it reading from disk, 6 s putting"
     )
     assert "At most 2.0 % was asked for." in verdict
-    assert "Use tier=auto: the host tier has room for the records, and would stall" in verdict
+    assert "Use training.tier=auto: the host tier has room for the records, and would stall" in verdict
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_an_explicit_tier_that_does_not_fit_is_refused_with_figures(
 
     for figure in figures:
         assert figure in str(caught.value)
-    assert "tier=auto" in str(caught.value)
+    assert "tier='auto'" in str(caught.value)
     assert caught.value.exit_code == 6
 
 
@@ -355,3 +355,14 @@ def test_loads_that_were_served_win_over_rates(step_cpus: float, direct_s: float
 
     assert (host.direct_s, host.beside_s) == (direct_s, beside_s)
     assert disk.load_s != host.load_s  # nothing was served from there: by rates, as ever
+
+
+def test_tables_on_the_device_are_planned_for() -> None:
+    """A GPU that holds the records and not their order runs out of memory amid training."""
+    asked = demand(100, device="cuda", table_bytes=20 * RECORD)
+
+    with pytest.raises(ResourceError):
+        plan_tiers(asked, machine(device=119, host=500), tier="device", reserve_bytes=0)
+    for one, room in ((asked, 120), (demand(100, device="cuda"), 100)):
+        plan = plan_tiers(one, machine(device=room, host=500), tier="device", reserve_bytes=0)
+        assert counts(plan) == (100, 0, 0, 0)

@@ -19,7 +19,7 @@ from torch import Tensor
 from stoker.encoders.groups import fixed_group
 from stoker.encoders.protocol import Group
 from stoker.encoders.weights import digest_weights
-from stoker.errors import EncoderError
+from stoker.errors import EncoderError, arg
 from stoker.schema import Field, Json, Schema
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class FeatureEncoder:
     ) -> None:
         for name, value, known in (("pooling", pooling, Pooling), ("processor", processor, Processor)):
             if value not in get_args(known):
-                raise EncoderError(f"{name}={value!r} is unknown. Expected {' or '.join(get_args(known))}")
+                raise EncoderError(f"{arg(name, value)} is unknown. Expected {' or '.join(get_args(known))}")
         if group is not None and group < 1:
             raise EncoderError(f"group must be at least 1 image, got {group}")
         self._folder = Path(folder).expanduser()
@@ -115,7 +115,7 @@ class FeatureEncoder:
         if image.ragged or image.dtype != "uint8" or len(image.shape) != 3 or image.shape[0] != 3:
             raise EncoderError(
                 f"field {self._field!r} is {image.dtype} {image.shape}. Expected uint8 images (3, H, W), "
-                "as ImageSource(size=(H, W)) gives them"
+                f"as {arg('size', ..., call='ImageSource')} gives them"
             )
         passed = {name: field for name, field in sample_schema.items() if name != self._field}
         if self._output in passed:
@@ -201,7 +201,7 @@ class FeatureEncoder:
             near = tuple(max(patch, round(length / patch) * patch) for length in (height, width))
             raise EncoderError(
                 f"images are {height} x {width}, the model takes patches of {patch} x {patch}, which do not "
-                f"divide them. Give the source size={near}"
+                f"divide them. Give the source {arg('size', near)}"
             )
         return 1 + self._registers + (height // patch) * (width // patch)
 
@@ -214,7 +214,7 @@ class FeatureEncoder:
         if not isinstance(seen, dict) or not {"height", "width"} <= cast("dict[str, Any]", seen).keys():
             raise EncoderError(
                 f"{self._folder / 'preprocessor_config.json'} does not say to what size images are brought "
-                "(crop_size or size with height and width). Use processor='device'"
+                f"(crop_size or size with height and width). Use {arg('processor', 'device')}"
             )
         return int(seen["height"]), int(seen["width"])
 
@@ -268,6 +268,8 @@ class FeatureEncoder:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise EncoderError(f"{path} is not a file. Copy or download it again")
     try:
         content: Any = json.loads(path.read_bytes())
     except OSError as error:

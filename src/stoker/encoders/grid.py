@@ -27,7 +27,7 @@ from stoker.encoders.decode import GridDecoder
 from stoker.encoders.groups import fixed_group
 from stoker.encoders.protocol import Group
 from stoker.encoders.weights import digest_weights, load_weights
-from stoker.errors import EncoderError
+from stoker.errors import EncoderError, arg
 from stoker.schema import Json, Schema
 from stoker.units import MIB
 
@@ -131,7 +131,8 @@ class GridEncoder:
         """Encode `(n, T, H, W, C)` of any real dtype to `latent` `(n, T, L, D)` float32, fresh memory."""
         data = batch[self.field]
         project, position = self._weights["project"], self._weights["position"]
-        latent = torch.empty((*data.shape[:-3], self.tokens, self.dim), device=data.device)
+        shape = (*data.shape[:-3], self.tokens, self.dim)
+        latent = torch.empty(shape, dtype=torch.float32, device=data.device)
         with torch.inference_mode(), torch.autocast(data.device.type, enabled=False):
             rows, out = data.reshape(-1, *data.shape[-3:]), latent.view(-1, self.dim)
             count = max(1, CHUNK_BYTES // (4 * self.tokens * sum(project.shape)))
@@ -188,7 +189,7 @@ class GridEncoder:
             return split.view(shape).to(torch.float32)
         # One buffer for the whole run: a fresh one each time costs as much in page faults as the copy.
         if self._scratch is None or self._scratch.numel() < split.numel():
-            self._scratch = torch.empty(split.numel(), device=rows.device)
+            self._scratch = torch.empty(split.numel(), dtype=torch.float32, device=rows.device)
         flat = self._scratch[: split.numel()]
         flat.view(split.shape).copy_(split)
         return flat.view(shape)
@@ -228,14 +229,14 @@ def plan_cells(grid: tuple[int, int], patch: tuple[int, int], tokens: int) -> Ce
             for points, size in zip(grid, patch, strict=True)
         )
         raise EncoderError(
-            f"patch {patch} does not divide grid {grid} (H, W). Use patch={cure}"
+            f"patch {patch} does not divide grid {grid} (H, W). Use {arg('patch', cure)}"
             + (", as 1D data has H = 1" if grid[0] == 1 else "")
         )
     high, wide = grid[0] // patch[0], grid[1] // patch[1]
     if tokens > high * wide:
         raise EncoderError(
             f"{tokens} tokens from {high} x {wide} = {high * wide} patches would be copies of each other. "
-            f"Use tokens={high * wide} or fewer, or a smaller patch than {patch}"
+            f"Use {arg('tokens', high * wide)} or fewer, or a smaller patch than {patch}"
         )
     layouts = _layouts(tokens, high, wide)
     if not layouts:
@@ -244,7 +245,7 @@ def plan_cells(grid: tuple[int, int], patch: tuple[int, int], tokens: int) -> Ce
         )
         raise EncoderError(
             f"{tokens} tokens cannot be laid out as rows times columns on {high} x {wide} patches. "
-            f"The nearest number that can is tokens={near}"
+            f"The nearest number that can is {arg('tokens', near)}"
         )
     down, across = min(
         layouts,
@@ -318,7 +319,7 @@ def _rounded(values: NDArray[np.float64]) -> Tensor:
 
     Otherwise one seed would have one fingerprint on this machine and another on the next.
     """
-    return torch.as_tensor(np.round(values * 2.0**20) * 2.0**-20, dtype=torch.float32)
+    return torch.as_tensor(np.round(values * 2.0**20) * 2.0**-20, dtype=torch.float32, device="cpu")
 
 
 def _pair(name: str, value: tuple[int, int]) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from stoker.encoders.describe import bound_module, describe_function, qualified_name
 from stoker.encoders.groups import fixed_group
 from stoker.encoders.protocol import Group
-from stoker.encoders.weights import digest_weights, module_weights, named_parts
+from stoker.encoders.weights import digest_weights, module_weights, named_parts, weights_device
 from stoker.errors import EncoderError
 from stoker.schema import DTYPE_BYTES, Field, Json, Schema
 
@@ -31,6 +31,7 @@ class ModuleEncoder:
 
     The module is called with the fields in order, each `(n, *shape)`, and returns one tensor `(n, *shape)`,
     or a tuple of them. It is frozen in place: `eval()`, and its parameters no longer require gradients.
+    It may be on a GPU already; after encoding it is where it was before.
     Fields that it does not take stay in the record.
 
     Args:
@@ -40,7 +41,7 @@ class ModuleEncoder:
         output: Name or names of what it returns.
         time: `"none"`, `"steps"` or `"whole"`, see `Time`.
         version: Stands for the code in the identity. None: source text and settings of the module do.
-            Compiled functions have neither and need it.
+            Compiled functions and modules (TorchScript) have neither and need it.
         group: Samples a call; None: about 8 MiB of samples and records.
 
     Raises:
@@ -63,7 +64,6 @@ class ModuleEncoder:
         self._outputs = (output,) if isinstance(output, str) else tuple(output)
         self._time: Time = time
         self._group = group
-        self._device = torch.device("cpu")
         self._digest: tuple[object, str] | None = None
         if time not in ("none", "steps", "whole"):
             raise EncoderError(f"time must be 'none', 'steps' or 'whole', got {time!r}")
@@ -72,6 +72,7 @@ class ModuleEncoder:
         self._owner = bound_module(module)
         if self._owner is not None:
             _freeze(self._owner)
+        self._device = weights_device(self)
         self._parts = [] if self._owner is None else list(self._owner.modules())
         self._code: Json = describe_function(module) if version is None else version
 
@@ -213,13 +214,17 @@ def _freeze(module: nn.Module) -> None:
             "train it as well, give a copy: copy.deepcopy(module)",
             *(type(module).__qualname__, len(weights)),
         )
-    module.eval().requires_grad_(False)
+    module.eval()
+    for parameter in module.parameters():  # TorchScript refuses `module.requires_grad_`
+        parameter.requires_grad = False
     for name, part in named_parts(module).items():
-        where = f"{name or 'the module'} ({type(part).__qualname__})"
-        if isinstance(part, BATCH_NORMS) and part.running_mean is None:
+        scripted = cast("str", getattr(part, "original_name", ""))
+        where = f"{name or 'the module'} ({scripted or type(part).__qualname__})"
+        normalises = isinstance(part, BATCH_NORMS) or scripted in {kind.__name__ for kind in BATCH_NORMS}
+        if normalises and getattr(part, "running_mean", None) is None:
             raise EncoderError(
                 f"{where} normalises by its batch, so a sample would depend on its neighbours. "
                 f"Use running statistics (track_running_stats=True)"
             )
         if part.training:
-            raise EncoderError(f"{where} stays in training mode after eval(). Mend its `train` method")
+            raise EncoderError(f"{where} stays in training mode after eval(). Fix its `train` method")

@@ -109,8 +109,8 @@ class Normalized:
     def __init__(self, inner: Encoder | None, statistics: Statistics) -> None:
         self._inner = inner
         self._statistics = statistics
-        self._shift = torch.tensor(statistics.shift, dtype=torch.float32)
-        self._scale = torch.tensor(statistics.scale, dtype=torch.float32)
+        self._shift = torch.tensor(statistics.shift, dtype=torch.float32, device="cpu")
+        self._scale = torch.tensor(statistics.scale, dtype=torch.float32, device="cpu")
 
     @property
     def independent_steps(self) -> bool:

@@ -33,11 +33,12 @@ class VisionModel:
         self._model = _model(folder, weights)
         self._device = torch.device("cpu")
         self._processor: Any = None
-        self._shift, self._scale = torch.zeros(3, 1, 1), torch.ones(3, 1, 1)
+        self._shift = torch.zeros(3, 1, 1, dtype=torch.float32, device="cpu")
+        self._scale = torch.ones(3, 1, 1, dtype=torch.float32, device="cpu")
         if scaling is None:
             self._processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil")
         else:
-            factor, mean, std = (torch.tensor(value) for value in scaling)
+            factor, mean, std = (torch.tensor(value, dtype=torch.float32, device="cpu") for value in scaling)
             self._shift, self._scale = (mean / factor).view(3, 1, 1), (factor / std).view(3, 1, 1)
 
     def to(self, device: torch.device) -> None:
@@ -72,7 +73,7 @@ def _model(folder: Path, weights: Mapping[str, Tensor]) -> nn.Module:
         raise EncoderError(
             f"{folder / 'config.json'} is of no model that transformers knows: {error}"
         ) from error
-    with _quiet():
+    with _quiet(), torch.device("cpu"):
         model, found = kind.from_pretrained(
             None,
             config=config,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from safetensors import SafetensorError
@@ -13,6 +14,9 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from stoker.errors import EncoderError
+
+if TYPE_CHECKING:
+    from stoker.encoders.protocol import Encoder
 
 
 def digest_weights(weights: Mapping[str, Tensor]) -> str:
@@ -51,6 +55,22 @@ def module_weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in weights.items()}
 
 
+def weights_device(encoder: Encoder) -> torch.device:
+    """Return the device that an encoder's weights are on; the CPU for one without any."""
+    return next((tensor.device for tensor in encoder.weights().values()), torch.device("cpu"))
+
+
+@contextmanager
+def moved(encoder: Encoder, device: torch.device) -> Generator[None]:
+    """Have an encoder's weights on `device`, then put them back where they were: they may be the caller's."""
+    home = weights_device(encoder)
+    try:
+        encoder.to(device)  # which may fail half-way, for a lack of memory
+        yield
+    finally:
+        encoder.to(home)
+
+
 def weights_to_bytes(weights: Mapping[str, Tensor]) -> bytes:
     """The weights as one safetensors file, tied weights written twice."""
     return save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()})
@@ -62,6 +82,8 @@ def load_weights(path: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> dic
     Raises:
         EncoderError: The file is missing or is no safetensors file, or its weights are others.
     """
+    if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for
+        raise EncoderError(f"{path} is not a file. Give a .safetensors file")
     try:
         loaded = load(Path(path).read_bytes())
     except (OSError, SafetensorError) as error:

@@ -73,7 +73,7 @@ def cure(waiting: Waiting, plan: Plan) -> str:
         expected, held = plan.predicted_stall(waiting.step_s), plan.records_by_tier()
         whole = held[faster] == sum(held.values())
         room = "the" if whole else f"{format_count(held[faster])} of the {format_count(sum(held.values()))}"
-        return f"Use tier=auto: the {faster} tier has room for {room} records" + (
+        return f"Use training.tier=auto: the {faster} tier has room for {room} records" + (
             "" if expected is None else f", and would stall {format_percent(expected)}"
         )
     if main == "read":

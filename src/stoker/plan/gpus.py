@@ -6,6 +6,7 @@ thumb in gigabytes per thousand samples.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -91,8 +92,9 @@ def known_gpu(name: str, memory_bytes: int) -> str | None:
 
     >>> known_gpu("NVIDIA A100-SXM4-40GB", int(39.4 * GIB)), known_gpu("NVIDIA L4", 23 * GIB)
     ('A100 40 GB', None)
+    >>> known_gpu("NVIDIA GH200 480GB", 95 * GIB)  # no H200
     """
-    alike = [entry for entry in MEMORY_GIB if entry.split()[0] in name]
+    alike = [entry for entry in MEMORY_GIB if re.search(rf"\b{entry.split()[0]}\b", name)]
     return min(alike, key=lambda entry: abs(MEMORY_GIB[entry] * GIB - memory_bytes), default=None)
 
 

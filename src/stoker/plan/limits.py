@@ -13,10 +13,11 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from stoker.threads import Pool
 from stoker.units import MIB
 
 Limit: TypeAlias = Callable[[float], float]
@@ -30,6 +31,8 @@ READ_THREADS = 16
 """Reads in flight at random places; at 8 a drive may be left waiting."""
 CACHED_BYTES = 128 * MIB
 """Bytes that are read through the page cache."""
+ANSWER_S = 10.0
+"""Beyond its own seconds, in which a disk has to answer a measurement."""
 WARM_S = 5.0
 """Seconds to bring them there."""
 READERS = 4
@@ -40,7 +43,7 @@ def copy_limit() -> Limit:
     """Copying within host memory, one thread, into memory that is there already."""
     import torch
 
-    source = torch.ones(BUFFER_BYTES, dtype=torch.uint8)
+    source = torch.ones(BUFFER_BYTES, dtype=torch.uint8, device="cpu")
     into = torch.zeros_like(source)
     return lambda seconds: _repeat(lambda: into.copy_(source), BUFFER_BYTES, seconds)
 
@@ -52,7 +55,7 @@ def gather_limit(row_bytes: int, batch: int, device: str = "cpu", *, source_byte
     count = max(batch, source_bytes // max(1, row_bytes))
     source = torch.ones((count, max(1, row_bytes)), dtype=torch.uint8, device=device)
     into = torch.zeros((batch, max(1, row_bytes)), dtype=torch.uint8, device=device)
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(device)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0), device="cpu").to(device)
     places = list(order[: count // batch * batch].view(-1, batch))
     at = iter(())
 
@@ -72,7 +75,7 @@ def to_device_limit(device: str) -> Limit:
     """Copying from page-locked memory to a GPU."""
     import torch
 
-    pinned = torch.ones(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
+    pinned = torch.ones(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
     into = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=device)
 
     def one() -> None:
@@ -137,7 +140,14 @@ def _repeated(one: Callable[[], Any], size_bytes: int, seconds: float, finish: C
 
 def _blocks(files: Sequence[Path], size: int) -> list[tuple[Path, int]]:
     """Whole blocks of all files, in order; at most a million."""
-    found = [(file, at) for file in files for at in range(0, file.stat().st_size - size + 1, size)]
+
+    def look() -> list[int]:
+        return [file.stat().st_size for file in files]
+
+    sizes = Pool(1, "stoker-limits").submit(look).result(ANSWER_S, "looking at the files to read")
+    found = [
+        (file, at) for file, end in zip(files, sizes, strict=True) for at in range(0, end - size + 1, size)
+    ]
     return found[:: max(1, len(found) // 1_000_000)]
 
 
@@ -156,14 +166,23 @@ def _read(
     flags = os.O_RDONLY | os.O_CLOEXEC
     handles: dict[Path, int] = {}
     try:
-        for file in dict.fromkeys(file for file, _ in blocks):
-            handles[file] = _open(file, flags, direct=direct)
+        pool = Pool(threads, "stoker-limits")
+        opening = {
+            file: pool.submit(partial(_open, file, flags, direct=direct))
+            for file in dict.fromkeys(file for file, _ in blocks)
+        }
+        until = time.perf_counter() + ANSWER_S
+        for file, ticket in opening.items():
+            handles[file] = ticket.result(max(0.0, until - time.perf_counter()), f"opening {file}")
         begin = time.perf_counter()
         work = _Shared([(handles[file], at) for file, at in blocks], times)
-        with ThreadPoolExecutor(threads) as pool:
-            parts = [pool.submit(_reader, work, size, begin + seconds) for _ in range(threads)]
-            read = sum(part.result() for part in parts)
+        parts = [pool.submit(partial(_reader, work, size, begin + seconds)) for _ in range(threads)]
+        until = begin + seconds + ANSWER_S
+        read = sum(part.result(until - time.perf_counter(), "reading for the disk's limit") for part in parts)
         return read / max(time.perf_counter() - begin, 1e-9)
+    except BaseException:
+        handles.clear()  # threads may still read them: a number that is used again would be read instead
+        raise
     finally:
         for handle in handles.values():
             os.close(handle)

@@ -13,13 +13,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from stoker.plan.resources import device_memory, within
+from stoker.threads import Pool
 from stoker.units import MIB
 
 BUDGET_S = 0.1
@@ -126,9 +127,9 @@ def _disk_rate(path: Path) -> float | None:
     places = random.Random(0).sample(range(blocks), min(blocks, 4096))  # noqa: S311  no secret
     end = time.perf_counter() + BUDGET_S
     started = time.perf_counter()
-    with ThreadPoolExecutor(THREADS) as pool:
-        jobs = [pool.submit(_read_blocks, file, places[first::THREADS], end) for first in range(THREADS)]
-        read = sum(job.result() for job in jobs)
+    pool = Pool(THREADS, "stoker-rates")
+    jobs = [pool.submit(partial(_read_blocks, file, places[n::THREADS], end)) for n in range(THREADS)]
+    read = sum(job.result(DEADLINE_S, f"reading {file} for its rate") for job in jobs)
     return read / max(time.perf_counter() - started, 1e-9)
 
 
@@ -163,7 +164,7 @@ def _device_rates(device: str) -> tuple[float, float]:
     device_memory(device)  # says in words when there is no such GPU
     import torch
 
-    pinned = torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    pinned = torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
     on_device = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     other = torch.zeros_like(on_device)
 

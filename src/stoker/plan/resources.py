@@ -13,13 +13,19 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from stoker.errors import ConfigError, ResourceError, StalledError
+from stoker.errors import StalledError
 from stoker.plan.cgroups import CpuLimit, MemoryLimit, cpu_limits, least_cpus, memory_limits, unreclaimable
+from stoker.plan.devices import resolve_device
 from stoker.plan.mounts import Mount, mount_of
 from stoker.schema import Json
 
+if TYPE_CHECKING:
+    import torch
+
+CACHED_BY_TORCH_BYTES = 64 << 20
+"""What torch may keep of freed tensors before it is asked to give that back."""
 DISK_DEADLINE_S = 10.0
 """How long a file system may take to say how full it is; a dead network mount never would."""
 
@@ -77,7 +83,7 @@ def probe(*, device: str = "cpu", path: Path | None = None, local_world: int = 1
     proc, root = Path("/proc"), Path("/")
     host = host_memory(proc, root)
     cpu = cpu_share(proc, root, len(os.sched_getaffinity(0)))
-    free, total, name = device_memory(device)
+    free, total, name = device_memory(device, reclaim=True)
     disk_bytes, disk_inodes = (None, None) if path is None else disk_space(path)
     mount = None if path is None else storage_of(path)
     if disk_bytes is not None and mount is not None and mount.in_memory:
@@ -149,29 +155,56 @@ def cpu_share(proc: Path, root: Path, affinity: int) -> CpuLimit:
     return least_cpus(quotas, affinity)
 
 
-def device_memory(device: str) -> tuple[int, int, str]:
+def device_memory(device: str, *, reclaim: bool = False) -> tuple[int, int, str]:
     """Free bytes, total bytes and name of a GPU; `(0, 0, "cpu")` for the CPU.
 
+    Args:
+        device: `cpu` or `cuda[:i]`.
+        reclaim: Count as free what torch keeps of freed tensors, and have it given back. Not while a model
+            trains: its next step would ask the driver for all of it again.
+
     Raises:
-        ConfigError: `device` is neither `cpu` nor `cuda[:i]`.
+        ConfigError: `device` is not `auto`, `cpu` or `cuda[:i]`.
         ResourceError: There is no such GPU, or torch was built without CUDA.
     """
     if device == "cpu":
         return 0, 0, "cpu"
-    match = re.fullmatch(r"cuda(?::(\d+))?", device)
-    if match is None:
-        raise ConfigError(f"device {device!r} is not known. Expected cpu, cuda or cuda:0")
+    where = resolve_device(device)
+    if where.type == "cpu":
+        return 0, 0, "cpu"
     import torch
 
-    count = torch.cuda.device_count()
-    index = int(match[1]) if match[1] else (torch.cuda.current_device() if count else 0)
-    if index >= count:
-        raise ResourceError(
-            f"device {device} is not there: torch {torch.__version__} sees {count} CUDA devices. "
-            "Use device=cpu, or check the driver with nvidia-smi"
-        )
+    index = where.index
+    kept = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+    if reclaim and kept > CACHED_BY_TORCH_BYTES:  # which the driver counts as taken
+        torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(index)
     return int(free), int(total), torch.cuda.get_device_name(index)
+
+
+def use_device(device: str | torch.device) -> None:
+    """Make a GPU the current one of this thread; does nothing for a CPU.
+
+    What names no device would go to GPU 0: events, kernels of an encoder's own, a context of 500 MiB.
+    """
+    import torch
+
+    where = torch.device(device)
+    if where.type == "cuda" and str(where) != "cuda":  # without a number it is the current one
+        torch.cuda.set_device(where)
+
+
+def give_back(device: torch.device) -> None:
+    """Return to the driver what torch keeps of freed memory of a GPU, and measure its peak anew.
+
+    After something large went that is not the model's: the peak is what the model will want again
+    (`device_again`), and had it in.
+    """
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def device_again(device: str) -> int:

@@ -59,6 +59,8 @@ class Demand:
     """How many of the others are to be encoded before anything is served; they are placed as stored ones."""
     elsewhere: Elsewhere | None = None
     """Where the cache lies if not on this machine; None: it does."""
+    table_bytes: int = 0
+    """Bytes that a GPU needs in addition to the records: where they are, and the order of an epoch."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be planned for."""
@@ -270,7 +272,7 @@ def reserves_of(
         host = reserve_bytes
     elif reserve_bytes is not None:
         device = reserve_bytes
-    return {"device": device, "host": host}
+    return {"device": device + demand.table_bytes, "host": host}
 
 
 def _place(demand: Demand, budgets: dict[str, int], tier: str, facts: Facts) -> dict[Tier, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from stoker.errors import arg
 from stoker.plan.rates import Rates
 from stoker.plan.resources import Resources
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
@@ -61,7 +62,8 @@ def say_need(facts: Facts, tier: str, stored: int) -> str:
         f"tier {tier}: {format_count(stored)} records of {format_bytes(demand.record_bytes)} take "
         f"{format_bytes(stored * demand.record_bytes)}, but {format_bytes(facts.budgets[tier])} of {name} "
         f"may be filled ({format_bytes(free)} free, {limit}, less a reserve of "
-        f"{format_bytes(facts.reserves[tier])}). Use tier=auto, which puts the rest on a slower tier, "
+        f"{format_bytes(facts.reserves[tier])}). Use {arg('tier', 'auto')}, which puts the rest on a "
+        f"slower tier, "
         "store a smaller dtype, or lower reserve_bytes"
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stoker.errors import ConfigError, WordError
+from stoker.errors import ConfigError
 from stoker.plan.simulation.scenario import LOCAL, ORDERS, Order, Prices, Scenario
 from stoker.units import SIZES, TIMES
 
@@ -182,7 +182,7 @@ def parse_scenario(words: Sequence[str], known: Mapping[str, Any] | None = None)
         known: Fields of `Scenario` that are known from elsewhere; words win over them.
 
     Raises:
-        WordError: A key that is none, given twice or lacking, a value without its unit.
+        ConfigError: A key that is none, given twice or lacking, a value without its unit.
 
     >>> found = parse_scenario("records=1e6 record_bytes=1MB batch=32 step=20ms host_memory=64GB".split())
     >>> found.records, found.step_s, found.world
@@ -192,9 +192,9 @@ def parse_scenario(words: Sequence[str], known: Mapping[str, Any] | None = None)
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
-            raise WordError(f"{word!r} is no key=value. Expected words like nodes=8")
+            raise ConfigError(f"{word!r} is no key=value. Expected words like nodes=8")
         if key in seen:
-            raise WordError(f"{key} is given twice. Expected it once")
+            raise ConfigError(f"{key} is given twice. Expected it once")
         seen.add(key)
         try:
             if key in KEYS:
@@ -206,10 +206,10 @@ def parse_scenario(words: Sequence[str], known: Mapping[str, Any] | None = None)
                 raise ConfigError(f"{key} is not a key of a simulation ({_near(key)})")
         except ConfigError as error:
             said = str(error)
-            raise WordError(said if said.startswith(key) else f"{key}: {said}") from None
+            raise ConfigError(said if said.startswith(key) else f"{key}: {said}") from None
     lacking = [key for key in REQUIRED if KEYS[key][0] not in values]
     if lacking:
-        raise WordError(
+        raise ConfigError(
             f"a simulation needs {', '.join(f'{key}=' for key in lacking)}. "
             "Give them, as records=1e6 record_bytes=100kB batch=64 step=20ms host_memory=64GB, "
             "or a CONFIG whose data and cache say them"
@@ -218,7 +218,7 @@ def parse_scenario(words: Sequence[str], known: Mapping[str, Any] | None = None)
     try:
         return replace(Scenario(**values), prices=Prices(**prices))
     except ConfigError as error:
-        raise WordError(_in_keys(str(error))) from None
+        raise ConfigError(_in_keys(str(error))) from None
 
 
 def _in_keys(message: str) -> str:
