@@ -43,7 +43,7 @@ class LoadsOnce(BreaksAtUnpickling):
     """
 
     def read(self, number, start=None, stop=None):
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 100
         while number >= len(self) // 2 and self._failed() < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
         return super().read(number, start, stop)

@@ -118,6 +118,7 @@ def test_stopping_seals_what_is_encoded(tmp_path: Path) -> None:
     assert 0 < stored < 4000
 
 
+@pytest.mark.slow
 def test_it_ends_in_order_when_its_caller_is_killed(tmp_path: Path) -> None:
     words = (
         "import sys, time, stoker\n"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from stoker.errors import EncoderError
 from stoker.precompute import PrecomputeSettings, run_precompute
 from stoker.precompute.arena import private_arrays
 from stoker.precompute.encode import GroupEncoder
@@ -58,3 +62,84 @@ def test_ragged_samples_are_cut_over_time_and_the_last_chunk_is_padded(tmp_path)
     for number in range(7):
         expected = torch.from_numpy(sample_values(number, 3 + number, 5)) @ encoder.weight * (1 + 0.125 + 1)
         assert torch.allclose(cache[number]["latent"], expected, atol=1e-5)
+
+
+def test_an_encoder_is_called_with_its_gpu_as_the_current_one(monkeypatch):
+    """Kernels of its own go there.."""
+    entered = []
+
+    class Current:
+        def __init__(self, where):
+            self.where = where
+
+        def __enter__(self):
+            entered.append(self.where)
+
+        def __exit__(self, *_):
+            entered.append(None)
+
+    class Encoder(FakeEncoder):
+        def encode(self, batch):
+            assert entered == [GPU]
+            return super().encode({name: value.cpu() for name, value in batch.items()})
+
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    recipe = SimpleNamespace(encoded={}, group=SimpleNamespace(samples=4, steps=None))
+    encoder = GroupEncoder(Encoder(), recipe, {}, device="cpu", nan="reject")
+    encoder._device = GPU = SimpleNamespace(type="cuda")
+    batch = {"data": Moving(torch.ones(4, 6, 5)), "nu": Moving(torch.ones(4))}
+
+    assert encoder._output(batch)["latent"].shape == (4, 6, 3)
+    assert entered == [GPU, None]
+
+
+class Moving:
+    """A tensor that can be moved to a GPU that is not there."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def to(self, device):
+        return self.tensor
+
+
+class BadEnds(FakeSource):
+    """Samples whose last quarter cannot be read, but for every eighth."""
+
+    def read(self, number, start=None, stop=None):
+        if number % 8 and (stop or self.steps) > self.steps * 3 // 4:
+            raise OSError(f"truncated at sample {number}")
+        return super().read(number, start, stop)
+
+
+class Counting(FakeEncoder):
+    """Ends the run when more than half of the records ever begun are still in memory."""
+
+    def encode(self, batch):
+        if not self.calls:
+            gc.freeze()  # what was there before is not looked at again and again
+        records = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.shape == (1, 64, 3)]
+        if len(records) > 12:  # 21 samples fail; threads may still hold what they had last
+            raise EncoderError(f"{len(records)} records are held")
+        return super().encode(batch)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"readers": 0},
+        {"readers": 1},
+        pytest.param({"readers": 1, "devices": ("cpu", "cpu")}, marks=pytest.mark.slow),
+    ],
+    ids=["here", "reader", "devices"],
+)
+def test_the_begun_record_of_a_sample_that_fails_later_is_let_go(tmp_path, settings):
+    settings = PrecomputeSettings(progress=None, memory_bytes=4096 * 12, max_quarantined=1.0, **settings)
+    source, encoder = BadEnds((24,), steps=64), Counting(samples=1, steps=16)
+
+    try:
+        report = run_precompute(source, encoder, tmp_path, name="c", settings=settings)
+    finally:
+        gc.unfreeze()
+
+    assert (report.encoded, report.quarantined) == (3, 21)

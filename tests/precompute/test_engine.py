@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 import io
+import re
 import sys
 import threading
 import time
 from collections import namedtuple
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from stoker.config.remedies import in_settings
 from stoker.errors import (
     ConfigError,
     EncoderError,
@@ -26,6 +29,9 @@ from stoker.errors import (
 from stoker.precompute import PrecomputeSettings, precompute, run_precompute
 from stoker.precompute.progress import LineProgress
 from stoker.precompute.worker import Worker
+from stoker.sources.files import confine_sources, confined_sources
+from stoker.sources.split_of import SplitOf
+from stoker.sources.torch_dataset import TorchSource
 from stoker.store import open_cache
 from stoker.store.use import alone
 from tests.precompute.fake_encoders import FakeEncoder
@@ -54,6 +60,25 @@ def no_readers(monkeypatch):
         raise AssertionError("a reader was started")
 
     monkeypatch.setattr(Worker, "__init__", refuse)
+
+
+class _ConfinedSource(FakeSource):
+    """Refuses to be read where a process is not confined to `/data/x`."""
+
+    def read(self, number, start=None, stop=None):
+        if confined_sources() != ["/data/x"]:
+            raise SourceError(f"confined to {confined_sources()}")
+        return super().read(number, start, stop)
+
+
+def test_readers_are_confined_to_what_their_process_is(tmp_path):
+    confine_sources(["/data/x"])
+    try:
+        cache = run(_ConfinedSource((10,)), FakeEncoder(), tmp_path, readers=1, max_quarantined=0.0).cache
+    finally:
+        confine_sources(None)
+
+    assert len(cache) == 10
 
 
 def test_records_are_the_same_for_any_number_of_readers(tmp_path):
@@ -231,7 +256,8 @@ def test_too_many_quarantined_fails_after_everything_else_is_stored(tmp_path):
         "sample 7 (read",
         "truncated at sample 7",
         "sample 8 (check",
-        "--retry-quarantined",
+        "retry_quarantined=True",
+        "max_quarantined=0.",
     ):
         assert text in str(caught.value)
     cache = open_cache(tmp_path / "c")
@@ -239,6 +265,61 @@ def test_too_many_quarantined_fails_after_everything_else_is_stored(tmp_path):
     assert cache.complete
     with pytest.raises(IncompleteError):
         run(source, FakeEncoder(), tmp_path, max_quarantined=0.01)
+
+
+@pytest.mark.parametrize("readers", [0, 2])
+def test_a_run_whose_first_samples_all_fail_ends_with_their_error(tmp_path, readers):
+    source = FakeSource((3000,), faults=dict.fromkeys(range(3000), "shape"))
+
+    with pytest.raises(IncompleteError, match="expected float32") as caught:
+        run(source, FakeEncoder(), tmp_path, readers=readers, max_quarantined=0.01)
+
+    assert caught.value.exit_code == 4
+    assert "max_quarantined" in str(caught.value)
+    assert "precompute.retry_quarantined=true" in in_settings(caught.value)
+    (failures,) = tmp_path.glob("c/*/failures-*.jsonl")
+    assert 30 < len(failures.read_text().splitlines()) < 600
+
+
+@pytest.mark.parametrize(
+    ("bad", "allowed"), [(range(200), 0.9), (range(1, 200), 0.01)], ids=["allowed", "one-is-good"]
+)
+def test_a_run_goes_on_past_bad_samples_that_are_allowed_or_not_all(tmp_path, bad, allowed):
+    source = FakeSource((300,), faults=dict.fromkeys(bad, "shape"))
+
+    with suppress(IncompleteError):
+        run(source, FakeEncoder(), tmp_path, readers=0, max_quarantined=allowed)
+
+    assert len(open_cache(tmp_path / "c")) == 300 - len(bad)
+
+
+class Picky(torch.utils.data.Dataset):
+    """Every tenth item cannot be read."""
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        if index % 10 == 7:
+            raise ValueError("torn")
+        return torch.ones(2) * index
+
+
+@pytest.mark.parametrize(("way", "readers"), [("split", 1), ("subset", 0)])
+def test_a_quarantined_sample_is_named_by_the_datasets_own_index(tmp_path, way, readers):
+    if way == "split":
+        source = SplitOf(TorchSource(Picky(), identity="1"), "val", splits={"train": 0.5, "val": 0.5})
+        own = [int(key) for key in source.keys()]  # noqa: SIM118 - not a dictionary
+    else:
+        own = list(range(99, 39, -1))
+        source = TorchSource(torch.utils.data.Subset(Picky(), own))
+
+    cache = precompute(source, None, tmp_path, name="c", readers=readers, max_quarantined=0.9)
+
+    bad = {number: index for number, index in enumerate(own) if index % 10 == 7}
+    assert cache.quarantined.keys() == bad.keys()
+    for number, index in bad.items():
+        assert re.search(rf"\b{index}\b.*torn", cache.quarantined[number].error)
 
 
 def test_the_encoders_error_on_one_sample_costs_that_sample_alone(tmp_path):

@@ -149,6 +149,7 @@ def test_a_reader_killed_from_outside_loses_nothing(tmp_path, unkilled):
 
 
 @pytest.mark.chaos
+@pytest.mark.slow
 def test_of_two_processes_one_waits_and_says_for_whom(tmp_path):
     both = [start(tmp_path, 60, 1, 0.1) for _ in range(2)]
     results = [process.communicate(timeout=60) for process in both]

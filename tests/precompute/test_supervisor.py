@@ -312,7 +312,7 @@ def test_a_reserve_that_cannot_be_had_is_not_tried_for_ever(tmp_path, monkeypatc
     monkeypatch.setattr(roster, "_SPARE_AFTER_S", 0)
     source = LoadsOnce((60,), "exit", delay_s=0.05, marker=str(tmp_path))
 
-    report = run(source, tmp_path / "c", readers=1)
+    report = run(source, tmp_path / "c", readers=1, deadlines=Deadlines(read=150))
 
     assert (report.records, report.readers) == (60, 1)
     assert len(spawned) == 4

@@ -11,9 +11,11 @@ The path of a sample:
 `engine.py` has what is missing encoded when it is its turn (turn, interrupts, verdict, share): `here.py` by
 this process, `stages.py` builds its stages, `run.py` is the loop over them (pace, progress, live),
 `in_process.py` reads without readers.
-`clock.py` says where the encoder stands: to `watchdog.py`, or through `guarded.py` to the guardian.
+`watchdog.py` calls the encoder, in a thread that can be left behind (interrupts).
+`clock.py` says where the encoder stands: to it, or through `guarded.py` to the guardian.
 `filler.py` encodes single groups for a loader, `spot_check.py` compares some with what is stored.
 `trial.py` times the stages one after another on a few samples, `probe_encoder.py` tries an encoder on zeros.
+`draws.py` tells an encoder that draws random numbers.
 `background.py` runs all of it in `fill_process.py`, beside a training that serves what is there.
 
 `reader.py` must start in a tenth of a second, so importing this package imports none of the rest.

@@ -4,6 +4,9 @@ An encoder on a CPU allocates and frees the same large activations in every call
 afresh, and the kernel zeroes every page of it: that can take as long as the encoding itself. Raising
 malloc's mmap and trim thresholds keeps the memory; `release_memory` gives it back once the run is over.
 
+They are settings of the whole process that cannot be read, and so not be put back: only a process that Stoker
+has started sets them, never one of a user's that calls `precompute`.
+
 Source: figures in `docs/precompute.md`.
 """
 

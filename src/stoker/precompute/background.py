@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import weakref
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,14 @@ from numpy.typing import NDArray
 
 from stoker import errors
 from stoker.encoders.protocol import Encoder
-from stoker.errors import ConfigError, ResourceError, StalledError, StokerError
+from stoker.encoders.weights import moved
+from stoker.errors import ConfigError, ResourceError, StalledError, StokerError, arg
 from stoker.precompute.oom import oom_kills
 from stoker.precompute.output import Drain, Output
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.turn import folder_mark
 from stoker.precompute.wire import Channel, pack
+from stoker.sources.files import confined_sources
 from stoker.sources.protocol import Source
 from stoker.sources.travel import packed
 from stoker.store import Cache, Folder
@@ -70,7 +72,7 @@ class Background:
     def __init__(self, job: Job, folder: Folder) -> None:
         if job.settings.overwrite:
             raise ConfigError(
-                "overwrite removes what wait=False is to serve meanwhile. Leave one of them out"
+                f"overwrite removes what {arg('wait', False)} is to serve meanwhile. Leave one of them out"
             )
         settings = replace(job.settings, by_blocks=True, on_hang="exit", progress=None)
         missing = set(folder.missing(retry_quarantined=settings.retry_quarantined).tolist())
@@ -168,9 +170,8 @@ class Background:
 
 def _pickled(job: Job) -> bytes:
     """The job, with the encoder on the CPU: the other process brings its own to the device."""
-    if job.encoder is not None:
-        job.encoder.to(torch.device("cpu"))
-    return packed(job, "job", otherwise="Or leave wait=False out")
+    with nullcontext() if job.encoder is None else moved(job.encoder, torch.device("cpu")):
+        return packed(job, "job", otherwise=f"Or leave {arg('wait', False)} out")
 
 
 def _spawn(payload: bytes, output: Output) -> tuple[subprocess.Popen[bytes], Channel]:
@@ -178,6 +179,7 @@ def _spawn(payload: bytes, output: Output) -> tuple[subprocess.Popen[bytes], Cha
     frame = {
         "kind": "job",
         "sys_path": [entry or str(Path.cwd()) for entry in sys.path],
+        "confined": confined_sources(),
         "threads": torch.get_num_threads(),
     }
     ours, theirs = socket.socketpair()

@@ -7,6 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from stoker.errors import StalledError
 from stoker.precompute.beat import BeatPage
 from stoker.precompute.guarded import guard_page
 
@@ -27,6 +28,8 @@ class EncodeClock:
     """The group in hand."""
     lost: bool = False
     """The device cannot be used again in this process; the last thing a guardian is told."""
+    given_up: bool = False
+    """Nobody waits for the encoder any more: no further call of it may begin."""
     told: bool = True
     """Whether a guardian is told at all: its page has room for what one thread does."""
 
@@ -44,7 +47,13 @@ class EncodeClock:
             self.alive(bounded=False)
 
     def begin(self) -> None:
-        """A call of the encoder begins."""
+        """A call of the encoder begins.
+
+        Raises:
+            StalledError: Nobody waits for it any more.
+        """
+        if self.given_up:
+            raise StalledError("the call was given up")
         self.begun = time.monotonic()
         self._tell("encode")
 
@@ -59,6 +68,10 @@ class EncodeClock:
     def alive(self, *, bounded: bool) -> None:
         """The loop of the run goes round; `bounded`: its next round will take no longer than `limit_s`."""
         self._tell("wait", bounded=bounded)
+
+    def give_up(self) -> None:
+        """Whoever called the encoder has left: it makes no further call, and is not to be touched."""
+        self.given_up = True
 
     def lose_device(self) -> None:
         """The device cannot be used again in this process."""

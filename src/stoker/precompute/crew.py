@@ -116,6 +116,11 @@ class Crew:
     def take(self, parcel: Parcel) -> bool:
         """See `Encoding`. The arrays are copied, so that the reader goes on at once."""
         work = parcel.work
+        if parcel.over:
+            self._broken.discard(work.key)
+            for device in self._devices:
+                device.forget(work)
+            return True
         if parcel.start == 0:
             self._broken.discard(work.key)
         elif work.key in self._broken:
@@ -248,15 +253,16 @@ class Crew:
             self._tries[works[0].key] += 1
             if self._tries[works[0].key] >= MAX_TRIES:
                 raise type(error)(
-                    f"{MAX_TRIES} encoders in a row ended{at}, the last on {device.name}: {error}. What is "
-                    f"stored stays, and the same command resumes once the cause is mended; stacks and "
+                    f"{MAX_TRIES} encoders in a row ended{at}, the last on {device.name}: "
+                    f"{error.marked}. What is "
+                    f"stored stays, and the same command resumes once the cause is fixed; stacks and "
                     f"output: {child.log}"
                 )
-        said = type(error)(f"the encoder on {device.name} is lost{at}: {error}; output: {child.log}")
+        said = type(error)(f"the encoder on {device.name} is lost{at}: {error.marked}; output: {child.log}")
         if isinstance(error, ResourceError) or device.failures >= MAX_TRIES:
             self._give_up(device, said)
             return
-        log.warning("%s. Its groups go to whoever has room, and it is started again", said)
+        log.warning("%s. Its groups go to devices that have room, and it is started again", said)
         self._start(device)
 
     def _give_up(self, device: _Device, error: StokerError) -> None:
@@ -269,7 +275,8 @@ class Crew:
         left = [one.name for one in self._devices if not one.given_up]
         if not left:
             raise type(error)(
-                f"no device is left of {', '.join(one.name for one in self._devices)}. The last: {error}. "
+                f"no device is left of {', '.join(one.name for one in self._devices)}. The last: "
+                f"{error.marked}. "
                 "What is stored stays, and the same command resumes"
             ) from self._last
         self._last = error
@@ -343,6 +350,11 @@ class _Device:
         for exchange in self.shared:
             exchange.close()
         self.child, self.shared, self.ready = None, [], False
+
+    def forget(self, work: GroupWork) -> None:
+        """Let go of what is there of the record of a sample that is over before its end."""
+        if self.works.pop(work.key, None) is not None and self.child is not None:
+            self.child.channel.send({"kind": "forget", "key": work.key})
 
     def take(self, parcel: Parcel, wanted: list[int], samples: Schema) -> None:
         """Lay a parcel on a free desk, and say so."""

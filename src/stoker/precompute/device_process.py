@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 import traceback
 from dataclasses import asdict, dataclass
 
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from stoker.encoders.protocol import Encoder
 from stoker.errors import DeviceError, ResourceError, StokerError
+from stoker.plan.resources import use_device
+from stoker.precompute.allocator import keep_freed_memory
 from stoker.precompute.encode import GroupEncoder
 from stoker.precompute.exchange import Exchange
 from stoker.precompute.fill import SampleFault
@@ -52,7 +55,15 @@ def main(arguments: list[str]) -> int:
     """Encode until the caller closes its end; arguments are descriptors and the parent's process id."""
     socket_fd, page_fd, *shared, stack_fd, parent = map(int, arguments)
     notes_fd = os.memfd_create("stoker-notes", os.MFD_CLOEXEC)
-    attach(Lifeline(page_fd=page_fd, stack_fd=stack_fd, notes_fd=notes_fd, parent=parent))
+    attach(
+        Lifeline(
+            page_fd=page_fd,
+            stack_fd=stack_fd,
+            notes_fd=notes_fd,
+            parent=parent,
+            started_ns=time.monotonic_ns(),
+        )
+    )
     for fd in (socket_fd, *shared):
         os.set_inheritable(fd, False)  # what the encoder starts must not hold them
     channel = ReaderChannel(socket.socket(fileno=socket_fd))
@@ -64,7 +75,7 @@ def main(arguments: list[str]) -> int:
         return 0  # the caller is gone
     except StokerError as error:
         kind = next((kind for kind in OWN_FAULTS if isinstance(error, kind)), type(error))
-        channel.send({"kind": "failed", "error": kind.__name__, "message": str(error)})
+        channel.send({"kind": "failed", "error": kind.__name__, "message": error.marked})
         return 1
     except Exception as error:  # noqa: BLE001  a process edge: the caller decides what becomes of it
         traceback.print_exc()
@@ -75,6 +86,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _work(channel: ReaderChannel, start: Frame, shared: list[Exchange]) -> None:
+    keep_freed_memory()
     sys.path[:] = start["sys_path"]
     torch.set_num_threads(start["threads"])  # what one process would encode with: the bits may depend on it
     task: Task = cloudpickle.loads(start["payload"])
@@ -83,12 +95,16 @@ def _work(channel: ReaderChannel, start: Frame, shared: list[Exchange]) -> None:
     with full_precision():
         with encoder.clock.starting(start["limit_s"]):
             try:
+                use_device(device)
                 task.encoder.to(device)
             except Exception as error:
                 raise DeviceError(f"{type(error).__name__}: {error}") from error
         encoder.clock.limit_s = start["limit_s"]
         channel.send({"kind": "ready"})
         while (frame := channel.next()) is not None:
+            if frame["kind"] == "forget":
+                encoder.forget(frame["key"])
+                continue
             channel.send(_encoded(encoder, task, frame, shared))
 
 

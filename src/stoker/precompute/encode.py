@@ -10,6 +10,7 @@ the other records of the group as they were.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,8 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.encoders.protocol import Encoder
-from stoker.errors import DeviceError, EncoderError, ResourceError
+from stoker.errors import DeviceError, EncoderError, ResourceError, StalledError
 from stoker.precompute.clock import EncodeClock
+from stoker.precompute.draws import RANDOM_ENCODER, differing_field, random_states
 from stoker.precompute.fill import SampleFault
 from stoker.precompute.parcel import Parcel
 from stoker.schema import FLOATS, Schema
@@ -29,7 +31,7 @@ from stoker.store.recipe import Recipe
 
 Batch: TypeAlias = "dict[str, Tensor]"
 
-_FATAL = (EncoderError, ResourceError, DeviceError)
+_FATAL = (EncoderError, ResourceError, DeviceError, StalledError)
 """What no other sample, and no smaller group, would mend."""
 _BITS = {"bfloat16": torch.bfloat16}
 
@@ -52,7 +54,14 @@ class GroupEncoder:
     """Applies an encoder (or none: samples are stored as they are) to parcels."""
 
     def __init__(
-        self, encoder: Encoder | None, recipe: Recipe, schema: Schema, *, device: str, nan: str
+        self,
+        encoder: Encoder | None,
+        recipe: Recipe,
+        schema: Schema,
+        *,
+        device: str,
+        nan: str,
+        clock: EncodeClock | None = None,
     ) -> None:
         self._encoder = encoder
         self._sample_schema = schema
@@ -63,10 +72,10 @@ class GroupEncoder:
         self._reject_nan = nan == "reject"
         self._partials: dict[int, Batch] = {}
         self._succeeded = False
-        self.clock = EncodeClock()
+        self.clock = clock or EncodeClock()
 
     def encode(
-        self, parcel: Parcel, wanted: list[int], fault: Callable[[SampleFault], bool]
+        self, parcel: Parcel, wanted: list[int], fault: Callable[[SampleFault], object]
     ) -> Encoded | None:
         """Encode a parcel.
 
@@ -76,7 +85,8 @@ class GroupEncoder:
             fault: Told of each wanted member that the encoder cannot take.
 
         Returns:
-            The records of the wanted members that were encoded; None while a long sample is not yet whole.
+            The records of the wanted members that were encoded; None while a long sample is not yet whole,
+            and where it is over before its end.
 
         Raises:
             EncoderError: The encoder fails on any input, or returns what it did not declare.
@@ -84,13 +94,13 @@ class GroupEncoder:
         """
         refused: set[int] = set()
 
-        def refuse(reason: SampleFault) -> bool:
+        def refuse(reason: SampleFault) -> None:
             refused.add(reason.number)
-            return fault(reason)
+            fault(reason)
 
         self.clock.numbers = parcel.work.numbers
-        if not wanted:
-            self._partials.pop(parcel.work.key, None)
+        if parcel.over or not wanted:
+            self.forget(parcel.work.key)
             return None
         batch = {
             name: _tensor(array, self._sample_schema[name].dtype) for name, array in parcel.arrays.items()
@@ -107,8 +117,12 @@ class GroupEncoder:
         kept = [number for number in wanted if number not in refused]
         return self._select(output, parcel, kept, fault, marked=marked)
 
+    def forget(self, key: int) -> None:
+        """Let go of what is there of the record of a long sample."""
+        self._partials.pop(key, None)
+
     def _encode_group(
-        self, batch: Batch, parcel: Parcel, fault: Callable[[SampleFault], bool]
+        self, batch: Batch, parcel: Parcel, fault: Callable[[SampleFault], object]
     ) -> tuple[Batch | None, bool]:
         try:
             return self._call_with_halving(batch)
@@ -118,7 +132,7 @@ class GroupEncoder:
             return self._without_culprits(batch, parcel, error, fault)
 
     def _without_culprits(
-        self, batch: Batch, parcel: Parcel, error: Exception, fault: Callable[[SampleFault], bool]
+        self, batch: Batch, parcel: Parcel, error: Exception, fault: Callable[[SampleFault], object]
     ) -> tuple[Batch | None, bool]:
         """Report the members on which the encoder fails, and encode the others with zeros in their place."""
         nothing = {name: torch.zeros_like(value) for name, value in batch.items()}
@@ -156,7 +170,7 @@ class GroupEncoder:
 
     def _call_with_halving(self, batch: Batch) -> tuple[Batch, bool]:
         """Encode; out of memory: with an empty cache, then in halves. True if it took halves."""
-        last: Exception | None = None
+        last = ""  # the text alone: an error keeps its frames, and so the batch that had no room, alive
         for _ in range(2):
             try:
                 return self._call(batch), False
@@ -169,7 +183,7 @@ class GroupEncoder:
                     ) from error
                 if not _out_of_memory(error):
                     raise
-                last = error
+                last = str(error)
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
         rows = next(iter(batch.values())).shape[0]
@@ -191,12 +205,31 @@ class GroupEncoder:
         self.clock.begin()
         try:
             with torch.inference_mode():
-                moved = {name: value.to(self._device) for name, value in batch.items()}
-                output = {name: value.cpu() for name, value in self._encoder.encode(moved).items()}
+                output = self._first(batch) if not self._succeeded else self._output(batch)
         finally:
             self.clock.end()
         self._check(output, next(iter(batch.values())).shape[0])
         self._succeeded = True
+        return output
+
+    def _output(self, batch: Batch) -> Batch:
+        assert self._encoder is not None
+        # The current device, for kernels of the encoder's own.
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            moved = {name: value.to(self._device) for name, value in batch.items()}
+            return {name: value.cpu() for name, value in self._encoder.encode(moved).items()}
+
+    def _first(self, batch: Batch) -> Batch:
+        """As `_output`; an encoder that has drawn random numbers is called again, and must give the same.
+
+        Others are called once: kernels that sum in no fixed order are not what is refused here.
+        """
+        before = random_states(self._device)
+        output = self._output(batch)
+        if random_states(self._device) != before:
+            name = differing_field(output, self._output(batch))
+            if name is not None:
+                raise EncoderError(RANDOM_ENCODER.format(name=name))
         return output
 
     def _check(self, output: Batch, rows: int) -> None:
@@ -218,7 +251,7 @@ class GroupEncoder:
                 )
 
     def _encode_steps(
-        self, batch: Batch, parcel: Parcel, fault: Callable[[SampleFault], bool]
+        self, batch: Batch, parcel: Parcel, fault: Callable[[SampleFault], object]
     ) -> Batch | None:
         """Encode the chunks of a stretch of one sample; the whole record once its last stretch is in."""
         key = parcel.work.key
@@ -285,7 +318,7 @@ class GroupEncoder:
         output: Batch,
         parcel: Parcel,
         wanted: list[int],
-        fault: Callable[[SampleFault], bool],
+        fault: Callable[[SampleFault], object],
         *,
         marked: bool,
     ) -> Encoded | None:
@@ -301,7 +334,7 @@ class GroupEncoder:
         if not rows:
             return None
         whole = rows == list(range(len(rows)))
-        index = torch.tensor(rows)
+        index = torch.tensor(rows, device="cpu")
         records: dict[str, Tensor | list[Tensor]] = {}
         for name, value in output.items():
             kept = value[: len(rows)] if whole else value.index_select(0, index)

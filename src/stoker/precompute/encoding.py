@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from stoker.errors import Interrupted
 from stoker.precompute.clock import EncodeClock
 from stoker.precompute.encode import Encoded, GroupEncoder
+from stoker.precompute.fill import SampleFault
 from stoker.precompute.ledger import Ledger
 from stoker.precompute.parcel import Feed, Parcel
 from stoker.precompute.queue import WorkQueue
+from stoker.precompute.watchdog import EncodeWatchdog
 
 
 class Encoding(Protocol):
@@ -50,10 +53,13 @@ class Encoding(Protocol):
 
 
 class InPlace:
-    """An `Encoding` in this process: what is taken is encoded at once."""
+    """An `Encoding` in this process: what is taken is encoded at once, while `take` waits."""
 
-    def __init__(self, encoder: GroupEncoder, feed: Feed, queue: WorkQueue, ledger: Ledger) -> None:
+    def __init__(
+        self, encoder: GroupEncoder, watchdog: EncodeWatchdog, feed: Feed, queue: WorkQueue, ledger: Ledger
+    ) -> None:
         self._encoder = encoder
+        self._watchdog = watchdog
         self._feed = feed
         self._queue = queue
         self._ledger = ledger
@@ -69,7 +75,17 @@ class InPlace:
         """See `Encoding`."""
         if self._ready:
             return False
-        encoded = self._encoder.encode(parcel, self._queue.wanted(parcel.work), self._ledger.fault)
+        # Noted, and told here: a call that was given up must not write to the folder later on, and must not
+        # keep it, with its lock, in memory.
+        faults: list[SampleFault] = []
+        wanted = self._queue.wanted(parcel.work)
+        try:
+            encoded = self._watchdog.run(lambda: self._encoder.encode(parcel, wanted, faults.append))
+        except Interrupted:
+            return True  # the loop that calls looks at signals itself
+        finally:
+            for fault in [*faults]:
+                self._ledger.fault(fault)
         self._feed.release(parcel)
         if encoded is not None:
             self._ready.append(encoded)

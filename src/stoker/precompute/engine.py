@@ -8,17 +8,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from stoker.atomic import explained, sync_folder
 from stoker.encoders.keeping import keeping
 from stoker.encoders.protocol import Encoder
-from stoker.errors import ConfigError, IncompleteError, Interrupted
+from stoker.encoders.weights import weights_device
+from stoker.errors import ConfigError, IncompleteError, Interrupted, arg
+from stoker.plan.devices import encode_on, require_devices
 from stoker.plan.resources import probe
-from stoker.precompute.devices import encode_on
-from stoker.precompute.filler import EncodeFiller
+from stoker.precompute.filler import EncodeFiller, recipe_of
 from stoker.precompute.guarded import first_time
 from stoker.precompute.here import encode_here
 from stoker.precompute.interrupts import Interrupts
@@ -30,12 +31,15 @@ from stoker.precompute.space import check_space
 from stoker.precompute.turn import take_turn
 from stoker.precompute.verdict import check_quarantined, check_values, describe_failures, too_many
 from stoker.sources.protocol import Source
-from stoker.store import Cache, Digests, Folder, make_recipe, open_folder
+from stoker.store import Cache, Folder, open_folder
 from stoker.store.claims import INDEX_WAIT_S, claim
 from stoker.store.index import INDEX_FILE
 from stoker.store.local import LocalStorage
 from stoker.store.mirror.attach import here
 from stoker.units import format_count
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("stoker")
 MOST_PASSES = 3
@@ -70,7 +74,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     name: str,
     dtype: str | Mapping[str, str] | None = None,
     readers: int | None = None,
-    device: str | Sequence[str] = "cpu",
+    device: str | torch.device | Sequence[str | torch.device] | None = None,
     deadlines: Deadlines | Mapping[str, float] | None = None,
     max_quarantined: float = 0.001,
     retry_quarantined: bool = False,
@@ -90,8 +94,9 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         cache_dir, name: The cache goes to `<cache_dir>/<name>/<fingerprint>/`, here or at an address.
         dtype: Storage dtype of float fields, for all or by field name.
         readers: Reader processes; None: automatic; 0: read in this process, without deadlines.
-        device: Where the encoder runs; of several, as `["cuda:0", "cuda:1"]` or `"all"`, on each of them, in
-            processes of their own.
+        device: Where the encoder runs: `cpu`, `cuda[:i]`, or `auto`, which takes a GPU where there is one;
+            None: where its weights are. Of several, as `["cuda:0", "cuda:1"]` or `"all"`, on each of them,
+            in processes of their own.
         deadlines: Seconds by stage, as `{"read": 120}`, or `Deadlines`.
         keep: Fields of the raw sample to store beside what the encoder makes of it.
         max_quarantined, retry_quarantined, nan, overwrite, max_error, progress: See
@@ -107,9 +112,13 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
 
     Raises:
         IncompleteError: More samples than `max_quarantined` failed; everything else is stored.
+        ResourceError: `device` is not there, or memory or disk space does not suffice.
+        StalledError: The encoder or the storage passed its deadline; what was encoded is stored.
         Interrupted: SIGINT or SIGTERM; what was encoded is stored, the same call resumes.
         StokerError: See `stoker.errors`.
     """
+    if device is None:
+        device = "cpu" if encoder is None else str(weights_device(encoder))
     devices = encode_on(device)
     settings = PrecomputeSettings(
         dtype=dtype,
@@ -129,7 +138,9 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     if wait:
         return run_precompute(source, encoder, cache_dir, name=name, settings=settings, engine=engine).cache
     if engine is not None:
-        raise ConfigError("wait=False encodes beside this process, on this machine. Leave wait or engine out")
+        raise ConfigError(
+            f"{arg('wait', False)} encodes in another process, on this machine. Leave wait or engine out"
+        )
     return begin_precompute(source, encoder, cache_dir, name=name, settings=settings).cache
 
 
@@ -144,8 +155,7 @@ def begin_precompute(
         SourceError: Source and encoder cannot be sent to a process.
     """
     tally, cache_dir = _Tally(), here(cache_dir, must_exist=False)
-    digests = Digests(cache_dir, settings.identity)
-    recipe = make_recipe(source, encoder, dtype=settings.dtype, digests=digests)
+    recipe = recipe_of(source, encoder, cache_dir, settings)
     weights = None if encoder is None else encoder.weights()
     folder = open_folder(cache_dir, name, recipe, weights=weights)
     if not settings.overwrite and _ready(folder, settings) is not None:
@@ -171,11 +181,13 @@ def run_precompute(
     """Do the work of `precompute` and report on it; errors as there."""
     tally = _Tally()
     cache_dir = here(cache_dir, must_exist=False)
-    recipe = make_recipe(source, encoder, dtype=settings.dtype, digests=Digests(cache_dir, settings.identity))
+    recipe = recipe_of(source, encoder, cache_dir, settings)
     weights = None if encoder is None else encoder.weights()
     folder = open_folder(cache_dir, name, recipe, weights=weights)
     cache = None if settings.overwrite else _ready(folder, settings)
     if cache is None:
+        if engine is None and encoder is not None:  # before `overwrite` removes anything
+            require_devices(settings.device, *settings.devices)
         with Interrupts() as interrupts, ExitStack() as turn:
             waited = take_turn(folder, turn, interrupts, quiet_s=_quiet_s(settings), shared=settings.together)
             if interrupts.signal is not None:

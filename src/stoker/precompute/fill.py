@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import DecodeError, RecordError
+from stoker.errors import DecodeError, RecordError, arg
 from stoker.precompute.layout import PIECE_BYTES, time_length
 from stoker.precompute.unchanged import ChangedError, Reads
 from stoker.schema import FLOATS, Sample, Schema, check_sample
@@ -202,7 +202,9 @@ class SampleReader:
 
     def _fault(self, number: int, stage: str, error: Exception) -> SampleFaultError:
         passing = isinstance(error, MemoryError) or _from_the_system(error)
-        text = f"{self._parts.name(number)}: {type(error).__name__}: {error}"
+        notes = getattr(error, "__notes__", ())  # how sources below this one call the sample
+        where = ", ".join((self._parts.name(number), *map(str, notes)))
+        text = f"{where}: {type(error).__name__}: {error}"
         if isinstance(error, ChangedError):
             stage, text = CHANGED, str(error)
         elif isinstance(error, DecodeError):
@@ -268,7 +270,8 @@ def _reject_nan(sample: Sample, schema: Schema) -> None:
     for name, array in sample.items():
         if schema[name].dtype in FLOATS and not all_finite(array, schema[name].dtype):
             raise RecordError(
-                f"field {name!r} holds NaN or infinity. Mend the sample, or allow it with nan='allow' "
+                f"field {name!r} holds NaN or infinity. Fix the sample, or allow it with "
+                f"{arg('nan', 'allow')} "
                 "(cached: precompute={'nan': 'allow'})"
             )
 

@@ -16,7 +16,9 @@ from typing import Any
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
 from stoker.errors import StokerError
+from stoker.precompute.allocator import keep_freed_memory
 from stoker.precompute.wire import Parser, pack
+from stoker.sources.files import confine_sources
 
 _LOOK_S = 1.0
 
@@ -33,7 +35,7 @@ def main(arguments: list[str]) -> int:
     try:
         end = _fill(work_fd)
     except StokerError as error:
-        end = {"kind": "failed", "error": type(error).__name__, "message": str(error)}
+        end = {"kind": "failed", "error": type(error).__name__, "message": error.marked}
     except Exception as error:  # noqa: BLE001  a process edge: the caller raises it
         traceback.print_exc()
         message = f"{type(error).__name__}: {error}"
@@ -51,10 +53,12 @@ def _fill(work_fd: int) -> dict[str, Any]:
         file.seek(0)
         (frame,) = Parser().feed(file.read(size))
     sys.path[:] = frame["sys_path"]
+    confine_sources(frame["confined"])
     import torch
 
     from stoker.precompute.engine import run_precompute
 
+    keep_freed_memory()
     torch.set_num_threads(frame["threads"])  # what the caller would have encoded with
     job = cloudpickle.loads(frame.pop("payload"))
     report = run_precompute(job.source, job.encoder, job.cache_dir, name=job.name, settings=job.settings)

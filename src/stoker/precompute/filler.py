@@ -17,9 +17,19 @@ from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.run import Run, Standing
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.spot_check import SpotCheck
-from stoker.precompute.stages import Bench
+from stoker.precompute.stages import LOG_FOLDER, Bench
+from stoker.precompute.watchdog import EncodeWatchdog
 from stoker.sources.protocol import Source
-from stoker.store import Cache, Digests, Folder, make_recipe, open_folder
+from stoker.store import Cache, Digests, Folder, Recipe, make_recipe, open_folder
+
+
+def recipe_of(
+    source: Source, encoder: Encoder | None, cache_dir: Path, settings: PrecomputeSettings
+) -> Recipe:
+    """Return the recipe of what `settings` ask for; the encoder may be run for it, within its deadline."""
+    watchdog = EncodeWatchdog.of_settings(settings, cache_dir / LOG_FOLDER)
+    digests = Digests(cache_dir, settings.identity)
+    return make_recipe(source, encoder, dtype=settings.dtype, digests=digests, ask=watchdog.ask)
 
 
 class EncodeFiller:
@@ -77,7 +87,7 @@ class EncodeFiller:
             number, failure = next(iter(sorted(failed.items())))
             raise MissingRecordError(
                 f"sample {number} is quarantined ({failure.stage}: {failure.error}), and {len(failed) - 1} "
-                f"more of those asked for. Mend it and run precompute with retry_quarantined"
+                f"more of those asked for. Fix it and run precompute with retry_quarantined"
             )
         if not finished:
             raise StalledError(
@@ -120,8 +130,7 @@ class EncodeFiller:
             encoding, writer = bench.encoding(feed), bench.writer()
             stages = bench.stages(feed, encoding, writer)
             try:
-                with bench.watchdog(encoding.clock):
-                    finished = Run(stages, standing, interrupts=Interrupts(), sink=None, pace=None).go(until)
+                finished = Run(stages, standing, interrupts=Interrupts(), sink=None, pace=None).go(until)
             finally:
                 encoding.clock.alive(bounded=False)
                 bench.seal(writer)
@@ -135,8 +144,7 @@ class EncodeFiller:
 
     def _folder(self) -> Folder:
         """The cache's folder, after a look at the source: it may have changed since the cache was made."""
-        digests = Digests(self._cache_dir, self._settings.identity)
-        recipe = make_recipe(self._source, self._encoder, dtype=self._settings.dtype, digests=digests)
+        recipe = recipe_of(self._source, self._encoder, self._cache_dir, self._settings)
         if self._fingerprint not in (None, recipe.fingerprint):
             raise SourceError(
                 f"{self._cache_dir / self._name / str(self._fingerprint)} was made from other data or by "

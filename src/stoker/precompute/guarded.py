@@ -11,6 +11,7 @@ import ctypes
 import faulthandler
 import os
 import signal
+import time
 from dataclasses import dataclass
 
 from stoker.precompute.beat import BeatPage
@@ -21,6 +22,9 @@ EXIT_S = 120.0
 """How long a process may take to end once it has done its work: trackers send what they still hold."""
 _PR_SET_PDEATHSIG = 1
 _page: BeatPage | None = None
+_started_ns = (
+    time.monotonic_ns()
+)  # the kernel's start time of a process would count what a shell did before `exec`
 _notes_fd: int | None = None
 
 
@@ -36,21 +40,25 @@ class Lifeline:
     """What the children of this command did once and for all, a line each."""
     parent: int
     """The guardian's process id."""
+    started_ns: int
+    """When the command began, on the clock of `time.monotonic_ns`."""
 
     def to_text(self) -> str:
         """For the environment."""
-        return f"{self.page_fd} {self.stack_fd} {self.notes_fd} {self.parent}"
+        return f"{self.page_fd} {self.stack_fd} {self.notes_fd} {self.parent} {self.started_ns}"
 
     @classmethod
     def from_text(cls, text: str) -> Lifeline:
         """What `to_text` wrote."""
-        page_fd, stack_fd, notes_fd, parent = map(int, text.split())
-        return cls(page_fd=page_fd, stack_fd=stack_fd, notes_fd=notes_fd, parent=parent)
+        page_fd, stack_fd, notes_fd, parent, started_ns = map(int, text.split())
+        return cls(
+            page_fd=page_fd, stack_fd=stack_fd, notes_fd=notes_fd, parent=parent, started_ns=started_ns
+        )
 
 
 def attach(lifeline: Lifeline) -> None:
     """Make this process a guarded one: it ends in order when its guardian dies, and says where it stands."""
-    global _page, _notes_fd  # noqa: PLW0603  being guarded is a fact about the process
+    global _page, _notes_fd, _started_ns  # noqa: PLW0603  being guarded is a fact about the process
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the guardian waits for signals with all of them blocked
     for fd in (lifeline.page_fd, lifeline.stack_fd, lifeline.notes_fd):
         os.set_inheritable(fd, False)  # readers must not hold them
@@ -59,11 +67,17 @@ def attach(lifeline: Lifeline) -> None:
     faulthandler.register(signal.SIGUSR1, file=lifeline.stack_fd, all_threads=True, chain=False)
     _page = BeatPage(lifeline.page_fd)
     _notes_fd = lifeline.notes_fd
+    _started_ns = lifeline.started_ns
 
 
 def guard_page() -> BeatPage | None:
     """The page of this process, or None when nobody guards it."""
     return _page
+
+
+def started_ns() -> int:
+    """Return when this command began, on the clock of `time.monotonic_ns`: when its guardian did."""
+    return _started_ns
 
 
 def first_time(what: str) -> bool:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from dataclasses import replace
 
+from stoker.plan.devices import automatic_device
 from stoker.plan.resources import Resources, probe
 from stoker.precompute.allocator import keep_freed_memory, release_memory
 from stoker.precompute.crew import Crew
 from stoker.precompute.encoding import Encoding
+from stoker.precompute.guarded import guard_page
 from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.pace import Pace
 from stoker.precompute.parcel import Feed
@@ -30,6 +33,7 @@ _READERS_A_CORE = 2
 """At most; a reader that waits for storage needs no core. `Pace` takes back those that do not help."""
 _READER_MIND_BYTES = MIB
 """Less than that in a source is nothing beside the interpreter that reads it."""
+_said: set[str] = set()
 
 
 def encode_here(share: Share, sink: ProgressSink | None) -> Done:
@@ -39,20 +43,35 @@ def encode_here(share: Share, sink: ProgressSink | None) -> Done:
         StokerError: As `run_precompute`.
     """
     source, folder = share.source, share.folder
+    share = replace(share, settings=_on_device(share, sink))
     settings, copies = _with_copies(source, share.settings)
     if settings.readers != 0 and isinstance(source, Proving):
-        source.prove()
+        with share.interrupts.raising():
+            source.prove()
     resources = probe(path=folder.path)
     settings, most = fit_memory(source.schema(), folder.recipe, settings, resources)
     most = max(1, min(most, copies, _useful(resources)))
     pace = Pace(most=most, processors=resources.cpus)
-    bench = Bench(source, share.encoder, folder, settings, missing=share.missing)
+    bench = Bench(source, share.encoder, folder, settings, missing=share.missing, interrupts=share.interrupts)
     try:
         return _encode(bench, sink, share, pace)
     finally:
         with suppress(OSError):  # not empty: a reader was lost, and its log is to be read
             bench.logs.rmdir()
         release_memory()
+
+
+def _on_device(share: Share, sink: ProgressSink | None) -> PrecomputeSettings:
+    """The settings with the device that `auto` stands for here; the first time in a process it is said."""
+    settings = share.settings
+    if settings.device != "auto":
+        return settings
+    device, why = automatic_device()
+    line = f"device is auto: {device} is used, since {why}"
+    if sink is not None and share.encoder is not None and line not in _said:
+        _said.add(line)
+        sink.note(f"{share.folder.name}: {line}")
+    return replace(settings, device=device, devices=())
 
 
 def _with_copies(source: Source, settings: PrecomputeSettings) -> tuple[PrecomputeSettings, int]:
@@ -72,7 +91,8 @@ def _useful(resources: Resources) -> int:
 
 def _encode(bench: Bench, sink: ProgressSink | None, share: Share, pace: Pace) -> Done:
     """Start the stages, run them, and end them in an order that keeps what was encoded."""
-    keep_freed_memory()
+    if guard_page() is not None:  # a process of ours
+        keep_freed_memory()
     settings = bench.settings
     feed = bench.feed(cores=pace.most // _READERS_A_CORE)
     pace.most = min(pace.most, bench.most_readers)
@@ -96,8 +116,7 @@ def _encode(bench: Bench, sink: ProgressSink | None, share: Share, pace: Pace) -
             pace=pace if settings.readers is None else None,
         )
         try:
-            with bench.watchdog(encoding.clock):
-                finished = run.go(lasts_s=share.lasts_s)
+            finished = run.go(lasts_s=share.lasts_s)
         finally:
             encoding.clock.alive(bounded=False)
             feed.close()

@@ -17,7 +17,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, arg
 from stoker.plan.resources import storage_of
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the memory file system itself, not a place for temporary files
@@ -37,8 +37,9 @@ class MemoryFolder:
         mount = storage_of(base) if base.is_dir() else None
         if mount is None or not mount.in_memory or not os.access(base, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"cache_dir=None keeps the cache in memory, in {base}, which is not there, not in memory, or "
-                "cannot be written. Give a folder, as cache_dir='.stoker'"
+                f"{arg('cache_dir', None)} keeps the cache in memory, in {base}, which is not there, "
+                f"not in memory, or "
+                f"cannot be written. Give a folder, as {arg('cache_dir', '.stoker')}"
             )
         prefix = f"stoker-{os.getuid()}-"
         for left in base.glob(f"{prefix}*"):

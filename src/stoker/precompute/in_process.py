@@ -8,8 +8,10 @@ from contextlib import contextmanager
 
 import torch
 
+from stoker.errors import Interrupted
 from stoker.precompute.arena import private_arrays
 from stoker.precompute.fill import SampleFault, SampleFaultError, SampleReader, fill_group, pad_steps
+from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.layout import Layout, time_length
 from stoker.precompute.ledger import Ledger
 from stoker.precompute.parcel import Parcel, ReaderView
@@ -36,13 +38,21 @@ class InProcess:
     """A `Feed` that reads when it is polled."""
 
     def __init__(
-        self, samples: SampleReader, layout: Layout, queue: WorkQueue, ledger: Ledger, *, pulse: Silent
+        self,
+        samples: SampleReader,
+        layout: Layout,
+        queue: WorkQueue,
+        ledger: Ledger,
+        *,
+        pulse: Silent,
+        interrupts: Interrupts,
     ) -> None:
         self._samples = samples
         self._layout = layout
         self._queue = queue
         self._ledger = ledger
         self._pulse = pulse
+        self._interrupts = interrupts
         self._todo: deque[GroupWork] = deque()
         self._start = 0
         # One buffer for the whole run: a parcel is encoded before the next is read.
@@ -55,20 +65,24 @@ class InProcess:
         if not self._todo:
             return []
         work = self._todo[0]
-        with _one_thread():
-            arrays, faults, stop = self._read(work)
+        try:
+            with self._interrupts.raising(), _one_thread():
+                arrays, faults, stop = self._read(work)
+        except Interrupted:
+            return []  # the loop that polls looks at signals itself
         start, last = self._start, bool(faults) or stop is None
         self._start = 0 if last or stop is None else stop
         if last:
             self._todo.popleft()
+        if sum(not self._ledger.is_bad(number) for number in work.numbers) > len(faults):
+            self._ledger.answered(work.part)
         again = [self._ledger.fault(fault) for fault in faults]
-        if any(again):
-            self._queue.give_back(work, avoid=0)
-            return []
-        if not self._queue.wanted(work):
-            if last:
+        if any(again) or not self._queue.wanted(work):
+            if any(again):
+                self._queue.give_back(work, avoid=0)
+            elif last:
                 self._queue.done()
-            return []
+            return [Parcel.end(work)] if start else []
         return [Parcel(work=work, arrays=arrays, start=start, last=last, owned=self._arrays is None)]
 
     def _read(self, work: GroupWork) -> tuple[Sample, list[SampleFault], int | None]:

@@ -6,8 +6,12 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
+
+from stoker.errors import Interrupted
 
 TOGETHER_S = 0.3
 """Signals this close are one request: one to a whole group reaches a child twice, by its guardian as well."""
@@ -29,6 +33,30 @@ class Interrupts:
         self._previous: dict[signal.Signals, Any] = {}
         self._write_fd = -1
         self._since = 0.0
+        self._raises = False
+
+    @contextmanager
+    def raising(self) -> Generator[None]:
+        """Have a signal end what is done while entered, as a KeyboardInterrupt does.
+
+        For what may take long, cannot look at `signal`, and leaves nothing half done. Code that catches
+        every Exception, as reading samples does, lets it pass.
+
+        Raises:
+            Interrupted: One came.
+        """
+        try:
+            try:
+                self._raises = True
+                if self.signal is not None:
+                    raise KeyboardInterrupt
+                yield
+            finally:
+                self._raises = False
+        except KeyboardInterrupt:
+            if self.signal is None:
+                raise
+            raise Interrupted(f"stopped by {self.signal.name}; the same call resumes") from None
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
@@ -45,6 +73,8 @@ class Interrupts:
             return
         self.signal, self._since = signal.Signals(number), now
         os.write(self._write_fd, b"x")
+        if self._raises:
+            raise KeyboardInterrupt
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from stoker.errors import SourceError
+from stoker.errors import IncompleteError, SourceError, arg
 from stoker.precompute.fill import CHANGED, SampleFault
 from stoker.store import Failure
 
 ATTEMPTS = 2
 """Tries that a sample gets in one run."""
+FIRST = 64
+"""So many samples that fail before one was read end a run that may not quarantine them."""
 _DEAD_AT_FIRST = 3
 _DEAD_LATER = 8
 _STUCK = 2
@@ -35,6 +38,7 @@ class Ledger:
         bad: Numbers quarantined before this run that are not tried again.
         quarantine: Records failures durably, several at the cost of one.
         wanted: Whether a number is to be stored by this run; others that fail are only replaced by zeros.
+        allowed: Samples that may be set aside, before this run and in it.
     """
 
     def __init__(
@@ -43,8 +47,11 @@ class Ledger:
         *,
         quarantine: Callable[[Sequence[Failure]], None],
         wanted: Callable[[int], bool],
+        allowed: float = math.inf,
     ) -> None:
         self._bad = set(bad)
+        self._allowed = allowed
+        self._hopeless: list[int] | None = []
         self._quarantine = quarantine
         self._wanted = wanted
         self._attempts: dict[int, int] = {}
@@ -63,6 +70,7 @@ class Ledger:
 
         Raises:
             SourceError: The source changed; no sample is at fault.
+            IncompleteError: The first `FIRST` samples all failed, and they are more than is allowed.
         """
         if fault.stage == CHANGED:
             raise SourceError(fault.error)
@@ -71,6 +79,7 @@ class Ledger:
         if fault.retry and attempts < ATTEMPTS:
             return True
         self._set_aside([fault.number], fault)
+        self._check_hope(fault)
         return False
 
     def attempts(self, number: int) -> int:
@@ -82,6 +91,7 @@ class Ledger:
         record = self._parts.setdefault(part, _PartRecord())
         record.answered = True
         record.hung.clear()
+        self._hopeless = None
 
     def part_is_dead(self, part: int, number: int) -> bool:
         """Take note that a reader hung or died on `number`; True when the whole part is to be given up.
@@ -109,6 +119,20 @@ class Ledger:
         rest = [number for number in numbers if number not in self._bad]
         self._set_aside(rest, fault)
         return len(rest)
+
+    def _check_hope(self, fault: SampleFault) -> None:
+        """Stop where not one sample could be read: it is a setting or the code then, not the data."""
+        if self._hopeless is None or fault.kind != "sample" or fault.stage == "encode":
+            return
+        self._hopeless.append(fault.number)
+        if len(self._hopeless) < FIRST or len(self._bad) <= self._allowed:
+            return
+        raise IncompleteError(
+            f"the first {len(self._hopeless)} samples all failed, and none was read. The last is sample "
+            f"{fault.number} ({fault.stage}): {fault.error}\nFix the cause and run again with "
+            f"{arg('retry_quarantined', True)}, or allow more samples to fail with "
+            f"{arg('max_quarantined', 1.0)}"
+        )
 
     def _set_aside(self, numbers: Sequence[int], fault: SampleFault) -> None:
         failures = [

@@ -57,5 +57,5 @@ class LossLimits:
         else:
             return
         raise ReaderError(
-            f"{what}. The last: {last}. What is stored stays; mend the cause and run the same command again"
+            f"{what}. The last: {last}. What is stored stays; fix the cause and run the same command again"
         )

@@ -29,6 +29,13 @@ class Parcel:
     """The memory is this parcel's alone, and need not be copied to outlive it."""
     origin: Any = None
     """For whoever made it: what to free on release."""
+    over: bool = False
+    """It holds nothing: no more of a sample will come of which stretches came before."""
+
+    @classmethod
+    def end(cls, work: GroupWork) -> Parcel:
+        """Return one that says that a sample is over before its end: what is there of its record can go."""
+        return cls(work=work, arrays={}, last=False, origin=(-1, -1), over=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,8 @@ T = TypeVar("T")
 
 @contextmanager
 def full_precision() -> Generator[None]:
-    """No TF32 and no bfloat16 within products of float32 while entered; then everything is as before.
+    """No TF32 and no bfloat16 within products of float32 while entered, and algorithms of cuDNN that are the
+    same in each call; then everything is as before.
 
     An encoder that wants less sets its own switches in `encode`.
     """
@@ -36,10 +37,15 @@ def full_precision() -> Generator[None]:
     before = [switch.fp32_precision for switch in switches]
     with _without_advice():
         older = _legible(torch.get_float32_matmul_precision), _legible(_cudnn_tf32)
+    cudnn = torch.backends.cudnn
+    choice = cudnn.benchmark, cudnn.deterministic
     _turn(switches, ["ieee"] * len(switches), (PRECISION, False))
+    # Algorithms that are timed, or that sum in no fixed order, give other last bits from call to call.
+    cudnn.benchmark, cudnn.deterministic = False, True
     try:
         yield
     finally:
+        cudnn.benchmark, cudnn.deterministic = choice
         _turn(switches, before, older)
 
 

@@ -7,6 +7,7 @@ import time
 import torch
 
 from stoker.encoders.protocol import Encoder
+from stoker.encoders.weights import moved
 from stoker.errors import EncoderError, ResourceError, StalledError, StokerError
 from stoker.plan.resources import within
 from stoker.precompute.precision import full_precision
@@ -18,7 +19,7 @@ def try_encoder(encoder: Encoder, schema: Schema, device: str, deadline_s: float
     """Seconds to bring an encoder to its device and encode zeros, which short groups are padded with.
 
     Args:
-        encoder: Left on the CPU.
+        encoder: Left where it was.
         schema: Of the samples. Long ones are cut over time as for encoding; a ragged axis has one entry.
         device, deadline_s: Where it runs, and how long that may take.
 
@@ -31,8 +32,7 @@ def try_encoder(encoder: Encoder, schema: Schema, device: str, deadline_s: float
 
     def encode() -> float:
         begin = time.perf_counter()
-        encoder.to(where)
-        try:
+        with moved(encoder, where):
             batch: dict[str, torch.Tensor] = {}
             for name, field in schema.items():
                 length = 1 if field.ragged else steps if field.time and steps is not None else None
@@ -40,8 +40,6 @@ def try_encoder(encoder: Encoder, schema: Schema, device: str, deadline_s: float
                 batch[name] = torch.zeros((1, *shape), dtype=torch_dtype(field.dtype), device=where)
             with torch.inference_mode(), full_precision():
                 found = encoder.encode(batch)
-        finally:
-            encoder.to(torch.device("cpu"))
         if missing := encoder.schema(schema).keys() - found.keys():
             raise EncoderError(f"the encoder's schema promises {sorted(missing)}, which it did not return")
         return time.perf_counter() - begin

@@ -35,6 +35,7 @@ from stoker.precompute.guarded import tie_to_parent
 from stoker.precompute.layout import layout_from_json
 from stoker.precompute.wire import Frame, ReaderChannel
 from stoker.schema import Sample
+from stoker.sources.files import confine_sources
 
 
 class Reader:
@@ -184,6 +185,7 @@ def main(arguments: list[str]) -> int:
             return 0
         beat.write("start")
         sys.path[:] = start["sys_path"]
+        confine_sources(start["confined"])
         layout = layout_from_json(start["layout"])
         parts = PartNames(offsets=start["offsets"], names=start["names"])
         source = cloudpickle.loads(start["payload"])

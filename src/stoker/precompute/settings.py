@@ -33,8 +33,8 @@ class Deadlines:
     """One sample, or one piece of a long sample."""
     encode: float = 300.0
     """One call of the encoder, or bringing it to its device. From Python that is in the caller's own process,
-    so a hang is reported, not killed (see `on_hang`). The command line encodes in a child, which is killed
-    and started again, whatever `on_hang` says."""
+    so a hang ends the run, and its thread is left behind (see `on_hang`). The command line encodes in a
+    child, which is killed and started again, whatever `on_hang` says."""
     write: float = 120.0
     """One group converted, checksummed and written, sealing included where it fills a shard; at the end,
     sealing what is open."""
@@ -81,7 +81,7 @@ class PrecomputeSettings:
     """Reader processes, on Linux; None: one (without an encoder: one for each core), and more while
     the encoder waits for data; 0, and None elsewhere: read in this process, without deadlines."""
     device: str = "cpu"
-    """Where the encoder runs: `cpu`, `cuda` or `cuda:1`."""
+    """Where the encoder runs: `cpu`, `cuda`, `cuda:1`, or `auto`, which takes a GPU where there is one."""
     devices: tuple[str, ...] = ()
     """Where there are several, an encoder on each, fed by the same readers; else on `device`, in this
     process, where single records are encoded in any case."""
@@ -104,7 +104,8 @@ class PrecomputeSettings:
     """Bytes in flight between source and store, what the encoder itself needs not counted. A group that is
     larger by itself goes alone."""
     on_hang: OnHang = "report"
-    """When the encoder passes its deadline: say where it stands, or also end this process (exit 5)."""
+    """When the encoder passes its deadline: raise a `StalledError` that says where it stands, or end this
+    process (exit 5)."""
     seal_after_s: float = 30.0
     """Seconds after its first record at which a shard is sealed even if it is not full: what a kill costs."""
     by_blocks: bool = False

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +14,17 @@ import torch
 from numpy.typing import NDArray
 
 from stoker.encoders.protocol import Encoder
+from stoker.encoders.weights import moved, weights_device
 from stoker.errors import EncoderError, StokerError
+from stoker.plan.devices import resolve_device
 from stoker.precompute.clock import EncodeClock
 from stoker.precompute.crew import Crew, Equipment
 from stoker.precompute.device_process import Task
 from stoker.precompute.encode import GroupEncoder
 from stoker.precompute.encoding import Encoding, InPlace
 from stoker.precompute.fill import PartNames, SampleReader
-from stoker.precompute.guarded import guard_page
 from stoker.precompute.in_process import InProcess, Silent
+from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.layout import Layout, plan_layout, slot_size
 from stoker.precompute.ledger import Ledger
 from stoker.precompute.output import Drain
@@ -35,12 +38,13 @@ from stoker.precompute.supervisor import Supervisor
 from stoker.precompute.unchanged import Unchanged, digested_files
 from stoker.precompute.watchdog import EncodeWatchdog
 from stoker.precompute.write_thread import WriteThread
+from stoker.sources.files import confined_sources
 from stoker.sources.protocol import Source
 from stoker.sources.travel import packed
 from stoker.store import Failure, Folder, WriterSettings
 from stoker.store.growing import fill_blocks
 
-_LOG_FOLDER = ".readers"
+LOG_FOLDER = ".readers"
 _LOGS_KEPT_S = 24 * 3600
 _RAGGED_GROUP_BYTES = 1024**2
 _READER_SHARE = 0.75
@@ -51,7 +55,7 @@ _GROUPS_A_READER = 8
 class Bench:
     """Everything a run needs, made once; the stages are made from it in the order that suits the caller."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what a run is made of, by name
         self,
         source: Source,
         encoder: Encoder | None,
@@ -59,17 +63,24 @@ class Bench:
         settings: PrecomputeSettings,
         *,
         missing: NDArray[np.int64],
+        interrupts: Interrupts | None = None,
         rehearsal: bool = False,
     ) -> None:
         """See `run_precompute`; `rehearsal`: nothing is quarantined, and no guardian is told."""
         self.folder = folder
-        self.settings = settings
+        device = "cpu" if encoder is None else str(resolve_device(settings.device))
+        self.settings = settings = replace(settings, device=device)
         self.missing = missing
         self.name = folder.name
-        self.logs = folder.path.parent.parent / _LOG_FOLDER
-        self._rehearsal = rehearsal
+        self.logs = folder.path.parent.parent / LOG_FOLDER
+        self._clock = EncodeClock(told=not rehearsal)
+        self._interrupts = interrupts or Interrupts()
+        self._watchdog = EncodeWatchdog.of_settings(
+            settings, self.logs, clock=self._clock, interrupts=self._interrupts
+        )
         self._source = source
         self._encoder = encoder
+        self._home = None if encoder is None else weights_device(encoder)
         self._schema = source.schema()
         recipe = folder.recipe
         self._ragged = any(spec.ragged for spec in self._schema.values())
@@ -83,7 +94,12 @@ class Bench:
         wanted = set(missing.tolist()) if len(missing) < recipe.count else range(recipe.count)
         # No method of ours: in a cycle, this would hold the folder's lock until the collector comes by.
         keep = _forget if rehearsal else folder.quarantine_many
-        self.ledger = Ledger(self.quarantined, quarantine=keep, wanted=wanted.__contains__)
+        self.ledger = Ledger(
+            self.quarantined,
+            quarantine=keep,
+            wanted=wanted.__contains__,
+            allowed=settings.max_quarantined * recipe.count,
+        )
         spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
         self.queue = WorkQueue(spans, recipe.group.samples, missing, bad=self.ledger.is_bad)
         refs = recipe.refs
@@ -130,7 +146,9 @@ class Bench:
             samples = SampleReader(
                 self._reading, self._schema, self._parts, pulse=pulse, nan=self.settings.nan
             )
-            return InProcess(samples, self._layout, self.queue, self.ledger, pulse=pulse)
+            return InProcess(
+                samples, self._layout, self.queue, self.ledger, pulse=pulse, interrupts=self._interrupts
+            )
         self._make_logs()
         feed = Supervisor(self._launch(), self.queue, self.ledger, settings=self.settings, parts=self._parts)
         try:
@@ -150,6 +168,7 @@ class Bench:
         frame = {
             "kind": "start",
             "sys_path": [entry or str(Path.cwd()) for entry in sys.path],
+            "confined": confined_sources(),
             "layout": self._layout.to_json(),
             "offsets": list(self._parts.offsets),
             "names": list(self._parts.names),
@@ -173,12 +192,15 @@ class Bench:
             self._schema,
             device=self.settings.device,
             nan=self.settings.nan,
+            clock=self._clock,
         )
-        encoder.clock.told = not self._rehearsal
-        if self._encoder is not None:
-            with self.watchdog(encoder.clock), encoder.clock.starting(self.settings.deadlines.encode):
-                self._encoder.to(torch.device(self.settings.device))
+        self._move(torch.device(self.settings.device))
         return encoder
+
+    def _move(self, device: torch.device) -> None:
+        if (encoder := self._encoder) is None:
+            return
+        self._watchdog.ask(lambda: encoder.to(device), f"on its way to {device}")
 
     def encoding(self, feed: Feed) -> Encoding:
         """Whoever encodes, begun: processes on several devices, or the encoder in this one."""
@@ -186,15 +208,16 @@ class Bench:
             return self._crew(self._encoder, feed)
         encoder = self.encoder()
         encoder.clock.limit_s = self.settings.deadlines.encode
-        return InPlace(encoder, feed, self.queue, self.ledger)
+        return InPlace(encoder, self._watchdog, feed, self.queue, self.ledger)
 
     def _crew(self, encoder: Encoder, feed: Feed) -> Crew:
         self._make_logs()
-        encoder.to(torch.device("cpu"))
         recipe, limits = self.folder.recipe, self.settings.deadlines
         task = Task(encoder=encoder, recipe=recipe, schema=self._schema, nan=self.settings.nan)
+        with moved(encoder, torch.device("cpu")):
+            payload = packed(task, "encoder", otherwise="Or encode on one device")
         equipment = Equipment(
-            payload=packed(task, "encoder", otherwise="Or encode on one device"),
+            payload=payload,
             samples=self._schema,
             records=recipe.encoded,
             start_s=limits.start,
@@ -204,21 +227,14 @@ class Bench:
         return Crew(self.settings.devices, equipment, feed=feed, queue=self.queue, ledger=self.ledger)
 
     def leave_device(self) -> None:
-        """Give the memory of a GPU back, where the encoder was: a model is about to want it."""
-        if self._encoder is not None and not self.settings.device.startswith("cpu"):
-            self._encoder.to(torch.device("cpu"))
-            torch.cuda.empty_cache()
+        """Put the encoder back where it was, and free the memory of a GPU: a model is about to want it.
 
-    def watchdog(self, clock: EncodeClock) -> AbstractContextManager[object]:
-        """Looks after the encoder while entered; a guardian, where there is one, can do more."""
-        if guard_page() is not None:
-            return nullcontext()
-        return EncodeWatchdog(
-            clock,
-            deadline_s=self.settings.deadlines.encode,
-            logs=self.logs,
-            exit_on_hang=self.settings.on_hang == "exit",
-        )
+        An encoder that is still at a call which was given up stays where it is.
+        """
+        if self._home is not None and not self._clock.given_up:
+            self._move(self._home)
+            if self.settings.device.startswith("cuda"):
+                torch.cuda.empty_cache()
 
     def writer(self) -> WriteThread:
         """The writer thread, started."""

@@ -15,7 +15,7 @@ import select
 import time
 from dataclasses import dataclass
 
-from stoker.errors import ReaderError, ResourceError, SourceError
+from stoker.errors import ReaderError, ResourceError, SourceError, arg
 from stoker.precompute.fill import PartNames, SampleFault, passing_fault
 from stoker.precompute.layout import Layout
 from stoker.precompute.ledger import ATTEMPTS, Ledger
@@ -261,7 +261,7 @@ class Supervisor:
             worker.failed = True
             said = f"the source cannot be loaded in a reader process:\n{frame['error'].rstrip()}"
             if not self._works:
-                raise SourceError(f"{said}\nMend that, or read in this process with readers=0")
+                raise SourceError(f"{said}\nMend that, or read in this process with {arg('readers', 0)}")
             log.warning("reader %d: %s", worker.number, said)
             return
         if kind == "ready":
@@ -310,6 +310,8 @@ class Supervisor:
                 self._queue.done()
             if slot >= 0:
                 worker.free(slot)
+            if frame["start"]:
+                self._ready.append(Parcel.end(work))
             return False
         origin = (worker.number, slot)
         owned = self._layout.mode == "pieces"
@@ -322,6 +324,8 @@ class Supervisor:
         """Take back what a lost reader owes, note who is to blame, and put another in its place."""
         spare = worker is self._roster.spare
         self._incoming.pop(worker.number, None)
+        if self._layout.mode == "steps":
+            self._ready += [Parcel.end(work) for work in worker.work.values()]
         worker.failed = True
         self._queue.leave(worker.number)
         self._blame(worker, loss)
@@ -353,7 +357,8 @@ class Supervisor:
         raise ReaderError(
             f"{self._start_failures} readers in a row could not start. The last: {loss.cause}"
             + (f"\n{tail}" if tail else "")
-            + f"\nOutput and stack: {worker.process.log}. Reading in this process (readers=0) may show more"
+            + f"\nOutput and stack: {worker.process.log}. Reading in this process "
+            f"({arg('readers', 0)}) may show more"
         )
 
     def _blame(self, worker: Worker, loss: Loss) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stoker.encoders.protocol import Encoder
 from stoker.errors import SourceError
-from stoker.precompute.allocator import keep_freed_memory, release_memory
+from stoker.precompute.allocator import release_memory
 from stoker.precompute.precision import full_precision
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.stages import Bench
@@ -154,7 +154,7 @@ def try_stages(
     if not done:
         raise SourceError(
             f"none of {len(chosen)} samples could be read and encoded. The first: "
-            f"{trial.failures[0] if trial.failures else 'nothing was said'}. Mend that, or the settings"
+            f"{trial.failures[0] if trial.failures else 'nothing was said'}. Fix that, or the settings"
         )
     left = sorted(set(range(len(chosen))) - done)
     folder.quarantine_many(
@@ -165,7 +165,6 @@ def try_stages(
 
 def _go(bench: Bench, folder: Folder, trial: Trial) -> set[int]:
     """Go through the stages; the numbers of what was stored."""
-    keep_freed_memory()  # as the engine does: without it an encoder's time may double
     trial.stage, done = "encode", set[int]()
     feed, encoder, writer = bench.feed(), bench.encoder(), folder.writer()
     end = time.monotonic() + SECONDS
@@ -184,6 +183,7 @@ def _go(bench: Bench, folder: Folder, trial: Trial) -> set[int]:
                     done.update(encoded.numbers)
     finally:
         feed.close()
+        bench.leave_device()
         release_memory()
     trial.stage, begin = "seal", time.perf_counter()
     writer.seal()

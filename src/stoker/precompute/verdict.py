@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from stoker.errors import IncompleteError, RecordError
+from stoker.errors import IncompleteError, RecordError, arg
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.store import Cache, Failure, Folder
 from stoker.units import format_count, format_percent
@@ -29,8 +29,8 @@ def check_quarantined(folder: Folder, max_quarantined: float) -> None:
         f"at most {format_percent(max_quarantined)} are allowed)\n"
         + "\n".join(describe_failures(failures))
         + f"\nAll of them, with stage and error: failures-*.jsonl in {folder.path}. {_advice(failures)}\n"
-        f"To go on without them: precompute.max_quarantined={enough} in the settings, or "
-        f"max_quarantined={enough} from Python (cached: precompute={{'max_quarantined': {enough}}})"
+        f"To continue without them: {arg('max_quarantined', enough)} "
+        f"(cached: precompute={{'max_quarantined': {enough}}})"
     )
 
 
@@ -45,18 +45,18 @@ def check_values(cache: Cache, settings: PrecomputeSettings) -> None:
     Raises:
         RecordError: Values that are NaN or infinite, or rounding above `max_error`.
     """
-    again = "Encode it anew with precompute.overwrite=true"
+    again = f"Encode it again with {arg('overwrite', True)}"
     for name, statistics in cache.statistics.items():
         if settings.nan == "reject" and statistics["nonfinite"]:
             raise RecordError(
                 f"{cache.path}: field {name!r} holds {format_count(statistics['nonfinite'])} values that are "
-                f"NaN or infinite, stored with precompute.nan=allow. {again}, or allow them again"
+                f"NaN or infinite, stored with {arg('nan', 'allow')}. {again}, or allow them again"
             )
     for name, error in cache.index.error.items():
         if settings.max_error is not None and error["max"] > settings.max_error:
             raise RecordError(
                 f"{cache.path}: field {name!r} was rounded by up to {error['max']:.2g} of a record's "
-                f"largest value, precompute.max_error is {settings.max_error:.2g}. "
+                f"largest value, max_error is {settings.max_error:.2g}. "
                 "Use a wider storage dtype, or raise it"
             )
 
@@ -75,10 +75,7 @@ def describe_failures(failures: Mapping[int, Failure]) -> list[str]:
 def _advice(failures: Mapping[int, Failure]) -> str:
     if all(failure.kind == "transient" for failure in failures.values()):
         return "These may pass: when the storage answers, the same command tries them again"
-    return (
-        "Once they are mended, have them tried again: --retry-quarantined on the command line, "
-        "retry_quarantined=True from Python"
-    )
+    return f"Once they are fixed, run again with {arg('retry_quarantined', True)}"
 
 
 def _allowing(share: float) -> float:

@@ -1,0 +1,61 @@
+"""An encoder that draws random numbers is refused, as a Dataset that does is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import stoker
+from stoker.encoders.module import ModuleEncoder
+from stoker.errors import EncoderError
+
+
+class Sampling(nn.Module):
+    """A variational encoder that returns a sample of its distribution, or its mean."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "torch":
+            return x + torch.randn_like(x)
+        if self.way == "numpy":
+            return x + float(np.random.rand())
+        if self.way == "dropout":
+            return F.dropout(x)
+        if self.way == "seeded":
+            torch.manual_seed(0)
+            return x + torch.randn_like(x)
+        if self.way == "drawn in vain":
+            torch.randn(3)
+        return x
+
+
+def fill(folder: Path, way: str) -> Any:
+    dataset = TensorDataset(torch.arange(1.0, 65.0).reshape(8, 8))
+    return stoker.cached(
+        dataset, ModuleEncoder(Sampling(way), field="0"), cache_dir=folder, precompute={"readers": 0}
+    )
+
+
+@pytest.mark.parametrize("way", ["torch", "numpy", "dropout"])
+def test_an_encoder_that_draws_random_numbers_is_refused(tmp_path: Path, way: str) -> None:
+    with pytest.raises(EncoderError, match=r"'latent'.*random numbers"):
+        fill(tmp_path, way)
+    with pytest.raises(EncoderError, match=r"'latent'.*random numbers"):
+        fill(tmp_path, way)  # nothing was stored that another run would take
+
+
+@pytest.mark.parametrize("way", ["mean", "seeded", "drawn in vain"])
+def test_an_encoder_that_gives_the_same_again_is_taken(tmp_path: Path, way: str) -> None:
+    (batch,) = list(fill(tmp_path, way))
+
+    assert batch["latent"].shape == (8, 8)
