@@ -13,8 +13,11 @@ from torch.utils.data import DataLoader
 
 import stoker
 from stoker.errors import ConfigError
+from stoker.loader import decide
 from stoker.loader.arguments import check_share
 from stoker.loader.ranks import Share
+from stoker.plan import Resources
+from stoker.plan.devices import resolve_device
 
 
 class Numbers:
@@ -43,7 +46,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> stoker.Cache:
         ({"batch_size": 0}, r"batch_size 0.*Expected batch_size >= 1"),
         ({"seed": "0"}, r"seed is '0'"),
         ({"world": 1.0}, r"world is 1\.0"),
-        ({"device": "gpu"}, r"device 'gpu' is not known\. Expected cpu, cuda or cuda:0"),
+        ({"device": "gpu"}, r"device 'gpu' .*cpu, cuda or cuda:0"),
         ({"device": 3.5}, r"device 3\.5 is not known"),
         ({"windows": (1, 1)}, r"windows is \(1, 1\)\. Expected stoker\.Windows\(stride=1, horizon=1\)"),
         ({"transforms": torch.neg}, r"Expected a list of functions"),
@@ -101,10 +104,37 @@ def test_more_ranks_than_examples_need_fewer_ranks() -> None:
 def test_a_plan_prints_as_a_short_table(cache: stoker.Cache, tmp_path: Path) -> None:
     plan = stoker.Loader(cache, 4, tier="host").plan
 
-    assert repr(plan) == "Plan(host 10 records, 40 B)"
+    assert repr(plan) == "Plan(host 10 records, 80 B)"
     lines = str(plan).splitlines()
     assert lines[0].split() == ["tier", "records", "bytes", "load/batch"]
-    assert lines[1].split()[:4] == ["host", "10", "40", "B"]
+    assert lines[1].split()[:4] == ["host", "10", "80", "B"]
     assert lines[2].startswith("no stall (below 1 %) at steps of ")
     assert len(lines) == 3
     assert max(map(len, lines)) <= 80
+
+
+def test_cuda_is_the_gpu_that_is_current_when_the_loader_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+
+    assert resolve_device("cuda") == resolve_device("auto") == torch.device("cuda:5")
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+
+
+@pytest.mark.parametrize(("order", "an_example"), [("full", 64), ("sequential", 0)])
+def test_tables_and_orders_are_part_of_what_a_gpu_is_asked_for(
+    cache: stoker.Cache, monkeypatch: pytest.MonkeyPatch, order: str, an_example: int
+) -> None:
+    gpu = Resources(
+        host_bytes=2**30, host_total_bytes=2**30, host_limit="machine memory",
+        device="cuda:0", device_bytes=2**33, device_total_bytes=2**33, device_name="a GPU",
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(decide, "probe", lambda **_: gpu)
+
+    loader = stoker.Loader(cache, 8, device="cuda:0", order=order)
+
+    demand = loader._serving.design.ask.demand
+    assert demand.table_bytes == len(cache) * (24 + an_example)
+    assert stoker.Loader(cache, 8)._serving.design.ask.demand.table_bytes == 0

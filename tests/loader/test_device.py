@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from stoker.errors import CorruptError, StalledError
+from stoker.loader import Loader, partial, residency
 from stoker.loader import device as device_tier
 from stoker.loader.device import STAGING_BUFFERS, Staging, resident
 from stoker.loader.memory import Memory
@@ -43,6 +45,7 @@ def test_columns_larger_than_all_buffers_arrive_whole(tmp_path: Path) -> None:
         assert torch.equal(memory.sources[name][rows], values)
 
 
+@pytest.mark.slow
 def test_loading_takes_no_more_host_memory_than_its_buffers(tmp_path: Path) -> None:
     """On a GPU the set itself is not on the host at all; here it is, so it is taken off."""
     records = torch.zeros((300, MIB), dtype=torch.uint8)
@@ -133,3 +136,42 @@ def test_a_device_that_does_not_answer_ends_loading(monkeypatch: pytest.MonkeyPa
 
     with pytest.raises(StalledError, match="was not done after"):
         staging.wait()
+
+
+def test_threads_that_copy_use_the_loaders_own_gpu_and_have_no_part_in_captures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise each process has a context on GPU 0, and a capture beside a filling fails."""
+    used: list[Any] = []
+    modes: list[int] = []
+
+    class Driver:
+        def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+            modes.append(mode._obj.value)
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    monkeypatch.setattr(device_tier, "_driver", Driver)
+
+    device_tier.begin_thread(CPU)
+    assert not used
+    device_tier.begin_thread(torch.device("cuda:3"))
+
+    assert used == [torch.device("cuda:3")]
+    assert modes == [2]  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+def test_both_threads_that_copy_to_a_device_begin_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: set[str] = set()
+
+    def note(device: torch.device) -> None:
+        begun.add(threading.current_thread().name)
+
+    for module in (device_tier, partial):
+        monkeypatch.setattr(module, "begin_thread", note)
+    cache = write_cache(tmp_path, {"x": torch.randn(12, 3)}, shards=(6,))
+    monkeypatch.setattr(residency, "assign", lambda *_: {"device": frozenset([0]), "host": frozenset()})
+
+    list(Loader(cache, 4, tier="device"))
+
+    assert {name.split("_")[0].rstrip("-0123456789") for name in begun} == {"stoker-fill", "stoker-stage"}

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import stoker
+from tests.loader.caches import trajectories, write_cache
 
 WIDTH = 4_000
 
@@ -90,3 +91,27 @@ def test_modes_may_take_turns_on_fixed_addresses(
 
     assert weight.grad is not None
     assert float(weight.grad[0]) == pytest.approx(2 * 799 * 400)
+
+
+@pytest.mark.parametrize("windows", [None, stoker.Windows(field="latent")])
+def test_masks_and_tasks_of_a_mixture_may_be_used_in_training(
+    tmp_path: Path, windows: stoker.Windows | None
+) -> None:
+    """They are kept from the first batch of a size on, and handed out again."""
+    fields = trajectories()
+    one = write_cache(tmp_path, fields, timed=("latent", "time"), name="one")
+    del fields["bc"]
+    other = write_cache(tmp_path, fields, timed=("latent", "time"), name="other")
+    mixture = stoker.Mixture([one, other], 8, windows=windows, mix="batch")
+    embedding = torch.nn.Embedding(2, 3)
+
+    def parts(batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return (batch["tasks"], batch["mask"]) if windows is None else (batch.tasks, batch.mask)
+
+    with torch.inference_mode():
+        for name in ("one", "other"):
+            assert list(mixture.only(name))
+    for batch in mixture:
+        tasks, mask = parts(batch)
+        weight = torch.ones(3, requires_grad=True)
+        (embedding(tasks).sum() + (weight * mask["bc"]).sum()).backward()

@@ -8,12 +8,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import stoker
+from stoker.encoders.keeping import keeping
 from stoker.errors import ConfigError, SourceError
 from stoker.store import Cache
 from stoker.store.join import join_table
@@ -316,3 +318,34 @@ def test_several_columns_may_name_a_record_together(cache: Cache, tmp_path: Path
         assert [float(joined[n]["weight"]) for n in range(12)] == [n / 4 for n in range(12)]
     with pytest.raises(SourceError, match=r"12 of 12 records have no row by n, site"):
         join_table(cache, tmp_path / "labels.csv", key=["n", "site"], columns=["weight"], on=keys)
+
+
+def test_a_column_never_replaces_a_tensor_of_the_batch(tmp_path: Path) -> None:
+    rows = table(tmp_path / "labels.csv", [(n, "cat", n / 4) for n in range(12)])
+    lengths = {"u": [torch.arange(n + 1.0) for n in range(12)]}
+    ragged = write_cache(tmp_path / "ragged", lengths)
+    for name in ("u.mask", "u.lengths", "u.offsets"):
+        columns = {name: {"column": "weight", "dtype": "float32"}}
+        with pytest.raises(ConfigError, match=repr(name)):
+            stoker.Loader(join_table(ragged, rows, key="id", columns=columns), 4, ragged="pad")
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["data"] = np.zeros((12, 4, 3), np.float32)
+    source = stoker.HDF5Source(tmp_path / "data.h5", fields={"data": "n t c"})
+    encoder = keeping(stoker.ModuleEncoder(torch.nn.Linear(3, 2), time="steps"), "data")
+    cache = stoker.precompute(source, encoder, tmp_path / "kept", name="kept", readers=0)
+    columns = {"data0": {"column": "weight", "dtype": "float32"}}
+    with pytest.raises(ConfigError, match="'data0'"):
+        stoker.Loader(join_table(cache, rows, key="id", columns=columns), 4, windows=stoker.Windows())
+
+
+def test_a_column_called_known_has_a_mask_like_any_other(cache: Cache, tmp_path: Path) -> None:
+    rows = table(tmp_path / "labels.csv", [(100 + n, "cat", n / 4) for n in range(1, 12)])
+    columns = {"well_known": {"column": "weight", "dtype": "float32"}}
+
+    joined = join_table(cache, rows, key="id", columns=columns, on="id", missing="mask")
+
+    assert [bool(joined[n]["well_known_known"]) for n in range(12)] == [False] + [True] * 11
+    both = {**columns, "well": {"column": "weight", "dtype": "float32"}}
+    with pytest.raises(ConfigError, match="'well_known'"):
+        join_table(cache, rows, key="id", columns=both, on="id", missing="mask")
+    assert join_table(cache, rows, key="id", columns={"well": both["well"]}, on="id", missing="mask").joined

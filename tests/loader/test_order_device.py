@@ -84,3 +84,20 @@ def test_a_full_order_of_many_examples_is_computed_by_position(monkeypatch: pyte
     got = epoch_on(wanted, 2, CPU)(100, 900)
 
     assert got.tolist() == wanted.epoch(2)(100, 900).tolist()
+
+
+@pytest.mark.parametrize("kind", ["full", "static(4)"])
+def test_an_order_that_the_device_has_no_memory_to_sort_comes_from_the_host(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would end the training that the loader feeds."""
+    wanted = make(kind, 1000, 3)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(order_device, "permutation_on", full)
+
+    got = epoch_on(wanted, 2, CPU)(100, 900)
+
+    assert got.tolist() == list(wanted.epoch(2)(100, 900))

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from stoker.errors import CorruptError
-from stoker.loader import Loader, Windows
+from stoker.loader import Loader, Windows, packed
 from stoker.loader.outputs import make_outputs
 from stoker.loader.packed import stored_outputs
 from stoker.schema import PACKED_DTYPES
 from stoker.store import Cache, open_cache
+from stoker.store.packing import unpack
 from tests.loader.caches import trajectories, write_cache
 from tests.loader.layouts import same, values_of
 
@@ -107,6 +108,25 @@ def test_memory_holds_and_gathers_the_packed_bytes(cache: Cache) -> None:
     (output,) = [o for o in make_outputs(cache.schema, None, None) if o.name == "latent"]
     assert output.example_bytes == 9 * 4 * 40 + 9 * 4 * 4
     assert output.served_bytes == 9 * 4 * 40 * 4
+
+
+@pytest.mark.parametrize("windows", [None, Windows(field="latent")])
+def test_large_values_with_small_scales_are_gathered_batch_by_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, windows: Windows | None
+) -> None:
+    """Not those of 128 batches at once, as scales are, which have the same name."""
+    fields = {"latent": torch.randn((64, 2, 1, 8192), generator=torch.Generator().manual_seed(5))}
+    cache = write_cache(tmp_path, fields, timed=("latent",), dtype="int8")
+    held: list[int] = []
+
+    def unpacked(bits: torch.Tensor, *rest: Any) -> torch.Tensor:
+        held.append(bits.untyped_storage().nbytes())
+        return unpack(bits, *rest)
+
+    monkeypatch.setattr(packed, "unpack", unpacked)
+
+    assert len([*Loader(cache, batch_size=4, tier="host", windows=windows)]) == 16
+    assert max(held) <= 4 * 2 * 8192
 
 
 def test_floats_come_as_bfloat16_for_cuda(cache: Cache) -> None:

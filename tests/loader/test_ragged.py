@@ -1,10 +1,15 @@
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.errors import ConfigError, RecordError, StaleStateError
 from stoker.loader import Loader, Mixture, Pad, Windows
+from stoker.loader.gather import RaggedGather
+from stoker.loader.ragged import pack, pad
 from stoker.store import Cache
 from tests.loader.caches import write_cache
 
@@ -206,3 +211,35 @@ def test_windows_respect_the_length_of_each_trajectory(tmp_path: Path, tier: str
         for i, (number, start) in enumerate(batch.index.tolist()):
             assert torch.equal(batch.z0[i], u[number][start])
             assert torch.equal(batch.future[i, 0], u[number][start + 4])
+
+
+class Copies(TorchDispatchMode):
+    """Notes copies from one device to another, and whether they wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and given.get("device") not in (None, args[0].device):
+            self.waiting.append(not given.get("non_blocking"))
+        return func(*args, **given)
+
+
+@pytest.mark.parametrize(
+    ("work", "copies"),
+    [
+        (lambda rows: pad([rows[:2], rows[:5]], 6), 2),
+        (lambda rows: pack([rows[:2], rows[:5]]), 1),
+        (lambda rows: RaggedGather(rows, None)(np.array([0, 3]), np.array([2, 4])), 1),
+    ],
+    ids=["pad", "pack", "gather"],
+)
+def test_joining_records_on_a_device_waits_for_nothing(work: Any, copies: int) -> None:
+    """`meta` stands for the device: a copy that waits would wait for all that a GPU has to do."""
+    rows = torch.empty((9, 3), device="meta")
+    with Copies() as seen:
+        work(rows)
+
+    assert seen.waiting == [False] * copies

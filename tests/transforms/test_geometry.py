@@ -201,4 +201,4 @@ def test_a_field_that_is_not_there_is_no_matter_of_the_data_settings() -> None:
     with pytest.raises(ConfigError, match="`fields` of a transform names 'foo'") as found:
         Flip(fields=("foo",))(batch, batch["index"])
 
-    assert in_settings(str(found.value)) == str(found.value)
+    assert in_settings(found.value) == str(found.value)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import io
+import tarfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -7,6 +10,8 @@ import torch
 
 import stoker
 from stoker.errors import ConfigError
+from stoker.loader import RecordBatch
+from stoker.sources.tar import TarSource
 from stoker.transforms import CropImages, Decode
 from tests.sources.images.pictures import write_voc
 
@@ -36,6 +41,46 @@ def test_stored_files_are_decoded_to_the_pixels_that_would_have_been_stored(root
         assert torch.equal(one["index"], other["index"])
         assert torch.equal(one["image"], other["image"])
         assert torch.equal(one["boxes"], other["boxes"])
+
+
+def test_images_of_a_tar_file_are_decoded_and_a_wrong_field_is_explained(root: Path) -> None:
+    path = root.parent / "a.tar"
+    with tarfile.open(path, "w") as archive:
+        for number in range(4):
+            image = (root / f"JPEGImages/image_{number}.jpg").read_bytes()
+            for name, data in ((f"{number}.jpg", image), (f"{number}.cls", b"1")):
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                archive.addfile(member, io.BytesIO(data))
+    cache = stoker.precompute(TarSource(path), None, root.parent / "cache", name="tar", readers=0)
+
+    def first(decode: Decode, **more: str) -> RecordBatch:
+        return next(iter(stoker.Loader(cache, 4, transforms=[decode], **more)))
+
+    assert first(Decode((24, 40), field="jpg"))["jpg"].shape == (4, 3, 24, 40)
+    with pytest.raises(ConfigError, match=r"no field 'image'.* cls, jpg.*field='jpg'"):
+        first(Decode((24, 40)))
+    with pytest.raises(ConfigError, match=r"'cls' holds int64 \(4,\).*field='jpg'"):
+        first(Decode((24, 40), field="cls"))
+    with pytest.raises(ConfigError, match=r"'jpg' holds uint8 .*ragged='pack'"):
+        first(Decode((24, 40), field="jpg"), ragged="pack")
+
+
+def test_threads_that_decode_ask_no_device_for_bytes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each image would wait for all that a GPU has to do, in a stream that is not the caller's."""
+    asked: set[str] = set()
+    to_host = torch.Tensor.cpu
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        asked.add(threading.current_thread().name)
+        return to_host(tensor)
+
+    cache = cache_of(root, size=(24, 40), store="encoded")
+    loader = stoker.Loader(cache, 5, transforms=[Decode((24, 40), threads=2)])
+    monkeypatch.setattr(torch.Tensor, "cpu", noted)
+
+    assert len(list(loader)) == len(loader)
+    assert not any("decode" in name for name in asked)
 
 
 def test_crops_are_random_by_example_and_repeat_with_the_seed(root: Path) -> None:
@@ -80,7 +125,7 @@ def test_what_cannot_be_done_is_refused_with_the_cure(root: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"is more than an image of 24 x 32"):
         next(iter(stoker.Loader(short, 2, transforms=[CropImages((25, 25))])))
-    with pytest.raises(ConfigError, match=r"no list of stored images.*encoded"):
+    with pytest.raises(ConfigError, match=r"'image' holds uint8 .*leave Decode out"):
         next(iter(stoker.Loader(plain, 2, transforms=[Decode((8, 8))])))
     with pytest.raises(ConfigError, match="various sizes"):
         Decode((8, 8), fit="short")

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import ConfigError
-from stoker.loader import Loader, Windows
+from stoker.loader import Loader, Windows, transform
+from stoker.loader.keyed import example_keys
 from stoker.store import Cache
 from stoker.transforms import Crop, Flip, Noise, Normalize, Roll, Views, normal
 from tests.loader.caches import trajectories, write_cache
+from tests.loader.layouts import values_of
 
 COUNT, STEPS = 24, 9
 
@@ -150,3 +152,69 @@ def test_what_cannot_say_its_place_is_refused(cache: Cache) -> None:
 
     with pytest.raises(ConfigError, match="returned NoneType"):
         next(iter(loader))
+
+
+def doubled_in_place(batch: Any, keys: torch.Tensor) -> Any:
+    """A user's own over whole records: changes the dict that it was given, and adds a field."""
+    batch["latent"] = batch["latent"] * 2
+    batch["half"] = batch["nu"] / 2
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("windows", "transforms"),
+    [(WINDOWS, TRANSFORMS), (None, [doubled_in_place]), (WINDOWS, [Noise(std=0.1)])],
+    ids=["many", "in-place", "one"],
+)
+def test_fixed_addresses_hold_for_what_transforms_return(
+    cache: Cache, windows: Windows | None, transforms: list[Any]
+) -> None:
+    """A captured step reads the memory of the first batch for ever."""
+    given: dict[str, Any] = {"batch_size": 5, "windows": windows, "transforms": transforms, "seed": 3}
+    loader = Loader(cache, tier="device", static=True, **given)
+    expected = [values_of(batch) for _ in range(2) for batch in Loader(cache, drop_last=True, **given)]
+    kept: list[Any] = []
+    for _ in range(2):
+        loader.set_epoch(0)
+        for batch in loader:
+            kept.append(values_of(batch))
+            wanted = expected[(len(kept) - 1) % len(loader)]
+            assert all(torch.equal(a, b) for a, b in zip(kept[-1], wanted, strict=True))
+
+    assert len(kept) == 2 * len(loader) > 2
+    assert len({tuple(t.data_ptr() for t in values) for values in kept}) == 1
+
+
+def test_transforms_that_change_the_shape_of_a_batch_are_refused_at_fixed_addresses(cache: Cache) -> None:
+    sizes = iter(range(1, 100))
+
+    def shorter(batch: Any, keys: torch.Tensor) -> Any:
+        return batch._replace(z0=batch.z0[:, : next(sizes)])
+
+    loader = Loader(cache, 5, windows=WINDOWS, tier="device", static=True, transforms=[shorter])
+
+    with pytest.raises(ConfigError, match="static"):
+        list(loader)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_keys_are_made_for_many_batches_at_once(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    """On a GPU they take some forty launches, whatever their number."""
+    made: list[int] = []
+
+    def counted(seed: int, epoch: int, examples: torch.Tensor) -> torch.Tensor:
+        made.append(len(examples))
+        return example_keys(seed, epoch, examples)
+
+    monkeypatch.setattr(transform, "example_keys", counted)
+    loader = Loader(cache, 2, windows=WINDOWS, tier=tier, transforms=TRANSFORMS)
+    list(loader)
+    made.clear()
+
+    batches = sum(1 for _ in loader)
+
+    assert sum(made) == len(loader) * 2
+    if tier == "host":
+        assert len(made) * 10 < batches

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, arg
 from stoker.schema import DTYPE_BYTES, Field, Schema
 from stoker.units import GIB, format_bytes
 
@@ -99,7 +99,9 @@ def chosen_fields(schema: Schema, settings: ExportSettings) -> Schema:
     if packed and settings.packed == "refuse":
         raise ConfigError(
             f"export: {', '.join(packed)} of {fields[packed[0]].dtype} with scales, which no other library "
-            "decodes. Choose what they become, packed='float32', or leave them out with fields="
+            f"decodes. Choose what they become, {arg('packed', 'float32', setting='--packed')}, or "
+            f"leave them out "
+            f"with {arg('fields', setting='--fields')}"
         )
     names = [INDEX]
     for name, f in fields.items():
@@ -122,8 +124,10 @@ def check_ragged(fields: Schema, settings: ExportSettings, lengths: Mapping[str,
     nested = sum(int(own.sum()) * fields[name].row_bytes for name, own in lengths.items())
     padded = sum(int(own.max(initial=0)) * len(own) * fields[name].row_bytes for name, own in lengths.items())
     raise ConfigError(
-        f"export: {', '.join(lengths)} differ in length from record to record. Choose ragged='nested' (one "
-        f"after another with offsets, {format_bytes(nested)} as stored) or ragged='pad' (zeros up to the "
+        f"export: {', '.join(lengths)} differ in length from record to record. Choose "
+        f"{arg('ragged', 'nested', setting='--ragged')} (one "
+        f"after another with offsets, {format_bytes(nested)} as stored) or "
+        f"{arg('ragged', 'pad', setting='--ragged')} (zeros up to the "
         f"longest, {format_bytes(padded)})"
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, arg
 from stoker.export.columns import ExportSettings, Tensor, tensors_of
 from stoker.export.files import ExportedFile, Making
 from stoker.schema import Schema
@@ -38,7 +38,7 @@ def tensors(
         if tensor.name in TAKEN or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", tensor.name):
             raise ConfigError(
                 f"export: a field is called {tensor.name!r}, which the layout of tensordict has no file name "
-                "for. Leave it out with fields=, or export to safetensors"
+                f"for. Leave it out with {arg('fields', setting='--fields')}, or export to safetensors"
             )
     return found
 

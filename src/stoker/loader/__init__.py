@@ -16,7 +16,7 @@ watch.py       when that should change; partial.py: batches for a device that do
 mixture.py     several caches as one stream: turns.py says whose step it is, members.py has their loaders,
                conditions.py aligns what examples carry along, mixture_state.py
 ragged.py      fields of varying length as one tensor: padded, or packed
-buffers.py     memory of large batches; pool.py: threads; batch.py, transform.py, arguments.py
+buffers.py     memory of large batches; batch.py, transform.py, arguments.py
 keyed.py       random numbers for transforms, by example; draws.py, subsets.py: which examples, and how often
 """
 

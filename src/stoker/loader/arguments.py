@@ -11,7 +11,7 @@ from typing import Any, SupportsIndex, cast, get_args
 import numpy as np
 import torch
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, arg
 from stoker.loader.ranks import Share
 from stoker.loader.windows import Windows
 from stoker.store.blocks import Verify
@@ -98,7 +98,7 @@ def take_dataloader_arguments(
     shuffle = given.get("shuffle")
     if shuffle is not None and order is not None:
         raise ConfigError(
-            f"shuffle={shuffle} and order={order!r} say the same thing twice. Give order= alone"
+            f"shuffle={shuffle} and {arg('order', order)} say the same thing twice. Give {arg('order')} alone"
         )
     if order is not None and not isinstance(cast(object, order), str):
         raise ConfigError(f"order is {order!r}. Expected full, sequential, block, bucket, static or None")
@@ -124,21 +124,6 @@ def whole_numbers(**given: object) -> tuple[int, ...]:
 
 
 _EXAMPLES = {"batch_size": 64, "rank": 0, "world": 1, "seed": 0, "epoch": 0}
-
-
-def parse_device(device: str | torch.device) -> torch.device:
-    """The device that is meant.
-
-    Raises:
-        ConfigError: It is neither the CPU nor a CUDA device.
-    """
-    try:
-        parsed = torch.device(device)
-    except (RuntimeError, TypeError):
-        parsed = None
-    if parsed is None or parsed.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {device!r} is not known. Expected cpu, cuda or cuda:0")
-    return parsed
 
 
 def check_kinds(windows: object, transforms: object, reserve_bytes: object) -> None:
@@ -194,7 +179,8 @@ def check_static(static: bool, tier: str, share: Share, *, ragged: bool) -> None
     """
     if static and tier != "device":
         raise ConfigError(
-            f"static=True needs everything on the device, but tier is {tier!r}. Give tier='device' as well"
+            f"static=True needs everything on the device, but tier is {tier!r}. Give "
+            f"{arg('tier', 'device')} as well"
         )
     if static and (not share.drop_last or ragged):
         raise ConfigError(

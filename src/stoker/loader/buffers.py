@@ -30,7 +30,15 @@ def lasting(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | N
     and by threads.
     """
     with torch.inference_mode(False):
-        return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device or "cpu")
+
+
+def sent(values: Any, device: torch.device) -> Tensor:
+    """Numbers as a tensor on `device`; page-locked first, so that nothing waits for a GPU that is at work."""
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class Buffers:

@@ -25,9 +25,9 @@ from torch import Tensor
 from stoker.loader.memory import Memory
 from stoker.loader.order import Ids, Order
 from stoker.loader.outputs import RECORD
-from stoker.loader.pool import Pool, Ticket
 from stoker.loader.ranks import Share
 from stoker.loader.windows import Examples
+from stoker.threads import Pool, Ticket
 
 if TYPE_CHECKING:
     from stoker.monitor.meter import StallMeter
@@ -116,25 +116,25 @@ class Locator:
         """Records, starts and `index` of examples, as in `Chunk`."""
         records, starts = self.examples.locate(examples, self.first)
         numbers = self.numbers[records]
-        index = torch.as_tensor(numbers)
+        index = _tensor(numbers)
         if self.windowed:
             both = torch.empty((len(index), 2), dtype=torch.int64, device=index.device)
-            both[:, 0], both[:, 1] = index, torch.as_tensor(starts)
+            both[:, 0], both[:, 1] = index, _tensor(starts)
             index = both
         return records, starts, index
 
     def rows(self, memory: Memory, records: Any, starts: Any) -> dict[str, Any]:
         """Rows of examples in `memory`, per kind of index; ragged whole records stay numpy."""
         own = memory.rows[records]
-        rows: dict[str, Any] = {RECORD: torch.as_tensor(own)}
+        rows: dict[str, Any] = {RECORD: _tensor(own)}
         for name, length in self.step_lengths.items():
-            rows[name] = torch.as_tensor(own * length + starts)
+            rows[name] = _tensor(own * length + starts)
         for name, table in memory.steps.items():
             if name in self.ragged:
                 rows[f"starts:{name}"] = host(table[records])
                 rows[f"lengths:{name}"] = self.lengths[name][host(records)]
             else:
-                rows[f"steps:{name}"] = torch.as_tensor(table[records] + starts)
+                rows[f"steps:{name}"] = _tensor(table[records] + starts)
         return rows
 
 
@@ -281,3 +281,8 @@ class Chunks:
 def host(values: Any) -> NDArray[np.int64]:
     """The same numbers as a numpy array, wherever they are."""
     return values.cpu().numpy() if isinstance(values, Tensor) else values
+
+
+def _tensor(values: Any) -> Tensor:
+    """The same numbers as a tensor where they are, whatever torch's default device is."""
+    return values if isinstance(values, Tensor) else torch.from_numpy(values)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stoker.errors import ConfigError
 from stoker.loader.engine import Design
-from stoker.loader.outputs import RECORD, Output
+from stoker.loader.outputs import RECORD, Output, Role
 from stoker.store.join import served_schema
 
 OURS = ("task", "tasks", "mask")
@@ -62,7 +62,8 @@ class Conditions:
         """`member` for every example, as masks are given."""
         key = (member, len(index), index.device)
         if key not in self._tasks:
-            self._tasks[key] = torch.tensor(member, device=index.device).expand(len(index))
+            with torch.inference_mode(False):  # it outlives the caller's mode
+                self._tasks[key] = torch.tensor(member, device=index.device).expand(len(index))
         return self._tasks[key]
 
     def align(self, member: int, own: Mapping[str, Tensor], index: Tensor) -> tuple[dict[str, Tensor], ...]:
@@ -83,7 +84,8 @@ class Conditions:
             values |= {name: own[name] for name in self._raw[member]}
         key = (member, len(index), index.device)
         if key not in self._masks:
-            self._masks[key] = {one.name: _mask(one, member, index) for one in self._all}
+            with torch.inference_mode(False):
+                self._masks[key] = {one.name: _mask(one, member, index) for one in self._all}
         return values, self._masks[key].copy()
 
 
@@ -100,7 +102,7 @@ def _fitted(one: Condition, member: int, own: Mapping[str, Tensor], index: Tenso
 
 
 def _mask(one: Condition, member: int, index: Tensor) -> Tensor:
-    shape, row = one.shapes[member], torch.zeros(one.shape, dtype=torch.bool)
+    shape, row = one.shapes[member], torch.zeros(one.shape, dtype=torch.bool, device="cpu")
     if shape == one.shape:
         row.fill_(True)
     elif shape is not None:
@@ -140,8 +142,8 @@ def _outputs_of(design: Design) -> dict[str, Output]:
     outputs, columns = design.outputs, _column_outputs(design)
     if design.windowed:
         kept = _kept_by(design)
-        first = 3 if len(outputs) > 2 and outputs[2].name == "future" else 2
-        return {o.name: o for o in (*outputs[first:], *columns) if o.name not in kept}
+        conditions = [output for output in outputs if output.role is Role.FIELD]
+        return {o.name: o for o in (*conditions, *columns) if o.name not in kept}
     schema = served_schema(design.cache)
     own = (*outputs, *columns)
     return {o.name: o for o in own if not (schema[o.field].time or o.ragged or len(o.shape) > 1)}

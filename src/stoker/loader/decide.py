@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, IncompleteError
+from stoker.errors import ConfigError, IncompleteError, arg
 from stoker.loader import state as states
 from stoker.loader.arguments import check_share, check_static
 from stoker.loader.disk import READ_DEADLINE_S, Reading
@@ -25,9 +25,10 @@ from stoker.loader.engine import Design
 from stoker.loader.fused import Normalise
 from stoker.loader.lowering import lowered
 from stoker.loader.order import Draws, Order, parse_order
-from stoker.loader.outputs import Output, make_outputs
+from stoker.loader.order_device import table_bytes
+from stoker.loader.outputs import Output, Role, make_outputs
 from stoker.loader.places import Places, find_places, lengths_of, weighted
-from stoker.loader.ragged import Ragged, check_lengths, make_join
+from stoker.loader.ragged import LENGTHS, MASK, OFFSETS, Ragged, check_lengths, make_join
 from stoker.loader.ranks import Share, own_records
 from stoker.loader.read_ahead import elsewhere_of
 from stoker.loader.residency import claim_plan, parts_of
@@ -36,6 +37,7 @@ from stoker.loader.watch import Ask
 from stoker.loader.windows import Examples, Windows, number_examples, time_field
 from stoker.plan import LEDGER, Demand, Ledger, Plan, Resources, plan_tiers, probe
 from stoker.plan.resources import memory_now
+from stoker.store.join import rename_hint
 from stoker.units import format_count
 
 if TYPE_CHECKING:
@@ -114,6 +116,7 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
         order=order,
         demand=replace(
             _demand(cache, places, outputs, wishes.batch_size, str(wishes.device)),
+            table_bytes=0 if wishes.device.type == "cpu" else table_bytes(order, len(places.numbers)),
             elsewhere=elsewhere_of(
                 cache,
                 order.kind,
@@ -130,10 +133,23 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
 
 
 def outputs_of(cache: Cache, wishes: Wishes) -> tuple[Output, ...]:
-    """What batches are made of."""
-    return make_outputs(
+    """What batches are made of.
+
+    Raises:
+        ConfigError: As `make_outputs`; or a column joined to the cache would replace one of them.
+    """
+    outputs = make_outputs(
         cache.schema, wishes.windows, wishes.dtype, wishes.normalise, device=wishes.device.type
     )
+    named = [o.name for o in outputs if o.role is Role.FIELD]
+    named += [o.name + end for o in outputs if o.ragged for end in (LENGTHS, MASK, OFFSETS)]
+    columns = () if cache.joined is None else cache.joined.schema
+    if taken := [name for name in named if name in columns]:
+        raise ConfigError(
+            f"a batch of {cache.name} has a tensor {taken[0]!r}, and a joined column has the same name. Name "
+            f"the column otherwise: {rename_hint(taken[0])}"
+        )
+    return outputs
 
 
 def order_of(
@@ -240,7 +256,7 @@ def check_beside(cache: Cache, wishes: Wishes) -> None:
             raise ConfigError(
                 f"{what} needs a complete cache: {why}; and {cache.path} is still being filled, "
                 f"{format_count(len(cache))} of {format_count(cache.recipe.count)} records are stored. "
-                "Leave wait=False out, so that it is filled first"
+                f"Leave {arg('wait', False)} out, so that it is filled first"
             )
 
 

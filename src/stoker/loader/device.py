@@ -6,6 +6,8 @@ of their own while the next buffer is read: the host never holds more of the set
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -16,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.errors import StalledError
+from stoker.errors import StalledError, arg
 from stoker.loader.memory import (
     Layout,
     Memory,
@@ -29,6 +31,7 @@ from stoker.loader.memory import (
     unit_shape,
 )
 from stoker.loader.places import Places
+from stoker.plan.resources import use_device
 from stoker.store.shard_read import PIECE_BYTES
 from stoker.units import format_bytes
 
@@ -39,6 +42,8 @@ STAGING_BUFFERS = 8
 """Buffers of `PIECE_BYTES` for each shard that is being loaded."""
 COPY_DEADLINE_S = 60.0
 """Seconds that one buffer may take to reach the device."""
+RELAXED_CAPTURE = 2
+"""`CU_STREAM_CAPTURE_MODE_RELAXED` of cuda.h."""
 POLL_S = 20e-6
 """Seconds between two looks at a copy that is still going on, far less than one takes."""
 
@@ -67,9 +72,37 @@ def resident(cache: Cache, places: Places, shards: frozenset[int], device: torch
     )
 
 
+def finish_reads(device: torch.device) -> None:
+    """Wait for all that was begun on a GPU: other streams may read memory that is let go of."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def begin_thread(device: torch.device) -> None:
+    """Prepare a thread of the loader that copies to a GPU, or asks whether copies are done.
+
+    The GPU is its current one, not GPU 0. While another thread captures a CUDA graph in the default mode,
+    CUDA forbids all threads to allocate page-locked memory and to ask events, and one that does ruins
+    the capture, unless it says that it has no part in captures (`cuThreadExchangeStreamCaptureMode`).
+    """
+    if device.type != "cuda":
+        return
+    use_device(device)
+    if (driver := _driver()) is not None:
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED_CAPTURE)))
+
+
+@functools.cache
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
 def _placed(table: NDArray[np.int64], device: torch.device) -> Any:
     """A table where the order is made: numpy on a CPU."""
-    return table if device.type == "cpu" else torch.as_tensor(table).to(device)
+    return table if device.type == "cpu" else torch.as_tensor(table, device="cpu").to(device)
 
 
 def _load(cache: Cache, layout: Layout, sources: Mapping[str, Tensor], shard: int) -> None:
@@ -92,12 +125,13 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._device, self._cuda = device, device.type == "cuda"
         self._buffers = [
-            torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(STAGING_BUFFERS)
+            torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=self._cuda, device="cpu")
+            for _ in range(STAGING_BUFFERS)
         ]
         self._spaces = [bytes_of(buffer) for buffer in self._buffers]
         self._copied: list[Any] = [None] * STAGING_BUFFERS
         self._stream: Any = torch.cuda.Stream(device) if self._cuda else None
-        self._target = torch.empty(0, dtype=torch.uint8)
+        self._target = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._next = 0
 
     def into(self, target: Tensor) -> Staging:
@@ -137,6 +171,7 @@ class Staging:
             if time.monotonic() > until:
                 raise StalledError(
                     f"a copy of {format_bytes(PIECE_BYTES)} to {self._device} was not done after "
-                    f"{COPY_DEADLINE_S:g} s. The device does not answer; serve from tier='host' meanwhile"
+                    f"{COPY_DEADLINE_S:g} s. The device does not answer; serve from "
+                    f"{arg('tier', 'host')} meanwhile"
                 )
             time.sleep(POLL_S)

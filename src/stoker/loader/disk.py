@@ -27,7 +27,7 @@ from stoker.loader.memory import Memory, bytes_of
 from stoker.loader.outputs import Output, view_for
 from stoker.loader.pieces import Pieces, Wanted
 from stoker.loader.places import Places
-from stoker.loader.pool import Pool, Ticket
+from stoker.threads import Pool, Ticket
 from stoker.units import MIB
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ class DiskBatches:
     ) -> int:
         """Copy the examples at `own` of a batch out of a memory; no read has waited."""
         rows = self._locator.rows(memory, records, starts)
-        where = torch.as_tensor(own)
+        where = torch.as_tensor(own, device="cpu")
         for i, (output, view) in enumerate(zip(self._outputs, views, strict=True)):
             if output.ragged:
                 gather = RaggedGather(view, None)  # converted when all are there

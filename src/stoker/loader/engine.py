@@ -179,8 +179,8 @@ class Engine:
         whole_ragged = tuple(output.field for output in self._outputs if output.ragged)
         return Locator(
             examples=design.examples,
-            first=torch.as_tensor(first).to(device) if on_device else first,
-            numbers=torch.as_tensor(numbers.copy()).to(device) if on_device else numbers,
+            first=torch.as_tensor(first, device="cpu").to(device) if on_device else first,
+            numbers=torch.as_tensor(numbers.copy(), device="cpu").to(device) if on_device else numbers,
             windowed=design.windowed,
             step_lengths=step_lengths(self._outputs, design.cache.recipe.columns),
             ragged=whole_ragged,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, MissingRecordError
 from stoker.loader.draws import Weights
-from stoker.loader.order import Draws, Order, OrderKind, keys_of, stream
+from stoker.loader.order import Draws, Order, OrderKind, Salt, keys_of, stream
 from stoker.loader.places import Places, weighted
 from stoker.loader.turns import apportion
 from stoker.loader.windows import Examples, Windows, number_examples, time_field
@@ -93,7 +93,7 @@ class FillOrder:
         examples = np.repeat(window.slots * self.per_record, room) + starts
         here = np.repeat(counts > 0, room)
         if self._shuffled:
-            order = np.argsort(keys_of(stream(self._seed, epoch, salt=3), examples), kind="stable")
+            order = np.argsort(keys_of(stream(self._seed, epoch, Salt.FILLING), examples), kind="stable")
             examples, here = examples[order], here[order]
         return examples[here], window.begin + np.flatnonzero(here)
 

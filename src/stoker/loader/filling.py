@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, CorruptError, IncompleteError, MissingRecordError, StalledError
+from stoker.errors import ConfigError, CorruptError, IncompleteError, MissingRecordError, StalledError, arg
 from stoker.loader.ahead import Ahead
 from stoker.loader.chunks import Chunk, Locator, Span
 from stoker.loader.decide import (
@@ -203,7 +203,7 @@ class FillingPass:
             raise ConfigError(
                 f"no trajectory of {self._cache.path} is long enough for a window of stride {windows.stride} "
                 f"and horizon {windows.horizon}, which spans {windows.span + 1} steps. Choose a smaller "
-                "stride= or horizon="
+                f"{arg('stride')} or {arg('horizon')}"
             )
 
     def _served(
@@ -250,11 +250,13 @@ class FillingPass:
         places = find_places(self._cache, numbers)
         if len(places.numbers) != len(numbers):
             lost = int(np.setdiff1d(numbers, places.numbers)[0])
-            raise MissingRecordError(f"sample {lost} was stored and is quarantined now. Begin the epoch anew")
+            raise MissingRecordError(
+                f"sample {lost} was stored and is quarantined now. Start the epoch again"
+            )
         reader.over(self._cache, places)
-        index = torch.as_tensor(self._numbers[slots])
+        index = torch.as_tensor(self._numbers[slots], device="cpu")
         if self._design.windowed:
-            index = torch.stack([index, torch.as_tensor(starts)], dim=1)
+            index = torch.stack([index, torch.as_tensor(starts, device="cpu")], dim=1)
         span = Span(epoch=0, position=0, batches=count, batch=size, step=0, short=False, last=False)
         return Chunk(
             span=span, examples=examples, records=records, starts=starts, index=index, rows=None, memory=None

@@ -147,4 +147,4 @@ def _numbers(name: str, given: object) -> tuple[float, ...]:
 
 
 def _float32(values: Sequence[float]) -> tuple[float, ...]:
-    return tuple(torch.tensor(values, dtype=torch.float64).to(torch.float32).tolist())
+    return tuple(torch.tensor(values, dtype=torch.float64, device="cpu").to(torch.float32).tolist())

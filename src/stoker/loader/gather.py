@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.loader.batch import RecordBatch, WindowBatch
-from stoker.loader.buffers import REUSE_FROM_BYTES, Buffers, lasting
+from stoker.loader.buffers import REUSE_FROM_BYTES, Buffers, lasting, sent
 from stoker.loader.kernels.choose import converting, twin_for
 from stoker.loader.kernels.twin import Twin, Views
 from stoker.loader.memory import Memory
-from stoker.loader.outputs import Output, view_for
-from stoker.loader.pool import Pool
+from stoker.loader.outputs import Output, Role, view_for
 from stoker.schema import Schema
+from stoker.threads import Pool
 from stoker.units import KIB, MIB
 
 STRIP_BATCHES = 128
@@ -139,7 +139,7 @@ class RaggedGather:
         """Steps `starts .. starts + lengths` of each record."""
         ends = np.cumsum(lengths)
         steps = np.arange(ends[-1], dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
-        rows = torch.index_select(self._view, 0, torch.as_tensor(steps).to(self._view.device))
+        rows = torch.index_select(self._view, 0, sent(steps, self._view.device))
         return list(_cut(rows if self._twin is None else self._twin(rows), lengths.tolist()))
 
 
@@ -161,10 +161,12 @@ class MemoryBatches:
         self._batch = batch
         self._static = static
         self._index_out: Tensor | None = None
-        small = {output.name for output in outputs if output.example_bytes * batch <= STRIP_OUTPUT_BYTES}
-        self._per_strip = frozenset[str]() if static else small - {o.name for o in outputs if o.ragged}
         self._gathers: list[Any] = []
+        self._per_strip: list[bool] = []
+        """By place: an output's name says nothing, since bits and scales of a packed field share it."""
         for output in outputs:
+            small = output.example_bytes * batch <= STRIP_OUTPUT_BYTES
+            self._per_strip.append(small and not static and not output.ragged)
             view = view_for(output, schema[output.field], memory.sources[output.field])
             if output.ragged:
                 self._gathers.append(RaggedGather(view, twin_for(output, view.device)))
@@ -194,14 +196,14 @@ class MemoryBatches:
             own = slice(begin, begin + STRIP_BATCHES * batch)
             cuts: dict[str, tuple[Tensor, ...]] = {}
             columns: list[Iterable[Any]] = []
-            for output, gather in zip(self._outputs, self._gathers, strict=True):
+            for output, gather, small in zip(self._outputs, self._gathers, self._per_strip, strict=True):
                 if output.ragged:
                     starts, lengths = (rows[f"{kind}:{output.field}"][own] for kind in ("starts", "lengths"))
                     bounds = range(batch, len(starts), batch)
                     columns.append(map(gather, np.split(starts, bounds), np.split(lengths, bounds)))
                     continue
                 moved = [None if v is None else v[own] for v in views.get(output.name, ())]
-                if output.name in self._per_strip and not moved:
+                if small and not moved:
                     columns.append(_cut(gather(rows[output.index][own]), batch))
                 else:
                     if output.index not in cuts:
@@ -243,9 +245,9 @@ def window_batches(
     outputs: tuple[Output, ...], columns: list[Iterable[Any]], positions: Iterable[tuple[int, int]]
 ) -> Iterator[WindowBatch]:
     """Put windows into named tuples; `columns` are those of `outputs`, then `index`."""
-    with_future = len(outputs) > 2 and outputs[2].name == "future"
-    first = 3 if with_future else 2
-    names = tuple(output.name for output in outputs[first:])
+    with_future = any(output.role is Role.FUTURE for output in outputs)
+    names = tuple(output.name for output in outputs if output.role is Role.FIELD)
+    first = len(outputs) - len(names)
     conditions: Iterable[Any] = map(dict[str, Tensor], repeat(()))  # an empty one for every batch
     if names:
         conditions = map(dict, map(partial(zip, names), zip(*columns[first:-1], strict=False)))

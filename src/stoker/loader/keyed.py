@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 
 from stoker.errors import ConfigError
-from stoker.loader.order import GAMMA, MIX_A, MIX_B, stream
+from stoker.loader.order import GAMMA, MIX_A, MIX_B, Salt, stream
 
 MASK_32 = (1 << 32) - 1
-TRANSFORM_SALT = 2
-"""Keeps the keys of transforms apart from those of the order."""
 
 
 def example_keys(seed: int, epoch: int, examples: Tensor) -> Tensor:
     """The random key of each example in this epoch, int64, on the device of `examples`."""
-    return keys_of(stream(seed, epoch, TRANSFORM_SALT), examples)
+    return keys_of(stream(seed, epoch, Salt.TRANSFORM), examples)
 
 
 def keys_of(base: int, numbers: Tensor) -> Tensor:

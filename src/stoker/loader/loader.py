@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, UncountedError
+from stoker.errors import ConfigError, UncountedError, arg
 from stoker.loader import state as states
 from stoker.loader.ahead import Strips, Turn
 from stoker.loader.arguments import (
     NOT_BY_NUMBER,
     check_kinds,
     check_verify,
-    parse_device,
     refuse_workers,
     take_dataloader_arguments,
     whole_numbers,
@@ -31,10 +30,11 @@ from stoker.loader.place import EpochSetter, Place
 from stoker.loader.places import joined_indices
 from stoker.loader.ragged import Ragged, make_join
 from stoker.loader.ranks import check_ranks
-from stoker.loader.transform import Columns, Finish, Transform
+from stoker.loader.transform import Columns, Finish, FixedBatch, Transform
 from stoker.loader.whole import Serving, Whole
 from stoker.loader.windows import Windows
 from stoker.plan import Plan
+from stoker.plan.devices import resolve_device
 from stoker.schema import Json
 from stoker.units import format_bytes, format_count
 
@@ -84,7 +84,7 @@ class Loader:
             batch_size: Examples in a batch of this rank: windows if `windows` is given, else records.
             windows: How trajectories are cut; None serves whole records.
             tier: `auto`, or the tier that shall hold everything: `device`, `host`, `disk`, `encode`.
-            device: Where batches are wanted: `cpu`, or `cuda[:i]`.
+            device: Where batches are wanted: `cpu`, `cuda[:i]`, or `auto`: a GPU where there is one.
             seed, rank, world: The order's seed; this process's part of every global batch.
             order: `full` (default), `sequential` (evaluation), `block`, `block(block,window)`, `static`, or
                 `bucket`, `bucket(batches)`: records of similar length in a batch.
@@ -106,7 +106,7 @@ class Loader:
         Raises:
             ConfigError: A setting does not fit the cache or another one.
             IncompleteError: Records are missing and nobody can encode them.
-            ResourceError: `tier` cannot hold the records.
+            ResourceError: `tier` cannot hold the records, or `device` is not there.
         """
         refuse_workers()
         batch_size, rank, world, seed = whole_numbers(
@@ -115,7 +115,7 @@ class Loader:
         check_ranks(batch_size, rank, world)
         check_kinds(windows, transforms, reserve_bytes)
         check_verify(verify)
-        device = parse_device(device)
+        device = resolve_device(device)
         order, timeout_s, pin = take_dataloader_arguments(dataloader, order, Wishes.__slots__)
         indices = joined_indices(cache, indices)
         self._wishes = Wishes(
@@ -141,6 +141,7 @@ class Loader:
             meter=meter,
         )
         self._columns = None if cache.joined is None else Columns(cache.joined, static=static)
+        self._fixed = FixedBatch() if static and transforms else None
         self._pin = pin and torch.cuda.is_available()
         self._mender = Mender()
         self._serving: Serving = begin_filling_pass(cache, self._wishes, self._mender) or self._whole(cache)
@@ -197,7 +198,7 @@ class Loader:
         if steps is None:
             raise UncountedError(
                 f"{self.dataset.path} is being filled, and how many windows its trajectories have is known "
-                "once all are. Iterate without asking for the length, or leave wait=False out"
+                f"once all are. Iterate without asking for the length, or leave {arg('wait', False)} out"
             )
         return steps
 
@@ -291,6 +292,7 @@ class Loader:
             seed=self._wishes.seed,
             meter=self._wishes.meter,
             columns=self._columns,
+            fixed=self._fixed,
         )
 
     def _follow(self, state: dict[str, Any]) -> None:
@@ -322,7 +324,7 @@ def design_of(loader: Loader) -> Design:
     if loader._serving.steps is None:
         raise ConfigError(
             f"a mixture lays out its turns by the batches of each cache, and those of {loader!r} are known "
-            "once it is filled. Leave wait=False out of its precompute"
+            f"once it is filled. Leave {arg('wait', False)} out of its precompute"
         )
     return loader._serving.design
 

@@ -125,7 +125,7 @@ def _copied(schema: Schema, mapped: frozenset[str]) -> float:
 
 
 def _empty(field: Field, span: int) -> Tensor:
-    return torch.empty((span, *unit_shape(field)), dtype=torch_dtype(field))
+    return torch.empty((span, *unit_shape(field)), dtype=torch_dtype(field), device="cpu")
 
 
 def _load(
@@ -169,7 +169,7 @@ def _resident(parts: Callable[[int], list[tuple[AddressRange, int, int]]], shard
 
 def _choose_mapped(cache: Cache, schema: Schema, shards: frozenset[int]) -> Choice | None:
     """Map fields from the largest down while the alignment they need is affordable; None: map nothing."""
-    if sys.platform != "linux" or mmap.ALLOCATIONGRANULARITY > PAGE or cache.shard(min(shards)).fileno() < 0:
+    if sys.platform != "linux" or mmap.ALLOCATIONGRANULARITY > PAGE:
         return None
     rows = np.array([cache.index.shards[shard].rows for shard in shards], dtype=np.int64)
     by_size = sorted(
@@ -181,6 +181,8 @@ def _choose_mapped(cache: Cache, schema: Schema, shards: frozenset[int]) -> Choi
             "a copy. `stoker compact` makes fewer shards",
             cache.path, len(shards), len(by_size), MAX_MAPS,
         )  # fmt: skip
+        return None
+    if any(cache.shard(shard).fileno() < 0 for shard in shards):  # in place, or at a URL: no file of ours
         return None
     fixed: list[str] = []
     align = 1

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, arg
 from stoker.loader.decide import completed
 from stoker.loader.engine import Design
 from stoker.loader.loader import Loader, design_of, is_beside
@@ -104,7 +104,8 @@ def make_members(
     if in_one_batch and filling:
         raise ConfigError(
             "mix='example' shuffles the examples of all caches together, which takes complete ones, and "
-            f"{filling[0].path} is being filled. Leave wait=False out of its precompute, or give mix='batch'"
+            f"{filling[0].path} is being filled. Leave {arg('wait', False)} out of its "
+            "precompute, or give mix='batch'"
         )
     if filling:
         in_one_batch = False

@@ -66,8 +66,8 @@ class Mender:
         with claim(cache.path, _CLAIM, wait_s=MEND_DEADLINE_S) as got:
             if not got:
                 raise StalledError(
-                    f"{holder(cache.path, _CLAIM)} has been mending {cache.path} for {MEND_DEADLINE_S:g} s. "
-                    "See whether it hangs"
+                    f"{holder(cache.path, _CLAIM)} has been repairing {cache.path} for "
+                    f"{MEND_DEADLINE_S:g} s. See whether it hangs"
                 )
             found = repair(cache.path, shards=[error.shard])
             lost = _lost(cache, open_cache(cache.path, require_complete=False))
@@ -92,7 +92,7 @@ class Mender:
 
     def _say(self, error: CorruptError, numbers: list[int]) -> None:
         if not numbers:
-            log.warning("%s. It is sound now: another process mended it, or a read went wrong", error.fact)
+            log.warning("%s. It is sound now: another process repaired it, or a read went wrong", error.fact)
             return
         shown = ", ".join(map(str, numbers[:10])) + (f" and {len(numbers) - 10} more" if numbers[10:] else "")
         log.warning("%s. Encoded again from the source: samples %s", error.fact, shown)

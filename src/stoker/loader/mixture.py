@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, arg
 from stoker.loader import mixture_state as states
 from stoker.loader.arguments import NOT_BY_NUMBER, refuse_unknown, refuse_workers
 from stoker.loader.batch import RecordBatch, TaskBatch, WindowBatch
@@ -278,9 +278,9 @@ class Mixture:
     def _lacking(self, name: str, member: int, own: Mapping[str, Any]) -> ConfigError:
         whose = self.names[member] if self._members.joint is None else "+".join(self.names)
         return ConfigError(
-            f"what transforms= of {whose!r} returned lacks {name!r} and has {', '.join(map(str, own))}. A "
-            "mixture needs `index`, which says whose each example is, and every condition. Return them too, "
-            "as in {**batch, ...} of a batch of records"
+            f"what {arg('transforms')} of {whose!r} returned lacks {name!r} and has "
+            f"{', '.join(map(str, own))}. A mixture needs `index`, which says whose each example is, and "
+            "every condition. Return them too, as in {**batch, ...} of a batch of records"
         )
 
     def _arranged(self) -> Turns:

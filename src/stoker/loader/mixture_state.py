@@ -73,7 +73,7 @@ def restore(state: object, terms: Terms) -> tuple[int, int]:
     if different:
         raise StaleStateError(
             f"the saved state belongs to another mixture: {'; '.join(different)}. "
-            "Make the mixture as it was, or start the epoch anew"
+            "Make the mixture as it was, or start the epoch again"
         )
     check_within(at, terms.steps, "step")
     for name, loader in terms.loaders.items():

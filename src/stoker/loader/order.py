@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum, unique
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -20,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, arg
 from stoker.loader.draws import without_repeats
 
 SORTED_LIMIT = 1 << 27
@@ -47,6 +48,17 @@ Ids: TypeAlias = "Callable[[int, int], Any]"
 Kind: TypeAlias = Literal["full", "block", "bucket", "static", "sequential"]
 
 
+@unique
+class Salt(IntEnum):
+    """What a sequence of random keys is for: equal numbers would give equal keys. Part of every order."""
+
+    ORDER = 0
+    TRANSFORM = 2
+    SUBSET = 3
+    TURNS = 4
+    FILLING = 5
+
+
 def mix(value: int) -> int:
     """The finalizer of splitmix64 on one number.
 
@@ -59,7 +71,7 @@ def mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def stream(seed: int, epoch: int, salt: int = 0) -> int:
+def stream(seed: int, epoch: int, salt: Salt = Salt.ORDER) -> int:
     """Where the key sequence of one epoch starts; other salts give independent sequences."""
     return mix(mix(mix(seed + GAMMA) ^ (epoch + 1) * GAMMA) + salt * MIX_A)
 
@@ -221,7 +233,7 @@ class Order:
         if self.kind.kind == "bucket" and self.lengths is None:
             raise ConfigError(
                 f"order {self.kind} puts records of similar length into a batch, and examples here have one "
-                "shape. Use order='full'"
+                f"shape. Use {arg('order', 'full')}"
             )
 
     @property

@@ -7,10 +7,13 @@ count, and whether all have arrived is asked once a step for a whole chunk of ba
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from stoker.loader.buffers import sent
 from stoker.loader.keyed import keys_of
 from stoker.loader.order import (
     FEISTEL_ROUNDS,
@@ -30,11 +33,32 @@ LOWEST = -(1 << 63)
 
 def epoch_on(order: Order, epoch: int, device: torch.device) -> Ids:
     """`order.epoch(epoch)` on `device`: the result gives examples by position, `(stop - start,)` int64."""
+    if order.kind.kind == "bucket" or (order.draws is not None and order.draws.weights is not None):
+        return _from_host(order, epoch, device)  # sorted as a whole, by numbers of the host's making
+    with suppress(torch.OutOfMemoryError):
+        return _made_on(order, epoch, device)
+    # Sorting takes eight times the memory of the order itself.
+    return _from_host(order, epoch, device)
+
+
+def table_bytes(order: Order, records: int) -> int:
+    """Bytes that a device needs in addition to its records.
+
+    Row, sample number and first example of each record, which are kept; and about 64 for each example while
+    an epoch is sorted: key, number, and values, indices and scratch of `torch.sort`.
+    """
+    in_blocks = order.kind.kind in ("sequential", "block")
+    return 24 * records + (0 if in_blocks else 64 * min(order.positions, SORTED_LIMIT))
+
+
+def _from_host(order: Order, epoch: int, device: torch.device) -> Ids:
+    """One copy for each epoch, which nothing waits for."""
+    whole = sent(order.epoch(epoch)(0, order.positions), device)
+    return lambda start, stop: whole[start:stop]
+
+
+def _made_on(order: Order, epoch: int, device: torch.device) -> Ids:
     base, kind = stream(order.seed, epoch), order.kind.kind
-    if kind == "bucket" or (order.draws is not None and order.draws.weights is not None):
-        # Sorted as a whole, by numbers of the host's making: one copy for each epoch.
-        drawn = torch.as_tensor(order.epoch(epoch)(0, order.positions)).to(device)
-        return lambda start, stop: drawn[start:stop]
     if order.draws is not None:
         return _drawn(order.draws, base, device)
     if kind == "full":
@@ -76,8 +100,8 @@ def _feistel(value: Tensor, bits: int, base: int) -> Tensor:
 
 def _drawn(draws: Draws, base: int, device: torch.device) -> Ids:
     other, total = mix(base + 1), float(draws.cumulative[-1])
-    cumulative = torch.as_tensor(draws.cumulative).to(device)
-    firsts = torch.as_tensor(draws.first).to(device)
+    cumulative = sent(draws.cumulative, device)
+    firsts = sent(draws.first, device)
     below = float(np.nextafter(total, 0.0))
 
     def ids(start: int, stop: int) -> Tensor:

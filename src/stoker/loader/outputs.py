@@ -7,8 +7,9 @@ at once, so that `z0`, `z1` and `future` share one index.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import numpy as np
 import torch
@@ -21,6 +22,17 @@ from stoker.schema import FLOATS, SCALE_SUFFIX, Field, Schema, scale_field
 
 RECORD = "record"
 """The index that counts virtual rows of records; others are `steps:<length or field>`."""
+
+
+class Role(Enum):
+    """What an output is in a batch. A name cannot tell: a field may be called `future`."""
+
+    FIELD = "field"
+    """A field of whole records, or a condition of windows."""
+    STATE = "state"
+    """`z0` or `z1`."""
+    FUTURE = "future"
+    """The states after `z1`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +49,7 @@ class Output:
     """Stored dtype; of a packed field, what is handed out."""
     cast: torch.dtype | None = None
     """Dtype handed out, when it is another one."""
+    role: Role = Role.FIELD
     fused: Fused | None = None
     """What is done to the values on the way, the cast included; None: nothing."""
     lag: int = 0
@@ -111,19 +124,32 @@ def make_outputs(
     check_conditions(schema, main)
     field, stride = schema[main], windows.stride
     outputs = [
-        _output("z0", main, field, fused[main], lag=0),
-        _output("z1", main, field, fused[main], lag=stride),
+        replace(_output(name, main, field, fused[main], lag=lag), role=Role.STATE)
+        for name, lag in (("z0", 0), ("z1", stride))
     ]
     if windows.horizon > 1:
         count = windows.horizon - 1
-        outputs.append(_output("future", main, field, fused[main], lag=2 * stride, count=count, every=stride))
+        future = _output("future", main, field, fused[main], lag=2 * stride, count=count, every=stride)
+        outputs.append(replace(future, role=Role.FUTURE))
     for name, f in schema.items():
         if f.kept:
             outputs += _kept_outputs(name, f, fused[name], stride)
         elif name != main:
             lag, width = 0 if f.time else None, condition_width(f)
             outputs.append(_output(name, name, f, fused[name], lag=lag, width=width))
+    _check_distinct(outputs)
     return tuple(outputs)
+
+
+def _check_distinct(outputs: Sequence[Output]) -> None:
+    """Refuse two conditions of one name: a kept field `x` gives `x0` and `x1`."""
+    fields: dict[str, str] = {}
+    for output in outputs:
+        if output.role is Role.FIELD and fields.setdefault(output.name, output.field) != output.field:
+            raise ConfigError(
+                f"fields {fields[output.name]!r} and {output.field!r} would both be cond[{output.name!r}] of "
+                "a window. Give one of them another name in its source"
+            )
 
 
 def _kept_outputs(name: str, field: Field, fused: Fused | None, stride: int) -> list[Output]:

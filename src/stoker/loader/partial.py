@@ -29,13 +29,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.loader.chunks import Chunk, Locator, host
+from stoker.loader.device import begin_thread
 from stoker.loader.disk import READ_DEADLINE_S, DiskBatches
 from stoker.loader.gather import STRIP_BATCHES, RaggedGather
 from stoker.loader.kernels.choose import twin_for
 from stoker.loader.memory import Memory
 from stoker.loader.outputs import RECORD, Output, view_for
 from stoker.loader.places import Places
-from stoker.loader.pool import Pool, Ticket
+from stoker.threads import Pool, Ticket
 from stoker.units import MIB
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class Group:
     starts: Any
     far: Tensor | None
     """Which examples were not near, on the device; None: all were."""
+    far_places: list[int]
+    """The same on the host."""
     values: list[Any]
     """Per output the rows of these, as stored: a tensor, or a list of tensors. With `rows`, per field that is
     served the records that they are cut from."""
@@ -155,6 +158,7 @@ class PartialBatches:
 
     def _stage(self, chunk: Chunk, own: slice, ready: bytearray | None) -> Group:
         """Bring what is not near to the device; in the thread of the pool."""
+        begin_thread(self._device)
         with torch.cuda.stream(self._stream) if self._cuda else nullcontext():
             return self._staged(host(chunk.records[own]), host(chunk.starts[own]), chunk.index[own], ready)
 
@@ -174,7 +178,8 @@ class PartialBatches:
         return Group(
             records=self._located(records) if some else None,
             starts=self._located(starts) if some else None,
-            far=self._over(torch.as_tensor(where)) if len(where) else None,
+            far=self._over(torch.as_tensor(where, device="cpu")) if len(where) else None,
+            far_places=where.tolist(),
             values=[self._over(value) for value in values],
             rows=None if rows is None else {name: self._over(own) for name, own in rows.items()},
             index=self._over(index),
@@ -193,9 +198,9 @@ class PartialBatches:
             some, own = np.unique(records, return_inverse=True)
             if len(some) * self._record_bytes < len(records) * self._example_bytes:
                 disk, outputs = self._disk_whole, self._whole
-                rows = {RECORD: torch.as_tensor(own)}
+                rows = {RECORD: torch.as_tensor(own, device="cpu")}
                 for name, length in self._locator.step_lengths.items():
-                    rows[name] = torch.as_tensor(own * length + starts)
+                    rows[name] = torch.as_tensor(own * length + starts, device="cpu")
                 records, starts = some, np.zeros_like(some)
         room = [self._room(output, len(records)) for output in outputs]
         pending = disk.begin(records, starts, index, room)
@@ -205,11 +210,11 @@ class PartialBatches:
         if output.ragged:
             return [None] * count
         # Page-locked memory comes from torch's own cache, which gives it out again after its copy has ended.
-        return torch.empty((count, *output.shape), dtype=output.dtype, pin_memory=self._cuda)
+        return torch.empty((count, *output.shape), dtype=output.dtype, pin_memory=self._cuda, device="cpu")
 
     def _located(self, values: NDArray[np.int64]) -> Any:
         """Records or starts where the rows of the device's memory are looked up."""
-        return self._over(torch.as_tensor(values)) if self._cuda else values
+        return self._over(torch.as_tensor(values, device="cpu")) if self._cuda else values
 
     def _over(self, value: Any) -> Any:
         """The same on the device; page-locked first, so that the copy goes on by itself."""
@@ -255,9 +260,8 @@ class PartialBatches:
                 found = RaggedGather(view, None)(
                     rows[f"starts:{output.field}"], rows[f"lengths:{output.field}"]
                 )
-                if group.far is not None:
-                    for j, value in zip(group.far.tolist(), far, strict=True):
-                        found[j] = value
+                for j, value in zip(group.far_places, far, strict=True):
+                    found[j] = value
             else:
                 found = torch.index_select(view, 0, rows[output.index])
                 if group.far is not None:

@@ -203,7 +203,7 @@ class Pieces:
             size = self._sizes[i]
             return space[j * size : (j + 1) * size]
         shape = (shard.length(output.field, row), *output.row_shape)
-        wanted.values[i][j] = torch.empty(shape, dtype=output.dtype)
+        wanted.values[i][j] = torch.empty(shape, dtype=output.dtype, device="cpu")
         return bytes_of(wanted.values[i][j])
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stoker.errors import ConfigError, RecordError
 from stoker.loader.batch import RecordBatch
+from stoker.loader.buffers import sent
 from stoker.loader.outputs import Output
 
 if TYPE_CHECKING:
@@ -122,11 +123,9 @@ def pad(tensors: Sequence[Tensor], length: int, value: float = 0) -> tuple[Tenso
     sizes = np.array([len(tensor) for tensor in tensors], dtype=np.int64)
     out = first.new_full((len(tensors), length, *first.shape[1:]), value)
     own = np.arange(int(sizes.sum())) + np.repeat(np.arange(len(sizes)) * length - _starts(sizes)[:-1], sizes)
-    lengths = torch.as_tensor(sizes).to(first.device)
+    lengths = sent(sizes, first.device)
     # One copy by index: a copy for each record would be a kernel for each on a GPU.
-    out.view(-1, *first.shape[1:]).index_copy_(
-        0, torch.as_tensor(own).to(first.device), torch.cat([*tensors])
-    )
+    out.view(-1, *first.shape[1:]).index_copy_(0, sent(own, first.device), torch.cat([*tensors]))
     mask = torch.arange(length, device=first.device)[None, :] < lengths[:, None]
     return out, lengths, mask
 
@@ -134,7 +133,7 @@ def pad(tensors: Sequence[Tensor], length: int, value: float = 0) -> tuple[Tenso
 def pack(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Records one after another, and where each begins: `(B + 1,)` int64, the total last."""
     sizes = np.array([len(tensor) for tensor in tensors], dtype=np.int64)
-    return torch.cat([*tensors]), torch.as_tensor(_starts(sizes)).to(tensors[0].device)
+    return torch.cat([*tensors]), sent(_starts(sizes), tensors[0].device)
 
 
 def _starts(sizes: NDArray[np.int64]) -> NDArray[np.int64]:

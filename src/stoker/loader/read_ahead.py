@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 from stoker.errors import StokerError
 from stoker.loader.horizon import Depth, Horizon
 from stoker.loader.order import Ids, OrderKind
-from stoker.loader.pool import Pool, ending
 from stoker.loader.ranks import Share
 from stoker.loader.reach import Reach
 from stoker.plan import Elsewhere
 from stoker.store.joint import Joint
 from stoker.store.local import LocalStorage
 from stoker.store.mirror.block_map import BLOCK_BYTES
+from stoker.threads import Pool, ending
 from stoker.units import GIB, MIB
 
 if TYPE_CHECKING:

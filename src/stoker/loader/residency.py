@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Hashable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,9 +26,10 @@ from stoker.loader import device as device_tier
 from stoker.loader.mapped import map_host
 from stoker.loader.memory import Memory
 from stoker.loader.places import Places
-from stoker.loader.pool import Pool, Ticket, ending
 from stoker.loader.watch import Watch, major_faults
 from stoker.plan import Claim, Demand, Plan
+from stoker.plan.resources import give_back
+from stoker.threads import Pool, Ticket, ending
 
 if TYPE_CHECKING:
     from stoker.loader.engine import Design
@@ -137,7 +139,7 @@ class Residency:
         try:
             ticket.result(wait_s, "filling memory")
         except StalledError:
-            logging.getLogger("stoker").debug("memory is filled beside the first batches")
+            logging.getLogger("stoker").debug("memory is filled while the first batches are served")
 
     def stop(self) -> None:
         """Fill no more; for the owner, when nobody will iterate again."""
@@ -193,6 +195,7 @@ class Residency:
         """
         device, host = self.held.device, self.held.host
         if device is not None and device.shards != homes["device"]:
+            device_tier.finish_reads(self._design.device)
             device, self._freed = None, self._line.submit(_nothing)  # after what is being filled now
         if device is None and homes["device"] and self._freed is None:
             device = self._on_device(homes["device"])
@@ -215,17 +218,17 @@ class Residency:
     def _on_device(self, shards: frozenset[int]) -> Memory | None:
         """Room for `shards` on the device; None, and a plan without it, where there is none after all."""
         design = self._design
-        try:
+        with suppress(torch.OutOfMemoryError):
             return device_tier.resident(design.cache, design.places, shards, design.device)
-        except torch.OutOfMemoryError:
-            self._watch.refused(time.monotonic())
-            return None
+        # The error is gone, and with it the fields that there was room for.
+        give_back(design.device)
+        self._watch.refused(time.monotonic())
+        return None
 
     def _reclaim(self) -> None:
         """Give the memory of what was removed back to the device, and make what comes in its place."""
         self._freed = None
-        if self._design.device.type == "cuda":
-            torch.cuda.empty_cache()
+        give_back(self._design.device)
         self._settle(self._homes)
         self._line.submit(self._fill)
 
@@ -277,6 +280,7 @@ class Residency:
     def _fill(self) -> None:
         homes, held = self._homes, self.held
         try:
+            device_tier.begin_thread(self._design.device)
             self._release(homes, held)
             for memory in held.memories:
                 for shard in sorted(homes[memory.tier]):

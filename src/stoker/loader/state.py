@@ -99,7 +99,7 @@ def restore(state: object, terms: Terms, *, allow_rebatch: bool) -> tuple[int, i
         hint = (
             "allow_rebatch=True goes on from the same example with other batches"
             if differing == ["global_batch"]
-            else "Make the loader as it was, or start the epoch anew"
+            else "Make the loader as it was, or start the epoch again"
         )
         different = "; ".join(f"{name} {there[name]!r} there, {here[name]!r} here" for name in differing)
         raise StaleStateError(f"the saved state belongs to another loader: {different}. {hint}")
@@ -130,7 +130,7 @@ def checked(state: object, of: str, entries: Iterable[str]) -> Mapping[str, Any]
     if entries and (lacking or there.get("version") != VERSION):
         why = ", ".join(lacking) or f"version {there.get('version')!r}"
         raise StaleStateError(
-            f"this is not the state of a {of} of version {VERSION} ({why}). Start the epoch anew"
+            f"this is not the state of a {of} of version {VERSION} ({why}). Start the epoch again"
         )
     return there
 
@@ -145,7 +145,7 @@ def place_in(state: Mapping[str, Any], unit: str) -> tuple[int, int]:
     if not isinstance(epoch, int) or not isinstance(position, int):
         raise StaleStateError(
             f"the saved state is at epoch {epoch!r}, {unit} {position!r}. "
-            "Expected whole numbers; start the epoch anew"
+            "Expected whole numbers; start the epoch again"
         )
     return epoch, position
 
@@ -159,7 +159,7 @@ def check_within(at: tuple[int, int], most: int, unit: str) -> None:
     if at[0] < 0 or not 0 <= at[1] <= most:
         raise StaleStateError(
             f"the saved state is at epoch {at[0]}, {unit} {at[1]}, but an epoch has {most} {unit}s. "
-            "Start the epoch anew"
+            "Start the epoch again"
         )
 
 

@@ -8,13 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError
-from stoker.loader.order import keys_of, stream
+from stoker.loader.order import Salt, keys_of, stream
 
 if TYPE_CHECKING:
     from stoker.store import Cache
-
-SUBSET_SALT = 3
-"""Keeps the choice of a subset apart from orders and transforms."""
 
 
 def subset(cache: Cache, fraction: float, *, seed: int = 0) -> NDArray[np.int64]:
@@ -29,7 +26,7 @@ def subset(cache: Cache, fraction: float, *, seed: int = 0) -> NDArray[np.int64]
     if isinstance(fraction, str) or not 0 < fraction <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"subset: fraction {fraction!r}. Expected a number above 0 and at most 1")
     numbers = cache.numbers
-    keys = keys_of(stream(seed, 0, SUBSET_SALT), numbers)
+    keys = keys_of(stream(seed, 0, Salt.SUBSET), numbers)
     ends = np.array([part.offset + part.count for part in cache.recipe.parts])
     part = np.searchsorted(ends, numbers, side="right")
     shuffled = np.lexsort((keys, part))

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, arg
 from stoker.loader.batch import RecordBatch, WindowBatch
-from stoker.loader.buffers import lasting
+from stoker.loader.buffers import lasting, sent
 from stoker.loader.keyed import child_keys, example_keys
 from stoker.loader.ragged import Join
 
@@ -31,12 +31,14 @@ Transform: TypeAlias = "Callable[[Any, Tensor], Any]"
 per example, equal for the same seed, epoch, example and place among the transforms."""
 
 
-def run(transforms: Sequence[Transform], batch: Any, keys: Tensor, first: int = 0) -> Any:
-    """The batch after all transforms from the `first` on, each with keys of its own: two of one kind draw
-    different numbers.
-    """
-    for place, transform in enumerate(transforms[first:], first):
-        batch = transform(batch, child_keys(keys, place))
+def run(transforms: Sequence[Transform], batch: Any, keys: Tensor) -> Any:
+    """The batch after all transforms, each with keys of its own: two of one kind draw different numbers."""
+    return _run(transforms, batch, [child_keys(keys, place) for place in range(len(transforms))])
+
+
+def _run(transforms: Sequence[Transform], batch: Any, keys: Sequence[Tensor]) -> Any:
+    for transform, own in zip(transforms, keys, strict=True):
+        batch = transform(batch, own)
     return batch
 
 
@@ -86,6 +88,67 @@ class Columns:
         return self._joined.of(numbers, self._memory)
 
 
+class FixedBatch:
+    """Copies what transforms return to the same memory for each batch, for `static=True`."""
+
+    def __init__(self) -> None:
+        self._memory: list[Tensor] = []
+
+    def transformed(self, change: Callable[[Any], Any], batch: Any) -> Any:
+        """`change(batch)`, at the addresses of the first one.
+
+        A tensor that transforms pass on as it is has a fixed address already.
+
+        Raises:
+            ConfigError: Transforms returned other shapes, dtypes or fields than for the first batch.
+        """
+        passed = set(map(_layout, _tensors(batch)))  # asked first: a transform may change the batch in place
+        made = change(batch)
+        if not isinstance(made, RecordBatch | WindowBatch):
+            raise ConfigError(
+                f"the last of {arg('transforms')} returned {type(made).__name__}, whose tensors static=True "
+                "cannot keep at their addresses. Return the batch, changed, or a dict; or leave static out"
+            )
+        tensors = list(_tensors(made))
+        if not self._memory:
+            self._memory = [
+                t if _layout(t) in passed else lasting(tuple(t.shape), t.dtype, t.device) for t in tensors
+            ]
+        found = [(tuple(t.shape), t.dtype, t.device) for t in tensors]
+        if found != (first := [(tuple(t.shape), t.dtype, t.device) for t in self._memory]):
+            raise ConfigError(
+                f"static=True needs batches of one shape, and {arg('transforms')} returned {found} after "
+                f"{first}. Make transforms return the same fields, shapes and dtypes each time, or leave "
+                "static out"
+            )
+        memory = iter(self._memory)
+        return _each(made, lambda tensor: _written(next(memory), tensor.detach()))
+
+
+def _written(fixed: Tensor, tensor: Tensor) -> Tensor:
+    """Copy a tensor to `fixed`, unless it is that memory; another part of it may overlap."""
+    if _layout(fixed) == _layout(tensor):
+        return fixed
+    shared = fixed.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    return fixed.copy_(tensor.clone() if shared else tensor)
+
+
+def _layout(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """All tensors of a batch, in a fixed order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _each(batch, note)
+    return iter(found)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
     """What happens to a batch after it was gathered; nothing, unless asked for."""
@@ -100,6 +163,8 @@ class Finish:
     seed: int
     columns: Columns | None = None
     """Columns of a table that batches are given before they are transformed."""
+    fixed: FixedBatch | None = None
+    """Keeps what transforms return at fixed addresses."""
     meter: StallMeter | None = None
     """Told how much of a wait was for this."""
 
@@ -109,9 +174,10 @@ class Finish:
 
     def apply(self, strip: Strip, batches: Iterable[Any], epoch: int) -> Iterator[Any]:
         """Finish the `batches` of a strip."""
-        examples, size = strip.examples, strip.size
-        for number, made in enumerate(batches):
-            batch, begin = made, perf_counter()
+        transforms = self.transforms[strip.transformed :]
+        keys: list[tuple[Tensor, ...]] = []
+        for number, gathered in enumerate(batches):
+            batch, begin = gathered, perf_counter()
             if self.join is not None:
                 batch = self.join(batch)
             if self.pin:
@@ -121,14 +187,24 @@ class Finish:
             copied = perf_counter()
             if self.columns is not None:
                 batch = self.columns.added(batch)
-            if len(self.transforms) > strip.transformed:
-                own = torch.as_tensor(examples[number * size : (number + 1) * size], device=_device_of(batch))
-                keys = example_keys(self.seed, epoch, own)
-                batch = _placed(run(self.transforms, batch, keys, strip.transformed), batch.position)
+            if transforms:
+                keys = keys or self._keys(strip, epoch, _device_of(batch))
+                change = partial(_transformed, transforms, [own[number] for own in keys])
+                batch = change(batch) if self.fixed is None else self.fixed.transformed(change, batch)
             if self.meter is not None:
                 self.meter.spent("copy", copied - begin)
                 self.meter.spent("transform", perf_counter() - copied)
             yield batch
+
+    def _keys(self, strip: Strip, epoch: int, device: torch.device) -> list[tuple[Tensor, ...]]:
+        """Per transform that is to be done the keys of each batch: some 40 launches, for a strip."""
+        every = example_keys(self.seed, epoch, sent(strip.examples, device))
+        places = range(strip.transformed, len(self.transforms))
+        return [cast(Any, child_keys(every, place)).split(strip.size) for place in places]
+
+
+def _transformed(transforms: Sequence[Transform], keys: Sequence[Tensor], batch: Any) -> Any:
+    return _placed(_run(transforms, batch, keys), batch.position)
 
 
 def _placed(made: Any, position: tuple[int, int]) -> Any:
@@ -141,8 +217,8 @@ def _placed(made: Any, position: tuple[int, int]) -> Any:
         return made
     if not isinstance(made, dict):
         raise ConfigError(
-            f"the last of transforms= returned {type(made).__name__}, which cannot say where to go on after "
-            "it. Expected the batch, changed (`batch._replace(...)` for windows), or a dict"
+            f"the last of {arg('transforms')} returned {type(made).__name__}, which cannot say where to go "
+            "on after it. Expected the batch, changed (`batch._replace(...)` for windows), or a dict"
         )
     batch = RecordBatch(cast("dict[str, Any]", made))
     batch.position = position

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError
-from stoker.loader.order import Ids, Order, OrderKind, stream
+from stoker.loader.order import Ids, Order, OrderKind, Salt, stream
 
 Mode: TypeAlias = Literal["concat", "weighted", "round_robin"]
 Exhausted: TypeAlias = Literal["first", "longest"]
@@ -108,7 +108,7 @@ class Turns:
 
 def member_seed(seed: int, place: int) -> int:
     """The seed of the loader at `place` in a mixture: no two shuffle alike."""
-    return stream(seed, place, salt=4)
+    return stream(seed, place, Salt.TURNS)
 
 
 def make_turns(

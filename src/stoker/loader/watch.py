@@ -86,7 +86,8 @@ class Watch:
         self.seen = self.seen or shown
         usable = self._usable()
         ask = self._ask
-        reserves = reserves_of(ask.demand, usable, ask.tier, ask.reserve_bytes)
+        made = replace(ask.demand, table_bytes=0)  # tables are there by now, and the peak has an order
+        reserves = reserves_of(made, usable, ask.tier, ask.reserve_bytes)
         room = {"device": usable.device_bytes, "host": usable.host_bytes}
         tight = short(self.plan, room, reserves)
         if tight:

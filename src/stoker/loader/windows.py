@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, arg
 from stoker.schema import Field, Schema
 
 
@@ -164,7 +164,8 @@ def number_examples(lengths: NDArray[np.int64] | None, records: int, windows: Wi
     if records and not total:
         raise ConfigError(
             f"the longest trajectory has {int(lengths.max())} steps, but a window of stride {windows.stride} "
-            f"and horizon {windows.horizon} spans {windows.span + 1}. Choose a smaller stride= or horizon="
+            f"and horizon {windows.horizon} spans {windows.span + 1}. Choose a smaller "
+            f"{arg('stride')} or {arg('horizon')}"
         )
     if records and int(counts.min()) == int(counts.max()):
         return Examples(count=total, per_record=int(counts[0]), first=none, start_every=windows.start_every)

@@ -14,8 +14,8 @@ from torch import Tensor
 from stoker.errors import ConfigError
 from stoker.loader.batch import RecordBatch
 from stoker.loader.keyed import uniform
-from stoker.loader.pool import Pool
 from stoker.sources.images.rules import Rules
+from stoker.threads import Pool
 
 DEADLINE_S = 120.0
 """For all images of one batch."""
@@ -53,14 +53,16 @@ class Decode:
         Raises:
             DecodeError: Bytes that are no image; what precompute stored has been decoded once.
         """
-        encoded = _listed(batch, self._field, 1)
+        encoded = _on_host(_listed(batch, self._field, 1))
         if self._pool is None:
             self._pool = Pool(self._threads, "stoker-decode")
         tickets = [
             self._pool.submit(lambda own=encoded[part :: self._threads]: [self._one(x) for x in own])
             for part in range(min(self._threads, len(encoded)))
         ]
-        images = torch.empty((len(encoded), self._rules.channels, *self._rules.size), dtype=torch.uint8)
+        images = torch.empty(
+            (len(encoded), self._rules.channels, *self._rules.size), dtype=torch.uint8, device="cpu"
+        )
         for part, ticket in enumerate(tickets):
             for place, pixels in enumerate(ticket.result(DEADLINE_S, "decoding the images of a batch")):
                 images[part + place * self._threads] = torch.from_numpy(pixels)
@@ -75,7 +77,7 @@ class Decode:
     def _one(self, encoded: Tensor) -> np.ndarray:  # pyright: ignore[reportMissingTypeArgument]
         from stoker.sources.images.decode import decode
 
-        return decode(encoded.cpu().numpy().tobytes(), self._rules, where="a stored image")[0]
+        return decode(encoded.numpy().tobytes(), self._rules, where="a stored image")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +104,11 @@ class CropImages:
                 f"CropImages({self.size}) is more than an image of {small[0]} x {small[1]}. Crop less, or "
                 "store a longer short side"
             )
-        place = uniform(keys, 2).to(torch.float64) if self.random else torch.full(room.shape, 0.5)
+        place = (
+            uniform(keys, 2).to(torch.float64)
+            if self.random
+            else torch.full(room.shape, 0.5, dtype=torch.float64, device="cpu")
+        )
         corners = (place.to(room.device) * (room + 1)).floor().to(torch.int64).minimum(room)
         (height, width), crops = self.size, list[Tensor]()
         for image, shape, corner in zip(images, shapes.tolist(), corners.tolist(), strict=True):
@@ -137,21 +143,60 @@ class CropImages:
             batch["camera_intrinsics"] = cameras
 
 
+def _on_host(images: list[Tensor]) -> Sequence[Tensor]:
+    """The same in host memory, in one copy, made where the caller's stream is the current one."""
+    if images[0].device.type == "cpu":
+        return images
+    whole: Any = torch.cat(images).cpu()
+    return whole.split([len(image) for image in images])
+
+
 def _listed(batch: Any, name: str, axes: int) -> list[Tensor]:
     """The images of a batch, one tensor each.
 
     Raises:
         ConfigError: They are not as `ImageSource` stored them.
     """
-    values = batch.get(name) if isinstance(batch, dict) else None
-    found = cast("list[Tensor]", values) if isinstance(values, list) else []
-    if not found or any(value.dim() != axes or value.dtype != torch.uint8 for value in found):
-        setting = "store='encoded'" if axes == 1 else "fit='short'"
-        raise ConfigError(
-            f"field {name!r} is no list of stored images. Expected a batch of a cache of ImageSource with "
-            f"{setting}, and ragged='list'"
+    fields = cast("dict[str, Any]", batch) if isinstance(batch, dict) else {}
+    if _are_images(fields.get(name), axes):
+        return cast("list[Tensor]", fields[name])
+    others = [other for other, values in fields.items() if _are_images(values, axes)]
+    fact = (
+        f"field {name!r} holds {_described(fields[name])}, not stored images"
+        if name in fields
+        else f"a batch has no field {name!r}; it has {', '.join(fields) or 'none'}"
+    )
+    if axes == 1 and others:
+        hint = f"Give the field: Decode(size, field={others[0]!r})"
+    elif f"{name}.offsets" in fields:
+        hint = "Leave ragged='pack' out of the Loader, so that each image is a tensor of its own"
+    elif axes == 1 and isinstance(fields.get(name), Tensor) and fields[name].dim() == 4:
+        hint = "They are pixels already: leave Decode out"
+    elif axes == 1:
+        hint = (
+            "Decode takes the bytes of image files: cache them with ImageSource(..., store='encoded'), or a "
+            "TarSource with jpg or png members and Decode(size, field='jpg')"
         )
-    return found
+    else:
+        hint = "CropImages takes the images of a cache of ImageSource(..., fit='short')"
+    raise ConfigError(f"{fact}. {hint}")
+
+
+def _are_images(values: Any, axes: int) -> bool:
+    found = cast("list[Any]", values) if isinstance(values, list) else []
+    return bool(found) and all(
+        isinstance(value, Tensor) and value.dim() == axes and value.dtype == torch.uint8 for value in found
+    )
+
+
+def _described(values: Any) -> str:
+    """Return dtype and shape of a field of a batch."""
+    if isinstance(values, list):
+        found = cast("list[Any]", values)
+        return f"a list of {_described(found[0])}" if found else "nothing"
+    if isinstance(values, Tensor):
+        return f"{str(values.dtype).removeprefix('torch.')} {tuple(values.shape)}"
+    return type(values).__name__
 
 
 def _rows(values: Any) -> Sequence[Tensor]:

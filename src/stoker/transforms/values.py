@@ -14,9 +14,10 @@ from torch import Tensor
 
 from stoker.errors import ConfigError
 from stoker.loader.keyed import child_keys, normal
+from stoker.loader.outputs import Role
 from stoker.loader.windows import time_field
 from stoker.schema import FLOATS
-from stoker.transforms.fields import STATES, change
+from stoker.transforms.fields import TensorKey, change
 
 if TYPE_CHECKING:
     from stoker.store import Cache
@@ -74,13 +75,13 @@ class Normalize:
         """The batch, normalized."""
         return change(batch, self.fields, 0, self._normalized)
 
-    def _normalized(self, name: str, values: Tensor) -> Tensor:
+    def _normalized(self, key: TensorKey, values: Tensor) -> Tensor:
         inverse = tuple(1.0 / value for value in _listed(self.std))
         rows = [_row(numbers, values.device) for numbers in (_listed(self.mean), inverse)]
         for row in rows:
             if len(row) > 1 and (values.dim() <= -self.axis or values.shape[self.axis] != len(row)):
                 raise ConfigError(
-                    f"Normalize has {len(row)} channels, but {name!r} has examples of shape "
+                    f"Normalize has {len(row)} channels, but {key.name!r} has examples of shape "
                     f"{tuple(values.shape[1:])} and axis={self.axis}. Give one mean and std, or as many as "
                     "that axis has places"
                 )
@@ -109,17 +110,18 @@ class Noise:
         """The batch with noise on it."""
         drawn: dict[str, Tensor] = {}
 
-        def noisy(name: str, values: Tensor) -> Tensor:
+        def noisy(key: TensorKey, values: Tensor) -> Tensor:
             if not values.is_floating_point():
                 raise ConfigError(
-                    f"Noise on {name!r}, which holds {values.dtype}. Put Normalize(...) before it"
+                    f"Noise on {key.name!r}, which holds {values.dtype}. Put Normalize(...) before it"
                 )
-            # `future` has an axis more than the states that share its noise.
-            shape = values.shape[2:] if name == "future" else values.shape[1:]
-            group = "" if name in STATES else name
+            # The later states have an axis more than `z0` and `z1`, whose noise they share.
+            later = key.role is Role.FUTURE
+            shape = values.shape[2:] if later else values.shape[1:]
+            group = key.name if key.role is Role.FIELD else ""
             if group not in drawn:
                 drawn[group] = self._draw(child_keys(keys, zlib.crc32(group.encode())), shape)
-            noise = drawn[group][:, None] if name == "future" else drawn[group]
+            noise = drawn[group][:, None] if later else drawn[group]
             return (values.to(torch.float32) + noise).to(values.dtype)
 
         return change(batch, self.fields, 0, noisy)

@@ -12,7 +12,7 @@ from torch import Tensor
 from stoker.errors import ConfigError
 from stoker.loader.keyed import child_keys
 from stoker.loader.transform import run
-from stoker.transforms.fields import tensors_of, with_tensors
+from stoker.transforms.fields import TensorKey, tensors_of, with_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class Views:
         """The batch with `count` views of each example."""
         views = [run(self.transforms, batch, child_keys(keys, place)) for place in range(self.count)]
         before, each = tensors_of(batch), [tensors_of(view) for view in views]
-        stacked: dict[str, Any] = {}
-        for name, first in each[0].items():
-            if first is not before.get(name):
-                stacked[name] = torch.stack([view[name] for view in each], dim=1)
+        stacked: dict[TensorKey, Any] = {}
+        for key, first in each[0].items():
+            if first is not before.get(key):
+                stacked[key] = torch.stack([view[key] for view in each], dim=1)
         return with_tensors(batch, stacked)

@@ -112,7 +112,18 @@ def static() -> None:
     assert gather(torch.tensor([], dtype=torch.int64, device=DEVICE)).shape == (0, 3, 5, 5)
 
 
-CHECKS = (normalised_and_cast, windows, crops_and_mirrors, static)
+def other_default_dtype() -> None:
+    rows = rows_of(torch.uint8, 6, 3, 5, 5)
+    what = fused_of(Field(shape=(3, 5, 5), dtype="uint8"), Normalise(mean=MEAN, std=STD, divisor=255), None)
+    assert what is not None
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        compare(rows, what, torch.tensor([5, 0, 2, 2, 4]))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+CHECKS = (normalised_and_cast, windows, crops_and_mirrors, static, other_default_dtype)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,19 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stoker import index_in_place, open_cache, precompute
 from stoker.errors import ConfigError
 from stoker.loader import Loader, Mixture, RecordBatch, WindowBatch, Windows
 from stoker.monitor.meter import StallMeter
+from stoker.sources.arrays import ArraySource
 from stoker.store import Cache
+from stoker.store.mirror.attach import attach
 from tests.loader.caches import write_cache
 from tests.loader.mixture.three import MODES, WINDOWS, same, values_of
 
@@ -199,6 +203,31 @@ def test_round_robin_takes_turns_until_the_first_has_no_batch_left(abc: list[Cac
 
     assert [batch.task for batch in mixture] == ["a", "b", "c"] * 14
     assert len(mixture) == 42
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("other", ["in place", "at a URL"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_cache_here_goes_together_with_one_that_lies_elsewhere(
+    tmp_path: Path, tier: str, other: str, first: bool
+) -> None:
+    values = torch.arange(24 * 4096, dtype=torch.float32).view(24, 4096)
+    np.save(tmp_path / "a.npy", values[:12].numpy())
+    np.save(tmp_path / "b.npy", values[12:].numpy())
+    here = precompute(ArraySource(tmp_path / "a.npy"), None, tmp_path / "c", name="a", readers=0)
+    source = ArraySource(tmp_path / "b.npy")
+    if other == "in place":
+        away = index_in_place(source, tmp_path / "c", name="b")
+    else:
+        precompute(source, None, tmp_path / "there", name="b", readers=0)
+        away = open_cache(attach(f"file://{tmp_path / 'there'}/b", tmp_path / "m"))
+    caches = [here, away] if first else [away, here]
+    mixture = Mixture(caches, 4, mode="concat", mix="example", tier=tier)
+
+    name = next(iter(here.schema))
+    rows = torch.cat([batch[name] for batch in mixture])
+
+    assert torch.equal(rows[rows[:, 0].argsort()], values)
 
 
 def test_several_ranks_leave_out_short_batches_and_nothing_else(abc: list[Cache]) -> None:

@@ -215,3 +215,49 @@ def test_fixed_addresses_are_never_moved(cache: Cache, clock: Callable[[float], 
 
     assert loader._serving.engine is not None
     assert loader._serving.engine.residency.serving() is not None
+
+
+def test_memory_that_is_let_go_of_is_read_by_nobody_and_in_no_peak(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, clock: Callable[[float], None]
+) -> None:
+    """Torch frees a block in the stream that it was made in, while another may still read it; and its peak is
+    what is left to the model from then on.
+    """
+    done: list[tuple[str, bool]] = []
+    machine = Machine(device=10)
+    running = Running(cache, machine, Ledger(), reserve_bytes=SHARD_BYTES)
+    next(iter(running.loader))
+    held = running.residency.held.device
+    assert held is not None
+    memory = weakref.ref(held.sources["latent"])
+    del held
+    for module, name in ((device_tier, "finish_reads"), (residency, "give_back")):
+        monkeypatch.setattr(module, name, lambda _, name=name: done.append((name, memory() is not None)))
+
+    machine.device = 0.1
+    clock(2.0)
+    list(running.loader)
+    running.settle()
+
+    assert done == [("finish_reads", True), ("give_back", False)]
+
+
+def test_a_filling_that_is_refused_holds_nothing_when_the_device_is_looked_at_again(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fields that there was room for are in the frames of the error."""
+    parts: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    def refusing(*_: object) -> None:
+        first = torch.empty(1000)
+        parts.append(weakref.ref(first))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(device_tier, "resident", refusing)
+    monkeypatch.setattr(residency, "give_back", lambda _: alive.append(parts[-1]() is not None))
+    running = Running(cache, Machine(device=10), Ledger(), reserve_bytes=0)
+
+    assert running.held() == (0, SHARDS)
+    assert alive
+    assert not any(alive)

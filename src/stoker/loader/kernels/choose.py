@@ -13,7 +13,7 @@ from torch import Tensor
 from stoker.loader.fused import Fused
 from stoker.loader.kernels.twin import Twin, TwinGather, Views
 from stoker.loader.outputs import Output
-from stoker.loader.pool import Pool
+from stoker.threads import Pool
 
 
 def converting(
@@ -41,13 +41,16 @@ class OrTwin:
         """Rows `index`, converted; `views` crop and mirror them."""
         if self._tried:
             return self._gather(index, *views)
-        self._tried = True
         try:
-            return self._gather(index, *views)
+            made = self._gather(index, *views)
+        except (torch.OutOfMemoryError, Warning):
+            raise  # memory may be there next time, and a warning that is an error is the caller's to see
         except Exception as error:  # noqa: BLE001 - a compiler for this very GPU fails in ways of its own
             _say(f"the kernel for {torch.cuda.get_device_name(index.device)} failed: {error}")
             self._gather = self._twin
-            return self._gather(index, *views)
+            made = self._gather(index, *views)
+        self._tried = True
+        return made
 
 
 def twin_for(output: Output, device: torch.device) -> Twin | None:
@@ -61,6 +64,11 @@ def _triton() -> Any:
         from stoker.loader.kernels import triton_gather
     except ImportError as error:
         _say(f"Triton is not here ({error})")
+        return None
+    except Warning:
+        raise  # it is an error because the caller wants that
+    except Exception as error:  # noqa: BLE001 - another version of Triton fails in ways of its own
+        _say(f"this version of Triton cannot be used ({type(error).__name__}: {error})")
         return None
     return triton_gather
 

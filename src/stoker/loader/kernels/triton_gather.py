@@ -134,7 +134,8 @@ class TritonGather:
         self._strides = (view.stride(0), 0 if whole else view.stride(1))
         values = math.prod(self._room.shape[1:])
         self._shape = shape_for(values, fused.inner, len(fused.scale))
-        numbers = torch.tensor([fused.scale or (1.0,), fused.shift or (0.0,)], device=view.device)
+        table = [fused.scale or (1.0,), fused.shift or (0.0,)]
+        numbers = torch.tensor(table, dtype=torch.float32, device=view.device)
         self._scale, self._shift = numbers.unbind(0)
         image = stored[-2:] if fused.crop is not None or fused.flip else (1, 1)
         self._constants = {

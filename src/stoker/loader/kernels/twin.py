@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stoker.loader.buffers import REUSE_FROM_BYTES, Buffers, lasting
 from stoker.loader.fused import Fused
-from stoker.loader.pool import Pool
+from stoker.threads import Pool
 from stoker.units import KIB, MIB
 
 PIECE_BYTES = 256 * KIB
@@ -52,7 +52,7 @@ class Twin:
         self.shape = shape if fused.crop is None else (*shape[:-2], *fused.crop)
         """Shape of one row handed out."""
         self._lines: tuple[int, ...] = ()
-        self._scale = self._shift = torch.empty(0)
+        self._scale = self._shift = torch.empty(0, device="cpu")
         if fused.scale:
             self._scale, self._shift = self._by_channel(device)
 
@@ -193,7 +193,7 @@ class TwinGather:
         with torch.inference_mode(False):
             return (
                 self._view.new_empty((self._rows, *self._view.shape[1:])),
-                torch.empty(self._twin.work_shape(self._rows), dtype=torch.float32),
+                torch.empty(self._twin.work_shape(self._rows), dtype=torch.float32, device="cpu"),
             )
 
 
