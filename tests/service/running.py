@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
+import stoker
 from stoker.service.dataset_table import DATASETS
 from stoker.service.guard import RequestLimits
 from stoker.service.server import address_of, make_server, open_socket
@@ -43,8 +45,13 @@ def ask(
     body: bytes | list[bytes] = b"",
     *,
     socket: bool = False,
+    server: str = "127.0.0.1",
 ) -> Answer:
-    """One request to an ASGI application; a `socket` that is accepted has status 101 and is closed."""
+    """One request to an ASGI application; a `socket` that is accepted has status 101 and is closed.
+
+    Args:
+        server: The address of this machine that it came to.
+    """
     pairs = list(headers.items()) if isinstance(headers, Mapping) else list(headers)
     if "host" not in {name.lower() for name, _ in pairs}:
         pairs.append(("host", HOST.decode()))
@@ -61,7 +68,7 @@ def ask(
         "query_string": query.encode(),
         "root_path": "",
         "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in pairs],
-        "server": ("127.0.0.1", 8765),
+        "server": (server, 8765),
         "client": ("127.0.0.1", 50000),
         "extensions": {"websocket.http.response": {}} if socket else {},
         "subprotocols": [],
@@ -130,12 +137,35 @@ def note_radio(services: Services, id: str, name: str = "radio") -> None:
         )
 
 
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Eight samples."""
+
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.full((4,), float(index * self.factor))}
+
+
+def cached_rows(folder: Path, name: str, factor: int = 1) -> str:
+    """A small cache in a folder of caches; its fingerprint."""
+    source = stoker.TorchSource(Rows(factor), identity=f"rows {factor}")
+    return stoker.precompute(source, None, folder, name=name, readers=0).fingerprint
+
+
 @contextmanager
 def serving(
-    folder: Path, *, limits: RequestLimits | None = None, database: str | None = None
+    folder: Path,
+    *,
+    limits: RequestLimits | None = None,
+    database: str | None = None,
+    public_url: str | None = None,
 ) -> Generator[Running]:
     """Run the web server of a new state folder in a thread."""
-    services = open_services(folder, database=database)
+    services = open_services(folder, database=database, public_url=public_url)
     if limits is not None:
         services = replace(services, limits=limits)
     token = (folder / "token").read_text().strip()

@@ -13,7 +13,7 @@ import pytest
 
 from stoker.errors import ConfigError
 from stoker.service.app import create_app
-from stoker.service.auth import CODE_S, CODE_TRIES, SESSION_S, Auth, load_token
+from stoker.service.auth import CODE_S, CODES, Auth, load_token
 from stoker.service.guard import RequestLimits
 from stoker.service.services import open_services
 from stoker.service.state_dir import prepare_state_dir
@@ -85,25 +85,56 @@ def test_a_code_opens_one_session_for_a_while(tmp_path: Path) -> None:
     assert Auth(load_token(tmp_path / "token"), clock=lambda: now[0]).session(cookie) is None, (
         "a new token does"
     )
+    assert auth.is_open(session)
     auth.end(session)
     assert auth.session(cookie) is None
-    now[0] += SESSION_S
+    assert not auth.is_open(session)
+    assert again.is_open(session)
+    now[0] = session.until - 1
+    assert again.session(cookie) == session
+    now[0] = session.until
     assert again.session(cookie) is None
+    assert not again.is_open(session), "what is open is asked again, and its time is over"
 
 
-def test_a_code_cannot_be_guessed_and_dies_of_those_who_try(tmp_path: Path) -> None:
+def test_a_code_cannot_be_guessed_and_strangers_cannot_end_it(tmp_path: Path) -> None:
     auth = Auth(load_token(tmp_path / "token"))
     codes = [auth.new_code() for _ in range(20)]
     assert {len(base64.urlsafe_b64decode(code)) * 8 for code in codes} == {192}, "bits"
     assert len({*codes}) == 20
 
-    for n in range(CODE_TRIES - 1):
+    for n in range(1000):
         assert auth.log_in(f"guess {n}") is None
-    assert auth.log_in(codes[0]) is not None, "a few wrong ones harm nobody"
-    assert auth.log_in("one more") is None
-    assert auth.log_in(codes[1]) is None, "it is worthless now"
-    assert auth.log_in(auth.new_code()) is not None, "a new one is not"
-    assert auth.log_in((tmp_path / "token").read_text().strip()) is not None, "nor the token"
+
+    assert auth.log_in(codes[0]) is not None
+    assert auth.log_in((tmp_path / "token").read_text().strip()) is not None
+
+
+def test_so_many_codes_are_good_at_once_and_one_more_ends_the_oldest(tmp_path: Path) -> None:
+    auth = Auth(load_token(tmp_path / "token"))
+    first, second, *_ = [auth.new_code() for _ in range(CODES)]
+    assert auth.log_in(first) is not None
+    auth.new_code()
+    assert auth.log_in(second) is not None, f"{CODES} are good"
+
+    oldest, *_ = [auth.new_code() for _ in range(CODES + 1)]
+
+    assert auth.log_in(oldest) is None
+
+
+def test_who_has_logged_out_stays_out_after_a_restart(tmp_path: Path) -> None:
+    token, ended = load_token(tmp_path / "token"), tmp_path / "ended-sessions.json"
+    auth = Auth(token, ended=ended)
+    cookies = [auth.log_in(auth.new_code()) for _ in range(2)]
+    assert all(cookies)
+    session = auth.session(str(cookies[0]))
+    assert session is not None
+
+    auth.end(session)
+
+    again = Auth(token, ended=ended)
+    assert again.session(str(cookies[0])) is None
+    assert again.session(str(cookies[1])) is not None, "of another browser"
 
 
 def test_secrets_are_compared_in_constant_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +162,14 @@ def test_secrets_are_compared_in_constant_time(tmp_path: Path, monkeypatch: pyte
 def running(tmp_path_factory: pytest.TempPathFactory) -> Running:
     with serving(tmp_path_factory.mktemp("auth") / "state") as found:
         yield found
+
+
+def test_a_login_with_more_fields_than_the_form_has_is_refused_without_a_fault(running: Running) -> None:
+    for fields in ("&".join(f"f{n}=1" for n in range(11)), "&".join(["secret=x"] * 500)):
+        answer = httpx.post(running.address + "/login", content=fields, trust_env=False,
+                            headers={"content-type": "application/x-www-form-urlencoded"})  # fmt: skip
+
+        assert answer.status_code == 401
 
 
 def test_a_browser_logs_in_with_a_code_and_asks_with_its_csrf_token(running: Running) -> None:

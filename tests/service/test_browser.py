@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from stoker.pipeline.burgers import BurgersSpec, write_burgers
 from stoker.service.leases import Claim, Leases, Outcome
 from stoker.service.lines import Line
 from stoker.service.states import State
-from tests.service.running import CONFIG, Running, note_radio, serving
+from tests.service.running import CONFIG, Running, cached_rows, note_radio, serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install 'stoker[browser]'")
 CHROMIUM = os.environ.get("STOKER_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
@@ -86,29 +85,8 @@ def metrics(epoch: int) -> Line:
 
 def two_caches(running: Running) -> tuple[str, str]:
     """Two caches of one name that differ in a number of their recipe."""
-    import stoker
-
-    class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-        def __init__(self, factor: int) -> None:
-            self.factor = factor
-
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            return {"x": torch.full((4,), float(index * self.factor))}
-
-    found = [
-        stoker.precompute(
-            stoker.TorchSource(Rows(factor), identity=f"rows {factor}"),
-            None,
-            running.services.folder.caches,
-            name="rows",
-            readers=0,
-        )
-        for factor in (1, 2)
-    ]
-    return found[0].fingerprint, found[1].fingerprint
+    folder = running.services.folder.caches
+    return cached_rows(folder, "rows", 1), cached_rows(folder, "rows", 2)
 
 
 def test_a_job_is_submitted_and_a_wrong_field_is_named_beside_it(running: Running, page: Any) -> None:

@@ -21,6 +21,7 @@ from stoker.service.dataset_requests import Registration
 from stoker.service.datasets import Datasets, describe
 from stoker.service.executor import NO_ROOM
 from stoker.service.looks import LOOKS
+from stoker.sources.files import confine_sources
 from tests.service.conftest import made_on
 from tests.service.job_folders import (
     burgers_dataset,
@@ -48,6 +49,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> Any:
     yield lambda folder: child.main([str(folder)])
     for number, handler in before.items():
         signal.signal(number, handler)
+    confine_sources(None)
 
 
 def test_a_job_says_what_it_does_and_leaves_its_weights(tmp_path: Path, in_process: Any) -> None:
@@ -240,7 +242,11 @@ def test_rows_of_postgresql_are_registered_and_trained_on_as_those_of_sqlite(
     there = radio_dataset(tmp_path, url=made_on(server))
     database = Database(f"sqlite:///{tmp_path}/stoker.db")
     datasets = Datasets(
-        database, tmp_path, Path, look=lambda what, *given, **named: LOOKS[what](*given, **named)
+        database,
+        tmp_path,
+        Path,
+        look=lambda what, *given, **named: LOOKS[what](*given, **named),
+        servers=[str(server.folder)],
     )
     request = {"kind": "radio", "name": "lab", "url": there["spec"]["url"], "set": there["id"]}
 

@@ -13,13 +13,16 @@ from pydantic import TypeAdapter
 from stoker.errors import ConfigError, Conflict, NotFound, SourceError, StalledError
 from stoker.service.database import Database
 from stoker.service.dataset_requests import Generation, Registration
-from stoker.service.datasets import Datasets, describe
+from stoker.service.datasets import Datasets, describe, unmade
 from stoker.service.job_file import JobFile
 from stoker.service.jobs import Jobs
+from stoker.service.leases import Leases, Outcome
 from stoker.service.look import look
 from stoker.service.looks import LOOKS
 from stoker.service.runs.generate import generate
 from stoker.service.runs.journal import Journal
+from stoker.service.states import State
+from stoker.sources.sql.address import parse_address, sqlite_url
 from tests.service.job_folders import SMALL, burgers_dataset, images_dataset, is_sound, radio_dataset
 
 
@@ -62,7 +65,7 @@ def test_radio_rows_are_registered_under_their_own_id(datasets: Datasets, tmp_pa
     assert (made.facts["samples"], made.facts["without_place"], made.health) == (300, 0, "unknown")
     assert datasets.register(request) == made, "twice the same is once"
     assert datasets.get("lab") == datasets.get(made.id) == made
-    assert describe(datasets._database, [made.id]) == [there]
+    assert describe(datasets._database, [made.id]) == [{**there, "health": "unknown"}]
     checked = datasets.validate("lab")
     assert checked.health == "good"
     assert {row["check"] for row in checked.report} >= {"rows", "without_place", "gdop", "receivers"}
@@ -170,6 +173,56 @@ def test_a_generated_data_set_is_there_once_its_job_made_it(
         LOOKS["facts"](found.kind, found.spec)
 
 
+def making_job(datasets: Datasets, database: Database) -> tuple[str, str]:
+    """A data set that is noted, and the job that makes it."""
+    noted = datasets.generate(generation(kind="hdf5", name="new", trajectories=2, points=16, steps=3))
+    job, _ = Jobs(database).create(
+        {}, name="make new", kind="generation", epochs=1, dataset_ids=[noted.id],
+        key=f"make {noted.id} {noted.created}",
+    )  # fmt: skip
+    return noted.id, job.id
+
+
+def test_a_data_set_whose_making_was_cancelled_is_not_being_made_for_ever(
+    datasets: Datasets, database: Database
+) -> None:
+    id, job = making_job(datasets, database)
+    assert datasets.get(id).health == "making"
+
+    Jobs(database).cancel(job)
+
+    found = datasets.get(id)
+    assert found.health == "bad"
+    assert job in str(unmade(found))
+    assert [one.health for one in datasets.list()] == ["bad"]
+    Jobs(database).resume(job)
+    assert datasets.get(id).health == "making"
+
+
+def test_a_data_set_is_made_once_its_job_is_completed(datasets: Datasets, database: Database) -> None:
+    id, job = making_job(datasets, database)
+    leases = Leases(database)
+    claim = leases.claim("w")
+    assert claim is not None
+    leases.finish(claim, Outcome(state=State.COMPLETED), lines=[], position=0)
+    Jobs(database).delete(job)
+
+    assert datasets.get(id).health == "unknown"
+    assert unmade(datasets.get(id)) is None
+
+
+def test_a_data_set_is_not_made_by_the_end_of_another_job(datasets: Datasets, database: Database) -> None:
+    id, _ = making_job(datasets, database)
+    Jobs(database).create({}, name="train", epochs=1, dataset_ids=[id])
+    leases = Leases(database)
+    _, trains = leases.claim("maker"), leases.claim("w")
+    assert trains is not None
+
+    leases.finish(trains, Outcome(state=State.COMPLETED), lines=[], position=0)
+
+    assert datasets.get(id).health == "making"
+
+
 def test_what_a_job_needs_is_not_deleted(datasets: Datasets, database: Database, tmp_path: Path) -> None:
     datasets.register(registration(kind="hdf5", name="b", path=burgers_dataset(tmp_path)["spec"]["path"]))
     id, jobs = datasets.get("b").id, Jobs(database)
@@ -194,3 +247,105 @@ def test_looking_is_done_elsewhere_and_not_for_ever(tmp_path: Path) -> None:
         look("facts", "radio", spec, deadline_s=0.001)
     with pytest.raises(SourceError, match="ended the process"):
         look("nothing", "radio", spec)
+
+
+def test_a_plan_that_ends_its_process_does_not_end_the_service(tmp_path: Path) -> None:
+    """Planning opens the user's files, so it is done where a damaged one harms nobody."""
+    spec = {"path": str(tmp_path / "nowhere.hdf5")}
+    dataset = {"id": "d", "name": "d", "kind": "hdf5", "spec": spec, "health": "unknown"}
+
+    with pytest.raises(SourceError, match=r"nowhere\.hdf5"):
+        look("plan", "hdf5", spec, config={"dataset_ids": ["d"]}, datasets=[dataset], caches=str(tmp_path),
+             run_dir=str(tmp_path))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "sslmode=require&sslkeylogfile={file}",
+        "options=-c%20search_path%3Dx",
+        "sslrootcert={file}",
+        "passfile={file}",
+        "service=lab",
+        "hostaddr=10.0.0.1",
+    ],
+)
+def test_options_of_a_databases_url_that_reach_files_are_refused(
+    datasets: Datasets, tmp_path: Path, query: str
+) -> None:
+    file = tmp_path / "token"
+    url = "postgresql://lab.example/x?" + query.format(file=file)
+    trusting = Datasets(datasets._database, tmp_path, Path, look=nothing, servers=["lab.example"])
+
+    option = query.replace("sslmode=require&", "").partition("=")[0]
+    with pytest.raises(ConfigError, match=f"{option}|pgpass"):
+        trusting.register(registration(kind="radio", name="lab", url=url, set=SMALL.dataset_id))
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://lab.example/x",
+        "postgresql:///x",
+        "postgresql://other.example/x?host=lab.example",
+        "postgresql://other.example/x?host=/tmp",
+        "postgresql://other.example,lab.example/x",
+        "postgresql+psycopg://lab.example:5432/x",
+    ],
+)
+def test_a_database_server_that_the_operator_did_not_name_is_never_asked(
+    datasets: Datasets, tmp_path: Path, url: str
+) -> None:
+    named = Datasets(datasets._database, tmp_path, Path, look=nothing, servers=["other.example"])
+
+    request = registration(kind="radio", name="lab", url=url, set=SMALL.dataset_id)
+    with pytest.raises(ConfigError, match="--database-host") as refused:
+        named.register(request)
+
+    hinted = str(refused.value).split()[-1]
+    followed = Datasets(
+        datasets._database, tmp_path, Path, look=lambda *_, **__: {"samples": 1}, servers=[hinted]
+    )
+    assert followed.register(request).spec["url"] == url, "the hint works when it is followed"
+
+
+def test_a_database_server_that_the_operator_named_is_asked(datasets: Datasets, tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    def look(_what: str, _kind: str, spec: Any) -> dict[str, Any]:
+        asked.append(spec["url"])
+        return {"samples": 3}
+
+    named = Datasets(datasets._database, tmp_path, Path, look=look, servers=["lab.example", "local"])
+    for name, url in (("a", "postgresql://lab.example:5433/x?sslmode=require"), ("b", "postgresql:///x")):
+        named.register(registration(kind="radio", name=name, url=url, set=str(uuid.uuid4())))
+
+    assert asked == ["postgresql://lab.example:5433/x?sslmode=require", "postgresql:///x"]
+
+
+@pytest.mark.parametrize("name", ["100% of it.db", "a%2Fb.db", "what?.db", "x%2F..%2F..%2Fsecret.db"])
+def test_a_database_file_is_opened_by_the_path_that_was_checked(
+    datasets: Datasets, tmp_path: Path, name: str
+) -> None:
+    there = radio_dataset(tmp_path)
+    path = tmp_path / name
+    (tmp_path / "radio.db").rename(path)
+
+    made = datasets.register(registration(kind="radio", name="lab", url=sqlite_url(path), set=there["id"]))
+
+    assert made.facts["samples"] == 300
+    assert parse_address(made.spec["url"]).target == str(path)
+
+
+def nothing(*_: object, **__: object) -> Any:
+    """Look at data that must not be looked at."""
+    pytest.fail("the database was asked")
+
+
+def test_a_get_of_a_report_changes_nothing(datasets: Datasets, tmp_path: Path) -> None:
+    datasets.register(registration(kind="hdf5", name="b", path=burgers_dataset(tmp_path)["spec"]["path"]))
+    before = datasets.get("b")
+
+    assert datasets.checked("b").health == "good"
+    assert datasets.get("b") == before

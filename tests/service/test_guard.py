@@ -70,9 +70,10 @@ def everything(app: Any) -> Iterator[tuple[str, str, bool]]:
             yield method, path, socket
 
 
-def test_no_route_answers_a_stranger_another_site_or_another_name(
-    app: Any, here: Services, token: Any
-) -> None:
+def test_no_route_answers_a_stranger_another_site_or_another_name(here: Services, token: Any) -> None:
+    app = create_app(
+        replace(here, limits=RequestLimits(refused=10**6))
+    )  # so many wrong tokens are given here
     cookie = {"cookie": f"{here.auth.cookie}={here.auth.log_in(here.auth.new_code())}"}
     tried = 0
     for method, path, socket in everything(app):
@@ -97,8 +98,9 @@ def test_no_route_answers_a_stranger_another_site_or_another_name(
                 "a session without its CSRF token",
             ):
                 continue
-            got = ask(app, method, path, headers, socket=socket).status
-            assert got == status or (status == 401 and got == 429), f"{method} {path} with {what}: {got}"
+            assert ask(app, method, path, headers, socket=socket).status == status, (
+                f"{method} {path} with {what}"
+            )
             tried += 1
 
     assert tried > 2000
@@ -116,7 +118,11 @@ def test_a_session_asks_with_its_own_csrf_token_and_without_a_wrong_token(app: A
     assert [ask(app, "POST", JOBS, one, b"{}").status for one in given] == [422, 403, 403]
     assert ask(app, "GET", JOBS, asked).status == 200
     wrong = ask(app, "GET", JOBS, asked | {"authorization": "Bearer " + "x" * 43})
-    assert wrong.status in (401, 429), "whoever sends a token means it"
+    assert wrong.status == 401, "whoever sends a token means it"
+    token = {"authorization": "Bearer " + here.folder.token.read_text().strip()}
+    assert ask(app, "POST", JOBS, asked | token, b"{}").status == 422, (
+        "the token needs no session's CSRF token"
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,6 +139,21 @@ def test_names_of_the_loopback_are_ours_at_any_port(app: Any, token: Any, host: 
     assert ask(app, "GET", JOBS, {**token, "host": host, "origin": f"http://{host.lower()}"}).status == 200
 
 
+def test_the_address_that_a_request_came_to_is_ours(app: Any, token: Any) -> None:
+    """On another address than the loopback; a name is not, whatever it resolves to."""
+    asked = {
+        host: ask(app, "GET", JOBS, {**token, "host": host}, server=server).status
+        for host, server in (
+            ("10.1.2.3:8765", "10.1.2.3"),
+            ("10.1.2.4:8765", "10.1.2.3"),
+            ("[fd00::1]:8765", "fd00::1"),
+            ("evil.example:8765", "evil.example"),
+        )
+    }
+
+    assert [*asked.values()] == [200, 403, 200, 403]
+
+
 @pytest.mark.parametrize("name", ["host", "origin", "authorization", "cookie", "content-length"])
 def test_a_header_that_decides_comes_once(app: Any, token: Any, name: str) -> None:
     twice = [(name, "http://127.0.0.1:8765" if name == "origin" else "0")] * 2
@@ -147,6 +168,34 @@ def test_wrong_tokens_are_slowed_down_and_right_ones_are_not(here: Services, tok
 
     assert wrong == [401] * RequestLimits().refused + [429] * (100 - RequestLimits().refused)
     assert ask(app, "GET", JOBS, token).status == 200
+
+
+def test_who_has_no_token_is_shown_the_login_however_often_others_ask(here: Services) -> None:
+    """Neither the tabs of a session that has ended nor visitors without a cookie guess at a token."""
+    page, limit = {"accept": "text/html"}, RequestLimits().refused
+    ended = here.auth.log_in(here.auth.new_code())
+    session = here.auth.session(str(ended))
+    assert session is not None
+    here.auth.end(session)
+    old = {"cookie": f"{here.auth.cookie}={ended}"}
+    app = create_app(here)
+
+    assert {ask(app, "GET", "/api/v1/training/events", old).status for _ in range(2 * limit)} == {401}
+    assert {ask(app, "GET", JOBS).status for _ in range(2 * limit)} == {401}
+    assert "token" in ask(app, "GET", JOBS).json()["error"], "a program gets no page"
+    assert ask(app, "GET", JOBS).headers["www-authenticate"] == "Bearer"
+    assert [ask(app, "GET", JOBS, {"authorization": f"Bearer {n}"}).status for n in range(limit)] == [
+        401
+    ] * limit
+
+    for headers in (page, page | old):
+        answer = ask(app, "GET", "/", headers)
+        assert answer.status == 401
+        assert b"Code or token" in answer.body
+    assert ask(app, "GET", JOBS, {"authorization": "Bearer x"}).status == 429
+    told = ask(app, "GET", "/", page | {"authorization": "Bearer x"})
+    assert (told.status, told.headers["retry-after"]) == (429, "60")
+    assert b"Code or token" in told.body, "a page in any case"
 
 
 def test_every_answer_tells_the_browser_to_run_only_what_is_ours(here: Services, token: Any) -> None:

@@ -6,14 +6,19 @@ import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
+import h5py
 import pytest
 
+import stoker
 from stoker.errors import Degraded
 from stoker.service.leases import Leases
 from stoker.service.lines import Line
-from tests.service.running import CONFIG, Running, note_radio, serving
+from tests.conftest import write_burgers
+from tests.service.job_folders import OPERATOR
+from tests.service.running import CONFIG, Running, cached_rows, note_radio, serving
 
 GUIDE = {
     "job_name": "rx-night-run",
@@ -51,6 +56,17 @@ def test_the_body_of_the_guide_makes_a_job_at_both_addresses(running: Running) -
         found = running.client.get(running.address + answer.headers["location"]).json()
         assert found["job"] == made
         assert found["websocket_url"] == f"ws://127.0.0.1:{running.port}/ws/training/{made['id']}"
+
+
+def test_behind_tls_a_job_is_followed_over_tls(tmp_path: Path) -> None:
+    with serving(tmp_path / "state", public_url="https://train.example") as running:
+        note_radio(running.services, CONFIG["dataset_ids"][0])
+        made = running.client.post(running.api("/jobs"), json={"config": CONFIG}).json()["id"]
+        host = {"host": "train.example"}
+
+        found = running.client.get(running.api(f"/jobs/{made}"), headers=host).json()
+
+        assert found["websocket_url"] == f"wss://train.example/ws/training/{made}"
 
 
 def test_a_hundred_requests_at_once_with_one_key_are_one_job(url: str, tmp_path: Path) -> None:
@@ -279,3 +295,73 @@ def test_caches_are_named_by_what_is_there(running: Running) -> None:
     assert answer.json()["result"]["dry_run"] is True, "nothing goes unless it is said"
     operation = running.client.get(running.api(f"/operations/{answer.json()['id']}")).json()
     assert operation["state"] == "completed"
+
+
+def cache_names(running: Running) -> set[str]:
+    return {one["name"] for one in running.client.get(running.api("/caches")).json()["caches"]}
+
+
+@pytest.mark.parametrize("limits", [{"keep": 0}, {"max_bytes": 0}, {"older_than_s": 0.0},
+                                    {"keep": 0, "max_bytes": 0, "older_than_s": 0.0}])  # fmt: skip
+def test_a_clean_up_frees_what_its_limits_let_go_but_not_what_is_in_use(
+    running: Running, limits: dict[str, Any]
+) -> None:
+    """Also the newest of its name, just made, of a data set that is not registered."""
+    mark, _ = (
+        cached_rows(running.services.folder.caches, "opened", 2),
+        cached_rows(running.services.folder.caches, "gone"),
+    )
+
+    opened = stoker.open_cache(running.services.folder.caches / "opened" / mark)
+    answer = running.client.post(running.api("/caches/gc"), json={**limits, "dry_run": False})
+    assert len(opened) == 8
+
+    result = answer.json()["result"]
+    assert "gone" in [item["path"].split("/")[-2] for item in result["removed"]]
+    assert result["bytes_removed"] > 0
+    assert [item["path"].split("/")[-2] for item in result["kept"]] == ["opened"]
+    assert cache_names(running) == {"opened"}
+
+
+def test_one_cache_is_deleted_unless_it_is_in_use(running: Running) -> None:
+    first, second = (
+        cached_rows(running.services.folder.caches, "two", 3),
+        cached_rows(running.services.folder.caches, "two", 4),
+    )
+    address = running.api(f"/caches/two/{first}")
+
+    opened = stoker.open_cache(running.services.folder.caches / "two" / first)
+    assert running.client.delete(address).status_code == 409
+    assert running.client.get(address).status_code == 200
+    assert len(opened) == 8
+    del opened
+    assert running.client.delete(address).status_code == 204
+
+    assert running.client.get(address).status_code == 404
+    assert running.client.delete(address).status_code == 404
+    assert running.client.get(running.api(f"/caches/two/{second}")).status_code == 200
+
+
+def test_a_cache_that_cannot_be_read_is_deleted(running: Running) -> None:
+    mark = cached_rows(running.services.folder.caches, "broken")
+    (running.services.folder.caches / "broken" / mark / "recipe.json").write_text("{")
+
+    assert running.client.delete(running.api(f"/caches/broken/{mark}")).status_code == 204
+    assert not (running.services.folder.caches / "broken" / mark).exists()
+
+
+@pytest.mark.slow
+def test_a_plan_opens_no_data_in_the_server(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server runs in this process; what it opens is noted."""
+    path = write_burgers(running.services.folder.data / "planned.hdf5")
+    body = {"kind": "hdf5", "name": "planned", "path": str(path)}
+    assert running.client.post(running.api("/datasets"), json=body).status_code == 201
+    opened: list[object] = []
+    monkeypatch.setattr(h5py, "File", lambda *given, **_: opened.append(given))
+
+    config = {"dataset_ids": ["planned"], "accelerator": "cpu", "settings": OPERATOR}
+    answer = running.client.post(running.api("/plan"), json={"config": config})
+
+    assert answer.json()["state"] == "completed", answer.json()
+    assert answer.json()["result"]["tiers"]
+    assert opened == []

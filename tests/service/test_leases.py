@@ -281,3 +281,31 @@ def test_leases_of_an_earlier_boot_have_run_out(embedded: Database) -> None:
 
     assert [job.state for job in Leases(reopened, Terms(backoff_s=0.0)).sweep()] == [State.QUEUED]
     reopened.close()
+
+
+def test_a_look_says_what_is_wanted_of_a_job_now(embedded: Database) -> None:
+    (id,), leases = make(embedded), Leases(embedded)
+    claim = leases.claim("w")
+    assert claim is not None
+
+    assert leases.look(claim) is State.RUNNING
+    Jobs(embedded).pause(id)
+    assert leases.look(claim) is State.PAUSING
+    leases.finish(claim, Outcome(state=State.PAUSED), lines=[], position=0)
+    with pytest.raises(LeaseLost):
+        leases.look(claim)
+
+
+@pytest.mark.parametrize("error", ["out of memory", None])
+def test_the_event_of_an_end_has_an_error_where_there_was_one(embedded: Database, error: str | None) -> None:
+    make(embedded)
+    leases = Leases(embedded)
+    claim = leases.claim("w")
+    assert claim is not None
+
+    state = State.COMPLETED if error is None else State.FAILED
+    leases.finish(claim, Outcome(state=state, error=error), lines=[], position=0)
+
+    told = Outbox(embedded).read(0)[-1].data
+    assert told.get("error") == error
+    assert ("error" in told) is (error is not None)

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, aclosing, asynccontextmanager, closing
+from contextlib import ExitStack, aclosing, asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -385,6 +385,52 @@ def test_hundreds_of_readers_that_read_nothing_hold_little_and_let_others_in(tmp
 
         assert own.services.feed.clients <= stream.CLIENTS
         assert max(held) < 256 << 10, "8 MB were told to each"
+
+
+def test_streams_end_with_their_session(running: Running, job: str) -> None:
+    """Events, a log and WebSockets of the one that logs out; those of another and of the token stay."""
+    auth, host = running.services.auth, running.address.removeprefix("http://")
+    running.services.folder.job(job).make()
+    running.services.folder.job(job).log.write_text("said\n")
+    cookies = [f"{auth.cookie}={auth.log_in(auth.new_code())}" for _ in range(2)]
+    session = auth.session(cookies[0].partition("=")[2])
+    assert session is not None
+    with ExitStack() as stack:
+
+        def streams(headers: dict[str, str]) -> list[httpx.Response]:
+            paths = ("/events", f"/jobs/{job}/events", f"/jobs/{job}/logs/stream")
+            return [
+                stack.enter_context(httpx.stream("GET", running.api(path), headers=headers, timeout=30))
+                for path in paths
+            ]
+
+        own = streams({"cookie": cookies[0]})
+        others = [*streams({"cookie": cookies[1]}), *streams({"authorization": f"Bearer {running.token}"})]
+        sockets = [
+            stack.enter_context(
+                connect(
+                    f"ws://{host}{path}", additional_headers={"cookie": cookies[0]}, origin=running.address
+                )
+            )
+            for path in ("/ws", f"/ws/training/{job}")
+        ]
+        assert {json.loads(one.recv(30))["event"] for one in sockets} == {"connected"}
+
+        left = httpx.post(
+            running.address + "/logout", headers={"cookie": cookies[0], "X-CSRF-Token": session.csrf}
+        )
+        assert left.status_code == 303
+
+        for answer in own:
+            answer.read()  # to its end
+        for socket_ in sockets:
+            with suppress(ConnectionClosed):
+                while True:  # to its end
+                    socket_.recv(30)
+            assert socket_.close_code == 1008
+        tell(running, job, 1)
+        for answer in others[:2] + others[3:5]:
+            assert next(text for text in answer.iter_text() if "progress" in text)
 
 
 def test_one_stream_too_many_is_refused_and_places_are_given_back(running: Running) -> None:

@@ -40,7 +40,7 @@ LOOKS = {
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
-    services = open_services(tmp_path_factory.mktemp("openapi") / "state")
+    services = open_services(tmp_path_factory.mktemp("openapi") / "state", database_hosts=["local"])
     note_radio(services, DATASET)
     services.jobs.create({**CONFIG, "dataset_ids": [DATASET]}, name="there", epochs=3)
     spec = {"url": "postgresql:///lab", "table": "measurement_features", "set": DATASET}
@@ -84,7 +84,8 @@ def test_what_was_promised_is_there(described: dict[str, Any]) -> None:
         POST /datasets/{dataset_id}/validate, GET /datasets/{dataset_id}/samples,
         DELETE /datasets/{dataset_id},
         GET /caches, GET /caches/{name}/{fingerprint}, POST /caches/{name}/{fingerprint}/verify,
-        GET /caches/{name}/{fingerprint}/why, POST /caches/gc, GET /operations/{operation_id}, GET /ready,
+        GET /caches/{name}/{fingerprint}/why,
+        DELETE /caches/{name}/{fingerprint}, POST /caches/gc, GET /operations/{operation_id}, GET /ready,
         GET /machine, POST /login-codes
     """
     wanted = {one.strip().replace(" /", " /api/v1/training/") for one in promised.split(",")}

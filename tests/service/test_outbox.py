@@ -87,3 +87,16 @@ def test_old_events_are_removed_but_the_newest_and_the_count_goes_on(database: D
     assert (outbox.oldest(), outbox.newest()) == (8, 8)
     jobs.cancel(job.id)
     assert [event.number for event in outbox.read(8)] == [9]
+
+
+def test_the_newest_event_of_a_kind_is_found_behind_any_number_of_older_ones(database: Database) -> None:
+    jobs, outbox = Jobs(database), Outbox(database)
+    first, second, third = (jobs.create({}, name=name, epochs=1)[0].id for name in "abc")
+    with database.writing() as connection:
+        append(connection, database.wall, first, [("started", {"n": n}) for n in range(5100)])
+    with database.writing() as connection:
+        append(connection, database.wall, second, [("started", {"n": 1})])
+
+    found = outbox.newest_of("started", [first, second, third])
+
+    assert {job: event.data["n"] for job, event in found.items()} == {first: 5099, second: 1}

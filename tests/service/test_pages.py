@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+import stoker
 from stoker.errors import Degraded
 from stoker.pipeline.burgers import BurgersSpec, write_burgers
+from stoker.service import pages
 from stoker.service.leases import Leases
 from stoker.service.lines import Line
-from tests.service.running import CONFIG, Running, note_radio, serving
+from stoker.service.states import WAITING
+from stoker.service.stream import CLIENTS, FULL
+from stoker.store.gc import GcPolicy, collect
+from stoker.units import format_bytes
+from tests.service.running import CONFIG, Running, cached_rows, note_radio, serving
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 STARTED = {
@@ -243,3 +253,86 @@ def test_vendored_scripts_come_with_their_licences() -> None:
     vendor = Path(__file__).parents[2] / "src/stoker/service/static/vendor"
     for name in {file.name.split("-")[0] for file in vendor.glob("*.js")}:
         assert (vendor / f"{name}-LICENSE").stat().st_size > 200
+
+
+def test_the_page_of_a_job_with_very_many_epochs_shows_the_newest_and_says_so(
+    running: Running, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.service.dashboard.EPOCHS_SHOWN", 10)
+    for waiting in running.services.jobs.list(limit=1000):
+        running.services.jobs.cancel(waiting.id) if waiting.state in WAITING else None
+    id = made(running, "long")
+    leases = Leases(running.services.database)
+    claim = leases.claim("w")
+    assert claim is not None
+    assert claim.job.id == id
+    lines = [Line(kind="metrics", data={"epoch": n, "accuracy": n / 100}) for n in range(1, 31)]
+    leases.report(claim, lines, position=1)
+
+    page = browser.get(f"/jobs/{id}").text
+    drawn = json.loads(re.search(r'id="drawn">(.*?)</script>', page, re.DOTALL)[1])
+
+    assert [row["epoch"] for row in drawn["rows"]] == [*range(21, 31)]
+    assert "Epochs 21 to 30" in page
+    assert any("accuracy" in chart["title"] for chart in drawn["charts"])
+
+
+def seen_after_its_stream_was_refused(answer: object) -> Any:
+    """What a page shows when its stream is refused, and the service answers `answer` to the next request.
+
+    With a `result` of an operation in the answer: how that is told.
+    """
+    script = Path(pages.__file__).parent / "static" / "stoker.js"
+    command = ["node", str(Path(__file__).with_name("page_script.js")), str(script), json.dumps(answer)]
+    return json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+
+
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="no node on PATH")
+
+
+@needs_node
+def test_a_page_of_a_session_that_has_ended_leads_to_the_login() -> None:
+    seen = seen_after_its_stream_was_refused({"status": 401, "body": {"error": "no valid token"}})
+
+    assert seen == {"reloads": 1, "streams": 1, "shown": {}}, "the login is what a reload is answered with"
+
+
+@needs_node
+def test_a_page_that_finds_no_free_stream_says_so_and_tries_again() -> None:
+    seen = seen_after_its_stream_was_refused({"status": 503, "body": {"error": FULL, "fields": []}})
+
+    assert str(CLIENTS) in seen["shown"]["live"]
+    assert "degraded" not in seen["shown"]
+    assert seen["streams"] > 1
+
+
+@needs_node
+def test_a_page_whose_service_does_not_answer_says_so() -> None:
+    seen = seen_after_its_stream_was_refused(None)
+
+    assert [*seen["shown"]] == ["degraded"]
+    assert seen["reloads"] == 0
+
+
+@needs_node
+def test_a_preview_of_a_clean_up_says_in_words_what_would_go(tmp_path: Path) -> None:
+    for name in ("radio_train", "cells"):
+        cached_rows(tmp_path, name)
+    opened = stoker.open_cache(tmp_path / "cells")
+    plan = collect(tmp_path, GcPolicy(keep=0, unprotected=True), dry_run=True)
+    (gone,) = plan.removed
+
+    text = seen_after_its_stream_was_refused({"result": plan.to_json()})
+
+    first, second, *kept = text.splitlines()
+    assert format_bytes(plan.bytes_removed) in first
+    assert second.startswith(f"radio_train/{Path(gone.path).name}, {format_bytes(gone.bytes)}: ")
+    assert f"cells/{opened.fingerprint}" in kept[-1]
+    assert not {*'{}[]"_'} & {*text.replace("radio_train", "")}, "no JSON, and no names of its members"
+
+
+def test_a_cache_has_a_button_that_deletes_it(running: Running, browser: httpx.Client) -> None:
+    folder = running.services.folder.caches
+    mark = cached_rows(folder, "rows")
+
+    assert f'hx-delete="/api/v1/training/caches/rows/{mark}"' in browser.get(f"/caches/rows/{mark}").text

@@ -3,16 +3,43 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import h5py
+import hypothesis
+import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
-from stoker.errors import ConfigError, PathRefusedError
+from stoker.errors import ConfigError, PathRefusedError, SourceError
+from stoker.service.database import Database
+from stoker.service.dataset_requests import Registration
+from stoker.service.datasets import Datasets
+from stoker.service.executor import NO_ROOM, STOPPED
+from stoker.service.look import look
+from stoker.service.looks import LOOKS
 from stoker.service.paths import Roots
+from stoker.sources.files import confine_sources
+from stoker.sources.hdf5 import HDF5Source
+from stoker.sources.hdf5_open import open_file
+from stoker.sources.images.files import images_below, read_file
+from stoker.sources.sql.sqlite import connect_read_only
+from tests.service.job_folders import (
+    burgers_dataset,
+    finish,
+    images_dataset,
+    lines,
+    make_job,
+    radio_dataset,
+)
 
 SECRET = "outside"
 
@@ -132,10 +159,10 @@ def test_no_path_leads_out(place: Path) -> None:
     refused = 0
     for path in tried:
         try:
-            with roots.opened(path) as (fd, real):
-                assert real == inside or inside in real.parents, path
-                assert os.readlink(f"/proc/self/fd/{fd}") == str(real), path
-                assert os.path.isdir(fd) or os.pread(fd, 20, 0) == b"inside", path
+            real = roots.check(path)
+            assert real == inside or inside in real.parents, path
+            assert os.path.realpath(real) == str(real), path
+            assert real.is_dir() or real.read_text() == "inside", path
         except PathRefusedError:
             refused += 1
 
@@ -161,8 +188,8 @@ PIECES = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
-@given(parts=st.lists(st.sampled_from(PIECES), max_size=9))
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(parts=st.lists(st.sampled_from(PIECES), max_size=9))
 def test_no_combination_leads_out(place: Path, parts: list[str]) -> None:
     roots = Roots([place / "root"])
     inside = place / "root"
@@ -185,18 +212,17 @@ def test_what_is_inside_is_found_however_it_is_written(place: Path) -> None:
     assert roots.check(str(root)) == root
 
 
-def test_kinds_are_told_apart(place: Path) -> None:
+def test_a_path_that_is_none_is_refused_with_what_was_given(place: Path) -> None:
     roots = Roots([place / "root"])
 
-    with pytest.raises(PathRefusedError, match="is folder, expected a file"), roots.opened("a", kind="file"):
-        pass
-    with (
-        pytest.raises(PathRefusedError, match="is file, expected a folder"),
-        roots.opened("a/data.h5", kind="folder"),
-    ):
-        pass
-    with pytest.raises(PathRefusedError, match="neither"), roots.opened("pipe"):
-        pass
+    for path, said in (("", "0 characters"), ("a/" * 3000, "6,000 characters"), ("y" * 300, "y" * 100)):
+        with pytest.raises(PathRefusedError, match=said):
+            roots.check(path)
+
+
+def test_what_is_neither_file_nor_folder_is_refused(place: Path) -> None:
+    with pytest.raises(PathRefusedError, match="pipe"):
+        Roots([place / "root"]).check("pipe")
 
 
 def test_the_second_root_is_looked_in_when_the_first_has_no_such_file(place: Path) -> None:
@@ -211,37 +237,160 @@ def test_a_root_that_is_no_folder_is_refused(place: Path) -> None:
         Roots([place / "secret.txt"])
 
 
-@pytest.mark.parametrize("tries", [1000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_a_folder_that_turns_into_a_link_while_it_is_opened_leads_nowhere(tmp_path: Path, tries: int) -> None:
+def given(kind: str, folder: Path) -> dict[str, Any]:
+    """Data of a kind in a new folder, as a request names it."""
+    folder.mkdir(parents=True)
+    if kind == "radio":
+        made = radio_dataset(folder)
+        return {"kind": kind, "name": "n", "url": made["spec"]["url"], "set": made["id"]}
+    if kind == "hdf5":
+        return {"kind": kind, "name": "n", "path": burgers_dataset(folder)["spec"]["path"]}
+    return {"kind": kind, "name": "n", "path": images_dataset(folder)["spec"]["path"]}
+
+
+def swap(folder: Path, other: Path) -> None:
+    """What somebody who may write to the root does: a link to `other` where a folder was."""
+    folder.rename(folder.with_name("was-here"))
+    folder.symlink_to(other)
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    opened = Database(f"sqlite:///{tmp_path}/stoker.db")
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("kind", ["radio", "hdf5", "images"])
+def test_data_whose_folder_became_a_link_is_not_looked_at(
+    database: Database, tmp_path: Path, kind: str
+) -> None:
+    """The process that looks finds out, not a check before it."""
+    request = given(kind, tmp_path / "root" / "set")
+    shutil.copytree(tmp_path / "root" / "set", tmp_path / "secret")
+    check = Roots([tmp_path / "root"]).check
+    Datasets(
+        database, tmp_path / "data", check, look=lambda what, *given, **named: LOOKS[what](*given, **named)
+    ).register(TypeAdapter(Registration).validate_python(request))
+    datasets = Datasets(database, tmp_path / "data", check)
+    assert datasets.samples("n")
+
+    swap(tmp_path / "root" / "set", tmp_path / "secret")
+
+    with pytest.raises(SourceError, match=str(tmp_path / "root" / "set")):
+        datasets.samples("n")
+
+
+def test_data_of_the_service_is_read_where_its_state_folder_is_behind_a_link(tmp_path: Path) -> None:
+    """The operator may have put it there; nobody else can write to it."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "state").symlink_to(tmp_path / "disk")
+    spec = burgers_dataset(tmp_path / "state")["spec"]
+
+    assert look("facts", "hdf5", {**spec, "make": {}})["samples"] == 12
+    with pytest.raises(SourceError, match="link"):
+        look("facts", "hdf5", spec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["radio", "hdf5", "images"])
+def test_a_job_does_not_train_on_data_whose_folder_became_a_link(tmp_path: Path, kind: str) -> None:
+    of_kind = {"radio": radio_dataset, "hdf5": burgers_dataset, "images": images_dataset}
+    (tmp_path / "root" / "set").mkdir(parents=True)
+    dataset = of_kind[kind](tmp_path / "root" / "set")
+    folder = make_job(tmp_path, dataset, epochs=1)
+    shutil.copytree(tmp_path / "root" / "set", tmp_path / "secret")
+
+    swap(tmp_path / "root" / "set", tmp_path / "secret")
+
+    assert finish(folder) not in (0, STOPPED, NO_ROOM)
+    (told,) = lines(folder, "failed")
+    assert str(tmp_path / "root" / "set") in told["data"]["error"]
+    assert not [*(tmp_path / "caches").rglob("*.safetensors")]
+
+
+def opened_h5(folder: Path) -> str:
+    with open_file(folder / "x.h5") as file:
+        return str(file.attrs["is"])
+
+
+def opened_image(folder: Path) -> str:
+    return read_file(folder / "x.png").decode()
+
+
+def opened_rows(folder: Path) -> str:
+    with closing(connect_read_only(folder / "x.db")) as connection:
+        return connection.execute("SELECT * FROM t").fetchone()[0]
+
+
+def listed(folder: Path) -> str:
+    (entry,) = [entry for entry in images_below(folder) if "is-" in entry.key]
+    return entry.key.removeprefix("is-")
+
+
+@pytest.fixture
+def two_places(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """A folder of the root that this process is confined to, and the same data elsewhere."""
+    for folder, what in ((tmp_path / "root" / "swap", "inside"), (tmp_path / "else", SECRET)):
+        folder.mkdir(parents=True)
+        with h5py.File(folder / "x.h5", "w") as file:
+            file.attrs["is"] = what
+        (folder / "x.png").write_text(what)
+        (folder / f"is-{what}.png").write_text(what)
+        with closing(sqlite3.connect(folder / "x.db")) as connection, connection:
+            connection.execute("CREATE TABLE t AS SELECT ? AS what", [what])
+    confine_sources([tmp_path / "root" / "swap"])
+    yield tmp_path / "root", tmp_path / "else"
+    confine_sources(None)
+
+
+@pytest.mark.parametrize("read", [opened_h5, opened_image, opened_rows, listed])
+@pytest.mark.parametrize("tries", [100, pytest.param(5_000, marks=pytest.mark.slow)])
+def test_a_folder_that_turns_into_a_link_while_it_is_opened_leads_nowhere(
+    two_places: tuple[Path, Path], read: Callable[[Path], str], tries: int
+) -> None:
     """Against somebody who swaps a folder for a link as fast as the system lets them."""
-    root = tmp_path / "root"
-    (root / "real").mkdir(parents=True)
-    (root / "real" / "x").write_text("inside")
-    (tmp_path / "else").mkdir()
-    (tmp_path / "else" / "x").write_text(SECRET)
-    (root / "evil").symlink_to(tmp_path / "else")
-    (root / "real").rename(root / "swap")
-    stop = threading.Event()
-
-    def swap() -> None:
-        while not stop.is_set():
-            (root / "swap").rename(root / "keep")
-            (root / "evil").rename(root / "swap")
-            (root / "swap").rename(root / "evil")
-            (root / "keep").rename(root / "swap")
-
-    swapping = threading.Thread(target=swap)
-    swapping.start()
-    roots, seen = Roots([root]), {"inside": 0, "refused": 0}
-    try:
-        while sum(seen.values()) < tries or (not all(seen.values()) and sum(seen.values()) < 200 * tries):
-            try:
-                with roots.opened("swap/x") as (fd, _):
-                    seen[os.pread(fd, 20, 0).decode()] += 1
-            except PathRefusedError:
-                seen["refused"] += 1
-    finally:
-        stop.set()
-        swapping.join(30)
+    root, other = two_places
+    command = [sys.executable, "-I", "-S", "-c", SWAPPING, str(root / "swap"), str(other)]
+    seen = {"inside": 0, "refused": 0}
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as swapping:
+        assert swapping.stdout is not None
+        assert swapping.stdout.readline() == b"swaps\n"
+        try:
+            while sum(seen.values()) < tries or (not all(seen.values()) and sum(seen.values()) < 200 * tries):
+                try:
+                    seen[read(root / "swap")] += 1
+                except (SourceError, sqlite3.OperationalError, ValueError):
+                    seen["refused"] += 1
+        finally:
+            swapping.kill()
 
     assert min(seen.values()) > 0, "nothing was swapped, or nothing opened: the race was not run"
+
+
+SWAPPING = """
+import os, sys
+folder, other = sys.argv[1:]
+os.symlink(other, folder + ".evil")
+print("swaps", flush=True)
+while True:
+    os.rename(folder, folder + ".keep"); os.rename(folder + ".evil", folder)
+    os.rename(folder, folder + ".evil"); os.rename(folder + ".keep", folder)
+"""
+
+
+def test_what_a_file_refers_to_in_other_files_is_not_read(two_places: tuple[Path, Path]) -> None:
+    """Also when the file came to refer to them after it was described."""
+    root, other = two_places
+    with h5py.File(other / "y.h5", "w") as file:
+        file["tensor"] = np.ones((4, 3, 5), np.float32)
+    with h5py.File(root / "swap" / "y.h5", "w") as file:
+        file["tensor"] = np.zeros((4, 3, 5), np.float32)
+    source = HDF5Source(root / "swap" / "y.h5", fields={"tensor": "n t x"})
+    assert source.read(0)["tensor"].max() == 0
+    source.close()
+    with h5py.File(root / "swap" / "y.h5", "w") as file:
+        file["tensor"] = h5py.ExternalLink(str(other / "y.h5"), "tensor")
+
+    with pytest.raises(SourceError, match="external"):
+        source.read(0)

@@ -11,8 +11,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -253,3 +255,45 @@ def test_the_token_comes_from_where_ray_takes_it(tmp_path: Path) -> None:
     assert ray_token(home) == "at home"
     assert ray_token({**home, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "named")}) == "by path"
     assert ray_token({**home, "RAY_AUTH_TOKEN": "here"}) == "here"
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[tuple[str, list[bytes]]]:
+    """A server that says the same to everybody, and what it was told."""
+    told: list[bytes] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    told.append(connection.recv(65536))
+                    connection.sendall(answer)
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}", told
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"garbage\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{",
+        b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 100_000,
+        b"HTTP/1.1 200 OK\r\n\r\n\xff\xfe",
+    ],
+)
+def test_a_garbled_answer_of_the_cluster_is_one_that_did_not_come(answer: bytes) -> None:
+    with answering(answer) as (address, _), pytest.raises(ResourceError, match=address):
+        RayJobs(address, TOKEN).look("job")
+
+
+def test_the_token_does_not_follow_a_redirect() -> None:
+    with answering(b"HTTP/1.1 200 OK\r\n\r\n{}") as (other, told):
+        redirect = f"HTTP/1.1 302 Found\r\nLocation: {other}/api/jobs/job\r\nContent-Length: 0\r\n\r\n"
+        with answering(redirect.encode()) as (address, _), pytest.raises(ResourceError):
+            RayJobs(address, TOKEN).look("job")
+
+        assert told == []

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from stoker.errors import Degraded, StalledError
+from stoker.errors import Degraded, ResourceError, StalledError
 from stoker.service import figures, folders, routes_caches
+from stoker.service.operations import Operations
 from stoker.service.recent import Patience, Recent
 from tests.service.running import Running, serving
 
@@ -215,3 +216,43 @@ def test_looks_into_one_cache_that_hang_are_few_and_leave_the_others_alone(
         assert running.client.get(running.api("/jobs")).status_code == 200
     finally:
         source.free.set()
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """No thread can be started until it is undone."""
+
+    def refused(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        yield patched
+
+
+def test_a_thread_that_cannot_be_started_takes_no_place(no_threads: pytest.MonkeyPatch) -> None:
+    patience, operations = Patience(at_once=1, wait_s=5), Operations(at_once=1)
+    recent = Recent(lambda: 1, "figures", wait_s=5)
+
+    with pytest.raises(StalledError, match="can't start new thread"):
+        patience.ask("a folder", lambda: 1)
+    with pytest.raises(ResourceError, match="can't start new thread"):
+        operations.start("work", dict)
+    assert "can't start new thread" in str(recent.get().error)
+
+    no_threads.undo()
+    assert patience.ask("a folder", lambda: 1) == 1
+    assert operations.start("work", dict, wait_s=5).state == "completed"
+    assert recent.get().value == 1
+
+
+def test_a_runtime_error_of_the_work_itself_passes_through_and_gives_its_place_back_once() -> None:
+    patience = Patience(at_once=1, wait_s=5)
+
+    def fails() -> int:
+        raise RuntimeError("of its own")
+
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="of its own"):
+            patience.ask("a folder", fails)
+    assert patience.ask("a folder", lambda: 1) == 1

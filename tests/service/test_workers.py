@@ -22,7 +22,7 @@ from stoker.service.jobs import Job, Jobs
 from stoker.service.leases import Leases, Terms
 from stoker.service.local import LocalExecutor
 from stoker.service.outbox import Outbox
-from stoker.service.states import ENDED, State
+from stoker.service.states import ENDED, WAITING, State
 from stoker.service.supervise import Supervisor, remove_orphans
 from stoker.service.worker import Settings, Worker
 from tests.service.serve import staff
@@ -412,6 +412,60 @@ def test_a_service_whose_thread_dies_says_so(
     ended = "the supervisor of the workers has ended: see the service's log"
     until(lambda: embedded.trouble.why == ended)
     supervisor.stop()
+
+
+def test_a_jobs_folder_that_cannot_be_listed_ends_neither_supervisor_nor_chores(
+    embedded: Database, state: StateFolder
+) -> None:
+    supervisor = Supervisor(embedded, state, staff(workers=0), os.environ)
+    state.jobs.rmdir()
+    state.jobs.write_text("no folder")
+    supervisor.start()
+
+    supervisor.do_chores()
+    for _ in range(3):
+        supervisor.step()
+
+    assert embedded.trouble.why is None
+    assert all(
+        t.is_alive() for t in threading.enumerate() if t.name in ("stoker-supervisor", "stoker-chores")
+    )
+    assert {"stoker-supervisor", "stoker-chores"} <= {t.name for t in threading.enumerate()}
+    supervisor.stop()
+
+
+def test_workers_are_watched_while_a_folder_of_a_deleted_job_does_not_go(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = bench.make()
+    bench.state.job(gone.id).make()
+    os.utime(bench.state.job(gone.id).path, (0, 0))
+    bench.jobs.cancel(gone.id)
+    bench.jobs.delete(gone.id)
+    hangs, released = threading.Event(), threading.Event()
+    monkeypatch.setattr("shutil.rmtree", lambda *_: (hangs.set(), released.wait(60)))
+    supervisor = Supervisor(bench.database, bench.state, staff(workers=0), os.environ)
+    job = bench.make()
+    Leases(bench.database, Terms(lease_s=-1.0)).claim("dead")
+    supervisor.start()
+    try:
+        assert hangs.wait(30)
+        until(lambda: bench.jobs.get(job.id).state is not State.RUNNING)
+    finally:
+        released.set()
+        supervisor.stop()
+
+
+def test_a_job_waits_for_data_that_another_job_makes(bench: Bench) -> None:
+    job = bench.make()
+    bench.describe = lambda _database, ids: [{"id": id, "name": "night", "health": "making"} for id in ids]
+    bench.attempt()
+
+    waiting = bench.jobs.get(job.id)
+    assert waiting.state in WAITING
+    assert (waiting.epoch, waiting.error) == (0, None)
+    events = Outbox(bench.database).read(0, job=job.id)
+    assert any("night" in json.dumps(event.data) for event in events)
 
 
 def test_folders_of_deleted_jobs_are_removed_later(bench: Bench) -> None:

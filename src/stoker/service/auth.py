@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import os
 import secrets
 import stat
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from stoker.atomic import explained
+from stoker.atomic import explained, replacing
 from stoker.errors import ConfigError
 
 SHORTEST = 32
@@ -32,8 +33,6 @@ CODES = 64
 """Login codes that are kept; the oldest goes first."""
 CODE_BYTES = 24
 """Random ones in a code: 192 bits."""
-CODE_TRIES = 100
-"""Wrong secrets after which a code is worthless, whoever tried them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +42,8 @@ class Session:
     id: str
     csrf: str
     """What its unsafe requests must carry as `X-CSRF-Token`; no other site can know it."""
+    until: float
+    """When it ends, as unix time, unless it logs out before."""
 
 
 def load_token(path: Path) -> SecretStr:
@@ -91,15 +92,19 @@ def _make_token(path: Path) -> None:
 class Auth:
     """Checks tokens, trades codes for sessions. Safe to call from several threads."""
 
-    def __init__(self, token: SecretStr, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, token: SecretStr, *, ended: Path | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
         self._token = token.get_secret_value()
         self._key = hmac.digest(self._token.encode(), b"stoker session", "sha256")
         self._clock = clock
         self._lock = threading.Lock()
-        self._codes: dict[str, tuple[float, int]] = {}
-        """By digest: until when, and from which number of wrong secrets on, a code is worth nothing."""
-        self._wrong = 0
-        self._ended: dict[str, float] = {}
+        self._codes: dict[str, float] = {}
+        """Until when a code may be used, by its digest. Strangers cannot end one: 192 random bits need no
+        count of wrong tries, and such a count would let anybody make a code worthless."""
+        self._ended_file = ended
+        self._ended = _read_ended(ended)
+        """Until when the cookie of a session that logged out would be good, by its id."""
         self.cookie = f"stoker_{hmac.digest(self._key, b'name', 'sha256').hex()[:8]}"
         """Name of the cookie: cookies know no ports, so two services on one machine need two names."""
 
@@ -111,18 +116,16 @@ class Auth:
         """A code that opens one session within `CODE_S`."""
         now, code = self._clock(), secrets.token_urlsafe(CODE_BYTES)
         with self._lock:
-            kept = [(code, (until, last)) for code, (until, last) in self._codes.items() if until > now]
-            made = (_digest(code), (now + CODE_S, self._wrong + CODE_TRIES))
-            self._codes = dict([*kept[-(CODES - 1) :], made])
+            kept = [(digest, until) for digest, until in self._codes.items() if until > now]
+            self._codes = dict([*kept[-(CODES - 1) :], (_digest(code), now + CODE_S)])
         return code
 
     def log_in(self, secret: str) -> str | None:
         """The cookie for a code, which is used up, or for the token; None for anything else."""
         with self._lock:
-            until, last = self._codes.pop(_digest(secret), (0.0, 0))
-            if (until <= self._clock() or self._wrong >= last) and not self.is_token(secret):
-                self._wrong += 1
-                return None
+            until = self._codes.pop(_digest(secret), 0.0)
+        if until <= self._clock() and not self.is_token(secret):
+            return None
         payload = f"{secrets.token_hex(16)}.{int(self._clock() + SESSION_S)}"
         return f"{payload}.{self._seal('session', payload)}"
 
@@ -132,18 +135,46 @@ class Auth:
         if not same(seal, self._seal("session", payload)):
             return None
         name, _, until = payload.partition(".")
-        if float(until) <= self._clock() or name in self._ended:
-            return None
-        return Session(id=name, csrf=self._seal("csrf", name))
+        session = Session(id=name, csrf=self._seal("csrf", name), until=float(until))
+        return session if self.is_open(session) else None
+
+    def is_open(self, session: Session) -> bool:
+        """Whether a session has neither logged out nor passed, now."""
+        return session.until > self._clock() and session.id not in self._ended
 
     def end(self, session: Session) -> None:
-        """Make a session's cookie worthless, for as long as this process lives."""
+        """Make a session's cookie worthless, also after a restart.
+
+        Raises:
+            ReadOnlyError, ResourceError: It cannot be noted; it is worthless until the restart.
+        """
         now = self._clock()
-        self._ended = {name: until for name, until in self._ended.items() if until > now}
-        self._ended[session.id] = now + SESSION_S
+        with self._lock:
+            ended = {name: until for name, until in self._ended.items() if until > now}
+            self._ended = {**ended, session.id: now + SESSION_S}
+            if self._ended_file is not None:
+                with replacing(self._ended_file) as temporary:
+                    temporary.write_text(json.dumps(self._ended))
 
     def _seal(self, purpose: str, payload: str) -> str:
         return hmac.digest(self._key, f"{purpose}:{payload}".encode("utf-8", "replace"), "sha256").hex()
+
+
+def _read_ended(path: Path | None) -> dict[str, float]:
+    """Return the sessions that a file says have logged out.
+
+    Raises:
+        ConfigError: It is not such a file.
+    """
+    if path is None or not path.exists():
+        return {}
+    try:
+        return {str(name): float(until) for name, until in json.loads(path.read_text()).items()}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{path} does not say which sessions have logged out: {error}. Remove it and DIR/token; then "
+            "everybody logs in again"
+        ) from None
 
 
 def same(given: str, expected: str) -> bool:

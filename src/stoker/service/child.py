@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from stoker.atomic import FULL_ERRNOS
 from stoker.errors import ConfigError, Interrupted, ResourceError, StokerError
@@ -71,14 +71,17 @@ def _do(folder: Path, job: JobFile, journal: Journal) -> Mapping[str, Any]:
 
     from pydantic import ValidationError
 
+    from stoker.service.paths import data_paths
     from stoker.service.runs.run import JobRun
     from stoker.service.runs.settings import check, settings_of
     from stoker.service.training_config import TrainingConfig
+    from stoker.sources.files import confine_sources
 
     try:
         config = TrainingConfig.model_validate(job.config)
     except ValidationError as error:
         raise ConfigError(f"the job's configuration is refused: {error}") from error
+    confine_sources(data_paths(cast("Mapping[str, Any]", one["spec"]) for one in job.datasets))
     settings = settings_of(config, job.datasets, caches=job.caches, run_dir=str(folder), epochs=job.epochs)
     run = JobRun(folder=folder, job=job, config=config, settings=settings, journal=journal)
     return _trainer(check(config, job.datasets))(run)

@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 from urllib.parse import quote, urlencode, urlsplit
 
 from stoker.errors import ConfigError, Conflict, Degraded, NotFound, ServiceError, StalledError, StokerError
+from stoker.fetch.http import NoRedirects
 
 API = "/api/v1/training"
 ANSWER_BYTES = 64 << 20
@@ -47,7 +48,7 @@ class ServiceClient:
         self._token = token
         self._timeout_s = timeout_s
         # No proxy: the token would be sent to it. No redirect: to whoever it names.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirects())
 
     def submit(self, body: Mapping[str, Any], *, key: str | None = None) -> dict[str, Any]:
         """Make a job; with a key it may be sent again without making two."""
@@ -187,13 +188,6 @@ class ServiceClient:
             504: StalledError(said),
         }
         return known.get(status) or ServiceError(f"{what}: {status}: {said}", status=status)
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """The token goes to the address that was given, nowhere else."""
-
-    def redirect_request(self, *_: object) -> None:  # type: ignore[override]
-        """Refuse."""
 
 
 def _job(id: str) -> str:

@@ -29,7 +29,7 @@ from stoker.service.states import State
 PER_PAGE = 25
 LOG_LINES = 200
 EPOCHS_SHOWN = 5000
-"""Rows of metrics that a page draws; a job has no more epochs."""
+"""Rows of metrics that a page draws: the newest. A job that was continued may have more."""
 SPARK_EPOCHS = 40
 SAMPLES_SHOWN = 20
 USERS = 100
@@ -93,7 +93,7 @@ def show_job(request: Request, here: Here, job_id: Id) -> Response:
     """One job."""
     events = here.outbox.newest()  # first: what is read after it may be newer, never older
     context = _job(here, job_id)
-    rows = here.jobs.metrics(job_id, limit=EPOCHS_SHOWN)
+    rows = here.jobs.metrics(job_id, limit=EPOCHS_SHOWN, after=max(0, context["job"].epoch - EPOCHS_SHOWN))
     drawn = {"charts": views.charts(rows), "rows": rows}
     return page(
         request, "job.html", title=context["job"].name, events=events, drawn=drawn, rows=rows,
@@ -242,10 +242,10 @@ def _log(here: Services, id: str) -> dict[str, Any]:
 def _users(here: Services, fingerprint: str) -> list[Any]:
     """Jobs that said they train on a cache, of the newest."""
     found = here.jobs.list(limit=USERS)
-    told = {event.job: event.data for event in here.outbox.read(0, kinds=("started",), limit=5000)}
+    started = here.outbox.newest_of("started", [job.id for job in found])
 
     def used(id: str) -> bool:
-        caches: Any = told.get(id, {}).get("caches") or ()
+        caches: Any = (started[id].data.get("caches") if id in started else None) or ()
         return any(cache["fingerprint"] == fingerprint for cache in caches)
 
     return [job for job in found if used(job.id)]

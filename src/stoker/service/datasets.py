@@ -7,10 +7,11 @@ another process with a deadline (`look.py`): neither a damaged file nor dead sto
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import sqlalchemy as sa
 
@@ -28,10 +29,17 @@ from stoker.service.dataset_requests import (
 from stoker.service.dataset_table import DATASETS
 from stoker.service.look import look
 from stoker.service.schema import JOBS
-from stoker.service.states import ENDED
-from stoker.sources.sql.address import has_password, parse_address
+from stoker.service.states import ENDED, State
+from stoker.sources.sql.address import has_password, parse_address, sqlite_url
 
 Look = Callable[..., Any]
+URL_OPTIONS = frozenset({"host", "sslmode", "connect_timeout"})
+"""Options of a PostgreSQL URL that a request may give. The others of libpq name files that it reads or
+appends to, or change what a session may do."""
+MADE = "made"
+"""The check of a report that says whether a data set of the service was made."""
+MAKER_S = 60.0
+"""How long after it was noted a data set may have no job that makes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +75,24 @@ class Datasets:
         data: Folder of those that the service makes.
         check_path: Gives the real path of one that a request names, or refuses it (`paths.Roots.check`).
         look: See `look.look`.
+        servers: PostgreSQL servers that a data set may name: host names, folders of sockets, or `local` for
+            the default socket.
     """
 
     def __init__(
-        self, database: Database, data: Path, check_path: Callable[[str], Path], *, look: Look = look
+        self,
+        database: Database,
+        data: Path,
+        check_path: Callable[[str], Path],
+        *,
+        look: Look = look,
+        servers: Collection[str] = (),
     ) -> None:
         self._database = database
         self._data = data.absolute()
         self._check_path = check_path
         self._look = look
+        self._servers = {"" if server == "local" else server for server in servers}
 
     def register(self, request: Registration) -> Dataset:
         """Take up a data set that is there; again with the same request: the same answer.
@@ -107,7 +124,7 @@ class Datasets:
         spec: dict[str, Any]
         if isinstance(request, GenerateRadio):
             id = str(RadioSpec(**request.model_dump(exclude={"name", "kind"})).dataset_id)
-            url = f"sqlite:///{self._data / 'radio.db'}"
+            url = sqlite_url(self._data / "radio.db")
             spec, count = {"url": url, "table": TABLE, "set": id}, request.rows
         else:
             settings = sorted(made_of.items())
@@ -132,8 +149,8 @@ class Datasets:
         if kind is not None:
             query = query.where(DATASETS.c.kind == kind)
         with self._database.reading() as connection:
-            rows = connection.execute(query.limit(limit).offset(offset)).mappings()
-            return [Dataset(**row) for row in rows]
+            rows = connection.execute(query.limit(limit).offset(offset)).mappings().all()
+            return _settled(self._database, connection, [Dataset(**row) for row in rows])
 
     def count(self, kind: str | None = None) -> int:
         """How many there are of a kind, or of any."""
@@ -150,7 +167,7 @@ class Datasets:
             NotFound: Some are not registered; all of them are named.
         """
         with self._database.reading() as connection:
-            return _found(connection, ids)
+            return _found(self._database, connection, ids)
 
     def inspect(self, id: str) -> Dataset:
         """One data set with figures as they are now; one that was being made is `unknown` once it is there.
@@ -165,8 +182,8 @@ class Datasets:
         health = "unknown" if dataset.health == "making" else dataset.health
         return self._update(dataset.id, {"facts": facts, "health": health})
 
-    def validate(self, id: str) -> Dataset:
-        """One data set with a new report of its health.
+    def checked(self, id: str) -> Dataset:
+        """Return a data set with a report of its health as it is now, and store nothing.
 
         Raises:
             NotFound: There is none.
@@ -176,7 +193,13 @@ class Datasets:
         report: list[dict[str, Json]] = self._look("check", dataset.kind, dataset.spec)
         states = {str(row["status"]) for row in report}
         health = "bad" if "fail" in states else "doubtful" if "warn" in states else "good"
-        return self._update(dataset.id, {"report": report, "health": health, "checked": self._database.wall})
+        return replace(dataset, report=report, health=health)
+
+    def validate(self, id: str) -> Dataset:
+        """Return a data set with a new report of its health, which is kept. Errors as `checked`."""
+        found = self.checked(id)
+        values = {"report": found.report, "health": found.health, "checked": self._database.wall}
+        return self._update(found.id, values)
 
     def samples(self, id: str, *, limit: int = 20, offset: int = 0) -> list[dict[str, Json]]:
         """Some samples, as people look at them.
@@ -196,7 +219,7 @@ class Datasets:
             Conflict: A job that has not ended names it.
         """
         with self._database.writing() as connection:
-            (dataset,) = _found(connection, [id])
+            (dataset,) = _found(self._database, connection, [id])
             query = sa.select(JOBS.c.id, JOBS.c.dataset_ids).where(JOBS.c.state.not_in(tuple(ENDED)))
             users = [row.id for row in connection.execute(query) if dataset.id in row.dataset_ids]
             if users:
@@ -215,7 +238,28 @@ class Datasets:
                 "service's user"
             )
         address = parse_address(url)
-        return url if address.kind == "postgresql" else f"sqlite:///{self._check_path(address.target)}"
+        if address.kind == "sqlite":
+            return sqlite_url(self._check_path(address.target))
+        self._check_server(url)
+        return url
+
+    def _check_server(self, url: str) -> None:
+        """Refuse a server that the operator did not name, and options that reach files or change sessions."""
+        parts = urlsplit(url)
+        options = parse_qsl(parts.query, keep_blank_values=True)
+        if refused := sorted({name for name, _ in options} - URL_OPTIONS):
+            raise ConfigError(
+                f"the database's URL has the option {', '.join(refused)}. Expected none but "
+                f"{', '.join(sorted(URL_OPTIONS))}"
+            )
+        servers = {value for name, value in options if name == "host"} or {parts.hostname or ""}
+        for server in servers:
+            if server not in self._servers:
+                name = server or "local"
+                raise ConfigError(
+                    f"this service does not read from the database server {name!r}. Start it with "
+                    f"--database-host {name}"
+                )
 
     def _insert(  # noqa: PLR0913, PLR0917 - the columns
         self,
@@ -264,14 +308,49 @@ def describe(database: Database, ids: Sequence[str]) -> list[dict[str, Json]]:
     """
     with database.reading() as connection:
         return [
-            {"id": one.id, "name": one.name, "kind": one.kind, "spec": one.spec}
-            for one in _found(connection, ids)
+            {"id": one.id, "name": one.name, "kind": one.kind, "spec": one.spec, "health": one.health}
+            for one in _found(database, connection, ids)
         ]
 
 
-def _found(connection: sa.Connection, ids: Sequence[str]) -> list[Dataset]:
+def unmade(dataset: Dataset) -> str | None:
+    """Return why a data set that the service was to make is not there; None where it is, or may still be."""
+    rows = (row for row in dataset.report if row["check"] == MADE and row["status"] == "fail")
+    return next((str(row["detail"]) for row in rows), None)
+
+
+def _settled(database: Database, connection: sa.Connection, datasets: list[Dataset]) -> list[Dataset]:
+    """Return data sets as they are: what nobody makes any more is not being made."""
+    if not any(one.health == "making" for one in datasets):
+        return datasets
+    now = connection.execute(sa.select(database.wall)).scalar_one()
+    return [_as_made(connection, one, now) if one.health == "making" else one for one in datasets]
+
+
+def _as_made(connection: sa.Connection, dataset: Dataset, now: float) -> Dataset:
+    query = (
+        sa.select(JOBS.c.id, JOBS.c.state)
+        .where(JOBS.c.kind == "generation", JOBS.c.key.startswith(f"make {dataset.id} "))
+        .order_by(JOBS.c.number.desc())
+        .limit(1)
+    )
+    maker = connection.execute(query).first()
+    if maker is None and now - dataset.created < MAKER_S:
+        return dataset  # the request that notes it makes the job next
+    if maker is not None and State(maker.state) not in ENDED:
+        return dataset
+    fact = "the job that was to make it is gone" if maker is None else f"job {maker.id} was {maker.state}"
+    cure = "Delete the data set and make it again"
+    if maker is not None:
+        cure = "Resume that job, or delete the data set"
+    row: dict[str, Json] = {"check": MADE, "status": "fail", "detail": f"not made: {fact}. {cure}"}
+    return replace(dataset, health="bad", report=[row])
+
+
+def _found(database: Database, connection: sa.Connection, ids: Sequence[str]) -> list[Dataset]:
     wanted = sa.or_(DATASETS.c.id.in_(ids), DATASETS.c.name.in_(ids))
-    rows = [Dataset(**row) for row in connection.execute(sa.select(*_FIELDS).where(wanted)).mappings()]
+    found = connection.execute(sa.select(*_FIELDS).where(wanted)).mappings().all()
+    rows = _settled(database, connection, [Dataset(**row) for row in found])
     by_key = {one.name: one for one in rows} | {one.id: one for one in rows}
     if missing := [id for id in ids if id not in by_key]:
         raise NotFound(

@@ -170,14 +170,17 @@ class Guard:
         scheme, _, value = request.header("authorization").partition(" ")
         session = self._auth.session(request.cookie(self._auth.cookie))
         request.remember(session)
-        if scheme.lower() == "bearer":
+        guess = scheme.lower() == "bearer"
+        if guess:
             if self._auth.is_token(value.strip()):
                 request.remember(None)
                 return None
             session = None  # whoever sends a token means it
         if session is not None or (request.method, request.path) in PUBLIC:
             return None
-        if not self._may_guess():
+        # No token at all, or the cookie of a session that has ended, guesses at nothing: pages that are left
+        # open ask with it again and again, and must not shut others out.
+        if guess and not self._may_guess():
             return Refusal(429, "too many wrong tokens. Wait a minute")
         return Refusal(
             401, "no valid token or session. Send `Authorization: Bearer TOKEN` (DIR/token), or log in"
@@ -265,8 +268,9 @@ class Guard:
         """Answer with a refusal; what is `unread` of the body is read and dropped, if that is little."""
         self._traffic.note(refusal.status, 0.0)
         stranger = self._rules.stranger
-        if refusal.status == 401 and stranger is not None and request.wants_page:
+        if refusal.status in (401, 429) and stranger is not None and request.wants_page:
             response = stranger(request.scope, request.path)
+            response.status_code = refusal.status
         else:
             response = JSONResponse({"error": refusal.error}, refusal.status)
         if refusal.status == 401:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from stoker.errors import LeaseLost
+from stoker.service.dataset_table import DATASETS
 from stoker.service.jobs import Job, job_of
 from stoker.service.lines import SHOWN, Line
 from stoker.service.outbox import append
@@ -168,6 +169,9 @@ class Leases:
         with self._database.writing() as connection:
             if (row := self._changed(connection, claim, before(outcome.state) & HELD, values)) is None:
                 return self._done_before(connection, claim, outcome)
+            if claim.job.kind == "generation" and outcome.state is State.COMPLETED:
+                of_job = sa.and_(DATASETS.c.id.in_(claim.job.dataset_ids), DATASETS.c.health == "making")
+                connection.execute(DATASETS.update().where(of_job).values(health="unknown"))
             self._store(connection, claim.job.id, lines, then=(outcome.state.value, told))
         return job_of(row)
 

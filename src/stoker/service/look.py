@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+from stoker import errors
 from stoker.errors import SourceError, StalledError, StokerError
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ def look(
             "The data may be damaged"
         ) from None
     if "error" in answer:
-        raise SourceError(str(answer["error"]))
+        of_class: type[StokerError] = getattr(errors, str(answer.get("class")), SourceError)
+        raise of_class(str(answer["error"]))
     return answer["found"]
 
 
@@ -71,13 +73,16 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print is not part of the answer
     request: dict[str, Any] = json.loads(sys.stdin.buffer.read(_ANSWER_BYTES))
     from stoker.service.looks import LOOKS
+    from stoker.service.paths import data_paths
+    from stoker.sources.files import confine_sources
 
+    confine_sources(data_paths([request["spec"], *(one["spec"] for one in request.get("datasets", ()))]))
     answer: dict[str, Json]
     try:
         found = LOOKS[request.pop("what")](request.pop("kind"), request.pop("spec"), **request)
         answer = {"found": found}
     except StokerError as error:
-        answer = {"error": str(error)}
+        answer = {"error": str(error), "class": type(error).__name__}
     json.dump(answer, answers)
     answers.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -78,8 +78,31 @@ def remove(kind: str, spec: Spec) -> None:
         Path(str(spec["path"])).unlink(missing_ok=True)
 
 
+def plan(
+    _kind: str,
+    _spec: Spec,
+    *,
+    config: Mapping[str, Any],
+    datasets: Sequence[Mapping[str, Any]],
+    caches: str,
+    run_dir: str,
+) -> dict[str, Json]:
+    """Return where the records of a job would be served from; nothing is encoded.
+
+    Raises:
+        StokerError: The data cannot be read, or no plan fits.
+    """
+    from stoker.pipeline.plan import plan_config
+    from stoker.service.runs.settings import settings_of
+    from stoker.service.training_config import TrainingConfig
+
+    wanted = TrainingConfig.model_validate(dict(config))
+    settings = settings_of(wanted, datasets, caches=caches, run_dir=run_dir, epochs=wanted.epochs)
+    return plan_config(settings).to_json()
+
+
 LOOKS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {"facts": facts, "check": check, "samples": samples, "remove": remove}
+    {"facts": facts, "check": check, "samples": samples, "remove": remove, "plan": plan}
 )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from stoker.errors import Conflict, NotFound, StokerError
+from stoker.errors import Conflict, NotFound, ResourceError, StokerError
 
 if TYPE_CHECKING:
     from stoker.schema import Json
@@ -74,7 +74,13 @@ class Operations:
             ended = [name for name, one in self._all.items() if one.done.is_set()]
             for name in ended[: max(0, len(self._all) - KEPT)]:
                 del self._all[name]
-        threading.Thread(target=self._run, args=(running, work), name=what, daemon=True).start()
+        try:
+            threading.Thread(target=self._run, args=(running, work), name=what, daemon=True).start()
+        except RuntimeError as error:  # no thread can be started: the place is free again
+            with self._lock:
+                self._threads -= 1
+                del self._all[running.operation.id]
+            raise ResourceError(f"{what} cannot be begun: {error}. Ask again later") from None
         running.done.wait(min(wait_s, self._deadline_s))
         return self._look(running)
 

@@ -91,7 +91,10 @@ def get_login(request: Request, here: Here, code: str = "", next: str = "/") -> 
 @router.post("/login")
 async def post_login(request: Request, here: Here) -> Response:
     """Trade a code, or the token, for a session."""
-    fields = parse_qs((await request.body()).decode("utf-8", "replace"), max_num_fields=10)
+    try:
+        fields = parse_qs((await request.body()).decode("utf-8", "replace"), max_num_fields=10)
+    except ValueError:  # more fields than the form has: not sent by the form, so it holds no secret
+        fields = {}
     secret, wanted = (fields.get(name, [""])[0] for name in ("secret", "next"))
     return _log_in(request, here, secret.strip(), wanted)
 

@@ -1,8 +1,11 @@
 """Which files a request may name: those below the roots given at start, reached without a symbolic link.
 
-A path is walked folder by folder, each opened from the one before and never through a link. So what was
-checked is what is open: nobody can swap a folder for a link between the two. Links within a root are refused
-as well, since where they lead may change later; the roots themselves may be links.
+A path is walked folder by folder, each opened from the one before and never through a link. Links within a
+root are refused as well, since where they lead may change later; the roots themselves may be links.
+
+What comes out is a name, and other processes open it later. Somebody may have swapped a folder for a link by
+then, so these are confined to the data sets that they work on (`data_paths`): they ask the kernel where each
+file is that they have open (`stoker.sources.files.confine_sources`).
 """
 
 from __future__ import annotations
@@ -10,17 +13,16 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any
 
 from stoker.errors import ConfigError, PathRefusedError
+from stoker.sources.sql.address import parse_address
 
 LONGEST = 4096
 """Characters of a path (PATH_MAX of Linux)."""
-Kind = Literal["file", "folder"]
 _STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN = (
     os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -52,28 +54,21 @@ class Roots:
     def check(self, path: str) -> Path:
         """The real path of a regular file or a folder below a root.
 
+        Args:
+            path: Absolute, or below any of the roots, which are tried in turn.
         Raises:
             PathRefusedError: It lies elsewhere, leads through a link, is no file or folder, or is not there.
         """
-        with self.opened(path) as (_, real):
-            return real
-
-    @contextmanager
-    def opened(self, path: str, *, kind: Kind | None = None) -> Generator[tuple[int, Path]]:
-        """A descriptor that reads the file or folder, and its real path; closed with the block.
-
-        Args:
-            path: Absolute, or below any of the roots, which are tried in turn.
-            kind: What it must be; None: either.
-        Raises:
-            PathRefusedError: As `check`.
-        """
         fd, real = self._open_first(path)
         try:
-            _check_kind(path, os.fstat(fd).st_mode, kind)
-            yield fd, real
+            mode = os.fstat(fd).st_mode
         finally:
             os.close(fd)
+        if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+            raise PathRefusedError(
+                f"{_shown(path)} is neither a file nor a folder. Name a file or a folder with data"
+            )
+        return real
 
     def _open_first(self, path: str) -> tuple[int, Path]:
         """Open the path below the first root that has it."""
@@ -104,6 +99,24 @@ class Roots:
         return found
 
 
+def data_paths(specs: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the files and folders of data sets, as they were checked; rows on a server have none.
+
+    Args:
+        specs: Of registered data sets, see `Dataset.spec`.
+    """
+    found: list[str] = []
+    for spec in specs:
+        path = str(spec.get("path", ""))
+        if "url" in spec:
+            address = parse_address(str(spec["url"]))
+            path = address.target if address.kind == "sqlite" else ""
+        if "make" in spec:  # in the state folder, which only the service writes to; it may be behind links
+            path = os.path.realpath(path)
+        found += [path] if path else []
+    return found
+
+
 def _parts(path: str) -> tuple[str, ...]:
     """The parts of a path as it was written; `.` and doubled slashes mean nothing.
 
@@ -130,16 +143,6 @@ def _walk(root: str, parts: Sequence[str]) -> int:
             os.close(fd)
         fd = deeper
     return fd
-
-
-def _check_kind(path: str, mode: int, kind: Kind | None) -> None:
-    found = (
-        "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "neither a file nor a folder"
-    )
-    if found != kind and (kind is not None or found not in ("file", "folder")):
-        raise PathRefusedError(
-            f"{_shown(path)} is {found}, expected a {kind or 'file or a folder'}. Name another"
-        )
 
 
 def _why(path: str, error: OSError) -> str:

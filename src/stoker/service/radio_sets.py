@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import sqlalchemy as sa
 from sqlalchemy import exc
@@ -18,6 +17,7 @@ from stoker.errors import SourceError
 from stoker.pipeline.radio_store import COLUMNS, SETS
 from stoker.schema import Json
 from stoker.sources.sql.address import parse_address
+from stoker.sources.sql.sqlite import connect_read_only
 
 STATEMENT_MS = 20_000
 """Somebody waits for the answer."""
@@ -148,8 +148,9 @@ class RadioSet:
             path = Path(address.target).absolute()
             if not path.is_file():
                 raise SourceError(f"{address.shown}: no such file. Expected a SQLite database")
+            # Opened here: a URL of SQLAlchemy would decode the path once more.
             engine = sa.create_engine(
-                f"sqlite:///file:{quote(str(path))}?mode=ro&uri=true", poolclass=sa.NullPool
+                "sqlite://", creator=lambda: connect_read_only(path), poolclass=sa.NullPool
             )
         else:
             limits = f"-c statement_timeout={STATEMENT_MS} -c lock_timeout={STATEMENT_MS}"

@@ -12,10 +12,12 @@ import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, cast
 
 from stoker.errors import ConfigError, NotFound, ResourceError
+from stoker.fetch.http import NoRedirects
 
 ANSWER_S = 10.0
 """How long the cluster may take to answer one request."""
@@ -53,6 +55,7 @@ class RayJobs:
             )
         self.address = address.rstrip("/")
         self._token = token
+        self._opener = urllib.request.build_opener(NoRedirects())  # the token goes to this address alone
 
     def check(self) -> None:
         """See whether the cluster answers, and takes the token. Errors as `submit`."""
@@ -99,11 +102,11 @@ class RayJobs:
             self.address + path, data=data, headers=headers, method=method
         )
         try:
-            with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:  # noqa: S310  as above
+            with self._opener.open(request, timeout=ANSWER_S) as answer:
                 found: object = json.loads(answer.read(_MOST_BYTES) or b"{}")
         except urllib.error.HTTPError as error:
             raise self._refused(error, path) from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException, RecursionError) as error:
             raise ResourceError(
                 f"the Ray cluster at {self.address} does not answer {method} {path}: {error}. Expected its "
                 "dashboard there; see `ray status`"

@@ -88,7 +88,12 @@ class Recent(Generic[T]):
         if self._tried >= now:
             return True
         if not self._asking:
-            threading.Thread(target=self._find_out, name=f"stoker-{self._what}", daemon=True).start()
+            try:
+                threading.Thread(target=self._find_out, name=f"stoker-{self._what}", daemon=True).start()
+            except RuntimeError as error:  # no thread can be started
+                self._tried = time.monotonic()
+                self._error = StalledError(f"{self._what} cannot be asked now: {error}. Ask again later")
+                return True
             self._asking, self._asked_at = True, time.monotonic()
         return False
 
@@ -139,10 +144,19 @@ class Patience:
                 f"{what} cannot be looked at: as much hangs as may. It is over once the storage answers again"
             )
 
+        begun = threading.Event()
+
         def run() -> T:
+            begun.set()
             try:
                 return work()
             finally:
                 self._free.release()
 
-        return within(run, self._wait_s, what)
+        try:
+            return within(run, self._wait_s, what)
+        except RuntimeError as error:
+            if begun.is_set():
+                raise
+            self._free.release()  # no thread could be started, so `run` gives nothing back
+            raise StalledError(f"{what} cannot be looked at now: {error}. Ask again later") from None

@@ -67,7 +67,8 @@ class WhyOut(BaseModel):
 
 
 class GcRequest(BaseModel):
-    """Which caches may go; what is in use stays. Nothing goes unless `dry_run` is false."""
+    """Which caches may go, also the newest and those just used; what is in use stays. Nothing goes unless
+    `dry_run` is false."""
 
     model_config = ConfigDict(extra="forbid")
     keep: StrictInt | None = Field(
@@ -148,10 +149,20 @@ def collect(body: GcRequest, here: Here, response: Response, wait_s: Wait = 20.0
         from stoker.store.gc import GcPolicy
         from stoker.store.gc import collect as run
 
-        policy = GcPolicy(keep=body.keep, max_bytes=body.max_bytes, older_than_s=body.older_than_s)
+        policy = GcPolicy(
+            keep=body.keep, max_bytes=body.max_bytes, older_than_s=body.older_than_s, unprotected=True
+        )
         return run(here.folder.caches, policy, dry_run=body.dry_run).to_json()
 
     return _answer(response, here.operations.start("gc", work, wait_s=wait_s))
+
+
+@router.delete("/caches/{name}/{fingerprint}", status_code=204, responses=faults(404, 409))
+def delete_cache(name: Name, fingerprint: Print, here: Here) -> None:
+    """Remove one cache that nobody uses. A job that needs it encodes its data again."""
+    from stoker.store.gc import remove_cache
+
+    remove_cache(cache_folder(here, name, fingerprint))
 
 
 @router.get("/operations/{operation_id}", responses=faults(404))

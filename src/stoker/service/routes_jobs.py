@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi import Path as InPath
@@ -11,7 +12,8 @@ from stoker.errors import ConfigError, Conflict, NotFound
 from stoker.schema import Json
 from stoker.service import logs
 from stoker.service.answers import as_json, faults
-from stoker.service.datasets import describe
+from stoker.service.datasets import describe, unmade
+from stoker.service.look import look
 from stoker.service.models import (
     JobDetail,
     JobList,
@@ -23,7 +25,7 @@ from stoker.service.models import (
     OperationOut,
     Wait,
 )
-from stoker.service.runs.settings import check, settings_of
+from stoker.service.runs.settings import check
 from stoker.service.services import Here, Services
 from stoker.service.states import WAITING, State
 from stoker.service.training_config import TrainingConfig
@@ -31,6 +33,8 @@ from stoker.service.training_config import TrainingConfig
 router = APIRouter(tags=["jobs"])
 MOST_WAITING = 10_000
 """Jobs that may wait for a worker; more are refused until some were taken."""
+PLAN_S = 300.0
+"""How long a plan may take, whose data is opened in a process of its own."""
 RECENT = 10
 """Epochs shown with a job."""
 Id = Annotated[str, InPath(min_length=1, max_length=36, description="The job's id.")]
@@ -86,7 +90,7 @@ def get_job(job_id: Id, here: Here, request: Request) -> Response:
     """One job, its last epochs, and where to follow it."""
     newest = here.outbox.newest()  # first: what the job says may be later, never earlier
     job = here.jobs.get(job_id)
-    scheme = "wss" if request.url.scheme == "https" else "ws"
+    scheme = "wss" if here.secure or request.url.scheme == "https" else "ws"
     return as_json(
         JobDetail(
             job=JobOut.of(job),
@@ -161,14 +165,16 @@ def plan_job(body: JobRequest, here: Here, response: Response, wait_s: Wait = 20
     datasets = _fitting(here, body.config)
 
     def work() -> dict[str, Any]:
-        from stoker.pipeline.plan import plan_config
-
-        folder, config = here.folder, body.config
-        run_dir = str(folder.path / "plan")  # holds nothing: no run has been there
-        settings = settings_of(
-            config, datasets, caches=str(folder.caches), run_dir=run_dir, epochs=config.epochs
+        return look(
+            "plan",
+            str(datasets[0]["kind"]),
+            cast("Mapping[str, Any]", datasets[0]["spec"]),
+            deadline_s=PLAN_S,
+            config=body.config.model_dump(mode="json"),
+            datasets=datasets,
+            caches=str(here.folder.caches),
+            run_dir=str(here.folder.path / "plan"),  # holds nothing: no run has been there
         )
-        return plan_config(settings).to_json()
 
     what = f"plan {', '.join(str(one['name']) for one in datasets)} in batches of {body.config.batch_size}"
     operation = here.operations.start(what, work, wait_s=wait_s)
@@ -186,5 +192,8 @@ def _fitting(here: Services, config: TrainingConfig) -> list[dict[str, Json]]:
         found = describe(here.database, config.dataset_ids)
     except NotFound as error:
         raise ConfigError(f"config.dataset_ids: {error}") from None
+    for one in here.datasets.resolve(config.dataset_ids):
+        if why := unmade(one):
+            raise Conflict(f"data set {one.name!r} is {why}")
     check(config, found)
     return found

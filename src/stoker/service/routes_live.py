@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, WebSocket
@@ -21,7 +21,16 @@ from stoker.service.models import JobOut
 from stoker.service.outbox import Event
 from stoker.service.services import Here, Services
 from stoker.service.states import ENDED, State
-from stoker.service.stream import FULL, NO_NUMBER, EventStream, as_text, first_of, pump
+from stoker.service.stream import (
+    FULL,
+    NO_NUMBER,
+    SEND_S,
+    EventStream,
+    as_text,
+    end_of_session,
+    first_of,
+    pump,
+)
 
 router = APIRouter(tags=["live"])
 sockets = APIRouter()
@@ -48,20 +57,20 @@ def stream_logs(job_id: Id, here: Here, after: Seen = None, last_id: LastId = No
     texts = logs.follow(
         here.folder.job(job.id).log, begin, lambda: _has_ended(here, job.id), lambda: here.feed.closing
     )
-    return EventStream(here.feed, texts)
+    return EventStream(here.feed, here.auth, texts)
 
 
 @router.get("/jobs/{job_id}/events", response_class=StreamingResponse, responses={**STREAM, **faults(404)})
 def job_events(job_id: Id, here: Here, after: Seen = None, last_id: LastId = None) -> Response:
     """Follow one job; without a number from now on. `gap` names events that are not to be had any more."""
     job = here.jobs.get(job_id)
-    return EventStream(here.feed, _sse(here, _place(last_id, after), job.id))
+    return EventStream(here.feed, here.auth, _sse(here, _place(last_id, after), job.id))
 
 
 @router.get("/events", response_class=StreamingResponse, responses={**STREAM, **faults()})
 def all_events(here: Here, after: Seen = None, last_id: LastId = None) -> Response:
     """Follow all jobs; without a number from now on."""
-    return EventStream(here.feed, _sse(here, _place(last_id, after), None))
+    return EventStream(here.feed, here.auth, _sse(here, _place(last_id, after), None))
 
 
 @sockets.websocket("/ws/training/{job_id}")
@@ -99,7 +108,15 @@ async def _follow(
             await socket.send_text(json.dumps(message))
         async with aclosing(_messages(here, after, job)) as texts:
             try:
-                if not await first_of(pump(texts, socket.send_text), _listen(socket)):
+                session = socket.state.session
+                end = end_of_session(here.auth, session)
+                done = await first_of(pump(texts, socket.send_text), _listen(socket), end)
+                if session is not None and not here.auth.is_open(session):
+                    with suppress(TimeoutError):  # a reader that takes nothing is not waited for
+                        async with asyncio.timeout(SEND_S):
+                            await socket.close(POLICY, "the session has ended. Log in again")
+                    return
+                if not done:
                     return
                 await socket.close(1001)
             except WebSocketDisconnect:

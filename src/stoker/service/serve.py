@@ -10,17 +10,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stoker.errors import ConfigError
+from stoker.plan.resources import disk_space, within
 from stoker.schema import Json
 from stoker.service.executor import Limits
 from stoker.service.machine import count_gpus
 from stoker.service.ray_client import RayTarget
 from stoker.service.server import address_of, make_server, open_socket, run_server, write_address
-from stoker.service.services import open_services
+from stoker.service.services import Services, open_services
 from stoker.service.supervise import Staff, Supervisor
 
 log = logging.getLogger("stoker")
 STOP_S = 60.0
 """How long workers get to stop their jobs at a checkpoint when the service ends."""
+CLOSE_S = 30.0
+"""How long what comes after that may take: workers that are killed, and the database."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,8 @@ class ServeSettings:
     workers: int | None = None
     """Jobs at a time; None: one for each GPU, or one."""
     roots: tuple[Path, ...] = ()
+    database_hosts: tuple[str, ...] = ()
+    """PostgreSQL servers that data sets may name."""
     """Folders whose data jobs may read."""
     hosts: tuple[str, ...] = ()
     """Further names by which it may be called."""
@@ -85,14 +90,18 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
         tell: Called once it answers.
     Raises:
         StokerError: It cannot be started.
+        StalledError: The storage of a folder does not answer at the start, or at the end.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold the token
     os.umask(0o077)
     staff = _staff(settings, environment)
+    for folder in (settings.state_dir, *settings.roots):
+        disk_space(folder)
     services = open_services(
         settings.state_dir,
         database=settings.database,
         roots=settings.roots,
+        database_hosts=settings.database_hosts,
         hosts=settings.hosts,
         public_url=settings.public_url,
     )
@@ -118,9 +127,16 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
     try:
         run_server(make_server(services, ready), listening)
     finally:
-        if not supervisor.stop(limit_s=STOP_S):
-            log.warning("a worker did not end within %g s and was killed; its job resumes", STOP_S)
-        services.database.close()
+        # In a thread that is left behind: workers are ended first, and then storage may not answer.
+        within(
+            lambda: _end(supervisor, services), STOP_S + CLOSE_S, f"the state folder {services.folder.path}"
+        )
+
+
+def _end(supervisor: Supervisor, services: Services) -> None:
+    if not supervisor.stop(limit_s=STOP_S):
+        log.warning("a worker did not end within %g s and was killed; its job resumes", STOP_S)
+    services.database.close()
 
 
 def _staff(settings: ServeSettings, environment: Mapping[str, str]) -> Staff:

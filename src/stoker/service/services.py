@@ -94,6 +94,7 @@ def open_services(
     *,
     database: str | None = None,
     roots: Sequence[Path] = (),
+    database_hosts: Sequence[str] = (),
     hosts: Collection[str] = (),
     public_url: str | None = None,
 ) -> Services:
@@ -101,7 +102,8 @@ def open_services(
 
     Args:
         database: `sqlite:///PATH` or `postgresql://...`; None: `stoker.db` in the folder.
-        roots: Folders whose data jobs may read, beside `data` in the state folder.
+        roots: Folders whose data jobs may read, in addition to `data` in the state folder.
+        database_hosts: PostgreSQL servers that data sets may name; `local`: the default socket.
         hosts: Names by which the service may be called, beside those of the loopback.
         public_url: Where browsers find it, as `https://NAME`: through a proxy with TLS.
     Raises:
@@ -119,9 +121,9 @@ def open_services(
         database=opened,
         jobs=jobs,
         outbox=outbox,
-        auth=Auth(token),
+        auth=Auth(token, ended=folder.path / "ended-sessions.json"),
         roots=known,
-        datasets=Datasets(opened, folder.data, known.check, look=Looks().look),
+        datasets=Datasets(opened, folder.data, known.check, look=Looks().look, servers=database_hosts),
         hosts=LOOPBACK | {host.lower() for host in (*hosts, public.hostname or "") if host},
         secure=public.scheme == "https",
         feed=Feed(outbox, lambda: opened.trouble.why),

@@ -13,7 +13,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from stoker.errors import Degraded
+from stoker.service.auth import Auth, Session
 from stoker.service.bodies import Message, Receive
 from stoker.service.outbox import Event, Outbox
 
@@ -30,9 +31,14 @@ CLIENTS = 32
 POLL_S = 0.25
 BEAT_S = 15.0
 """Silence after which a reader is told that all is well."""
-FULL = f"{CLIENTS} streams are open, as many as may. Close one, or ask for the state instead"
+FULL = (
+    f"the limit of {CLIENTS} open event streams is reached. Close a page in another tab or a client, or ask "
+    "for the state instead"
+)
 SEND_S = 20.0
 """How long a reader may leave what was sent to it unread; it is cut off then, and may come back."""
+SESSION_LOOK_S = 0.5
+"""How often a stream looks whether its session has ended."""
 KEPT, KEPT_CHARS = 1000, 4 << 20
 """Newest events held for those who keep up, and characters of their data together."""
 PAGE, PAGE_CHARS = 200, 256 << 10
@@ -232,15 +238,16 @@ def as_text(event: Event | None) -> str:
 
 
 class EventStream(Response):
-    """Server-Sent Events until the reader leaves, is too slow, or there are no more; refused when all places
-    are taken."""
+    """Server-Sent Events until the reader leaves, is too slow, or there are no more, or its session ends;
+    refused when all places are taken."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, feed: Feed, texts: AsyncGenerator[str]) -> None:
+    def __init__(self, feed: Feed, auth: Auth, texts: AsyncGenerator[str]) -> None:
         super().__init__(headers={"Cache-Control": "no-store"})
         del self.headers["content-length"]
         self._feed = feed
+        self._auth = auth
         self._texts = texts
 
     async def __call__(
@@ -257,8 +264,13 @@ class EventStream(Response):
         with self._feed.listening():
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async with aclosing(self._texts) as texts:
-                if await first_of(pump(texts, write), _left(receive)):
-                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                session = scope["state"]["session"]
+                end = end_of_session(self._auth, session)
+                done = await first_of(pump(texts, write), _left(receive), end)
+                if done or (session is not None and not self._auth.is_open(session)):
+                    with suppress(TimeoutError):  # a reader that takes nothing is not waited for
+                        async with asyncio.timeout(SEND_S):
+                            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def pump(texts: AsyncIterator[str], write: Callable[[str], Awaitable[None]]) -> bool:
@@ -275,16 +287,23 @@ async def pump(texts: AsyncIterator[str], write: Callable[[str], Awaitable[None]
     return True
 
 
-async def first_of(work: Coroutine[Any, Any, bool], end: Coroutine[Any, Any, None]) -> bool:
-    """What `work` gives; False when `end` comes first. Both are over afterwards."""
-    working, ending = asyncio.create_task(work), asyncio.create_task(end)
+async def first_of(work: Coroutine[Any, Any, bool], *ends: Coroutine[Any, Any, None]) -> bool:
+    """What `work` gives; False when one of `ends` comes first. All are over afterwards."""
+    working, ending = asyncio.create_task(work), [asyncio.create_task(end) for end in ends]
     try:
-        await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, *ending), return_when=asyncio.FIRST_COMPLETED)
         return working.done() and working.result()
     finally:
         working.cancel()
-        ending.cancel()
-        await asyncio.gather(working, ending, return_exceptions=True)
+        for one in ending:
+            one.cancel()
+        await asyncio.gather(working, *ending, return_exceptions=True)
+
+
+async def end_of_session(auth: Auth, session: Session | None) -> None:
+    """Return once a session has logged out or passed; without one (the token asks) never."""
+    while session is None or auth.is_open(session):
+        await asyncio.sleep(SESSION_LOOK_S)
 
 
 async def _left(receive: Receive) -> None:

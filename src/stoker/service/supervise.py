@@ -108,9 +108,11 @@ class Supervisor:
         self._leases = Leases(database, staff.terms)
         self._crew = [_Member(self, slot, staff) for slot in range(staff.workers)]
         self._stopping = threading.Event()
-        self._look_from = self._sweep_from = self._chores_from = self._write_from = 0.0
+        self._look_from = self._sweep_from = self._write_from = 0.0
         self._away = False
         self._thread = threading.Thread(target=self._run, name="stoker-supervisor", daemon=True)
+        # Apart from the thread that watches the workers: a disk that hangs under a job's folder holds it up.
+        self._chores_thread = threading.Thread(target=self._run_chores, name="stoker-chores", daemon=True)
 
     def start(self) -> None:
         """Start the workers and a thread that watches them.
@@ -119,6 +121,7 @@ class Supervisor:
         thread that started it.
         """
         self._thread.start()
+        self._chores_thread.start()
 
     def stop(self, *, limit_s: float = 60.0) -> bool:
         """Have every worker stop its job with a checkpoint and end, and kill those that do not in `limit_s`.
@@ -155,7 +158,7 @@ class Supervisor:
             time.sleep(0.1)
 
     def step(self) -> None:
-        """What is due: start workers, take jobs from dead ones, remove what is too old. Waits for nothing."""
+        """Do what is due: start workers, take jobs from dead ones. Waits for nothing."""
         now = time.monotonic()
         dead = [name for member in self._crew if (name := member.look(now))]
         if not dead and now < self._look_from:
@@ -171,14 +174,23 @@ class Supervisor:
             if now >= self._sweep_from:
                 for job in self._leases.sweep():
                     _log.warning("job %s lost its worker and is now %s", job.id, job.state)
-            if now >= self._chores_from:
-                self._chores_from = now + CHORES_EVERY_S
-                Outbox(self._database).prune(max_age_s=KEEP_EVENTS_S, max_count=KEEP_EVENTS)
-                remove_orphans(self._folder, Jobs(self._database))
         except Degraded as error:
             if not self._away:
                 _log.error("%s", error)
             self._away = True
+
+    def _run_chores(self) -> None:
+        while not self._stopping.is_set():
+            self.do_chores()
+            self._stopping.wait(CHORES_EVERY_S)
+
+    def do_chores(self) -> None:
+        """Remove old events and the folders of deleted jobs; what fails is logged and tried again later."""
+        try:
+            Outbox(self._database).prune(max_age_s=KEEP_EVENTS_S, max_count=KEEP_EVENTS)
+            remove_orphans(self._folder, Jobs(self._database))
+        except (Degraded, OSError) as error:
+            _log.warning("chores: %s. They are tried again in %g s", error, CHORES_EVERY_S)
 
     def _see_whether_all_is_well(self, now: float) -> None:
         trouble = self._database.trouble

@@ -26,6 +26,7 @@ from stoker.service.database import Database
 from stoker.service.executor import Limits
 from stoker.service.folders import Room, StateFolder
 from stoker.service.job_file import JobFile
+from stoker.service.jobs import Job
 from stoker.service.leases import Claim, Leases, Outcome, Terms
 from stoker.service.local import LocalExecutor
 from stoker.service.ray_client import RayJobs, RayTarget, ray_token
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 CHILD = (sys.executable, "-m", "stoker.service.child")
 """The process of a job; the folder of the job is added."""
+MADE_LOOK_S = 2.0
+"""How long a job waits between looks at a data set that is being made."""
 SLOT_S = 120.0
 """How long a worker waits for the one before it to end: its job makes a checkpoint meanwhile."""
 Describe = Callable[[Database, list[str]], "list[dict[str, Json]]"]
@@ -126,8 +129,13 @@ class Worker:
         """
         folder = self._folders.job(claim.job.id)
         try:
+            datasets = self._describe(self._database, claim.job.dataset_ids)
+            if unmade := _being_made(claim.job, datasets):
+                why = f"waits for data set {unmade}, which is being made"
+                self._leases.give_back(claim, why, lost=False, wait_s=MADE_LOOK_S)
+                return
             folder.make()
-            self._job_file(claim).write(folder.job_file)
+            self._job_file(claim, datasets).write(folder.job_file)
         except Degraded:
             raise
         except (ResourceError, OSError) as error:  # no room, or a folder that cannot be written: may pass
@@ -146,7 +154,7 @@ class Worker:
         )
         Attempt(work, self._leases, self._executor, lambda: self._stop).run()
 
-    def _job_file(self, claim: Claim) -> JobFile:
+    def _job_file(self, claim: Claim, datasets: list[dict[str, Json]]) -> JobFile:
         job, limits = claim.job, self._settings.limits
         return JobFile(
             id=job.id,
@@ -157,7 +165,7 @@ class Worker:
             epoch=job.epoch,
             checkpoint=job.checkpoint,
             config=job.config,
-            datasets=self._describe(self._database, job.dataset_ids),
+            datasets=datasets,
             dataset_ids=job.dataset_ids,
             caches=str(self._folders.caches),
             data=str(self._folders.data),
@@ -167,6 +175,17 @@ class Worker:
                 "grace_s": limits.grace_s,
             },
         )
+
+
+def _being_made(job: Job, datasets: list[dict[str, Json]]) -> str:
+    """Return the names of data sets that a job needs and another one still makes.
+
+    Raises:
+        ConfigError: One was to be made, and is not.
+    """
+    if job.kind == "generation":
+        return ""
+    return ", ".join(str(one["name"]) for one in datasets if one.get("health") == "making")
 
 
 def take_slot(folder: StateFolder, slot: int, stopping: Callable[[], bool]) -> int | None:

@@ -53,7 +53,7 @@ def _radio(spec: Mapping[str, Any], journal: Journal) -> bool:
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("PRAGMA journal_mode=WAL")  # jobs read while others are made
         journal.tell("progress", {"message": f"makes {format_count(wanted.rows)} rows"})
-        return write_radio(f"sqlite:///{path}", wanted)
+        return write_radio(path, wanted)
 
 
 def _burgers(spec: Mapping[str, Any]) -> bool:

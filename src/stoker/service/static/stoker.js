@@ -23,6 +23,13 @@ function sayDegraded(text) {
   degraded.hidden = !text;
 }
 
+const live = document.getElementById("live");
+
+function sayLive(text) {
+  live.textContent = text;
+  live.hidden = !text;
+}
+
 // Parts of the page are asked for again at most every `NEWS_MS`, and always once after the last event.
 let planned = 0;
 let latest = 0;
@@ -53,16 +60,40 @@ function follow(address) {
         news();
       });
     }
-    source.addEventListener("open", () => sayDegraded(""));
+    source.addEventListener("open", () => {
+      sayDegraded("");
+      sayLive("");
+    });
     source.addEventListener("degraded", (event) => sayDegraded(JSON.parse(event.data).error));
     source.addEventListener("recovered", () => {
       sayDegraded("");
       news();
     });
     source.addEventListener("error", () => {
-      sayDegraded("it does not answer; this page goes on when it does");
-      if (source && source.readyState === EventSource.CLOSED) setTimeout(reopen, RETRY_MS);
+      if (source && source.readyState === EventSource.CLOSED) refused(url);
+      else sayDegraded("it does not answer; this page continues when it does");
     });
+  }
+
+  // The browser does not say why a stream was refused: the address is asked once more.
+  async function refused(url) {
+    const unread = new AbortController();
+    try {
+      const response = await fetch(url, {headers: {Accept: "application/json"}, signal: unread.signal});
+      if (response.status === 401) { // the session has ended: the login comes in place of the page
+        location.reload();
+        return;
+      }
+      if (!response.ok) {
+        sayLive(`This page gets no events: ${(await response.json()).error}. It asks again every ${RETRY_MS / 1000} s.`);
+        sayDegraded("");
+        news();
+      }
+    } catch {
+      sayDegraded("it does not answer; this page continues when it does");
+    }
+    unread.abort();
+    setTimeout(reopen, RETRY_MS);
   }
 
   function reopen() {
@@ -230,10 +261,15 @@ async function finish(operation, place) {
   while (now.state === "running") {
     place.textContent = `${now.what}: ${now.seconds.toFixed(0)} s so far`;
     await new Promise((resolve) => setTimeout(resolve, POLL_MS));
-    now = (await ask(`/api/v1/training/operations/${now.id}`, "GET")).answer;
+    const reply = await ask(`/api/v1/training/operations/${now.id}`, "GET");
+    if (reply.status === 401) {
+      location.reload();
+      return;
+    }
+    now = reply.ok ? reply.answer : {state: "failed", error: reply.answer.error};
   }
   const text = document.createElement("p");
-  text.className = now.state === "failed" ? "problem" : "";
+  text.className = now.state === "failed" ? "problem" : "lines";
   text.textContent = now.state === "failed" ? now.error : told(now.result);
   place.replaceChildren(text);
 }
@@ -244,7 +280,38 @@ function told(result) {
     const some = result.bad.slice(0, 5).map((one) => `record ${one.index} in ${one.shard}: ${one.why}`).join("\n");
     return `${result.bad.length} of ${result.records} records are damaged.\n${some}`;
   }
+  if ("removed" in result) return cleaned(result);
   return JSON.stringify(result, null, 1).replace(/[{}"]/g, "").trim() || "Nothing.";
+}
+
+function size(bytes) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  let left = bytes;
+  for (; left >= 1024 && unit < units.length - 1; unit += 1) left /= 1024;
+  return `${left.toFixed(unit === 0 || left >= 100 ? 0 : 1)} ${units[unit]}`;
+}
+
+// What a clean-up removes and keeps, a line each: `radio_train/0123456789abcdef, 716 KiB: unused for 40 days`.
+function cleaned(result) {
+  const lines = (items) => items.map((item) => {
+    const path = item.path.split("/");
+    const cut = item.kind === "fingerprint" ? 2 : 3;
+    return `${path.slice(-cut).join("/")}, ${size(item.bytes)}: ${item.reason}`;
+  });
+  const freed = size(result.bytes_removed);
+  const left = `${size(result.bytes_left)} ${result.dry_run ? "would be" : "are"} left.`;
+  const text = result.removed.length
+    ? [result.dry_run ? `This would remove ${freed}; ${left}` : `Removed ${freed}; ${left}`, ...lines(result.removed)]
+    : [`Nothing ${result.dry_run ? "would go" : "went"}; ${left}`];
+  if (result.kept.length) text.push("These stay:", ...lines(result.kept));
+  if (!result.dry_run) {
+    for (const {path} of result.removed) {
+      const link = document.querySelector(`a[href="/caches/${path.split("/").slice(-2).join("/")}"]`);
+      if (link) link.closest("tr").remove();
+    }
+  }
+  return text.join("\n");
 }
 
 document.addEventListener("submit", async (event) => {
@@ -292,7 +359,9 @@ document.addEventListener("htmx:afterRequest", (event) => {
 
 document.addEventListener("htmx:sendError", () => say("the service does not answer. Is it still running?"));
 document.addEventListener("htmx:responseError", (event) => {
-  if (event.detail.xhr.status === 404 && event.detail.requestConfig.verb === "get") location.assign("/");
+  if (event.detail.requestConfig.verb !== "get") return;
+  if (event.detail.xhr.status === 401) location.reload();
+  if (event.detail.xhr.status === 404) location.assign("/");
 });
 
 // The log stays at its end, where somebody left it there.
@@ -320,5 +389,5 @@ addEventListener("resize", () => {
 
 draw();
 toEnd();
-const live = document.querySelector("[data-events]");
-if (live) follow(live.dataset.events);
+const followed = document.querySelector("[data-events]");
+if (followed) follow(followed.dataset.events);
