@@ -2,11 +2,11 @@
 
 StokerError
 ├── ConfigError            a setting is unknown, malformed or contradicts another    (also ValueError)
-│   └── WordError          the same of a word that only one command knows
 ├── SourceError            raw data is missing, unreadable or not as declared        (also ValueError)
 │   ├── SplitError         the split asked for does not exist
 │   ├── DecodeError        a file was read, but no sample can be made of its content
 │   ├── TransferError      a file could not be fetched
+│   │   └── DigestError    what was fetched is not what was declared
 │   └── PathRefusedError   a request names a path outside the folders it may read
 ├── EncoderError           an encoder does not fit the data, or failed
 ├── RecordError            one sample or record is not what its schema says          (also ValueError)
@@ -37,16 +37,53 @@ except inside a reader, where all are wrapped with path, sample and stage.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+MARK = re.compile("\ufdd0([^\ufdd0-\ufdd2]*)\ufdd1([^\ufdd0-\ufdd2]*)\ufdd2")
+"""An argument in a message as `arg` writes it: `setting=value`, then the same as Python calls it. Unicode has
+these characters for the inside of programs alone, so no path, query or error of a library has them."""
+
+
+def arg(name: str, *value: object, call: str = "", setting: str = "") -> str:
+    """Return `name=value` for the message of a `StokerError`; the command line shows the setting instead.
+
+    Only what is written with this is translated. Whatever else a message holds arrives as it is.
+
+    Args:
+        name: Name of an argument. Its setting is the one that ends in `.name`, see `config/remedies.py`.
+        value: Its value; left out: none is shown. `...` stands for any.
+        call: In Python the argument is shown as one of this call: `Timeouts(lock_s=...)`.
+        setting: Another setting, `data.join.columns`, or an option, `--ragged`.
+
+    >>> print(ConfigError(f"no layout. Use {arg('preset', 'well')} or {arg('lock_s', ..., call='Timeouts')}"))
+    no layout. Use preset='well' or Timeouts(lock_s=...)
+    """
+    given = "" if not value else "..." if value[0] is ... else repr(value[0])
+    python = f"{call}({name}={given})" if call else f"{name}={given}"
+    return f"\ufdd0{setting or name}={given}\ufdd1{python}\ufdd2"
+
 
 class StokerError(Exception):
-    """Root of the tree; `exit_code` is the command line's answer."""
+    """Root of the tree; `exit_code` is the command line's answer.
+
+    Args:
+        args: The message first. Arguments in it are written with `arg`.
+    """
 
     exit_code: int = 1
+
+    def __init__(self, *args: object) -> None:
+        self._marked = str(args[0]) if args else ""
+        super().__init__(*(MARK.sub(r"\2", value) if isinstance(value, str) else value for value in args))
+
+    @property
+    def marked(self) -> str:
+        """The message with the marks of `arg`: for an error that is raised again with more text around it."""
+        return self._marked or str(self)
 
     def __str__(self) -> str:
         """The message alone; `KeyError` would quote it."""
@@ -57,10 +94,6 @@ class ConfigError(StokerError, ValueError):
     """A setting is unknown, malformed or contradicts another."""
 
     exit_code = 3
-
-
-class WordError(ConfigError):
-    """A word of one command is wrong; the message names keys of that command, which are no settings."""
 
 
 class SourceError(StokerError, ValueError):
@@ -90,6 +123,13 @@ class TransferError(SourceError):
         super().__init__(message)
         self.passing = passing
         self.wait_s = wait_s
+
+
+class DigestError(TransferError):
+    """What was fetched is complete and is not what was declared; fetching it again may help once."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message, passing=True)
 
 
 class PathRefusedError(SourceError):

@@ -514,6 +514,10 @@ int mkdirat(int dir, const char *path, mode_t mode) {
     NEXT(int, mkdirat, int, const char *, mode_t);
     ONE(dir, path, "mkdir", 0, 1, next(dir, path, mode))
 }
+int utimensat(int dir, const char *path, const struct timespec times[2], int flags) {
+    NEXT(int, utimensat, int, const char *, const struct timespec *, int);
+    ONE(dir, path, "utimensat", 0, 0, next(dir, path, times, flags))
+}
 int chmod(const char *path, mode_t mode) {
     NEXT(int, chmod, const char *, mode_t);
     ONE(AT_FDCWD, path, "chmod", 0, 0, next(path, mode))

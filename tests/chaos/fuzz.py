@@ -64,6 +64,7 @@ class MemoryFile:
         out[:] = piece
 
     origin: str | None = None
+    generation: tuple[int, int] | None = None
 
     def ahead(self, offset: int, size: int) -> None:
         pass

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import stoker.atomic
-from stoker.store import cache, claims, folder, load_recipe, pending
+from stoker.store import claims, folder, load_recipe, pending
 
 
 def none() -> None:
@@ -112,8 +112,8 @@ def lock_by_pid() -> None:
         finally:
             file.unlink()
 
-    assert folder.claim is cache.claim is claims.claim
-    folder.claim = cache.claim = claim
+    assert folder.claim is claims.claim
+    folder.claim = claims.claim = claim
 
 
 def _alive(file: Path) -> bool:

@@ -206,6 +206,7 @@ def test_more_readers_than_may_be_left_behind_end_the_run_by_name(tmp_path, spaw
     assert len(spawned) <= 8
 
 
+@pytest.mark.slow
 def test_a_reader_that_outlives_its_killed_caller_does_not_block_the_next_run(tmp_path, freezer):
     words = [sys.executable, "-m", "tests.precompute.run_once", str(tmp_path), "60", "1", "0.1"]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -12,9 +13,10 @@ import h5py
 import numpy as np
 import pytest
 import torch
+import typer
 
 from stoker.cli import render
-from stoker.cli.edge import console
+from stoker.cli.edge import console, edge
 from stoker.cli.edge import run as run_app
 from stoker.cli.main import app, main
 from stoker.config import load_config
@@ -36,6 +38,20 @@ def test_a_failure_with_json_is_one_object_too(project: Path) -> None:
 
     assert report["exit_code"] == 4
     assert "nowhere" in report["error"]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_a_place_that_may_not_be_used_is_not_blamed_on_space(
+    number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as stop, edge(as_json=True, debug=False):
+        raise OSError(number, os.strerror(number), "/data/x")
+
+    message = json.loads(capsys.readouterr().out)["error"]
+    assert stop.value.exit_code == 1
+    assert message.startswith(f"/data/x: {os.strerror(number)}")
+    assert "space" not in message.lower()
+    assert "name another place" in message
 
 
 @pytest.mark.parametrize(
@@ -186,3 +202,20 @@ def test_a_bound_that_a_dtype_does_not_keep_is_answered_with_the_settings(projec
 
     assert "0.0001 is allowed. Store it wider, as with training.latent_cache_dtype=float16" in stderr
     assert "or raise precompute.max_error" in stderr
+
+
+def test_what_a_user_or_a_library_wrote_is_not_put_in_other_words(project: Path) -> None:
+    foreign = "fit=1 order=desc tier='host' preset=well dtype=None"
+    (project / "own.py").write_text(
+        f"class Own:\n    def __init__(self, word):\n        raise TypeError({foreign!r})\n"
+    )
+    (project / "own.yaml").write_text("{}")
+    own = ("data.dataset=own.py:Own", "data.task=own", f'data.torch.arguments={{word: "{foreign}"}}')
+
+    _, of_a_path = run("inspect", foreign, exit_code=4)
+    _, of_a_file = run("precompute", "own.yaml", f'data.files="{foreign}"', "data.task=own", exit_code=3)
+    _, of_a_library = run("precompute", "own.yaml", *own, exit_code=3)
+
+    assert foreign in of_a_path
+    assert foreign in of_a_file
+    assert foreign in of_a_library.partition("TypeError")[2]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,12 +16,29 @@ import h5py
 import pytest
 
 from stoker.cli import guardian
+from stoker.cli.file_calls import file_call
 
 STOKER = [sys.executable, "-m", "stoker"]
 DEADLINE_S = 120
 
 BREAK_ENCODER = """\
-import os, sys
+import os, signal, sys, time
+
+ASKED = []
+
+def noting(number, handler, set_handler=signal.signal):
+    def noted(*args):
+        try:
+            handler(*args)
+        finally:
+            ASKED.append(number)
+
+    return set_handler(number, noted if callable(handler) else handler)
+
+def wait_until_asked():
+    limit = time.monotonic() + 100
+    while not ASKED and time.monotonic() < limit:
+        time.sleep(0.02)
 
 def broken(self, batch, /):
     calls = len(open("calls").read()) if os.path.exists("calls") else 0
@@ -29,6 +47,7 @@ def broken(self, batch, /):
     return whole(self, batch)
 
 if sys.argv[0] == "-m":  # the child that runs the command; neither readers nor the guardian load an encoder
+    signal.signal = noting
     from stoker.encoders.grid import GridEncoder
     from stoker.encoders.protocol import Group
     whole = GridEncoder.encode
@@ -106,6 +125,17 @@ FAULTS = {
     "sigstop": "import signal; os.kill(os.getpid(), signal.SIGSTOP)",
     "lost-device": "raise RuntimeError('CUDA error: an illegal memory access was encountered')",
 }
+
+
+@pytest.fixture(autouse=True)
+def default_signals() -> Iterator[None]:
+    """SIGINT and SIGHUP end commands, also where the tests run in the background or under nohup."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def broken_encoder(project: Path, faults: dict[int | str, str]) -> dict[str, str]:
@@ -233,6 +263,7 @@ def test_an_error_of_the_command_itself_is_passed_on_at_once(project: Path) -> N
     assert done.stderr.count("latent.dimm") == 1
 
 
+@pytest.mark.slow
 def test_the_child_ends_when_the_guardian_is_killed(project: Path) -> None:
     env = broken_encoder(project, {"any": "import time; time.sleep(0.3)"})
     words = ["precompute", "c.yaml", "--splits", "train"]
@@ -290,7 +321,8 @@ class Begun:
         assert "again" not in said
 
 
-SLOW = {"any": "import time; time.sleep(0.3)"}
+WAITS = {0: "", "any": "wait_until_asked()"}
+"""From the second call on, until the process has handled a signal: what is sent comes while it encodes."""
 HANGS = {
     0: "",
     "any": "import ctypes; lock, m = ctypes.PyDLL(None).pthread_mutex_lock, bytes(64); lock(m); lock(m)",
@@ -301,7 +333,7 @@ HANGS = {
 @pytest.mark.parametrize("whole_group", [False, True], ids=["guardian", "group"])
 def test_one_signal_seals_and_resumes(project: Path, whole_group: bool) -> None:
     """Sent to the whole group, as `timeout` and Slurm do, it reaches the child twice."""
-    begun = Begun(project, broken_encoder(project, SLOW))
+    begun = Begun(project, broken_encoder(project, WAITS))
 
     if whole_group:
         os.killpg(begun.process.pid, signal.SIGTERM)
@@ -315,7 +347,7 @@ def test_one_signal_seals_and_resumes(project: Path, whole_group: bool) -> None:
 
 
 def test_a_closed_terminal_ends_the_command_for_good(project: Path) -> None:
-    begun = Begun(project, broken_encoder(project, SLOW))
+    begun = Begun(project, broken_encoder(project, WAITS))
 
     os.killpg(begun.process.pid, signal.SIGHUP)
 
@@ -324,7 +356,7 @@ def test_a_closed_terminal_ends_the_command_for_good(project: Path) -> None:
 
 @pytest.mark.slow
 def test_under_nohup_a_closed_terminal_ends_nothing(project: Path) -> None:
-    begun = Begun(project, broken_encoder(project, SLOW), under=("nohup",))
+    begun = Begun(project, broken_encoder(project, {"any": "import time; time.sleep(0.3)"}), under=("nohup",))
 
     os.killpg(begun.process.pid, signal.SIGHUP)
 
@@ -431,3 +463,19 @@ def test_a_signal_during_the_imports_is_an_interrupt(project: Path, number: int)
     assert done.returncode == 130, done.stderr
     assert json.loads(done.stdout)["exit_code"] == 130
     assert done.stderr == "interrupted; the same command resumes\n"
+
+
+@pytest.mark.skipif(not Path("/proc/self/syscall").exists(), reason="the kernel does not say")
+def test_a_process_that_was_stopped_waits_for_no_storage() -> None:
+    """Else it would be ended, ten minutes after somebody stopped it to look at it."""
+    busy = subprocess.Popen([sys.executable, "-c", "print(end='.', flush=True)\nwhile True: pass"], stdout=-1)
+    try:
+        assert busy.stdout is not None
+        assert busy.stdout.read(1) == b"."
+        time.sleep(0.2)  # until it is past the call that wrote this
+        busy.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, busy.pid, os.WSTOPPED)
+        assert file_call(busy.pid) is None
+    finally:
+        busy.kill()
+        busy.communicate()

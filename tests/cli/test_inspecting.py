@@ -29,6 +29,31 @@ def test_inspect_shows_the_cache(project: Path) -> None:
     assert "12 of 12 stored\n" in text
 
 
+def test_inspect_lists_the_caches_of_a_folder(project: Path) -> None:
+    run("precompute", "c.yaml")
+
+    listed = run_json("inspect", "data/latent_cache")
+    text, _ = run("inspect", "data/latent_cache")
+
+    assert [(c["name"], c["records"]) for c in listed["caches"]] == [
+        ("burgers1d_train", 12),
+        ("burgers1d_val", 4),
+    ]
+    assert listed["unreadable"] == {}
+    assert all(cache["fingerprint"] in text for cache in listed["caches"])
+
+
+def test_inspect_names_a_cache_of_a_folder_that_cannot_be_opened(project: Path) -> None:
+    run("precompute", "c.yaml")
+    recipe = next((project / "data/latent_cache/burgers1d_val").glob("*/recipe.json"))
+    recipe.write_text("{")
+
+    listed = run_json("inspect", "data/latent_cache", exit_code=4)
+
+    assert [cache["name"] for cache in listed["caches"]] == ["burgers1d_train"]
+    assert str(recipe.parent.name) in listed["unreadable"]["burgers1d_val"]
+
+
 def test_inspect_tells_what_is_quarantined_from_what_is_missing(project: Path) -> None:
     with h5py.File(project / "raw" / "burgers1d_train.h5", "r+") as file:
         file["tensor"][3, 0, 0] = np.nan
@@ -37,15 +62,6 @@ def test_inspect_tells_what_is_quarantined_from_what_is_missing(project: Path) -
     text, _ = run("inspect", "data/latent_cache/burgers1d_train")
 
     assert "11 of 12 stored, 1 quarantined\n" in text
-
-
-def test_the_folder_above_the_caches_names_them(project: Path) -> None:
-    run("precompute", "c.yaml")
-
-    error = run_json("inspect", "data/latent_cache", exit_code=4)["error"]
-
-    assert "holds caches by name: burgers1d_train, burgers1d_val" in error
-    assert error.endswith("Name one, as data/latent_cache/burgers1d_train")
 
 
 def flip_a_record_byte(project: Path) -> None:

@@ -111,10 +111,12 @@ def test_settings_of_another_cache_are_refused(cache: Path) -> None:
     [
         (["verify", CACHE, "--repair", "--subset", "5%"], "--repair reads every record"),
         (["verify", CACHE, "--config", "c.yaml"], "--config and settings go with --repair"),
-        (["verify", CACHE, "--subset", "120%"], "'120%' is no share"),
-        (["verify", CACHE, "--subset", "0"], "'0' is no share"),
-        (["gc", "data", "--max-size", "20 cows"], "'20 cows' is no size"),
-        (["gc", "data", "--older-than", "soon"], "'soon' is no time"),
+        (["verify", CACHE, "--subset", "120%"], "'120%' is not a share"),
+        (["verify", CACHE, "--subset", "0"], "'0' is not a share"),
+        (["gc", "data", "--max-size", "20 cows"], "'20 cows' is not a size"),
+        (["gc", "data", "--max-size", "20"], "20GB"),
+        (["gc", "data", "--older-than", "30"], "30d"),
+        (["gc", "data", "--older-than", "soon"], "'soon' is not a time"),
         (["import-pt", "old", "--out", "data"], "'--name'"),
     ],
 )
@@ -276,7 +278,7 @@ def test_import_lists_what_is_missing_with_exit_code_4(project: Path) -> None:
     assert "2 there before, 1 missing or broken" in text
     assert "sample 1: sample_00001.pt is missing" in text
     assert f"stoker.open_cache({report['path']!r}) serves what is there" in text
-    assert "once the files are mended, the same command" in text
+    assert "the same command" in text
     assert "1 other file ignored" in text
     assert run_json("inspect", "data/latent_cache/old")["complete"]
 

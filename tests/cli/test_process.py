@@ -54,6 +54,25 @@ def test_help_does_not_import_torch() -> None:
     assert "Commands:" in done.stdout
 
 
+@pytest.mark.slow
+def test_start_up_does_not_count_what_a_shell_did_before_the_command(cached_project: Path) -> None:
+    words = [*STOKER, "train", "c.yaml", "training.epochs=1", "--json"]
+    waited_s = 5
+
+    began = time.monotonic()
+    done = subprocess.run(
+        ["sh", "-c", f'sleep {waited_s}; exec "$@"', "sh", *words],
+        cwd=cached_project,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["startup"]["total_s"] <= time.monotonic() - began - waited_s
+
+
 def test_json_is_the_only_thing_on_standard_output(project: Path) -> None:
     done = stoker(project, "train", "c.yaml", "training.epochs=1", "--json")
 
@@ -147,6 +166,7 @@ def test_a_full_standard_error_ends_no_run(project: Path) -> None:
     assert json.loads(done.stdout)["steps"] == 1
 
 
+@pytest.mark.slow
 def test_a_second_run_in_one_folder_is_refused_at_once_and_names_the_first(project: Path) -> None:
     started = [*STOKER, "train", "c.yaml", "training.epochs=4000", "training.batch_size=4"]
     with subprocess.Popen(started, cwd=project, stderr=subprocess.PIPE, text=True) as first:

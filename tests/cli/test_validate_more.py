@@ -224,7 +224,7 @@ def repository(project: Path) -> Path:
 
 def test_launch_is_checked_where_it_was_set_alone(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_TOKEN", "do-not-show-me")
-    asked = ("launch.secrets=[A_TOKEN]", "launch.image=pytorch/pytorch:2.7.1-cuda12.8-cudnn9-devel")
+    asked = ("launch.secrets=[A_TOKEN]", "launch.image=pytorch/pytorch:2.9.0-cuda12.8-cudnn9-devel")
 
     assert not [check for check in rows_of() if check.startswith("launch")]
     fine = rows_of(*asked)

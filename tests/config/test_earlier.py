@@ -113,7 +113,8 @@ def test_sequential_encoding_beside_workers_reads_here_and_says_so(tmp_path: Pat
     config = load_config(write(tmp_path, "training: {num_workers: 8, use_parallel_encoding: false}\n"))
 
     assert config.precompute.readers == 0
-    assert "training.num_workers has no effect beside training.use_parallel_encoding=false" in config.notes[0]
+    assert "training.num_workers has no effect" in config.notes[0]
+    assert "training.use_parallel_encoding=false" in config.notes[0]
 
 
 def test_agreeing_switch_and_setting_are_accepted() -> None:

@@ -39,7 +39,7 @@ def test_kinds_made_of_files_build_their_split(tmp_path: Path) -> None:
     config = load_config(None, given)
     whole = [build_source(config, "flow", split) for split in ("train", "val", "test")]
 
-    assert [len(source) for source in whole] == [8, 1, 1]
+    assert [len(source) for source in whole] == [6, 1, 3]
     assert whole[0].schema()["u"].ragged
     assert (tasks_of(config), config.encoder.kind) == (["flow"], "identity")
 

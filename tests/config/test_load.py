@@ -236,12 +236,17 @@ def test_a_file_that_cannot_be_read_says_where(text: str, message: str, tmp_path
     assert message in str(caught.value)
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "train.yaml"
-    path.write_bytes(b"\xff\xfe\x00training")
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00training", b"\x89HDF\r\n\x1a\n\x00", b"a\x00b"])
+def test_a_data_file_in_place_of_settings_is_named_as_such(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "data.h5"
+    path.write_bytes(content)
 
-    with pytest.raises(ConfigError, match="not YAML"):
+    with pytest.raises(ConfigError, match="not a text file") as caught:
         load_config(path)
+
+    hint = f"data.files={path}"
+    assert hint in str(caught.value)
+    assert load_config(None, [hint]).data.files == str(path)
 
 
 def test_a_missing_file_names_those_that_are_there(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from rich.markup import escape
 
 from stoker.cli.edge import edge
 from stoker.cli.flags import Debug, Json
-from stoker.cli.runs import judge, process_start
+from stoker.cli.runs import judge
 from stoker.cli.together import refuse_ranks
 from stoker.errors import ConfigError
+from stoker.precompute.guarded import started_ns
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def demo(
         from stoker.cli import render
         from stoker.pipeline.demo import run_demo
 
-        result = run_demo(overrides, started=process_start(), on_event=render.events(out.note))
+        result = run_demo(overrides, started=started_ns() / 1e9, on_event=render.events(out.note))
         out.show(result, render.demo)
         judge(out, result.train)
 

@@ -16,6 +16,8 @@ import math
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -24,10 +26,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO, TypeVar, cast
 import typer
 from rich.console import Console
 
+from stoker.atomic import FULL_ERRNOS, READ_ONLY_ERRNOS
 from stoker.cli.streams import INTERRUPTED, keep_standard_streams, printing
 from stoker.cli.together import name_of_rank
-from stoker.errors import Interrupted, ResourceError, StokerError, WordError
-from stoker.precompute.guarded import say_end
+from stoker.errors import Interrupted, ResourceError, StokerError
+from stoker.precompute.guarded import EXIT_S, say_end
 
 if TYPE_CHECKING:
     from stoker.schema import Json
@@ -130,18 +133,26 @@ def edge(*, as_json: bool, debug: bool) -> Generator[Edge]:
 
 def _as_typed(error: StokerError) -> str:
     """The message in words that can be typed: arguments of the library are settings there."""
-    if isinstance(error, WordError):
+    if error.marked == str(error):
         return str(error)
-    from stoker.config.remedies import in_settings  # costs half a second that a success need not pay
+    from stoker.config.remedies import in_settings  # costs half a second that others need not pay
 
-    return in_settings(str(error))
+    return in_settings(error)
 
 
 def _unforeseen(error: Exception) -> str:
     """One line for an error of no class of ours: about a file it is the machine's, any other is a bug."""
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}. Mend that and run again; --debug shows where it happened"
+        return f"{error.filename}: {error.strerror}. {_advice(error)}; --debug shows where it happened"
     return f"unexpected {type(error).__name__}: {error}. --debug shows where; please report it"
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in READ_ONLY_ERRNOS:
+        return "Change who may use it, or name another place"
+    if error.errno in FULL_ERRNOS:
+        return "Free space there, then run this again"
+    return "Correct that, then run this again"
 
 
 @contextlib.contextmanager
@@ -230,7 +241,19 @@ def run(app: typer.Typer, words: Sequence[str]) -> NoReturn:
         out.note(str(error))
         code = error.exit_code
     say_end(code or 0)
+    _end_in_time(code or 0)
     sys.exit(code)
+
+
+def _end_in_time(code: int) -> None:
+    """Leave behind what holds the interpreter's end up: it joins threads of libraries, and one may hang."""
+
+    def wait() -> None:
+        threading.main_thread().join()  # over as soon as the interpreter begins to end
+        time.sleep(EXIT_S)
+        os._exit(code)
+
+    threading.Thread(target=wait, name="stoker-end", daemon=True).start()
 
 
 def stop_on_sigterm() -> None:

@@ -6,11 +6,15 @@ started again; it resumes from the sealed shards. A group that fails `MAX_TRIES`
 stage and stack are printed. What happens outside encoding is passed through as it is, and a command that was
 asked to end is never started again.
 
+So do commands that read and write much. When a call on a file does not come back for `STORAGE_S`, the child
+is ended, or left behind where not even a kill ends it, and the command fails.
+
 This module imports nothing heavy: the guardian costs a tenth of a second and a few megabytes.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -23,16 +27,23 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from stoker.cli.file_calls import FileCall, file_call, file_of
 from stoker.cli.streams import INTERRUPTED, keep_standard_streams, printing
 from stoker.cli.together import name_of_rank
 from stoker.errors import ConfigError, Interrupted, ResourceError
 from stoker.precompute.beat import Beat, BeatPage
-from stoker.precompute.guarded import GUARD_VARIABLE, Lifeline
+from stoker.precompute.guarded import GUARD_VARIABLE, Lifeline, started_ns
 from stoker.precompute.interrupts import TOGETHER_S
 from stoker.precompute.oom import oom_kills
 
 GUARDED = frozenset({"demo", "precompute", "train"})
 """Commands that may encode."""
+WATCHED = frozenset(
+    "compact export gc import-pt inspect plan pull push stage validate verify why".split()  # noqa: SIM905
+)
+"""Others that wait for storage."""
+STORAGE_S = 600.0
+"""How long one call on a file may get no answer, as long as `store.concurrently` waits for one item."""
 MAX_TRIES = 3
 """Failures at one group after which the guardian gives up."""
 MAX_STARTS = 20
@@ -67,6 +78,8 @@ class End:
     """It was killed past its deadline."""
     memory: bool
     """The kernel killed for memory meanwhile."""
+    unanswered: str
+    """The file whose storage did not answer, so that it was killed; else empty."""
     asked: bool
     """A signal had asked for it."""
 
@@ -74,13 +87,17 @@ class End:
     def while_encoding(self) -> bool:
         """Whether starting it again is safe and may help."""
         inside = (self.beat.limit_s > 0 and self.beat.stage != "end") or self.beat.stage == "lost"
-        return inside and not self.asked and (self.code < 0 or self.beat.stage == "lost")
+        return (
+            inside and not self.asked and not self.unanswered and (self.code < 0 or self.beat.stage == "lost")
+        )
 
     def describe(self) -> str:
         """In words, with stage and samples."""
         where = "between two groups" if self.beat.number < 0 else f"at the group of sample {self.beat.number}"
         if self.beat.stage == "start":
             where = "while the encoder was brought to its device" if self.beat.limit_s else "before encoding"
+        if self.unanswered:
+            return f"has waited {STORAGE_S:g} s for an answer from the storage of {self.unanswered}"
         if self.overdue:
             return f'made no progress for {self.beat.limit_s:g} s in stage "{self.beat.stage}" {where}'
         if self.beat.stage == "lost":
@@ -96,12 +113,14 @@ def main() -> None:
     """The `stoker` command."""
     keep_standard_streams()
     words = sys.argv[1:]
-    if not words or words[0] not in GUARDED or "--help" in words or GUARD_VARIABLE in os.environ:
+    linux = sys.platform.startswith("linux")
+    guarded = GUARDED | WATCHED if linux else GUARDED
+    if not words or words[0] not in guarded or "--help" in words or GUARD_VARIABLE in os.environ:
         from stoker.cli.main import main as command
 
         command()
         return
-    if not sys.platform.startswith("linux"):
+    if not linux:
         needed = f"`stoker {words[0]}` needs Linux (memfd, pidfd), and this is {sys.platform}. Run it there"
         sys.exit(_fail(needed, ConfigError.exit_code, words))
     sys.exit(guard(words))
@@ -132,21 +151,30 @@ def guard(words: Sequence[str]) -> int:
     stack = f"\nIts last stacks:\n{end.stack[-STACK_CHARS:]}" if end.stack else ""
     message = (
         f"the encoding process {end.describe()}: failure {failed[place]} there, {starts} in all. "
-        f"What is stored stays, and the same command resumes once the cause is mended{stack}"
+        f"What is stored stays, and the same command resumes once the cause is fixed{stack}"
     )
     return _fail(message, EXIT_STALLED if end.overdue else EXIT_FAILED, words)
 
 
 def _not_started(error: OSError) -> str:
-    return (
-        f"the command's process cannot be started: {error}. Expected room for one process and four open "
-        "files: see ulimit -u, ulimit -n and free memory, and run again"
-    )
+    hints = {
+        errno.EMFILE: "Allow more open files (ulimit -n), then run this again",
+        errno.ENFILE: "The machine has no open file left: end other programs, then run this again",
+        errno.EAGAIN: "Allow more processes (ulimit -u) or end some, then run this again",
+        errno.ENOMEM: "Free memory, then run this again",
+        errno.EACCES: f"Check that {sys.executable} may be executed",
+        errno.ENOENT: f"Check that {sys.executable} is there",
+    }
+    hint = hints.get(error.errno or 0, "Correct that, then run this again")
+    return f"the command's process cannot be started: {error}. {hint}"
 
 
 def _passed_on(end: End, words: Sequence[str]) -> int:
     if end.code >= 0:
         return _answer(end.output, end.code)
+    if end.unanswered:
+        hint = "See what is mounted there, then run the same command again: what is stored stays"
+        return _fail(f"the command {end.describe()}. {hint}", EXIT_STALLED, words)
     if end.asked:
         return _fail(INTERRUPTED, Interrupted.exit_code, words)
     return _fail(f"the command {end.describe()}. The same command resumes", EXIT_FAILED, words)
@@ -186,7 +214,11 @@ class _Child:
         self._page = BeatPage.create()
         self._stack_fd = os.memfd_create("stoker-stack", os.MFD_CLOEXEC)
         lifeline = Lifeline(
-            page_fd=self._page.fd, stack_fd=self._stack_fd, notes_fd=notes_fd, parent=os.getpid()
+            page_fd=self._page.fd,
+            stack_fd=self._stack_fd,
+            notes_fd=notes_fd,
+            parent=os.getpid(),
+            started_ns=started_ns(),
         )
         self._oom_kills = oom_kills()
         self._output_fd = os.memfd_create("stoker-output", os.MFD_CLOEXEC) if "--json" in words else None
@@ -202,6 +234,9 @@ class _Child:
             self._process.kill()
             raise
         self._overdue = False
+        self._call: FileCall | None = None
+        self._call_since = 0.0
+        self._unanswered = ""
         self._asked: list[float] = []
 
     def run(self) -> End:
@@ -218,6 +253,7 @@ class _Child:
                 stack=_text(self._stack_fd).partition("Extension modules:")[0].strip(),
                 overdue=self._overdue,
                 memory=oom_kills() > self._oom_kills,
+                unanswered=self._unanswered,
                 asked=bool(self._asked) or not ENDING.isdisjoint(signal.sigpending()),
             )
         finally:
@@ -233,12 +269,24 @@ class _Child:
             if len(self._asked) > 1 and time.monotonic() - self._asked[1] > GRACE_S:
                 self._kill()  # no handler of its own runs while C code holds the interpreter's lock
                 return
+            if self._storage_hangs():
+                self._kill()
+                return
             beat = self._page.look()
             if beat.limit_s and time.monotonic() - beat.time_ns / 1e9 > beat.limit_s:
                 self._signal(signal.SIGUSR1)  # its handler writes the stacks without the interpreter's help
                 if not self._ended(DUMP_S) and self._page.look().time_ns == beat.time_ns:
                     self._kill()
                     return
+
+    def _storage_hangs(self) -> bool:
+        """Whether the child has been waiting for one answer of its storage for too long."""
+        call, now = file_call(self._process.pid), time.monotonic()
+        if call is None or call != self._call:
+            self._call, self._call_since = call, now
+        elif now - self._call_since > STORAGE_S:
+            self._unanswered = file_of(self._process.pid, call)
+        return bool(self._unanswered)
 
     def _pass_on(self, info: signal.struct_siginfo | None) -> None:
         """Hand on what was sent to us alone; Ctrl-C on a terminal goes to everybody in front by itself."""

@@ -29,11 +29,11 @@ from stoker.cli.flags import (
     split_words,
     tell_settings,
 )
-from stoker.cli.runs import judge, process_start
+from stoker.cli.runs import judge
 from stoker.cli.streams import INTERRUPTED
 from stoker.cli.together import joined
-from stoker.errors import ConfigError, Interrupted
-from stoker.precompute.guarded import GUARD_VARIABLE, Lifeline, attach
+from stoker.errors import ConfigError, FormatError, Interrupted
+from stoker.precompute.guarded import GUARD_VARIABLE, Lifeline, attach, started_ns
 
 if TYPE_CHECKING:
     from stoker.config.models import Config as Settings
@@ -107,7 +107,7 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
     cache_dtype: Annotated[str | None, typer.Option(help="training.latent_cache_dtype.")] = None,
     latent_dim: Annotated[int | None, typer.Option(help="latent.dim.")] = None,
     latent_len: Annotated[int | None, typer.Option(help="latent.tokens.")] = None,
-    device: Annotated[str | None, typer.Option(help="training.device: cpu or cuda[:i].")] = None,
+    device: Annotated[str | None, typer.Option(help="training.device: auto, cpu or cuda[:i].")] = None,
     devices: Annotated[
         str | None, typer.Option(help="precompute.devices: an encoder on each, as cuda:0,cuda:1, or all.")
     ] = None,
@@ -271,7 +271,7 @@ def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         from stoker.pipeline.train import train_config
 
         drawn = out.notes.is_terminal if live is None else live
-        started = process_start()
+        started = started_ns() / 1e9
         with joined(settings) as ranks, watching(out.notes, out.note, live=drawn) as watch:
             listeners = (watch, render.events(out.note))
 
@@ -288,17 +288,25 @@ def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 def inspect(path: CachePath, as_json: Json = False, debug: Debug = False) -> None:
     """Show what a cache holds.
 
-    Records, fields, sizes, statistics and quarantined samples, from the index alone.
+    Records, fields, sizes, statistics and quarantined samples, from the index alone. Of a folder of
+    several caches, a line for each.
 
     \b
     Example:
       stoker inspect data/latent_cache/burgers1d_train
+      stoker inspect data/latent_cache
     """
     with edge(as_json=as_json, debug=debug) as out:
         from stoker.cli import render
-        from stoker.pipeline.inspect import inspect_cache
+        from stoker.pipeline.inspect import CacheSummary, inspect_path
 
-        out.show(inspect_cache(path), render.inspect)
+        found = inspect_path(path)
+        if isinstance(found, CacheSummary):
+            out.show(found, render.inspect)
+            return
+        out.show(found, render.inspect_folder)
+        if found.unreadable:
+            raise typer.Exit(FormatError.exit_code)
 
 
 keeping.register(app)

@@ -10,31 +10,35 @@ from stoker.units import TIMES, parse_bytes
 
 
 def size(text: str) -> int:
-    """Bytes.
+    """Return bytes. A number without a unit is refused: who types 20 rarely means 20 bytes. 0 needs none.
 
-    >>> size("20GB"), size("1.5 GiB"), size("4096")
-    (20000000000, 1610612736, 4096)
+    >>> size("20GB"), size("1.5 GiB"), size("4096B"), size("0")
+    (20000000000, 1610612736, 4096, 0)
     """
     found = parse_bytes(text)
     if found is None:
-        raise typer.BadParameter(f"{text!r} is no size. Write 20GB, 512MiB or a number of bytes")
+        raise typer.BadParameter(f"{text!r} is not a size. Write a number with a unit, as 20GB or 512MiB")
+    if found and text.strip()[-1].isdigit():
+        raise typer.BadParameter(
+            f"{text!r} has no unit. Write {text.strip()}GB, or {text.strip()}B for bytes"
+        )
     return found
 
 
 def duration(text: str) -> float:
-    """Seconds.
+    """Return seconds.
 
     >>> duration("30d"), duration("12 h")
     (2592000.0, 43200.0)
     """
     number, unit = _split(text)
     if unit not in TIMES:
-        raise typer.BadParameter(f"{text!r} is no time. Write 30d, 12h or 90min")
+        raise typer.BadParameter(f"{text!r} is not a time. Write a number with a unit, as 30d, 12h or 90min")
     return number * TIMES[unit]
 
 
 def share(text: str) -> float:
-    """A fraction above 0 and at most 1.
+    """Return a fraction above 0 and at most 1.
 
     >>> share("5%"), share("0.05"), share("1")
     (0.05, 0.05, 1.0)
@@ -42,7 +46,7 @@ def share(text: str) -> float:
     number, unit = _split(text)
     fraction = number / 100 if unit == "%" else number
     if unit not in ("", "%") or not 0 < fraction <= 1:
-        raise typer.BadParameter(f"{text!r} is no share. Write 5% or 0.05, more than 0 and at most all")
+        raise typer.BadParameter(f"{text!r} is not a share. Write 5% or 0.05, more than 0 and at most all")
     return fraction
 
 

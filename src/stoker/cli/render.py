@@ -18,7 +18,7 @@ from stoker.units import format_bytes, format_count, format_percent, format_seco
 if TYPE_CHECKING:
     from stoker.pipeline.checks import Validation
     from stoker.pipeline.demo import DemoResult
-    from stoker.pipeline.inspect import CacheSummary
+    from stoker.pipeline.inspect import CacheFolder, CacheSummary
     from stoker.pipeline.plan import PlanResult
     from stoker.pipeline.precompute import CacheResult, PrecomputeResult
     from stoker.pipeline.train import TrainResult
@@ -144,8 +144,20 @@ def demo(result: DemoResult, console: Console) -> None:
     console.print("", _startup(result.train), sep="\n", soft_wrap=True)
 
 
+def inspect_folder(result: CacheFolder, console: Console) -> None:
+    """Print one line per cache, then why the others cannot be opened."""
+    rows: list[Cells] = [bold("name", "records", "size", "fields", "fingerprint")]
+    for cache in result.caches:
+        fields = ", ".join(f"{name} {field.shape}" for name, field in cache.fields.items())
+        count = f"{format_count(cache.records)} of {format_count(cache.count)}"
+        rows.append((escape(cache.name), count, format_bytes(cache.bytes), escape(fields), cache.fingerprint))
+    table(console, rows, fixed=3, right=range(1, 3), gap=2)
+    for name, why in result.unreadable.items():
+        console.print(f"{escape(name)}: {escape(why)}", soft_wrap=True)
+
+
 def inspect(result: CacheSummary, console: Console) -> None:
-    """One line per fact, then one per field."""
+    """Print one line per fact, then one per field."""
     missing = result.count - result.records - len(result.quarantined)
     counts = [f"{format_count(result.records)} of {format_count(result.count)} stored"]
     counts += [f"{format_count(len(result.quarantined))} quarantined"] if result.quarantined else []

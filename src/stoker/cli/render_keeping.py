@@ -147,7 +147,7 @@ def import_pt(result: ImportResult, console: Console) -> None:
         console.print(f"{files} ignored")
     console.print(escape(f"stoker.open_cache({str(cache.path)!r}) serves what is there"), soft_wrap=True)
     if result.failures:
-        console.print("once the files are mended, the same command makes a cache of all", soft_wrap=True)
+        console.print("once the files are fixed, the same command makes a cache of all", soft_wrap=True)
 
 
 def _matching(records: int, bad: Sequence[BadRecord]) -> str:

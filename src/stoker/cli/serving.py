@@ -37,7 +37,9 @@ VERBS = ("submit", "list", "show", "logs", "cancel", "pause", "resume", "continu
 TRIES = 4
 """How often a job is submitted when the service does not answer; its key keeps it one job."""
 Dir = Annotated[
-    Path, typer.Option(readable=False, help="The service's state folder: token, database, caches.")
+    Path,
+    # Not typer's own kind of path, which looks at it: its storage may not answer.
+    typer.Option(parser=Path, metavar="PATH", help="The service's state folder: token, database, caches."),
 ]
 
 
@@ -64,7 +66,14 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     ] = None,
     root: Annotated[
         list[Path] | None,
-        typer.Option(readable=False, help="A folder whose data jobs may read; may be repeated."),
+        typer.Option(parser=Path, metavar="PATH", help="A folder whose data jobs may read; may be repeated."),
+    ] = None,
+    database_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST",
+            help="A PostgreSQL server that data sets may name (local: the default socket); may be repeated.",
+        ),
     ] = None,
     allow_host: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A further name by which browsers call it.")
@@ -119,6 +128,7 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
             database=database or os.environ.get(DATABASE),
             workers=workers,
             roots=tuple(root or ()),
+            database_hosts=tuple(database_host or ()),
             hosts=tuple(allow_host or ()),
             public_url=public_url,
             ray=cluster,

@@ -11,7 +11,7 @@ from rich.markup import escape
 from stoker.cli.edge import Edge
 from stoker.cli.flags import tell_settings
 from stoker.cli.render import Cells, bold, table
-from stoker.errors import WordError
+from stoker.errors import ConfigError
 
 if TYPE_CHECKING:
     from stoker.plan import Simulation
@@ -21,17 +21,20 @@ def simulated(out: Edge, words: list[str], *, as_markdown: bool, picture: Path |
     """Simulate what `words` say, and print it.
 
     Raises:
-        WordError: More than one CONFIG, or a word that is none.
+        ConfigError: More than one CONFIG, or a word that is none.
     """
     files, settings = tell_settings(words)
     overrides = [word for word in settings if "." in word.partition("=")[0]]
     asked = [word for word in settings if word not in overrides]
     if len(files) > 1 or (overrides and not files):
         found = ", ".join(map(str, files)) or f"{overrides[0]} and no CONFIG"
-        raise WordError(f"found {found}. Expected words like nodes=8 gpus=8, and one CONFIG at most")
+        raise ConfigError(f"found {found}. Expected words like nodes=8 gpus=8, and one CONFIG at most")
     if files:
         from stoker.config import load_config
         from stoker.pipeline.simulate import simulate_words
+        from stoker.precompute.allocator import keep_freed_memory
+
+        keep_freed_memory()  # as where caches are filled: without it an encoder's time may double
 
         found = simulate_words(asked, load_config(files[0], overrides))
     else:
@@ -55,7 +58,7 @@ def refuse_words(words: list[str]) -> None:
     """Words of a simulation where none was asked for.
 
     Raises:
-        WordError: There is one.
+        ConfigError: There is one.
     """
     _, settings = tell_settings(words)
     plain = [word for word in settings if "." not in word.partition("=")[0]]
@@ -64,7 +67,7 @@ def refuse_words(words: list[str]) -> None:
 
         stray = [word for word in plain if word.partition("=")[0] in {*KEYS, *PRICE_KEYS}]
         if stray:
-            raise WordError(
+            raise ConfigError(
                 f"{stray[0]} is a word of --simulate, which is not given. Add it, for machines that are not "
                 "here; settings are written with their section, as training.epochs=3"
             )

@@ -112,7 +112,7 @@ def _switch(layer: Layer, name: str, position: object) -> None:
     spelled = layer.spelled.get(target, name)
     if spelled == "training.num_workers":
         # Earlier files set both: the workers then belonged to a loader that no longer has any.
-        layer.notes.append(f"{layer.where}: {spelled} has no effect beside {name}={shown(position)}")
+        layer.notes.append(f"{layer.where}: {spelled} has no effect next to {name}={shown(position)}")
     elif present != value:
         raise ConfigError(
             f"{layer.where}: {name}={shown(position)} means {target}={shown(value)}, "

@@ -41,6 +41,6 @@ def beside_engine(engine: str, given: Mapping[str, object]) -> Iterator[tuple[st
         if engine == "local" and name.startswith("precompute.ray.") and value is not None:
             yield name, "Give precompute.engine=ray (--engine ray) with it, or leave it out"
         elif engine == "ray" and name == "precompute.wait" and value is False:
-            yield name, "What is encoded beside the training is encoded here. Leave one of them out"
+            yield name, "Encoding while training runs is done on this machine. Leave one of them out"
         elif engine == "ray" and name == "precompute.devices" and value:
             yield name, "There precompute.ray.num_gpus says what a task takes. Leave one of them out"

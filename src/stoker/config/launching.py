@@ -43,7 +43,7 @@ class LaunchConfig(SettingsSection):
     """Seconds from a notice to the end: three quarters to seal and to save, the rest to upload."""
     workdir: str = "/workspace/stoker"
     """Folder of code, data and logs on the machine."""
-    image: str = "pytorch/pytorch:2.7.1-cuda12.8-cudnn9-devel"
+    image: str = "pytorch/pytorch:2.9.0-cuda12.8-cudnn9-devel"
     """Docker image."""
     gpu: str | None = None
     """Name of the GPU, as `RTX_4090`; null: any."""

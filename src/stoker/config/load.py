@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import MarkedYAMLError, YAMLError
+from yaml.reader import ReaderError
 
 from stoker.config.earlier import EARLIER, Layer, translate
 from stoker.config.engines import beside_engine
@@ -106,7 +107,12 @@ def _read(path: Path) -> dict[str, object]:
     except MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f" line {error.problem_mark.line + 1}:"
         raise ConfigError(f"{path}:{line} not YAML: {error.problem or error.context}") from error
-    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+    except (UnicodeDecodeError, ReaderError) as error:
+        raise ConfigError(
+            f"{path} is not a text file. Expected a YAML file with settings. If it holds data, name it in "
+            f"one, as data.files={path}"
+        ) from error
+    except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{path}: holds a list. Expected settings, as `training:` with names below it")

@@ -93,7 +93,7 @@ class DataConfig(SettingsSection):
     stage: Literal["auto", "never", "always"] = "never"
     """Copy files to a local disk before they are read; `auto`: from network storage (docs/staging.md)."""
     stage_dir: Place | None = None
-    """Folder for these copies; null: `.staged` beside the caches."""
+    """Folder for these copies; null: `.staged` next to the caches."""
     arrays: ArraysConfig = ArraysConfig()
     tar: TarConfig = TarConfig()
     parquet: ParquetConfig = ParquetConfig()
@@ -270,13 +270,13 @@ class PrecomputeConfig(SettingsSection):
     max_error: PositiveFloat | None = None
     """Largest rounding error of the storage dtype, relative to a record's largest value; null: no bound."""
     keep: str | tuple[str, ...] = ()
-    """Fields of the raw samples to store beside the latents, as `data` or `[data]`, for losses on them."""
+    """Fields of the raw samples to store with the latents, as `data` or `[data]`, for losses on them."""
     overwrite: Flag = False
     """Encode all records of this recipe again."""
     retry_quarantined: Flag = False
     """Try quarantined samples again, those with errors of their own as well."""
     wait: Flag = True
-    """Whether `train` encodes what is missing before it begins; `false`: it begins at once, beside that."""
+    """Whether `train` encodes what is missing before it begins; `false`: it encodes while it trains."""
     engine: Literal["local", "ray"] = "local"
     """Who encodes: this machine, or a Ray cluster (docs/ray.md)."""
     ray: RayConfig = RayConfig()

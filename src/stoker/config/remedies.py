@@ -1,8 +1,8 @@
-"""Say a remedy in the words of the settings file.
+"""Show the arguments that an error names as settings.
 
-Errors of the library name a cure as the argument of a call: `preset='well'`, `patch=(1, 8)`, `readers=0`.
-Whoever wrote a settings file knows `data.preset=well` instead. One is made of the other: an argument is the
-setting whose last word it is, if there is only one.
+Errors of the library name an argument of a call, `preset='well'`. On the command line that argument is the
+setting `data.preset=well`. Errors mark such arguments with `stoker.errors.arg`, and nothing else is changed.
+An argument is the setting whose last word it is, if there is only one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from stoker.config.names import all_settings
+from stoker.errors import MARK, StokerError
 
 OTHER_NAMES: Mapping[str, str] = {
     "patch": "encoder.patch_size",
@@ -25,38 +26,34 @@ OTHER_NAMES: Mapping[str, str] = {
     "horizon": "training.rollout_horizon",
     "dtype": "training.latent_cache_dtype",
     "cache_dir": "training.latent_cache_dir",
+    "wait": "precompute.wait",
 }
-"""Arguments whose setting has another last word."""
-
-_REMEDY = re.compile(
-    r"(?<![\w.,;:/=+-])(?P<name>[a-z_]+)="
-    r"(?P<value>'[^']*'|\"[^\"]*\"|\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}|\w+(?:\.\w+)*)?"
-)
+"""Arguments whose setting has another last word, or one that several settings have."""
 
 
-def in_settings(message: str) -> str:
-    """`message` with every argument that it names written as the setting of that meaning.
+def in_settings(error: StokerError) -> str:
+    """The message of `error` with the arguments that it names written as settings; all other text as it is.
 
-    >>> in_settings("Use preset='well', or declare fields={'u': 'n t x'}")
-    "Use data.preset=well, or declare 'data.fields={u: n t x}'"
-    >>> in_settings("choose a smaller horizon=, or device=cpu")
-    'choose a smaller training.rollout_horizon, or training.device=cpu'
-    >>> in_settings("patch (1, 5) does not divide. Use patch=(1, 4)")
-    "patch (1, 5) does not divide. Use 'encoder.patch_size=[1, 4]'"
+    >>> from stoker.errors import ConfigError, arg
+    >>> in_settings(ConfigError(f"preset=x.h5 has no layout. Use {arg('preset', 'well')}"))
+    'preset=x.h5 has no layout. Use data.preset=well'
+    >>> in_settings(ConfigError(f"choose a smaller {arg('horizon')}, or {arg('patch', (1, 4))}"))
+    "choose a smaller training.rollout_horizon, or 'encoder.patch_size=[1, 4]'"
     """
-    return _REMEDY.sub(_as_setting, message)
+    return MARK.sub(_as_setting, error.marked)
 
 
 def _as_setting(found: re.Match[str]) -> str:
-    setting = setting_of().get(found["name"])
+    name, _, given = found[1].partition("=")
+    setting = name if name.startswith("--") or "." in name else setting_of().get(name)
     if setting is None:
-        return found[0]
-    if found["value"] is None:
-        return setting
+        return found[2]
+    if given in ("", "..."):
+        return f"{setting}={given}" if given else setting
     try:
-        value: Any = ast.literal_eval(found["value"])
+        value: Any = ast.literal_eval(given)
     except (ValueError, SyntaxError):
-        value = found["value"]  # a bare word, as in `tier=auto`
+        value = given
     return shlex.quote(f"{setting}={_as_yaml(value)}")
 
 

@@ -10,7 +10,7 @@ from stoker.config.section import Names, PositiveFloat, PositiveInt, SettingsSec
 
 
 class JoinConfig(SettingsSection):
-    """Columns of a table beside the records, by a key, when a run begins; nothing is encoded for them."""
+    """Columns of a table to add to the records, by a key, when a run begins; nothing is encoded for them."""
 
     table: str | None = None
     """A .csv, .tsv or .parquet file, or a database's URL; null: nothing is joined."""

@@ -1,0 +1,31 @@
+"""Waits of seconds in place of minutes, in every process that has this folder on its path.
+
+The guardian starts commands in processes of their own, and settings name few of these waits.
+"""
+
+import importlib
+import os
+import sys
+
+if "STOKER_SHORT_WAITS" in os.environ:
+    WAIT_S = float(os.environ["STOKER_SHORT_WAITS"])
+
+    def module(name):
+        """Not `import a.b as c`: some packages have functions that are called like their modules."""
+        return importlib.import_module(f"stoker.{name}")
+
+    retries = module("store.remote.retries")  # before those that take its constant
+    retries.DEADLINE_S = WAIT_S
+    retries.Retries.run.__defaults__ = (WAIT_S,)
+    folder = module("store.remote.folder")
+    folder.ANSWER_S = folder.PUT_S = WAIT_S / 3
+    concurrently = module("store.concurrently")
+    concurrently.DEADLINE_S = concurrently.LAST_S = WAIT_S
+    concurrently.in_order.__kwdefaults__["deadline_s"] = WAIT_S
+    module("plan.resources").DISK_DEADLINE_S = WAIT_S
+    module("plan.rates").DEADLINE_S = module("plan.limits").ANSWER_S = WAIT_S
+    module("precompute.guarded").EXIT_S = WAIT_S
+    module("cli.guardian").STORAGE_S = WAIT_S
+    if "serve" in sys.orig_argv:
+        serve = module("service.serve")
+        serve.STOP_S = serve.CLOSE_S = WAIT_S

@@ -1,0 +1,223 @@
+"""Every command ends in time, and says why, when the mount that it works on gives no answer any more.
+
+The kernel does not let go of a process whose calls a file system's server has taken. So the server is stopped
+as a whole: what is asked after that is never taken.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import write_burgers
+
+pytest.importorskip("mfusepy", reason="needs mfusepy and libfuse", exc_type=Exception)
+pytestmark = [
+    pytest.mark.chaos,
+    pytest.mark.slow,
+    pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="FUSE is not for this user"),
+]
+HERE = Path(__file__).parent
+CONFIG = HERE.parents[1] / "configs" / "train_burgers_32dim.yaml"
+SETTINGS = ["encoder.patch_size=4", "model.width=32", "model.depth=1", "training.batch_size=16"]
+WAIT_S = 4.0
+"""What every wait of minutes is cut down to (`short_waits`)."""
+END_S = 150.0
+"""By then a command has ended, on a busy machine too; one that hangs has not."""
+
+
+class Mount:
+    """A folder behind a file system of its own."""
+
+    def __init__(self, folder):
+        self.behind, self.path = folder / "behind", folder / "mount"
+        for path in (self.behind, self.path):
+            path.mkdir()
+        words = [sys.executable, HERE / "away_fuse.py", self.behind, self.path]
+        self.server = subprocess.Popen(
+            [*map(str, words)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + 20
+        while not os.path.ismount(self.path):
+            if self.server.poll() is not None or time.monotonic() > deadline:
+                self.end()
+                pytest.skip("FUSE cannot be mounted")
+            time.sleep(0.05)
+
+    @contextmanager
+    def away(self):
+        self.server.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.server.send_signal(signal.SIGCONT)
+
+    def end(self):
+        self.server.send_signal(signal.SIGCONT)
+        subprocess.run(["umount", "-l", str(self.path)], stderr=subprocess.DEVNULL, check=False)
+        self.server.kill()
+        self.server.wait(10)
+
+
+@pytest.fixture
+def mount(tmp_path):
+    made = Mount(tmp_path)
+    yield made
+    made.end()
+
+
+def stoker(folder, *words, short=True):
+    """A command that was started in a folder."""
+    path = os.pathsep.join(filter(None, [str(HERE / "short_waits"), os.environ.get("PYTHONPATH")]))
+    short_waits = {"PYTHONPATH": path, "STOKER_SHORT_WAITS": str(WAIT_S)} if short else {}
+    return subprocess.Popen(
+        [sys.executable, "-m", "stoker", *map(str, words)],
+        cwd=folder, env={**os.environ, **short_waits}, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def held_by_kernel(group):
+    """Whether a process of this group outlives SIGKILL."""
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, of = (place / "stat").read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(of) == group and (state == "D" or (state == "Z" and len([*(place / "task").iterdir()]) > 1)):
+            return True
+    return False
+
+
+def finish(command):
+    """Exit code, and what it said on standard output and error."""
+    try:
+        out, said = command.communicate(timeout=END_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(command.pid, signal.SIGKILL)
+        time.sleep(5)
+        if held_by_kernel(command.pid):
+            pytest.skip("the server took a call just before it was stopped: no signal ends such a process")
+        pytest.fail(f"{command.args} did not end")
+    return command.returncode, out, said
+
+
+def data_in(folder):
+    path = write_burgers(folder / "1D_Burgers_Sols_Nu0.01.hdf5", samples=40, steps=20, points=128)
+    return [f"data.files={path}", *SETTINGS]
+
+
+def filled(mount, folder):
+    """Settings, with their caches on the mount."""
+    settings = [
+        *data_in(folder),
+        f"training.latent_cache_dir={mount.path / 'c'}",
+        f"training.run_dir={folder / 'run'}",
+    ]
+    code, _, said = finish(stoker(folder, "precompute", CONFIG, *settings, short=False))
+    assert code == 0, said
+    return settings
+
+
+COMMANDS = {
+    "train from a URL": lambda mount, settings: [
+        "train", CONFIG, *settings[:-2], f"training.latent_cache_dir=file://{mount.path}/c",
+        "training.mirror_dir=mirror", "training.run_dir=run",
+    ],
+    "plan": lambda _, settings: ["plan", CONFIG, *settings],
+    "precompute": lambda _, settings: ["precompute", CONFIG, *settings, "latent.dim=16"],
+    "verify": lambda mount, _: ["verify", mount.path / "c" / "burgers1d_train"],
+    "verify at a URL": lambda mount, _: ["verify", f"file://{mount.path}/c/burgers1d_train"],
+    "gc": lambda mount, _: ["gc", mount.path / "c", "--keep", "1"],
+    "serve, its folder": lambda mount, _: ["serve", "--port", "0", "--state-dir", mount.path / "state"],
+    "serve, its data": lambda mount, _: ["serve", "--port", "0", "--state-dir", "s", "--root", mount.path],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_that_begins_while_its_storage_is_away_ends_with_an_error(mount, tmp_path, command):
+    settings = filled(mount, tmp_path)
+
+    with mount.away():
+        code, out, said = finish(stoker(tmp_path, *COMMANDS[command](mount, settings), "--json"))
+
+    assert code == 5, said
+    answer = json.loads(out)
+    assert answer["exit_code"] == 5
+    assert str(mount.path) in answer["error"]
+
+
+@pytest.mark.parametrize("place", ["URL", "folder"])
+def test_training_whose_storage_goes_away_ends_with_an_error(mount, tmp_path, place):
+    settings = filled(mount, tmp_path)[:-2]
+    words = [*settings, "training.epochs=100000", "training.tier=disk", "training.run_dir=run2"]
+    if place == "URL":
+        words += [
+            f"training.latent_cache_dir=file://{mount.path}/c",
+            "training.mirror_dir=m",
+            "training.mirror_bytes=1MiB",
+        ]
+    else:
+        words += [f"training.latent_cache_dir={mount.path / 'c'}"]
+    command = stoker(tmp_path, "train", CONFIG, *words, "--json")
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "run2" / "checkpoints").exists() and not [*(tmp_path / "run2").glob("*.pt")]:
+        assert command.poll() is None, command.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+    with mount.away():
+        code, out, said = finish(command)
+
+    assert code == 5, said
+    assert str(tmp_path) in json.loads(out)["error"]
+
+
+def ask(folder, path, body=None):
+    """What the service in a folder answers; the status alone where it is an error."""
+    request = urllib.request.Request(
+        (folder / "address").read_text().strip() + "/api/v1/training" + path,
+        data=None if body is None else json.dumps(body).encode(),
+        headers={
+            "Authorization": f"Bearer {(folder / 'token').read_text().strip()}",
+            "Content-Type": "application/json",
+        },
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.mark.parametrize("what", ["its folder", "its data"])
+def test_a_service_whose_storage_goes_away_ends_when_it_is_told_to(mount, tmp_path, what):
+    write_burgers(mount.behind / "data.h5")
+    state = (mount.path if what == "its folder" else tmp_path) / "state"
+    command = stoker(tmp_path, "serve", "--port", "0", "--state-dir", state, "--root", mount.path)
+    deadline = time.monotonic() + 100
+    while not (state / "address").exists():
+        assert command.poll() is None, command.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert ask(state, "/jobs") == 200
+
+    with mount.away():
+        if what == "its data":
+            body = {"kind": "hdf5", "name": "d", "path": str(mount.path / "data.h5")}
+            assert ask(state, "/datasets", body) >= 500
+            assert ask(state, "/jobs") == 200
+        command.send_signal(signal.SIGTERM)
+        code, _, said = finish(command)
+
+    assert code == (5 if what == "its folder" else 0), said
