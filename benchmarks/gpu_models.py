@@ -110,16 +110,14 @@ def waves(count: int, steps: int, tokens: int, dim: int) -> Tensor:
     return out
 
 
-def launches_per_batch(batches: Any, count: int) -> float | None:
-    """Kernels and copies that a GPU runs for one batch of a loader; None without a GPU."""
+def launches_per_batch(batches: Any) -> float | None:
+    """Kernels and copies that a GPU runs for one batch, over an entire epoch: its order has some, too. None without a GPU."""
     if not torch.cuda.is_available():
         return None
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for place, _batch in enumerate(batches):
-            if place == count - 1:
-                break
+        count = sum(1 for _ in batches)
         torch.cuda.synchronize()
     return round(sum(1 for event in seen.events() if event.device_type.name == "CUDA") / count, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -172,16 +173,22 @@ def test_the_device_is_filled_after_three_steps_and_given_back_under_pressure(
     for batch, wanted in zip(loader, expected, strict=True):
         assert torch.equal(batch["latent"].cpu(), wanted["latent"])
     list(loader)
+    until = time.monotonic() + 60
+    while not loader._serving.running().residency.complete and time.monotonic() < until:
+        time.sleep(0.01)
+        list(loader)
     held = loader._serving.running().residency.held
     assert held.whole is not None
     assert held.whole.tier == "device"
     del held, batch
+    torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info()[0]
 
-    thief = torch.empty(before - (64 << 20), dtype=torch.uint8, device="cuda")
+    thief = torch.empty(before - (256 << 20), dtype=torch.uint8, device="cuda")
     loader.set_epoch(0)
     for batch, wanted in zip(loader, expected, strict=True):
         assert torch.equal(batch["latent"].cpu(), wanted["latent"])
 
     assert loader._serving.running().residency.held.device is None
     del thief
+    torch.cuda.empty_cache()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,9 @@ def test_serving_an_epoch_never_waits_for_the_device(cache: Cache) -> None:
     loader = Loader(cache, 16, tier="device", device="cuda", windows=Windows(field="latent"), drop_last=True)
     list(loader)
 
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():  # "prototype feature"
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in loader:
             pass
@@ -112,7 +115,7 @@ def test_a_captured_step_sees_every_static_batch(cache: Cache) -> None:
     with torch.cuda.stream(side):
         total.add_(first["image"].sum() + first["index"].sum())
     torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         total.add_(first["image"].sum() + first["index"].sum())
     total.zero_()
 

@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# Everything that a GPU is needed for, within ten minutes, the most telling first: ./run gpu [OUT]
+#
+# Installs nothing. Needs a CUDA build of torch >= 2.8, Triton, gcc, pytest, pytest-timeout, h5py, safetensors,
+# xxhash, psutil, nvidia-ml-py, cloudpickle and matplotlib, and 16 GB of disk. Leaves the GPU's settings alone.
+# Writes to OUT (gpu-session), after each step: summary.txt, a line for each step; facts.jsonl, all figures;
+# logs.tar.gz. Exits 1 where a step failed or plain torch did a kernel's work, 2 where there is no GPU.
+#   PYTHON=...             the interpreter
+#   STOKER_GPU_SECONDS=570 all that it may take
+set -u
+cd "$(dirname "$(readlink -f "$0")")/.."
+python=${PYTHON:-python3}
+export PYTHONPATH=src:.:benchmarks PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONFAULTHANDLER=1
+if ! timeout 60 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+  echo "gpu session: $python sees no GPU. It needs a CUDA build of torch and an NVIDIA driver (nvidia-smi)" >&2
+  exit 2
+fi
+
+mkdir -p "${1:-gpu-session}"
+out=$(realpath "${1:-gpu-session}")
+: >"$out/summary.txt"
+work=$(mktemp -d "${TMPDIR:-/tmp}/stoker-gpu-session-XXXXXX")
+logs=$work/logs
+mkdir -p "$logs" "$work/tmp"
+export TRITON_CACHE_DIR=$work/triton TMPDIR=$work/tmp
+end=$(( SECONDS + ${STOKER_GPU_SECONDS:-570} ))
+
+save() {
+  cat "$logs"/*.jsonl >"$out/facts.jsonl" 2>/dev/null
+  tar -C "$logs" -czf "$out/logs.tar.gz" . 2>/dev/null
+}
+trap 'save; rm -rf "$work"' EXIT
+
+say() { echo "$*" | tee -a "$out/summary.txt"; }
+
+# step NAME SECONDS COMMAND...: ends after so many seconds, or when the session does; the others run anyway.
+step() {
+  local name=$1 most=$2 begin=$SECONDS left=$(( end - SECONDS )) cut=0 rc
+  shift 2
+  if [ "$left" -lt 8 ]; then
+    say "$name: not run, no time left"
+    [ "${figures:-0}" = 1 ] || echo skipped >"$logs/$name.failed"
+    return 0
+  fi
+  [ "$most" -le "$left" ] || { most=$left; cut=1; }
+  timeout -k 5 "$most" "$@" >"$logs/$name.log" 2>&1
+  rc=$?
+  grep -h '^{' "$logs/$name.log" >"$logs/$name.jsonl"
+  say "$(printf '%-11s rc=%-3s %4ss  %s' "$name" "$rc" $(( SECONDS - begin )) \
+    "$(grep -E '(passed|failed|error).* in [0-9]|Error: ' "$logs/$name.log" | tail -1 | cut -c1-150)")"
+  grep -hE '^(FAILED|ERROR) |plain torch' "$logs/$name.log" | cut -c1-220 | tee -a "$out/summary.txt"
+  if grep -q 'plain torch' "$logs/$name.log"; then echo "plain torch" >"$logs/$name.failed"; fi
+  if [ "$rc" -ne 0 ] && ! { [ "${figures:-0}$cut" = 11 ] && [ "$rc" = 124 ]; }; then echo "$rc" >"$logs/$name.failed"; fi
+  [ "$BASH_SUBSHELL" -gt 0 ] || save
+}
+
+# A step for figures alone: that the session's end cuts it short is no failure.
+figures() { local figures=1; step "$@"; }
+
+tests=("$python" -m pytest -p no:xdist -p no:cacheprovider -o filterwarnings=default --timeout=100 -q -ra --durations=5)
+probing=("$python" benchmarks/gpu_probe.py)
+
+step env 25 "${probing[@]}" env
+# 1. Whether the kernel compiles and gives the bits of its twin; what a batch costs the host, in launches and waits.
+step kernel 90 "${probing[@]}" kernel
+step serving 90 "${probing[@]}" serving
+# 2. The tests: a process for each module, since a lost context takes all that comes after it; side by side, since
+#    nothing is timed here. The one that takes all memory is alone.
+( step t_tier 150 "${tests[@]}" tests/gpu/test_device_tier.py ) &
+( step t_transform 150 "${tests[@]}" tests/gpu/test_transforms.py ) &
+( step t_cuda 150 "${tests[@]}" tests/gpu/test_cuda.py -k "not under_pressure" ) &
+wait
+step t_pressure 60 "${tests[@]}" tests/gpu/test_cuda.py -k under_pressure
+# 3. What can be shown on a GPU alone and is no test yet.
+step claims 120 "${probing[@]}" encoder_there static_transforms out_of_memory again order capture other_gpus
+figures select 60 "${probing[@]}" select host
+# 4. Figures for docs/performance.md, in the order of their worth.
+for part in gather load host train; do
+  figures "b_$part" 200 "$python" benchmarks/gpu_serve.py --only "$part"
+done
+# 5. Where a test failed: the line that did it. Then memory errors of the kernel.
+if grep -q '^FAILED' "$out/summary.txt"; then
+  CUDA_LAUNCH_BLOCKING=1 figures blocking 120 "${tests[@]}" tests/gpu -k "not under_pressure"
+fi
+if command -v compute-sanitizer >/dev/null; then
+  step sanitizer 100 compute-sanitizer --error-exitcode 9 "${tests[@]}" tests/gpu/test_transforms.py -k images_cut
+fi
+
+failed=$(cd "$logs" && ls -- *.failed 2>/dev/null | sed 's/\.failed$//' | tr '\n' ' ')
+if [ -n "$failed" ]; then
+  say "failed: $failed"
+  exit 1
+fi
+say "all steps passed"
