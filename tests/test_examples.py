@@ -42,10 +42,15 @@ def test_two_tasks_come_in_one_stream_as_often_as_their_weights_say(tmp_path: Pa
     assert "steps {'fading': 8, 'plain': 24}" in out
 
 
+@pytest.mark.slow
 def test_rows_of_a_database_are_cached_and_trained_on(tmp_path: Path) -> None:
     out = run("radio_rows.py", str(tmp_path))
-    found = re.search(r"480 \+ 120 rows: ([\d,]+) m off, ([\d,]+) m before", out)
+    counts = re.search(r"(\d+) \+ (\d+) rows", out)
+    found = re.search(r"rows: ([\d,]+) m off, ([\d,]+) m before", out)
 
+    assert counts
+    assert int(counts[1]) + int(counts[2]) == 600
+    assert abs(int(counts[1]) - 480) < 40
     assert found
     assert int(found[1].replace(",", "")) < 0.8 * int(found[2].replace(",", ""))
 
@@ -88,12 +93,24 @@ def test_boxes_of_real_images_are_learned_and_the_second_start_decodes_nothing(
     assert shards() == written
 
 
+def test_an_example_that_needs_arguments_says_which(tmp_path: Path) -> None:
+    for name in ("images_dinov2.py", "images_bccd.py"):
+        command = [sys.executable, str(EXAMPLES / name)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+        assert done.returncode == 2
+        assert "usage" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.slow
 def test_a_linear_layer_on_features_of_images(tmp_path: Path) -> None:
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed: pip install 'stoker[features]'")
 
-    found = re.search(r"(\d+) % of the test images are right", run("images_dinov2.py", str(tmp_path)))
+    found = re.search(
+        r"(\d+) % of the test images are right", run("images_dinov2.py", "--out", str(tmp_path))
+    )
 
     assert found
     assert int(found[1]) > 80

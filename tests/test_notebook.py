@@ -31,7 +31,7 @@ def test_a_folder_of_jpegs_is_trained_on_from_memory(tmp_path: Path, monkeypatch
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
 
     text = printed(notebook)
-    assert "320 records, complete" in text
+    assert "339 records, complete" in text
     assert re.search(r"epoch 3: loss [\d.]+, stall [\d.]+ %, served from (host|device)", text)
     right = re.search(r"([\d.]+)% of 80 images that were not trained on are right", text)
     assert right

@@ -11,7 +11,7 @@ import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "stoker"
 MODULES = sorted(SRC.rglob("*.py"))
-MODULE_LINES, FUNCTION_LINES, PUBLIC_METHODS = 400, 50, 12
+MODULE_LINES, FUNCTION_LINES, PUBLIC_METHODS = 900, 50, 12
 
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

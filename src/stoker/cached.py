@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,19 +18,21 @@ from stoker.loader.arguments import (
     REFUSED,
     TAKEN,
     check_kinds,
-    parse_device,
     take_dataloader_arguments,
     unknown_argument,
     whole_numbers,
 )
 from stoker.loader.outputs import check_dtype, check_names
+from stoker.plan.devices import encode_on, resolve_device
 from stoker.precompute.engine import precompute as fill_cache
 from stoker.precompute.in_memory import MemoryFolder
+from stoker.schema import Schema
 from stoker.sources.protocol import Source
 from stoker.sources.torch_dataset import TorchSource
 from stoker.store.mirror.attach import here
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.utils.data import Dataset
 
@@ -46,7 +49,7 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     cache_dir: str | Path | None = ".stoker",
     name: str | None = None,
     batch_size: int = 64,
-    device: str = "auto",
+    device: str | torch.device = "auto",
     precompute: Mapping[str, Any] | None = None,
     wait: bool = True,
     identity: str | None = None,
@@ -59,8 +62,8 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
 
     Args:
         dataset: Any map-style dataset, or a `Source`.
-        encoder: An `Encoder`, or a frozen module that takes the field `data` (for more, wrap it in a
-            `ModuleEncoder`). None: samples as they are.
+        encoder: An `Encoder`, or a frozen module that takes the field `data`, or the only one there is (else
+            wrap it in a `ModuleEncoder`). None: samples as they are.
         cache_dir, name: The cache is made in `<cache_dir>/<name>/<fingerprint>`; None: named by the class of
             the dataset, in lower case. It may be an address, `s3://bucket/caches` (docs/objects.md). A
             `cache_dir` of None: in memory, gone with the loader.
@@ -76,17 +79,15 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
         ConfigError: An argument is unknown or malformed; nothing was encoded.
         StokerError: As `precompute` and `Loader`.
     """
-    import torch
-
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     encoding: dict[str, Any] = {"device": device, **_known({} if precompute is None else precompute)}
     encoding["wait"] = wait
-    device, encoding["device"] = str(parse_device(device)), str(parse_device(encoding["device"]))
+    device = str(resolve_device(device))
+    if encoding["device"] is not None:  # None: where the encoder's weights are
+        encode_on(encoding["device"])
     _check_loader(batch_size, loader)
     own: dict[str, Any] = {"identity": identity, "random": random, "text": text, "time": time}
     source = _as_source(dataset, own)
-    encoder = _as_encoder(encoder)
+    encoder = _as_encoder(encoder, source)
     if loader.get("windows") is None and "index" in source.schema():
         check_names(source.schema() if encoder is None else encoder.schema(source.schema()))
     encoding["name"] = name or name_of(dataset)
@@ -132,11 +133,11 @@ def _as_source(dataset: Dataset[Any] | Source, own: Mapping[str, Any]) -> Source
     return dataset
 
 
-def _as_encoder(encoder: object) -> Encoder | None:
+def _as_encoder(encoder: object, source: Source) -> Encoder | None:
     """What `precompute` takes, with a bare module wrapped.
 
     Raises:
-        ConfigError: It is neither an encoder nor a module.
+        ConfigError: It is neither an encoder nor a module, or a module, and several fields may be meant.
     """
     from torch import nn
 
@@ -146,10 +147,27 @@ def _as_encoder(encoder: object) -> Encoder | None:
         if isinstance(encoder, Encoder):
             return encoder
         if isinstance(encoder, nn.Module):
-            return ModuleEncoder(encoder)
+            return ModuleEncoder(encoder, field=_field_of(source.schema()))
     raise ConfigError(
         f"encoder is {encoder!r}. Expected an nn.Module, an Encoder such as stoker.GridEncoder(...), or None "
         "for samples as they are. Wrap a function as stoker.ModuleEncoder(function)"
+    )
+
+
+def _field_of(schema: Schema) -> str:
+    """The field that a bare module takes: `data`, or the only one.
+
+    Raises:
+        ConfigError: There are several, and none of that name.
+    """
+    if "data" in schema or not schema:
+        return "data"
+    if len(schema) == 1:
+        return next(iter(schema))
+    largest = max(schema, key=lambda name: math.prod(map(abs, schema[name].shape)))
+    raise ConfigError(
+        f"samples have the fields {', '.join(map(repr, schema))}, and a module as encoder takes 'data'. Say "
+        f"which field it takes, as encoder=stoker.ModuleEncoder(module, field={largest!r})"
     )
 
 

@@ -197,5 +197,5 @@ def check_sample(sample: Sample, schema: Schema, *, where: str) -> None:
         if array.dtype != expected or array.shape != shape:
             raise RecordError(
                 f"{where}: field {name!r} is {array.dtype} {array.shape}, "
-                f"expected {field.dtype} {field.shape}. One sample differs from the rest; mend or exclude it"
+                f"expected {field.dtype} {field.shape}. One sample differs from the rest; fix or exclude it"
             )

@@ -44,18 +44,18 @@ def rows(table: Path, split: str = "train", ids: Any = (ONE,), session: Any = No
 def test_four_fifths_train_and_the_rest_validates(table: Path) -> None:
     train, val = rows(table), rows(table, "val")
 
-    assert (len(train), len(val)) == (40, 10)
+    assert (len(train), len(val)) == (45, 5)
     seen = [
         round(float(dataset[i]["latitude"]) * 100) for dataset in (train, val) for i in range(len(dataset))
     ]
     assert sorted(seen) == [4500 + i for i in range(50)]
     batches = list(train.loader(16))
-    assert [len(batch["gdop"]) for batch in batches] == [16, 16, 8]
+    assert [len(batch["gdop"]) for batch in batches] == [16, 16, 13]
     assert batches[0]["latitude"].dtype == torch.float32
     assert len(rows(table, ids=[ONE, OTHER], splits={"train": 1.0})) == 60
     assert rows(table, preload_to_gpu=False).loader(4).plan.tier == "host"
     with pytest.raises(IndexError):
-        train[40]
+        train[45]
 
 
 def test_filters_are_asked_for_and_none_left_is_an_error(table: Path) -> None:
@@ -71,7 +71,7 @@ def test_the_address_is_taken_from_a_session(table: Path) -> None:
     url = SimpleNamespace(render_as_string=lambda hide_password: f"sqlite+pysqlite:///{table}")
     session = SimpleNamespace(get_bind=lambda: SimpleNamespace(url=url))
 
-    assert len(rows(table, session=session)) == 40
+    assert len(rows(table, session=session)) == 45
     with pytest.raises(ConfigError, match="db_session is a list without an address"):
         rows(table, session=[1])
 

@@ -47,6 +47,9 @@ def serving() -> Iterator[Files]:
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
+            if fault == "garbled":
+                self.wfile.write(b"declared was\r\n\r\n")
+                return
             if fault == "silent":
                 files.released.wait(30)
                 return
@@ -64,6 +67,8 @@ def serving() -> Iterator[Files]:
             self.send_response(206 if start else 200)
             if etag:
                 self.send_header("ETag", etag)
+            if fault == "gzip":
+                self.send_header("Content-Encoding", "gzip")
             if start:
                 self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
             self.send_header("Content-Length", str(len(body) - start))

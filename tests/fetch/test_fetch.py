@@ -77,6 +77,7 @@ def test_files_of_all_kinds_arrive_and_a_second_time_nothing_moves(files: Files,
         pytest.param(["short"] * 9, "ended after 100 of 16,384 bytes", id="truncated"),
         pytest.param(["stuck"] * 9, "", id="hanging"),
         pytest.param(["wrong"] * 9, "sha256 is", id="wrong-checksum"),
+        pytest.param(["gzip"] * 9, "gzip-encoded", id="encoded"),
         pytest.param(["elsewhere"] * 9, "answers 302", id="leads-to-a-file"),
     ],
 )
@@ -97,6 +98,28 @@ def test_one_of_three_that_fails_is_named_and_the_others_are_kept(
     assert why in of(report, "b").why
     assert (tmp_path / "a").read_bytes() == (tmp_path / "c").read_bytes() == BODY
     assert not (tmp_path / "b").exists()
+
+
+def test_a_file_with_another_digest_is_fetched_once_more_and_not_again(files: Files, tmp_path: Path) -> None:
+    files.content["/a"] = BODY
+    files.faults["/a"] = ["wrong"] * 9
+
+    report = fetch_files(
+        [wanted("a", f"{files.url}/a")], tmp_path, FetchSettings(stall_s=1.0, pause_s=0.02, tries=6)
+    )
+
+    assert report.failed[0].tries == 2
+
+
+def test_what_a_server_says_cannot_pass_for_a_wrong_digest(files: Files, tmp_path: Path) -> None:
+    files.content["/a"] = BODY
+    files.faults["/a"] = ["garbled"] * 4
+    one = wanted("a", f"{files.url}/a")
+
+    report = fetch_files([one], tmp_path, FetchSettings(stall_s=1.0, pause_s=0.02, tries=6))
+
+    assert report.exit_code == 0
+    assert (tmp_path / "a").read_bytes() == BODY
 
 
 def test_a_file_that_is_shorter_than_declared_is_refused_at_once(files: Files, tmp_path: Path) -> None:
@@ -304,6 +327,7 @@ def test_more_than_the_disk_holds_is_refused_before_anything_moves(files: Files,
     assert files.asked == []
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_it_goes_on_from_there(files: Files, tmp_path: Path) -> None:
     body = os.urandom(BLOCK_BYTES * 3)
     files.content["/a"] = body

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -55,6 +55,8 @@ class Box:
     asked: list[tuple[str, str, str, str]] = field(default_factory=list)
     """Method, path, body, Authorization."""
     url: str = ""
+    when_asked: Callable[[], None] = lambda: None
+    """Called before the provider answers, while the command that asked waits."""
 
     @property
     def workdir(self) -> Path:
@@ -167,6 +169,7 @@ def _provider(box: Box) -> Iterator[None]:
         def do_PUT(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
             box.asked.append(("PUT", self.path, body, self.headers.get("Authorization") or ""))
+            box.when_asked()
             self.send_response(box.answers.pop(0) if box.answers else 200)
             self.end_headers()
             self.wfile.write(json.dumps({"success": True}).encode())

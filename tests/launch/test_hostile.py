@@ -114,12 +114,15 @@ class Onlooker(threading.Thread):
 
     def run(self) -> None:
         while not self.done.wait(0.01):
-            for place in Path("/proc").glob("[0-9]*"):
-                try:
-                    if self._mark in (place / "environ").read_bytes():
-                        self.seen.add((place / "cmdline").read_bytes())
-                except OSError:
-                    continue
+            self.look()
+
+    def look(self) -> None:
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                if self._mark in (place / "environ").read_bytes():
+                    self.seen.add((place / "cmdline").read_bytes())
+            except OSError:
+                continue
 
 
 def test_a_secret_is_in_no_output_script_or_argument(box: Box) -> None:
@@ -127,6 +130,7 @@ def test_a_secret_is_in_no_output_script_or_argument(box: Box) -> None:
     box.environment["GIT_TOKEN"] = SECRET
     box.answers = [500]
     onlooker = Onlooker(box)
+    box.when_asked = onlooker.look
     onlooker.start()
 
     _, output = box.run(script, fail="?train?c.yaml:exit${IFS}1")

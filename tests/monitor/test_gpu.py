@@ -20,7 +20,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     calls = {"init": 0, "shutdown": 0}
 
     def by_uuid(uuid: str) -> str:
-        return uuid if uuid == "GPU-abc" else fail()
+        return uuid if uuid in ("GPU-abc", "MIG-part") else fail()
 
     fakes: dict[str, Any] = {
         "nvmlInit": lambda: calls.update(init=calls["init"] + 1),
@@ -47,7 +47,7 @@ def test_without_a_driver_the_absence_is_explicit(monkeypatch: pytest.MonkeyPatc
     assert found.to_json() == {"absent": found.reason}
 
 
-@pytest.mark.parametrize("uuid", [None, "abc", "GPU-abc"])
+@pytest.mark.parametrize("uuid", [None, "abc", "GPU-abc", "part", "MIG-part"])
 def test_a_sample_has_fractions_bytes_and_watts(driver: dict[str, int], uuid: str | None) -> None:
     sampler = open_gpu(uuid)
     assert not isinstance(sampler, GpuAbsent)

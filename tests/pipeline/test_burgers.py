@@ -6,7 +6,7 @@ import h5py
 import numpy as np
 import pytest
 
-from stoker.errors import ConfigError, ResourceError
+from stoker.errors import ConfigError, ReadOnlyError, ResourceError
 from stoker.pipeline.burgers import BurgersSpec, initial_states, solve_burgers, write_burgers
 
 NU = 0.01
@@ -111,3 +111,12 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 def test_impossible_sizes_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         BurgersSpec(**wrong)
+
+
+def test_a_folder_that_may_not_be_written_is_refused_as_such() -> None:
+    path = Path("/sys/stoker/burgers.h5")  # the kernel lets nobody make a folder there, root neither
+
+    with pytest.raises(ReadOnlyError, match="/sys/stoker") as caught:
+        write_burgers(path, BurgersSpec(trajectories=1, points=16, steps=2))
+
+    assert "space" not in str(caught.value).lower()

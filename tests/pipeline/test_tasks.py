@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,19 @@ def test_tasks_that_one_operator_cannot_take_are_refused_before_anything_is_enco
         ConfigError, match=r"burgers1d \(4 tokens of 8 numbers\) and long \(2 tokens of 8 numbers\)"
     ):
         train_config(two("tasks.long.latent.tokens=2"))
+    assert not list((tmp_path / "data").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["task", "Re?"])
+def test_a_condition_that_would_be_lost_under_one_of_ours_is_refused(
+    two: Configure, tmp_path: Path, name: str
+) -> None:
+    for split in ("train", "val"):
+        with h5py.File(tmp_path / "raw" / f"long_{split}.h5", "a") as file:
+            file.attrs[name] = 1.0
+
+    with pytest.raises(ConfigError, match=re.escape(repr(name))):
+        train_config(two())
     assert not list((tmp_path / "data").rglob("*.safetensors"))
 
 

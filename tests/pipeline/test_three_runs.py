@@ -60,6 +60,7 @@ def test_three_runs_and_a_fourth(configure: Configure, raw: Path) -> None:
     assert folders(fourth) == folders(second) == folders(first)
 
 
+@pytest.mark.slow
 def test_a_cold_a_warm_and_a_changed_training_run_say_what_starting_took(
     configure: Configure, raw: Path
 ) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from stoker.errors import ConfigError
 from stoker.pipeline.diary import write_diary
 from stoker.pipeline.precompute import fill_caches
 from stoker.pipeline.serve import make_loader, make_val_loader
-from stoker.pipeline.together import own_trajectories, share_steps
+from stoker.pipeline.together import on_own_device, own_trajectories, share_steps
 from stoker.scale.ranks import ALONE, Ranks
 from tests.pipeline.conftest import Configure
 
@@ -93,3 +94,14 @@ def test_a_rank_tells_what_it_encoded_and_all_hear_the_sum(configure: Configure)
     result = fill_caches(configure(), ["train"], ranks=Two(0, 2))[0]
 
     assert (result.encoded, result.reused, result.encode_seconds) == (5, 7, 1.0)
+
+
+def test_each_rank_uses_its_own_gpu(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append(str(device)))
+    rank = Played(3, 4)
+    rank.local_rank = 3
+    config = configure("training.device=cuda")
+
+    assert on_own_device(config, rank).training.device == "cuda:3"
+    assert used == ["cuda:3"]

@@ -71,7 +71,7 @@ def test_it_is_encoded_planned_and_trained_on(module: str) -> None:
 
     assert settings.data.kind == "torch"
     assert [cache.name for cache in filled.caches] == ["waves_train", "waves_val"]
-    assert [len(cache.cache) for cache in filled.caches] == [24, 3]
+    assert [len(cache.cache) for cache in filled.caches] == [24, 2]
     assert (plan.records, plan.missing) == (24, 0)
     assert result.cache_reused
     assert result.report.val_nrmse < 2

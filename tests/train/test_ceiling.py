@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,8 @@ import torch
 
 from stoker.errors import DivergedError
 from stoker.monitor.meter import StallMeter
-from stoker.train import ceiling
-from stoker.train.ceiling import time_steps
+from stoker.train import ceiling, loop
+from stoker.train.ceiling import time_steps, twin_of
 from stoker.train.checkpoint import load_checkpoint
 from stoker.train.config import TrainConfig, TrainReport
 from stoker.train.loop import train
@@ -161,3 +163,27 @@ def test_passes_shorter_than_an_interval_are_told_too(
 
     assert [facts["step"] for facts in told] == [6, 12, 18]
     assert all(facts["batches"] == 6 for facts in told)
+
+
+def test_the_twin_is_gone_when_the_peak_of_memory_is_measured_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise loaders leave room on the device for two models."""
+    twins: list[weakref.ref[Any]] = []
+    alive: list[bool] = []
+
+    def noted(made: Any) -> Any:
+        twin = twin_of(made)
+        twins.append(weakref.ref(twin.model))
+        return twin
+
+    def look(_: torch.device) -> None:
+        gc.collect()  # parts of a model refer to each other
+        alive.append(twins[-1]() is not None)
+
+    monkeypatch.setattr(loop, "twin_of", noted)
+    monkeypatch.setattr(loop, "give_back", look)
+
+    run(tmp_path / "run", StallMeter())
+
+    assert alive == [False]

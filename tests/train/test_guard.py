@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -43,3 +45,15 @@ def test_a_bad_loss_of_a_mixture_names_the_task_too() -> None:
 
     with pytest.raises(DivergedError, match="first at sample 11 of well2d, time step 4"):
         guard.submit(replace(facts([1.0, float("nan"), 2.0]), task="well2d"))
+
+
+def test_the_event_of_a_step_is_of_the_stream_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle stream of another GPU says that the flag is there before it is."""
+    recorded: list[object] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    guard: Any = FiniteGuard(torch.device("cpu"))
+    guard._device, guard._event = torch.device("cuda:1"), SimpleNamespace(record=recorded.append)
+
+    guard.submit(facts([1.0, 2.0, 3.0]))
+
+    assert recorded == ["stream of cuda:1"]

@@ -513,3 +513,18 @@ def test_lines_and_checkpoints_that_were_moved_aside_belong_together(tmp_path: P
     assert MetricsLog(tmp_path / "metrics.previous.jsonl").rows() == finished
     assert [path.name for path in (tmp_path / "checkpoints.previous").glob("last-*12")]
     assert not (tmp_path / "stall-rank1.previous.jsonl").exists()
+
+
+def test_the_gpu_that_is_trained_on_is_made_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the next step fails, since the GPU is not there."""
+    used: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+
+    with pytest.raises(Exception, match=r"(?i)cuda"):
+        run(tmp_path / "run", device="cuda:1")
+
+    assert set(used) == {torch.device("cuda:1")}

@@ -42,6 +42,19 @@ def weights(folder: Path) -> Mapping[str, torch.Tensor]:
     return load_checkpoint(sorted((folder / "checkpoints").glob("last-*"))[-1]).model
 
 
+def test_the_default_device_changes_nothing(cache: stoker.Cache, tmp_path: Path) -> None:
+    """`meta` stands for a GPU: whatever lands there by mistake has no values."""
+    run(cache, tmp_path / "plain", epochs=1)
+    torch.set_default_device("meta")
+    try:
+        run(cache, tmp_path / "other", epochs=1)
+    finally:
+        torch.set_default_device(None)
+
+    expected, found = weights(tmp_path / "plain"), weights(tmp_path / "other")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 class Stopped(Exception):
     pass
 

@@ -87,7 +87,7 @@ def opened(cache_dir: str | Path) -> Cache:
     if any(Path(cache_dir).glob("sample_*.pt")):
         raise ConfigError(
             f"{cache_dir} holds sample_*.pt files of the earlier cache, which say nothing of what made them. "
-            f"Import them once with `stoker import-pt {cache_dir} --out FOLDER --name NAME`, or encode anew "
+            f"Import them once with `stoker import-pt {cache_dir} --out FOLDER --name NAME`, or encode again "
             "with `stoker precompute`"
         )
     return open_cache(cache_dir, require_complete=False)

@@ -20,6 +20,7 @@ from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError
 from stoker.loader import Loader
 from stoker.loader.fused import Normalise
+from stoker.plan.devices import resolve_device
 from stoker.precompute import precompute
 from stoker.sources.protocol import Source
 from stoker.sources.torch_dataset import TorchSource
@@ -42,7 +43,7 @@ class GPUCachedDataset:
         split: `train`, `val` or `test`.
         max_samples: Draw so many of the split, evenly and by a seed; None: all.
         image_size: (height, width).
-        device: `cuda`, or `cpu`.
+        device: `auto` (a GPU where there is one), `cuda`, or `cpu`.
         dtype: Of served images alone; joints, cameras and masks keep their own.
         cache_path: Folder of the caches.
         normalize: By ImageNet's mean and deviation; False: bytes / 255.
@@ -63,7 +64,7 @@ class GPUCachedDataset:
         split: str = "train",
         max_samples: int | None = 100_000,
         image_size: tuple[int, int] = (224, 224),
-        device: str | torch.device = "cuda",
+        device: str | torch.device = "auto",
         dtype: torch.dtype = torch.float32,
         cache_path: str | Path = "./gpu_cache",
         normalize: bool = True,
@@ -79,13 +80,13 @@ class GPUCachedDataset:
                 "load_dinov2_features=True needs dinov2_folder=, a local folder with the model and its "
                 "processor, as save_pretrained() writes it; nothing is downloaded (docs/migration.md)"
             )
-        self.split, self.device, self.dtype, self.normalize = split, torch.device(device), dtype, normalize
+        self.split, self.device, self.dtype, self.normalize = split, resolve_device(device), dtype, normalize
         source = _source(split, max_samples, image_size, data_dir, dataset)
         settings: dict[str, Any] = {**(precompute or {})}
         encoder = None
         if load_dinov2_features:
             encoder = FeatureEncoder(str(dinov2_folder), "mean", field=IMAGE, output=FEATURES)
-            settings = {"device": str(device), "keep": (IMAGE,), **settings}
+            settings = {"device": str(self.device), "keep": (IMAGE,), **settings}
         self.cache = _filled(source, encoder, cache_path, f"{_called(source, dataset)}_{split}", settings)
         self.image_size = image_size
 
@@ -205,7 +206,7 @@ def create_gpu_cached_dataloaders(config: Mapping[str, Any]) -> tuple[GPUDataLoa
             split,
             config.get(most, 100_000 if split == "train" else 10_000),
             image_size=config.get("image_size", (224, 224)),
-            device=config.get("device", "cuda"),
+            device=config.get("device", "auto"),
             dtype=torch.bfloat16 if config.get("use_bfloat16", True) else torch.float32,
             cache_path=config.get("gpu_cache_path", "./gpu_cache"),
             load_dinov2_features=config.get("preload_dinov2", False),

@@ -171,7 +171,9 @@ class RawFieldDataset(torch.utils.data.Dataset[dict[str, Any]]):
             record = cache[index]
             item["latent"] = record.pop("latent", None)
         else:
-            record = {name: torch.as_tensor(value) for name, value in self.source.read(index).items()}
+            record = {
+                name: torch.as_tensor(value, device="cpu") for name, value in self.source.read(index).items()
+            }
             item["fields"] = record.pop(self.field_name)
         item["params"] = {n: value for n, value in record.items() if not n.startswith("bc")} or None
         item["bc"] = {n: value for n, value in record.items() if n.startswith("bc")} or None

@@ -15,6 +15,7 @@ import torch
 
 from stoker.errors import ConfigError
 from stoker.loader import Loader
+from stoker.plan.devices import resolve_device
 from stoker.precompute import precompute as fill_cache
 from stoker.sources.sql.source import SQLSource
 
@@ -28,7 +29,7 @@ class GPUCachedDataset:
         dataset_ids: UUIDs of the data sets.
         split: `train` or `val`, or another name of `splits`.
         db_session: An address (`sqlite:///FILE`, `postgresql://...`), or an SQLAlchemy engine or session.
-        device: `cuda`, or `cpu`.
+        device: `auto` (a GPU where there is one), `cuda`, or `cpu`.
         max_receivers: Receivers in a sample; further ones are an error, not cut.
         preload_to_gpu: False: served from host memory.
         min_snr_db, max_gdop: Only rows with at least, at most this; None: all.
@@ -47,7 +48,7 @@ class GPUCachedDataset:
         dataset_ids: Sequence[str],
         split: str,
         db_session: Any,
-        device: str | torch.device = "cuda",
+        device: str | torch.device = "auto",
         max_receivers: int = 7,
         preload_to_gpu: bool = True,
         min_snr_db: float | None = None,
@@ -61,7 +62,7 @@ class GPUCachedDataset:
         cache_path: str | Path = ".stoker",
         precompute: Mapping[str, Any] | None = None,
     ) -> None:
-        self.split, self.device = split, torch.device(device)
+        self.split, self.device = split, resolve_device(device)
         self.preload_to_gpu = preload_to_gpu
         source = SQLSource(
             _address(db_session),

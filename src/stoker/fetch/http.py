@@ -45,6 +45,12 @@ class HttpOrigin:
                 raise self._refused(error) from None
         except (OSError, HTTPException, ValueError) as error:
             raise self.broken(error) from None
+        coding = answer.headers.get("Content-Encoding", "identity").strip().lower()
+        if coding not in ("", "identity"):
+            answer.close()
+            raise TransferError(
+                f"{self._shown} sends the file {coding}-encoded although identity was asked for"
+            )
         try:
             stream = HttpStream(answer, offset, self)
         except BaseException:
@@ -93,6 +99,13 @@ class HttpStream:
 
     def stop(self) -> None:
         """Nothing: each wait for the network ends after `stall_s`."""
+
+
+class NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: for requests with a credential, which goes to the given address alone."""
+
+    def redirect_request(self, *_: object) -> None:  # type: ignore[override]
+        """Refuse."""
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):

@@ -127,6 +127,6 @@ def _walk(top: Path, begin: Callable[[int], None]) -> Iterator[Listed]:
             try:
                 found = path.stat()
             except OSError as error:
-                raise TransferError(f"{path}: {error.strerror}. Remove it, or mend it") from error
+                raise TransferError(f"{path}: {error.strerror}. Remove it, or fix it") from error
             if stat.S_ISREG(found.st_mode):
                 yield Listed(name=path.relative_to(top).as_posix(), bytes=found.st_size)

@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from stoker.atomic import explained, publish, replacing
-from stoker.errors import StokerError, TransferError
+from stoker.errors import DigestError, StokerError, TransferError
 from stoker.fetch.wanted import Algorithm, Wanted
 from stoker.units import MIB
 
@@ -135,9 +135,7 @@ class Partial:
             if self._whole is not None and self._whole.hexdigest() != wanted.digest:
                 found = self._whole.hexdigest()
                 self._throw_away()
-                raise TransferError(
-                    f"{wanted.algorithm} is {found}, declared was {wanted.digest}", passing=True
-                )
+                raise DigestError(f"{wanted.algorithm} is {found}, declared was {wanted.digest}")
             with explained(self._target):
                 publish(self._part, self._target)
                 self.journal.unlink(missing_ok=True)

@@ -16,7 +16,15 @@ from threading import Event
 from typing import Literal, TypeAlias
 
 from stoker.atomic import explained
-from stoker.errors import ConfigError, ResourceError, SourceError, StalledError, StokerError, TransferError
+from stoker.errors import (
+    ConfigError,
+    DigestError,
+    ResourceError,
+    SourceError,
+    StalledError,
+    StokerError,
+    TransferError,
+)
 from stoker.fetch.attempt import LOCAL_STAGES, RESERVE_BYTES, Attempt
 from stoker.fetch.listing import expand
 from stoker.fetch.origin import Origin, origin_of, shown_source
@@ -310,8 +318,7 @@ class _Run:
 
     def _again(self, job: _Job, error: StokerError, *, free: bool) -> None:
         """Try a file again, unless that is of no use."""
-        whole = isinstance(error, TransferError) and "declared was" in str(error)
-        job.wrong += whole
+        job.wrong += isinstance(error, DigestError)
         passing = isinstance(error, StalledError) or (isinstance(error, TransferError) and error.passing)
         if not passing or not free or job.wrong > 1 or job.idle >= self._settings.tries:
             self._fail(job, error)

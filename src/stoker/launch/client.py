@@ -18,7 +18,7 @@ from http.client import HTTPException, IncompleteRead, responses
 from typing import Any, Literal, TypeAlias, cast
 
 from stoker.errors import ConfigError, ServiceError, StalledError
-from stoker.fetch.http import retry_after_s
+from stoker.fetch.http import NoRedirects, retry_after_s
 from stoker.launch.script import API
 
 Method: TypeAlias = Literal["GET", "POST", "PUT", "DELETE"]
@@ -182,7 +182,7 @@ class VastClient:
 
     def _open(self, request: urllib.request.Request, until: float) -> bytes:
         left = max(0.1, min(self._timeout_s, until - time.monotonic()))
-        opener = urllib.request.build_opener(_NoRedirects())
+        opener = urllib.request.build_opener(NoRedirects())
         with opener.open(request, timeout=left) as answer:
             pieces: list[bytes] = []
             size = 0
@@ -226,13 +226,6 @@ class VastClient:
 
     def _hide(self, text: str) -> str:
         return " ".join(text.replace(self._key, "***").split()) if self._key else text
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """The key goes to the address that was given, nowhere else."""
-
-    def redirect_request(self, *_: object) -> None:  # type: ignore[override]
-        """Refuse."""
 
 
 def _maybe_created() -> str:

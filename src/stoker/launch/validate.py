@@ -48,7 +48,7 @@ def _image(config: Config) -> Row:
     if found is None:
         error = ConfigError(
             f"launch.image is {image!r}, which no registry takes. Expected name:tag, as "
-            "pytorch/pytorch:2.7.1-cuda12.8-cudnn9-devel"
+            "pytorch/pytorch:2.9.0-cuda12.8-cudnn9-devel"
         )
         return failed(check, error)
     if found["digest"] is None and found["tag"] in (None, "latest"):

@@ -111,11 +111,11 @@ def up(client: VastClient, launch: Launch, offer: int | None = None) -> Rented:
     if not chosen:
         what = "fits launch.gpu, gpus, disk, region and max_price" if offer is None else f"is number {offer}"
         raise ConfigError(f"no offer {what} ({len(offers)} offers found). Ask for less, or try again later")
-    for one in chosen[:OTHERS]:
+    for one in chosen[: 1 + OTHERS]:
         try:
             number = client.create(one.id, launch.request(shown=False))
         except ServiceError as error:
-            if error.status in GONE and one is not chosen[:OTHERS][-1]:
+            if error.status in GONE and one is not chosen[: 1 + OTHERS][-1]:
                 continue  # somebody else was faster
             raise
         return Rented(launch=launch, instance=number, offer=one)

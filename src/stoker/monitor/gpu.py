@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -102,8 +103,11 @@ def open_gpu(uuid: str | None = None) -> GpuSampler | GpuAbsent:
     try:
         if uuid is None:
             return GpuSampler(pynvml.nvmlDeviceGetHandleByIndex(0))
-        name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-        return GpuSampler(pynvml.nvmlDeviceGetHandleByUUID(name))
+        if uuid.startswith(("GPU-", "MIG-")):
+            return GpuSampler(pynvml.nvmlDeviceGetHandleByUUID(uuid))
+        with suppress(pynvml.NVMLError):
+            return GpuSampler(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+        return GpuSampler(pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}"))  # a part of a GPU
     except pynvml.NVMLError as error:
         pynvml.nvmlShutdown()
         return GpuAbsent(reason=f"the driver has no such GPU ({error})")

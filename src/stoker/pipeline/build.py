@@ -23,6 +23,7 @@ from stoker.pipeline.folders import cache_dir_of
 from stoker.pipeline.kinds import BUILDERS
 from stoker.pipeline.staging import staged_data
 from stoker.pipeline.statistics import train_statistics
+from stoker.plan.devices import automatic_device
 from stoker.schema import Schema, digest_json
 from stoker.sources.protocol import Source, Splitting
 from stoker.sources.subset import Subset
@@ -196,6 +197,4 @@ def device_of(config: Config) -> str:
     wanted = config.training.device
     if wanted != "auto":
         return wanted
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return automatic_device()[0]

@@ -17,7 +17,7 @@ import h5py  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.atomic import replacing
+from stoker.atomic import make_folder, replacing
 from stoker.errors import ConfigError, ReadOnlyError, ResourceError, SourceError
 
 COURANT = 0.5
@@ -127,7 +127,7 @@ def write_burgers(path: Path, spec: BurgersSpec) -> Path:
         steps=spec.steps,
     )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with replacing(path) as temporary, h5py.File(temporary, "w") as opened:
             file: Any = opened
             file.create_dataset("tensor", data=states.astype(np.float32))
@@ -137,7 +137,5 @@ def write_burgers(path: Path, spec: BurgersSpec) -> Path:
     except (ReadOnlyError, ResourceError):
         raise
     except OSError as error:
-        raise SourceError(
-            f"{path} cannot be written: {error}. Free space, or choose another folder"
-        ) from error
+        raise SourceError(f"{path} cannot be written: {error}. Choose another folder") from error
     return path

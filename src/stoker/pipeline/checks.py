@@ -53,7 +53,7 @@ class Validation:
 def failed(check: str, error: StokerError | OSError, exit_code: int | None = None) -> Row:
     """The row of what an error says; its class decides the exit code, unless one is given."""
     if isinstance(error, StokerError):
-        detail, code = in_settings(str(error)), exit_code or error.exit_code
+        detail, code = in_settings(error), exit_code or error.exit_code
         return Row(check=check, status="fail", detail=detail, exit_code=code)
-    detail = f"{error.filename}: {error.strerror}. Mend that, or name another"
+    detail = f"{error.filename}: {error.strerror}. Fix that, or name another"
     return Row(check=check, status="fail", detail=detail, exit_code=exit_code or ConfigError.exit_code)

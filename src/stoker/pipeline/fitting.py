@@ -310,14 +310,14 @@ class _Fit:
             differ = [name for name in {*shapes, *before} if shapes.get(name) != before.get(name)]
             raise StaleStateError(
                 f"the checkpoint of step {found.step} in {self.folder} is of another network: "
-                f"{', '.join(sorted(differ)[:3])}. Begin anew as another run"
+                f"{', '.join(sorted(differ)[:3])}. Start again as another run"
             )
         self.lesson.model.load_state_dict(dict(found.model))
         restore_optimizer(self.optimizer, self.device, found.optimizer)
         self.progress = progress = FitProgress(**found.state["progress"])
         if progress.epochs < self.settings.epochs:
             progress.epochs, progress.extended = self.settings.epochs, progress.epoch
-        self.sums.copy_(torch.tensor(progress.sums, dtype=torch.float64))
+        self.sums.copy_(torch.tensor(progress.sums, dtype=torch.float64, device="cpu"))
         self.train.load_state_dict(found.state["loader"])
 
 

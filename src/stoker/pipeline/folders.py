@@ -64,5 +64,5 @@ def require_writable(folder: Path, setting: str) -> Path:
     """
     why = obstacle(folder)
     if why is not None:
-        raise ConfigError(f"{setting} is {folder}, but {why}. Choose another folder, or mend that one")
+        raise ConfigError(f"{setting} is {folder}, but {why}. Choose another folder, or fix that one")
     return folder

@@ -18,11 +18,11 @@ from typing import Any
 from stoker.config import Config
 from stoker.encoders.grid import GridEncoder
 from stoker.encoders.keeping import KEEPING, field_names
-from stoker.errors import StokerError
+from stoker.errors import ConfigError, StokerError
 from stoker.pipeline.folders import cache_dir_of
 from stoker.sources.declared import declared_fields
 from stoker.sources.files import SUFFIXES, canonical_split, split_of
-from stoker.sources.splits import DEFAULT_SPLITS
+from stoker.sources.splits import DEFAULT_SPLITS, RULE
 from stoker.store import Cache, Recipe
 from stoker.store.cache import open_unnoted
 from stoker.store.recipe import stored_schema
@@ -66,7 +66,7 @@ def matches(config: Config, recipe: Recipe, task: str, split: str) -> bool:
     settings: Mapping[str, Any] = source["settings"]
     return (
         _same_split(config, settings.get("split") or {}, split)
-        and _same_layout(config, settings)
+        and _same_layout(config, source)
         and _same_files(config, recipe, task)
         and _same_limit(config, recipe)
         and _same_encoder(config, recipe)
@@ -133,8 +133,9 @@ def _plain_names(config: Config, rule: Mapping[str, Any]) -> list[str]:
     return [path.name for path in plain if carried[path] in (None, label)]
 
 
-def _same_layout(config: Config, settings: Mapping[str, Any]) -> bool:
+def _same_layout(config: Config, source: Mapping[str, Any]) -> bool:
     """Whether preset and declared datasets agree; axes that only the files tell are taken as they are."""
+    settings = source["settings"]
     preset, found = config.data.preset, str(settings.get("preset"))
     if config.data.fields is None:
         return found != "fields" if preset is None else found == preset
@@ -144,8 +145,18 @@ def _same_layout(config: Config, settings: Mapping[str, Any]) -> bool:
         for field in settings["layout"]
     }
     if preset is None:
-        asked = {name: [(dataset, " ".join(axes))] for name, (dataset, axes) in declared.items()}
-        return found == "fields" and pieces == asked
+        # What is declared without axes may be a parameter of the files, which is no dataset.
+        asked = {
+            name: [(dataset, " ".join(axes))]
+            for name, (dataset, axes) in declared.items()
+            if axes or name in pieces
+        }
+        parameters = declared.keys() - asked.keys()
+        return (
+            found == "fields"
+            and pieces == asked
+            and all(part["values"].keys() == parameters for part in source["parts"])
+        )
     stated = {(dataset, " ".join(axes)) for dataset, axes in declared.values()}
     return found == preset and stated <= {piece for field in pieces.values() for piece in field}
 
@@ -158,6 +169,8 @@ def _same_split(config: Config, rule: Mapping[str, Any], split: str) -> bool:
         return True
     asked = config.data.splits or DEFAULT_SPLITS
     wanted = {canonical_split(name): share for name, share in asked.items()}
+    if rule.get("rule") != RULE:
+        return False  # cut by an earlier version, so that its val may hold what is train now
     if rule.get("seed") != config.data.seed or not shares.keys() <= wanted.keys():
         return False
     # Fractions may have been cut from the train files alone; then they are the same ones, scaled.
@@ -206,4 +219,7 @@ def _same_encoder(config: Config, recipe: Recipe) -> bool:
 
 
 def _same_dtypes(config: Config, recipe: Recipe) -> bool:
-    return stored_schema(recipe.encoded, config.training.latent_cache_dtype) == recipe.schema
+    try:
+        return stored_schema(recipe.encoded, config.training.latent_cache_dtype) == recipe.schema
+    except ConfigError:  # this dtype is not for all of these fields, so this is another's cache
+        return False

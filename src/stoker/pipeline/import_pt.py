@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from stoker.errors import ConfigError, RecordError, SourceError, StalledError
+from stoker.errors import ConfigError, RecordError, SourceError, StalledError, arg
 from stoker.pipeline.inspect import list_quarantined
 from stoker.pipeline.pt_reader import PtContent, PtReader, Refused
 from stoker.schema import Field, Json, Sample, Schema
@@ -345,4 +345,7 @@ def _check(tensors: Mapping[str, Tensor], schema: Schema, path: Path, nan: str) 
                 f"{expected.dtype} {expected.shape}"
             )
         if nan == "reject" and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise RecordError(f"{path}: field {name!r} holds NaN or infinities. nan='allow' takes them")
+            raise RecordError(
+                f"{path}: field {name!r} holds NaN or infinities. "
+                f"{arg('nan', 'allow', setting='--nan')} takes them"
+            )

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stoker.errors import StokerError
 from stoker.schema import Json, Schema, schema_to_json
 from stoker.store import Cache, open_cache
 from stoker.store.mirror.root import address_of
+from stoker.store.recipe import RECIPE_FILE
+from stoker.store.remote import is_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,51 @@ class CacheSummary:
             "statistics": dict(self.statistics),
             "error": dict(self.error),
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheFolder:
+    """The caches of one folder, as `stoker inspect` lists them."""
+
+    path: str
+    caches: tuple[CacheSummary, ...]
+    """By name; of each name the one that `open_cache` would open."""
+    unreadable: Mapping[str, str]
+    """Why a cache that is there cannot be opened, by its name."""
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the keys that scripts rely on."""
+        return {
+            "path": self.path,
+            "caches": [cache.to_json() for cache in self.caches],
+            "unreadable": dict(self.unreadable),
+        }
+
+
+def inspect_path(path: str | Path) -> CacheSummary | CacheFolder:
+    """Return what a cache holds, or a folder of several caches.
+
+    Raises:
+        FormatError: There is no cache, or not one that this version reads.
+    """
+    names = [] if is_url(path) else names_in(Path(path))
+    if not names:
+        return inspect_cache(path)
+    caches: list[CacheSummary] = []
+    unreadable: dict[str, str] = {}
+    for name in names:
+        try:
+            caches.append(inspect_cache(Path(path, name)))
+        except StokerError as error:
+            unreadable[name] = str(error)
+    return CacheFolder(path=str(path), caches=tuple(caches), unreadable=unreadable)
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names of the caches in a folder, sorted; none where it is a cache itself."""
+    if next(folder.glob(f"*/{RECIPE_FILE}"), None) is not None:
+        return []
+    return sorted({recipe.parent.parent.name for recipe in folder.glob(f"*/*/{RECIPE_FILE}")})
 
 
 def inspect_cache(path: str | Path) -> CacheSummary:

@@ -7,7 +7,7 @@ is judged by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,12 +77,31 @@ class OneTask:
 
 
 def with_task(batch: TaskBatch, tasks: int) -> TaskBatch:
-    """The batch with more conditions: `<name>?`, 1 where its cache has that one, and `task`, one-hot."""
+    """The batch with more conditions: `<name>?`, 1 where its cache has that one, and `task`, one-hot.
+
+    Raises:
+        ConfigError: A condition has such a name.
+    """
+    _check_names(batch.cond)
     cond = dict(batch.cond)
     for name, mask in batch.mask.items():
         cond[f"{name}?"] = mask.to(torch.float32)
     cond["task"] = F.one_hot(batch.tasks, tasks).to(torch.float32)
     return batch._replace(cond=cond)
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Refuse a condition that would be lost under what `with_task` adds.
+
+    Raises:
+        ConfigError: As said.
+    """
+    names = set(names)
+    if taken := sorted(names & {"task", *(f"{name}?" for name in names)}):
+        raise ConfigError(
+            f"a condition is called {taken[0]!r}, a name that training on several tasks needs. Give it "
+            "another name in its source, or train the tasks apart"
+        )
 
 
 def mix(config: Config, loaders: Mapping[str, Loader], **more: Any) -> TaskPairs:
@@ -114,8 +133,10 @@ def check_together(schemas: Mapping[str, Schema]) -> None:
         schemas: Fields of the records of each task.
 
     Raises:
-        ConfigError: Their states differ in tokens or width; says which, and what would help.
+        ConfigError: Their states differ in tokens or width, or a condition has a name that is needed; says
+            which, and what would help.
     """
+    _check_names({name for schema in schemas.values() for name in schema.keys() - {time_field(schema, None)}})
     by_size: dict[tuple[int, int], list[str]] = {}
     for task, schema in schemas.items():
         step = schema[time_field(schema, None)].shape[1:]

@@ -22,12 +22,12 @@ from torch import Tensor
 from stoker.encoders.decode import Decode, decoder_of
 from stoker.encoders.keeping import KEEPING
 from stoker.errors import StokerError
-from stoker.loader.pool import Pool, ending
 from stoker.precompute import EncodeFiller
 from stoker.store import Cache
 from stoker.store.convert import from_array
 from stoker.store.local import LocalStorage
 from stoker.store.strict_json import as_object
+from stoker.threads import Pool, ending
 from stoker.train.config import PhysicalSpace
 from stoker.units import MIB
 

@@ -154,7 +154,7 @@ class TaskFailure:
 
     def to_json(self) -> dict[str, Json]:
         """The keys that scripts rely on."""
-        error = in_settings(str(self.error))
+        error = in_settings(self.error)
         return {"task": self.task, "error": error, "exit_code": self.error.exit_code}
 
 
@@ -210,7 +210,7 @@ def precompute_config(
         except StokerError as error:
             if len(tasks) == 1:
                 raise
-            _log.error("task %s failed, the others go on: %s", task, in_settings(str(error)))
+            _log.error("task %s failed, the others go on: %s", task, in_settings(error))
             failed.append(TaskFailure(task=task, error=error))
     if manifest is not None and ranks.leads:
         write_manifest(manifest, config, caches)

@@ -231,7 +231,7 @@ def _tensor(key: str, value: object) -> Any:
 
     if isinstance(value, bool | int | float):
         dtype = {bool: torch.bool, int: torch.int64, float: torch.float64}[type(value)]
-        return torch.tensor(value, dtype=dtype)
+        return torch.tensor(value, dtype=dtype, device="cpu")
     if not isinstance(value, torch.Tensor):
         return None
     if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:

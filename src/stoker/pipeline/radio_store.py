@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from stoker.atomic import make_folder
 from stoker.errors import ConfigError, ReadOnlyError, SourceError
 from stoker.pipeline.radio import RadioSpec, radio_rows
 from stoker.schema import Json, canonical_json
@@ -117,9 +118,9 @@ def write_radio(url: str | Path, spec: RadioSpec) -> bool:
 def _write_sqlite(address: Address, spec: RadioSpec) -> bool:
     path = Path(address.target)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ReadOnlyError(f"{path.parent} cannot be made: {error.strerror}. Give --database") from error
+        make_folder(path.parent)
+    except ReadOnlyError as error:
+        raise ReadOnlyError(f"{error}, with --database") from error
     names = ", ".join(COLUMNS)
     try:
         with closing(sqlite3.connect(path, timeout=30.0)) as connection, connection:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from stoker.errors import RecordError
+from stoker.errors import ConfigError, RecordError
 from stoker.loader.places import Places, find_places
 from stoker.pipeline.locate import Located
 from stoker.plan import Demand, Plan
@@ -75,7 +75,10 @@ def smaller_dtypes(located: Located, demand: Demand, planned: Planned) -> tuple[
     places = _chosen(cache) if cache is not None and len(cache) else None
     found: list[Smaller] = []
     for dtype in DTYPES:
-        schema = stored_schema(recipe.encoded, dtype)
+        try:
+            schema = stored_schema(recipe.encoded, dtype)
+        except ConfigError:  # a field takes fewer bytes in float16
+            continue
         part = _record_bytes(schema, lengths) / now if now else 1.0
         if part >= 1:
             continue

@@ -17,7 +17,8 @@ from stoker.errors import ConfigError
 from stoker.pipeline.build import device_of
 from stoker.pipeline.diary import run_dir_of, unfinished
 from stoker.pipeline.locate import batch_size_of, trajectory_steps
-from stoker.precompute.devices import encode_on
+from stoker.plan.devices import encode_on
+from stoker.plan.resources import use_device
 from stoker.scale.ranks import Ranks
 from stoker.scale.storage import nodes_that_share
 from stoker.store import Cache
@@ -56,7 +57,7 @@ def share_steps(config: Config, digest: str, cache: Cache, ranks: Ranks) -> Shar
         raise ConfigError(
             f"{run_dir_of(config)} holds a run of {size} examples a step, begun with {begun} ranks, which "
             f"{ranks.world} cannot share evenly. Go on with a number of ranks that divides {size}, or begin "
-            "anew in another training.run_dir"
+            "again in another training.run_dir"
         )
     world, order = begun or ranks.world, config.training.order
     return Shared(
@@ -106,14 +107,18 @@ def encoders_of(config: Config, ranks: Ranks) -> tuple[str, ...]:
     if config.precompute.devices:
         return encode_on(config.precompute.devices)
     device, count = device_of(config), ranks.local_world
-    if count == 1 or not device.startswith("cuda"):
+    if count == 1:
+        return (config.training.device,)  # `auto` is resolved, and said, where encoding begins
+    if not device.startswith("cuda"):
         return (device,) * count
     return tuple(f"cuda:{place}" for place in range(count))
 
 
 def on_own_device(config: Config, ranks: Ranks) -> Config:
-    """The settings with this rank's own GPU, where there are several of each."""
+    """The settings with this rank's own GPU, made the current one, where there are several of each."""
     if ranks.world == 1 or device_of(config) != "cuda":
         return config
-    training = config.training.model_copy(update={"device": f"cuda:{ranks.local_rank}"})
+    own = f"cuda:{ranks.local_rank}"
+    use_device(own)
+    training = config.training.model_copy(update={"device": own})
     return config.model_copy(update={"training": training})

@@ -305,8 +305,8 @@ def _tell_before(run_dir: Path, prepared: Prepared, served: Served, sink: EventS
     """What becomes of an earlier run here, and where records are served from."""
     if not served.shared.resume and any((run_dir / "checkpoints").glob("*")):
         log.info(
-            "%s holds a run that is finished or of other settings: training begins anew, and its checkpoints "
-            "and metrics move to checkpoints.previous and metrics.previous.jsonl",
+            "%s holds a run that is finished or of other settings: training starts again, and its "
+            "checkpoints and metrics move to checkpoints.previous and metrics.previous.jsonl",
             run_dir,
         )
     for ready, loader in zip(prepared.caches[::2], served.loaders, strict=False):

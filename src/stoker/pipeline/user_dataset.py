@@ -142,7 +142,7 @@ def _shown(arguments: dict[str, Any]) -> str:
 def _failed(spec: str, doing: str, error: Exception) -> SourceError:
     place = _place(error)
     at = f" at {place}" if place else ""
-    return SourceError(f"data.dataset {spec}, {doing}: {type(error).__name__}{at}: {error}. Mend it there")
+    return SourceError(f"data.dataset {spec}, {doing}: {type(error).__name__}{at}: {error}. Fix it there")
 
 
 def _place(error: BaseException) -> str | None:

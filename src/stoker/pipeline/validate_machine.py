@@ -103,7 +103,7 @@ def check_room(
         resources = probe(device=device)
         disk = [failed("disk", error, ResourceError.exit_code)]
     if not trained:
-        detail = "not checked, since no data was found. Mend the rows above and validate again"
+        detail = "not checked, since no data was found. Fix the rows above and validate again"
         return [Row(check="memory", status="warn", detail=detail), *disk]
     memory: list[Row] = []
     for task, found in trained.items():

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from stoker.errors import ConfigError, StalledError
 from stoker.plan import measure_rates, probe
+from stoker.plan.devices import resolve_device
 from stoker.profile.elsewhere import elsewhere, say_used
 from stoker.profile.probe import Enough, Probe, size_of
 from stoker.profile.result import Loop, Profile, Stage, demand_of, gpus_for, predict
@@ -35,7 +36,7 @@ def profile(
     step: Callable[[Any], object],
     *,
     steps: int = STEPS,
-    device: str | None = None,
+    device: str | torch.device = "auto",
     price_per_hour: float | None = None,
     prices: Mapping[str, float] = NO_PRICES,
 ) -> Profile:
@@ -47,7 +48,7 @@ def profile(
         loader: Any iterable of batches; of a `DataLoader` single samples are timed too.
         step: Takes one batch.
         steps: Batches timed of each kind: the loop's own, one at hand, a made-up one.
-        device: Where steps compute; None: a GPU where there is one.
+        device: Where steps compute; `auto`: a GPU where there is one.
         price_per_hour: For costs of an epoch.
         prices: The same for other GPUs, by the beginning of a name (`H100`).
 
@@ -56,7 +57,7 @@ def profile(
     """
     if steps < 1:
         raise ConfigError(f"steps is {steps}. Expected at least 1")
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = resolve_device(device)
     watched = Probe(loader, steps=steps, device=where)
     take(watched, step)
     return _finish(watched, loader, where, (price_per_hour, prices))
@@ -96,7 +97,7 @@ def profile_script(
     """
     if not path.is_file():
         raise ConfigError(f"{path} does not exist. Expected a Python script that trains")
-    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    where = resolve_device("auto")
     found: list[tuple[Probe, Any]] = []
     plain = DataLoader.__iter__
 

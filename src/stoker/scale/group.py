@@ -105,7 +105,7 @@ class RankGroup(Ranks):
         """See `Ranks`."""
         if not values:
             return []
-        return self._gathered(torch.tensor(values, dtype=torch.float64), what).sum(0).tolist()
+        return self._gathered(torch.tensor(values, dtype=torch.float64, device="cpu"), what).sum(0).tolist()
 
     def mean(self, values: Tensor, what: str) -> Tensor:
         """See `Ranks`."""

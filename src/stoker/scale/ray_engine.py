@@ -55,7 +55,8 @@ class RayEngine:
             StokerError: A task failed, or was lost too often.
         """
         if share.settings.readers != 0 and isinstance(share.source, Proving):
-            share.source.prove()
+            with share.interrupts.raising():
+                share.source.prove()
         payload = self._packed(share)
         self._cluster.connect(share.interrupts, store_bytes=len(payload))
         with marked(share.folder, whoami()) as folder:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from stoker import errors
 from stoker.errors import ConfigError, Interrupted, StalledError, StokerError
+from stoker.plan.devices import automatic_device
 from stoker.precompute.clock import EncodeClock
 from stoker.precompute.progress import ProgressSink
 from stoker.precompute.share import Done, Share
@@ -76,7 +77,8 @@ class Round:
         self._begun = time.monotonic()
         settings, cluster = share.settings, site.cluster
         self._threads = torch.get_num_threads()
-        self._need = cluster.need(device=settings.device, threads=self._threads)
+        device = automatic_device()[0] if settings.device == "auto" else settings.device
+        self._need = cluster.need(device=device, threads=self._threads)
         self._slices = Slices(share.folder.recipe, share.missing, share.source.runs())
         self._tasks: dict[Any, Out] = {}
         self._room, self._looked = 0, float("-inf")
@@ -87,7 +89,7 @@ class Round:
         self._failures: list[Failure] = []
         self._quiet_s = sum(getattr(settings.deadlines, one.name) for one in fields(settings.deadlines))
         self._clock = EncodeClock(limit_s=DRIVER_S)
-        self._device = "cuda" if self._need.num_gpus else settings.device
+        self._device = "cuda" if self._need.num_gpus else device
         self._views = Views(share, sink, device=self._device)
         self._board = (
             ray.remote(Board).options(num_cpus=0, max_restarts=-1, scheduling_strategy=_beside_us()).remote()

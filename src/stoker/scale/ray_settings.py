@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, arg
 
 Placement: TypeAlias = Literal["spread", "pack"]
 _ADDRESS = re.compile(r"auto|(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}")
@@ -43,7 +43,8 @@ class RaySettings:
                 raise ConfigError(f"{name} is a time above 0 seconds, got {getattr(self, name)!r}")
         if self.max_retries < 0 or (self.num_cpus or 0) < 0 or (self.num_gpus or 0) < 0:
             raise ConfigError(
-                f"max_retries={self.max_retries}, num_cpus={self.num_cpus}, num_gpus={self.num_gpus}: "
+                f"{arg('max_retries', self.max_retries)}, {arg('num_cpus', self.num_cpus)}, "
+                f"{arg('num_gpus', self.num_gpus)}: "
                 "expected 0 at least"
             )
         if self.placement not in get_args(Placement):

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError, DeviceError, SourceError, StokerError
 from stoker.plan.resources import probe
+from stoker.precompute.allocator import keep_freed_memory
 from stoker.precompute.here import encode_here
 from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.progress import Snapshot
@@ -102,7 +103,7 @@ def encode_slice(order: dict[str, Any], payload: list[Any], board: Any) -> dict[
         teller.insist(str(error))
         os._exit(1)
     except StokerError as error:
-        answer |= {"error": type(error).__name__, "message": str(error)}
+        answer |= {"error": type(error).__name__, "message": error.marked}
     except Exception as error:  # noqa: BLE001  a process edge: the driver raises it
         traceback.print_exc()
         answer |= {"error": "StokerError", "message": f"unexpected {type(error).__name__}: {error}"}
@@ -151,8 +152,8 @@ def _prepare(order: dict[str, Any], payload: list[Any], node: str) -> _Kept:
         recipe = make_recipe(load.source, load.encoder, dtype=load.settings.dtype, digests=digests)
     except SourceError as error:
         raise SourceError(
-            f"node {node} cannot make the recipe of {told['name']}: {error}. All nodes read the data at the "
-            f"paths that {told['driver']} has it at: put it on storage that they share"
+            f"node {node} cannot make the recipe of {told['name']}: {error.marked}. All nodes read the data "
+            f"at the paths that {told['driver']} has it at: put it on storage that they share"
         ) from error
     _check_recipe(recipe, told, node)
     folder = open_folder(cache_dir, told["name"], recipe)
@@ -177,7 +178,7 @@ def _check_recipe(recipe: Recipe, told: dict[str, Any], node: str) -> None:
         raise ConfigError(
             f"node {node} makes {told['name']} another cache: {recipe.fingerprint} there, "
             f"{told['fingerprint']} at the driver ({told['driver']}). The node sees other data, or has "
-            "another version of the encoder's code. Mend the node; nothing of it was stored"
+            "another version of the encoder's code. Fix the node; nothing of it was stored"
         )
 
 
@@ -196,6 +197,7 @@ def _load(payload: list[Any]) -> Load:
 
 
 def _encode(order: dict[str, Any], kept: _Kept, teller: _Teller) -> dict[str, Any]:
+    keep_freed_memory()
     torch.set_num_threads(order["threads"])  # what the driver would have encoded with; bits depend on it
     machine = probe()
     beside = max(1, round(machine.cpus / max(order["num_cpus"], 0.01)))

@@ -185,8 +185,16 @@ def check_encoder(
     """
     import torch
 
+    from stoker.encoders.weights import moved
+
     assert isinstance(encoder, Encoder), f"{type(encoder).__name__} lacks a method of Encoder"
-    encoder.to(torch.device("cpu"))
+    with moved(encoder, torch.device("cpu")):
+        _check_promises(encoder, sample_schema, steps=steps, tolerance=tolerance, seed=seed)
+
+
+def _check_promises(
+    encoder: Encoder, sample_schema: Schema, *, steps: int, tolerance: float, seed: int
+) -> None:
     group = _check_group(encoder, sample_schema)
     schema = encoder.schema(sample_schema)
     assert schema, "schema() has no field"
@@ -265,9 +273,9 @@ def _made_up(schema: Schema, group: Group, steps: int, seed: int) -> dict[str, T
         size = (group.samples, *shape)
         dtype: torch.dtype = getattr(torch, field.dtype)
         if field.dtype in FLOATS:
-            batch[name] = torch.randn(size, generator=generator).to(dtype)
+            batch[name] = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
         else:
-            batch[name] = torch.randint(0, 2, size, generator=generator).to(dtype)
+            batch[name] = torch.randint(0, 2, size, generator=generator, device="cpu").to(dtype)
     return batch
 
 

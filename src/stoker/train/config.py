@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from stoker.encoders.decode import Decode
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, arg
 from stoker.schema import Json
 
 EventSink: TypeAlias = Callable[[str, Mapping[str, Json]], None]
@@ -40,7 +40,7 @@ class TrainConfig:
     seed: int = 0
     """Decides the first weights. The order of examples is the loader's."""
     device: str = "cpu"
-    """`cpu`, `cuda` or `cuda:<i>`."""
+    """`cpu`, `cuda`, `cuda:<i>`, or `auto`, which takes a GPU where there is one."""
     amp: bool | None = None
     """Compute in bfloat16 where that is safe; None: on CUDA only."""
     width: int = 128
@@ -85,7 +85,7 @@ class TrainConfig:
         if self.width % self.heads:
             raise ConfigError(
                 f"TrainConfig.width {self.width} is not a multiple of heads {self.heads}. "
-                f"Use width={-(-self.width // self.heads) * self.heads}"
+                f"Use {arg('width', -(-self.width // self.heads) * self.heads)}"
             )
 
 

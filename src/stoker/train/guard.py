@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stoker.errors import DivergedError
+from stoker.errors import DivergedError, arg
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.train.batches import Pairs
 
@@ -38,8 +38,8 @@ class FiniteGuard:
 
     def __init__(self, device: torch.device, ranks: Ranks = ALONE) -> None:
         self._ranks = ranks
-        self._cuda = device.type == "cuda"
-        self._flag = torch.ones((), dtype=torch.bool, pin_memory=self._cuda)
+        self._device, self._cuda = device, device.type == "cuda"
+        self._flag = torch.ones((), dtype=torch.bool, pin_memory=self._cuda, device="cpu")
         self._event = torch.cuda.Event() if self._cuda else None
         self._pending: StepFacts | None = None
 
@@ -54,7 +54,7 @@ class FiniteGuard:
         self._flag.copy_(finite.detach(), non_blocking=self._cuda)
         self._pending = facts
         if self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(self._device))  # of another GPU it says nothing
         else:
             self.check()
 
@@ -91,7 +91,7 @@ def check_finite(pairs: Pairs) -> None:
         raise DivergedError(
             f"sample {number}, time step {start} holds a NaN or an infinity ({int(bad.sum())} of {len(bad)} "
             f"examples of a batch do). Expected finite states and parameters. Look at cache[{number}]; "
-            "precompute with nan='reject' leaves such samples out"
+            f"precompute with {arg('nan', 'reject')} leaves such samples out"
         )
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from stoker.errors import Interrupted
 from stoker.monitor.meter import StallMeter
+from stoker.plan.resources import give_back
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
 from stoker.train.batches import PairBatch, PairLoader, to_pairs
@@ -244,9 +246,11 @@ class Session:
         twin.run, twin.guard = twin_of(self.run), FiniteGuard(self.run.device)
         twin.ranks, twin.objective = ALONE, Objective(twin.run.model)
         recent = torch.zeros_like(self.run.loss_sum)
-        progress.ceiling_step_s = time_steps(lambda: twin.step(batch, recent), self.run.device)
+        progress.ceiling_step_s = time_steps(partial(twin.step, batch, recent), self.run.device)
         if progress.ceiling_step_s is not None:
             meter.ceiling(progress.ceiling_step_s)
+        del twin
+        give_back(self.run.device)  # the peak of two models is not what this one will want
         meter.outside(time.perf_counter() - begin)
 
     def step(self, batch: PairBatch, recent: Tensor) -> Tensor:

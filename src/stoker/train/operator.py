@@ -38,6 +38,10 @@ class LatentOperator(nn.Module):
 
     def __init__(self, shape: OperatorShape, seed: int = 0) -> None:
         super().__init__()
+        with torch.device("cpu"):  # whatever the default device is: equal weights from equal seeds
+            self._make(shape, seed)
+
+    def _make(self, shape: OperatorShape, seed: int) -> None:
         # Its own random stream: the caller's draws neither change the weights nor are changed by them.
         before = torch.get_rng_state()
         torch.default_generator.manual_seed(seed)

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from stoker.atomic import explained
-from stoker.errors import ConfigError, ResourceError, StaleStateError
+from stoker.errors import ConfigError, StaleStateError
+from stoker.plan.devices import resolve_device
+from stoker.plan.resources import use_device
 from stoker.scale.ranks import Ranks
 from stoker.schema import Json
 from stoker.store.claims import claim, holder
@@ -189,7 +191,8 @@ def begin(
         DivergedError: A value in the first batches is not finite.
         ResourceError: The device is not there.
     """
-    device = _device(config)
+    device = resolve_device(config.device)
+    use_device(device)
     loader.set_epoch(0)
     batches: list[PairBatch] = []
     for batch in islice(loader, config.scale_batches):
@@ -289,7 +292,8 @@ def _finite_pairs(
 def _make(
     folder: Path, config: TrainConfig, shape: OperatorShape, widths: dict[str, int], ranks: Ranks
 ) -> Run:
-    device = _device(config)
+    device = resolve_device(config.device)
+    use_device(device)
     model = LatentOperator(shape, seed=config.seed).to(device)
     return Run(
         folder=folder,
@@ -316,21 +320,6 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> Any:
         lr=config.lr,
         fused=True,
     )
-
-
-def _device(config: TrainConfig) -> torch.device:
-    try:
-        device = torch.device(config.device)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"training.device {config.device!r} is no device. Use cpu, cuda or cuda:0"
-        ) from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ResourceError(
-            f"training.device is {config.device}, but torch {torch.__version__} sees no CUDA device. "
-            f"Use training.device=cpu, or install a driver and a CUDA build of torch"
-        )
-    return device
 
 
 def _set_aside(folder: Path) -> None:
