@@ -5,7 +5,7 @@ once, at 96 x 128, with their boxes moved along. A small network then says for e
 of which kinds blood cells have the middle of their box there.
 """
 
-import sys
+import argparse
 import time
 from pathlib import Path
 
@@ -83,10 +83,9 @@ def main(root: Path, folder: Path, epochs: int) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit("give the folder of the BCCD data set, the one with JPEGImages and Annotations")
-    main(
-        Path(sys.argv[1]),
-        Path(sys.argv[2] if len(sys.argv) > 2 else ".stoker"),
-        int(sys.argv[3]) if len(sys.argv) > 3 else 20,
-    )
+    parser = argparse.ArgumentParser(description="Find blood cells on a grid.")
+    parser.add_argument("folder", type=Path, help="the BCCD data set: has JPEGImages and Annotations")
+    parser.add_argument("cache", type=Path, nargs="?", default=Path(".stoker"), help="default: .stoker")
+    parser.add_argument("epochs", type=int, nargs="?", default=20, help="default: 20")
+    arguments = parser.parse_args()
+    main(arguments.folder, arguments.cache, arguments.epochs)

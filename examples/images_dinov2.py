@@ -1,12 +1,12 @@
-"""Features of a folder of images, computed once: `python examples/images_dinov2.py FOLDER [MODEL] [IMAGES]`.
+"""Features of a folder of images, computed once: `python examples/images_dinov2.py --out FOLDER`.
 
-MODEL is the local folder of a DINOv2 (`model.save_pretrained`, with its processor); without one a tiny one of
-random weights is made. IMAGES has a folder for each class; without it, dark and light skies are drawn.
-A linear layer is then trained on the features from memory.
+`--model` is the local folder of a DINOv2 (`model.save_pretrained`, with its processor); without one a tiny
+one of random weights is made. `--images` has a folder for each class; without it, dark and light skies are
+drawn. A linear layer is then trained on the features from memory. Everything is written below `--out`.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -66,5 +66,9 @@ def main(folder: Path, model: Path | None, images: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    arguments = [Path(argument) for argument in sys.argv[1:]]
-    main(*(arguments + [None] * 3)[:3])
+    parser = argparse.ArgumentParser(description="Train a linear layer on cached features of images.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the cache, and for what is made")
+    parser.add_argument("--model", type=Path, help="folder of a DINOv2; default: a tiny one, made in --out")
+    parser.add_argument("--images", type=Path, help="a folder for each class; default: drawn in --out")
+    arguments = parser.parse_args()
+    main(arguments.out, arguments.model, arguments.images)
