@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,8 +16,10 @@ from stoker.errors import DivergedError, StaleStateError
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.train.batches import measure_scales, to_pairs
 from stoker.train.checkpoint import Checkpoint
+from stoker.train.config import TrainConfig
 from stoker.train.evaluate import evaluate
 from stoker.train.guard import FiniteGuard, StepFacts
+from stoker.train.loop import train
 from stoker.train.operator import LatentOperator, OperatorShape
 from stoker.train.run import check_same
 from tests.train.fakes import FakeLoader, waves
@@ -95,6 +97,30 @@ def test_what_diverges_on_one_rank_ends_all_with_its_words(spoilt: str) -> None:
     assert len({str(end) for end in ends}) == 1
     if spoilt != "gradient":
         assert "the loss is not finite in epoch 1, step 7, first at sample 12" in str(ends[0])
+
+
+def test_a_request_to_stop_reaches_every_rank_with_the_result_of_the_step() -> None:
+    def step(ranks: Ranks) -> bool:
+        guard = FiniteGuard(torch.device("cpu"), ranks, lambda: ranks.rank == 1)
+        index = torch.zeros((3, 2), dtype=torch.int64)
+        guard.submit(StepFacts(epoch=1, step=7, errors=torch.ones(3), norm=torch.tensor(1.0), index=index))
+        return guard.stopping
+
+    assert together(3, step) == [True, True, True]
+
+
+def test_ranks_exchange_one_message_a_step(tmp_path: Any) -> None:
+    class Counted(Ranks):
+        asked: ClassVar[list[str]] = []
+
+        def sums(self, values: Sequence[float], what: str) -> list[float]:
+            self.asked.append(what)
+            return list(values)
+
+    config = TrainConfig(epochs=1, width=16, depth=1, heads=2, device="cpu")
+    report = train(FakeLoader(waves(samples=4), batch_size=8), None, config, tmp_path, ranks=Counted())
+
+    assert Counted.asked == ["the start of training", *(f"step {n + 1}" for n in range(report.steps))]
 
 
 def test_scales_are_those_of_the_batches_of_all_ranks() -> None:

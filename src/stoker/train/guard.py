@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,8 +37,14 @@ class FiniteGuard:
     `check` must be called before weights are saved: a poisoned step must not become a checkpoint.
     """
 
-    def __init__(self, device: torch.device, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, device: torch.device, ranks: Ranks = ALONE, stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`stop` says whether this process was asked to stop; ranks tell each other with the step's result."""
         self._ranks = ranks
+        self._stop = stop
+        self.stopping = False
+        """Whether any rank had been asked to stop when the ranks last exchanged a result."""
         self._device, self._cuda = device, device.type == "cuda"
         self._flag = torch.ones((), dtype=torch.bool, pin_memory=self._cuda, device="cpu")
         self._event = torch.cuda.Event() if self._cuda else None
@@ -70,7 +77,9 @@ class FiniteGuard:
         if self._event is not None:
             self._event.synchronize()
         own, where = not bool(self._flag), f"step {facts.step}"
-        if self._ranks.any(own, where):
+        bad, stops = self._ranks.sums([float(own), float(self._stop())], where)
+        self.stopping = stops > 0
+        if bad:
             told = self._ranks.tell(_describe(facts) if own else "", where)
             # A gradient that one rank spoils is spoilt on all: who lost the loss itself knows the sample.
             blamed = [text for text in told if text.startswith(LOSS)] or [text for text in told if text]

@@ -142,7 +142,7 @@ class Session:
         )
         self.objective = self.ranks.wrapped(Objective(self.run.model))
         self.validates = self.ranks.any(self.val_loader is not None, "the start of training")
-        self.guard = FiniteGuard(self.run.device, self.ranks)
+        self.guard = FiniteGuard(self.run.device, self.ranks, lambda: self.stop.signal_name is not None)
         self.pace = Pace(self.meter, self.folder, self._tell, self.ranks)
         self.place = self.train_loader.state_dict()
         self.total = min(config.epochs * len(self.train_loader), config.max_steps or 1 << 62)
@@ -290,7 +290,8 @@ class Session:
         progress = self.run.progress
         due = progress.step % self.config.checkpoint_every == 0
         last = progress.step >= self.total
-        asked = self.ranks.any(self.stop.signal_name is not None, self._where())
+        alone = self.ranks.world == 1  # no other rank has to stop at the same step
+        asked = self.guard.stopping or (alone and self.stop.signal_name is not None)
         if due or last or asked:
             self.place = self.train_loader.state_dict()  # only while iterating does it name the next batch
         if due and not last:
