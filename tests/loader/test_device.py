@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.errors import CorruptError, StalledError
 from stoker.loader import Loader, partial, residency
 from stoker.loader import device as device_tier
 from stoker.loader.device import STAGING_BUFFERS, Staging, resident
+from stoker.loader.gather import MemoryBatches
 from stoker.loader.memory import Memory
+from stoker.loader.outputs import Output
 from stoker.loader.places import find_places
 from stoker.store import Cache, open_cache
 from stoker.store.shard_read import PIECE_BYTES
@@ -175,3 +178,36 @@ def test_both_threads_that_copy_to_a_device_begin_so(tmp_path: Path, monkeypatch
     list(Loader(cache, 4, tier="device"))
 
     assert {name.split("_")[0].rstrip("-0123456789") for name in begun} == {"stoker-fill", "stoker-stage"}
+
+
+class Gathers(TorchDispatchMode):
+    """Counts calls of `index_select`."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func.overloadpacket is torch.ops.aten.index_select
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("width", "calls"), [(8, 1), (65_536, 2), (2_097_152, 5)])
+def test_one_call_gathers_many_batches_on_a_device(tmp_path: Path, width: int, calls: int) -> None:
+    """Starting a call takes longer than gathering a batch of small records."""
+    values = torch.randint(0, 256, (20, width), dtype=torch.uint8)
+    cache = write_cache(tmp_path, {"x": values})
+    memory = on_cpu(cache)
+    memory.load(0)
+    output = Output(name="x", field="x", index="record", dtype=torch.uint8, shape=(width,))
+    batches = MemoryBatches(memory, cache.recipe.columns, (output,), 2, static=False, threads=1)
+    rows = torch.arange(19).flip(0)  # nine batches and a short one
+    if width == 65_536:
+        rows = rows.repeat(8)[:150]  # 75 batches of 128 KiB
+
+    with Gathers() as made:
+        ((taken, _),) = (
+            [list(column) for column in strip] for strip in batches.strips({"record": rows}, rows, 2, {})
+        )
+
+    assert made.calls == calls
+    assert [len(batch) for batch in taken] == [len(part) for part in rows.split(2)]
+    assert torch.equal(torch.cat(taken), values[rows])

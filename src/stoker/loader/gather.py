@@ -2,15 +2,14 @@
 
 The loop over batches runs in C as far as possible: each output is a `map` of its gather over the slices of
 an index that was prepared for many batches, and a `zip` over the outputs makes a batch. Small outputs are
-gathered for a whole strip of batches at once, which saves a call per batch; large ones reuse buffers and are
-cut over threads by rows.
+gathered for many batches in one call; large ones reuse buffers and are cut over threads by rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import pairwise, repeat
+from itertools import chain, pairwise, repeat
 from math import prod
 from typing import Any, cast
 
@@ -32,7 +31,13 @@ from stoker.units import KIB, MIB
 STRIP_BATCHES = 128
 """Batches whose slices are made in one go."""
 STRIP_OUTPUT_BYTES = 16 * KIB
-"""Outputs up to this size per batch are gathered for a whole strip at once."""
+"""Outputs up to this size per batch are gathered on a CPU for a strip at once."""
+GPU_CALL_BYTES = 8 * MIB
+"""On a GPU, one call gathers up to this many bytes: starting a call takes about 10 us of the host's time.
+A batch that is kept keeps the others of its call in memory.
+
+Source: `index_select` of torch 2.8 and later, by counting its operations; not yet measured on a GPU.
+"""
 THREADS_FROM_BYTES = 4 * MIB
 """Outputs from this size on, about a millisecond, are gathered by several threads; below that they lose.
 
@@ -162,12 +167,12 @@ class MemoryBatches:
         self._static = static
         self._index_out: Tensor | None = None
         self._gathers: list[Any] = []
-        self._per_strip: list[bool] = []
-        """By place: an output's name says nothing, since bits and scales of a packed field share it."""
+        self._per_call: list[int] = []
+        """Batches that one call gathers, by position: bits and scales of a packed field share one name."""
         for output in outputs:
-            small = output.example_bytes * batch <= STRIP_OUTPUT_BYTES
-            self._per_strip.append(small and not static and not output.ragged)
             view = view_for(output, schema[output.field], memory.sources[output.field])
+            own = static or output.ragged
+            self._per_call.append(1 if own else _per_call(output.example_bytes * batch, memory.tier))
             if output.ragged:
                 self._gathers.append(RaggedGather(view, twin_for(output, view.device)))
             elif output.fused is not None:
@@ -196,15 +201,16 @@ class MemoryBatches:
             own = slice(begin, begin + STRIP_BATCHES * batch)
             cuts: dict[str, tuple[Tensor, ...]] = {}
             columns: list[Iterable[Any]] = []
-            for output, gather, small in zip(self._outputs, self._gathers, self._per_strip, strict=True):
+            for output, gather, count in zip(self._outputs, self._gathers, self._per_call, strict=True):
                 if output.ragged:
                     starts, lengths = (rows[f"{kind}:{output.field}"][own] for kind in ("starts", "lengths"))
                     bounds = range(batch, len(starts), batch)
                     columns.append(map(gather, np.split(starts, bounds), np.split(lengths, bounds)))
                     continue
                 moved = [None if v is None else v[own] for v in views.get(output.name, ())]
-                if small and not moved:
-                    columns.append(_cut(gather(rows[output.index][own]), batch))
+                if count > 1 and not moved:
+                    calls = map(gather, _cut(rows[output.index][own], count * batch))
+                    columns.append(chain.from_iterable(map(_cut, calls, repeat(batch))))
                 else:
                     if output.index not in cuts:
                         cuts[output.index] = _cut(rows[output.index][own], batch)
@@ -221,6 +227,12 @@ class MemoryBatches:
         if self._index_out is None:
             self._index_out = lasting(index.shape, index.dtype, index.device)
         return self._index_out.copy_(index)
+
+
+def _per_call(batch_bytes: int, tier: str) -> int:
+    if tier == "device":
+        return max(1, min(STRIP_BATCHES, GPU_CALL_BYTES // max(1, batch_bytes)))
+    return STRIP_BATCHES if batch_bytes <= STRIP_OUTPUT_BYTES else 1
 
 
 def _cut(rows: Tensor, sizes: int | list[int]) -> tuple[Tensor, ...]:

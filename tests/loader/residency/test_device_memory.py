@@ -113,7 +113,7 @@ def test_the_old_memory_is_free_before_the_device_is_asked_for_other(
     then: float,
     meter: bool,
 ) -> None:
-    monkeypatch.setattr(gather, "STRIP_OUTPUT_BYTES", 0)  # as large batches are made: one by one
+    monkeypatch.setattr(gather, "GPU_CALL_BYTES", 0)  # as large batches are made: one by one
     settings: dict[str, Any] = {"windows": Windows(field="latent"), "seed": 2}
     expected = list(Loader(cache, 5, tier="disk", **settings))
     machine = Machine(device=free)
