@@ -40,7 +40,7 @@ class FiniteGuard:
     def __init__(
         self, device: torch.device, ranks: Ranks = ALONE, stop: Callable[[], bool] = lambda: False
     ) -> None:
-        """`stop` says whether this process was asked to stop; ranks tell each other with the step's result."""
+        """`stop` says whether this process was asked to stop; ranks exchange it with the step's result."""
         self._ranks = ranks
         self._stop = stop
         self.stopping = False

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stoker.errors import ConfigError
 from stoker.loader.batch import RecordBatch
+from stoker.loader.buffers import sent
 from stoker.loader.keyed import uniform
 from stoker.sources.images.rules import Rules
 from stoker.threads import Pool
@@ -97,27 +98,26 @@ class CropImages:
         """The batch with its images cropped."""
         images = _listed(batch, "image", 2)
         shapes = batch["image_shape"].to(torch.int64)
-        room = shapes - torch.tensor(self.size, device=shapes.device)
-        if bool((room < 0).any()):
-            small = shapes[(room < 0).any(1)][0].tolist()
-            raise ConfigError(
-                f"CropImages({self.size}) is more than an image of {small[0]} x {small[1]}. Crop less, or "
-                "store a longer short side"
-            )
+        room = shapes - sent(torch.tensor(self.size), shapes.device)
         place = (
             uniform(keys, 2).to(torch.float64)
             if self.random
-            else torch.full(room.shape, 0.5, dtype=torch.float64, device="cpu")
+            else torch.full(room.shape, 0.5, dtype=torch.float64, device=room.device)
         )
         corners = (place.to(room.device) * (room + 1)).floor().to(torch.int64).minimum(room)
         (height, width), crops = self.size, list[Tensor]()
-        for image, shape, corner in zip(images, shapes.tolist(), corners.tolist(), strict=True):
-            top, left = corner
-            whole = image.view(*shape, image.shape[1])
+        numbers: list[list[int]] = torch.cat([shapes, corners], 1).tolist()  # waits for the device, once
+        for image, (high, wide, top, left) in zip(images, numbers, strict=True):
+            if high < height or wide < width:
+                raise ConfigError(
+                    f"CropImages({self.size}) is larger than an image of {high} x {wide}. Crop less, or "
+                    "store a longer short side"
+                )
+            whole = image.view(high, wide, image.shape[1])
             crops.append(whole[top : top + height, left : left + width].permute(2, 0, 1))
         made = RecordBatch(batch)
         made["image"] = torch.stack(crops)
-        made["image_shape"] = torch.tensor(self.size, device=shapes.device).expand_as(shapes).clone()
+        made["image_shape"] = shapes - room
         self._move_labels(made, corners)
         return made
 
@@ -126,7 +126,7 @@ class CropImages:
         height, width = self.size
         shift = corners.flip(1).to(torch.float32)  # x, y
         if "boxes" in batch:
-            limit = torch.tensor((width, height, width, height), device=shift.device)
+            limit = sent(torch.tensor((width, height, width, height)), shift.device)
             shifted = _shifted(batch["boxes"], shift.repeat(1, 2))
             moved = _like(shifted, [boxes.clamp(min=0).minimum(limit) for boxes in _rows(shifted)])
             keep = [(b[..., 2] > b[..., 0]) & (b[..., 3] > b[..., 1]) for b in _rows(moved)]
