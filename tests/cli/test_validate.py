@@ -158,7 +158,9 @@ def test_a_complete_cache_in_a_folder_that_cannot_be_written_is_no_failure(
 
     rows = run_json("validate", "c.yaml")["rows"]
 
-    assert {row["status"] for row in rows} == {"pass"}
+    assert {row["status"] for row in rows if row["check"] != "driver"} == {
+        "pass"
+    }  # a CUDA build may lack one
 
 
 @pytest.mark.parametrize(

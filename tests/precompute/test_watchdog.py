@@ -50,6 +50,7 @@ def hanging():
 def signal_when(event, number):
     def send():
         event.wait(60.0)
+        time.sleep(0.3)  # a signal that comes just before the call that blocks would not end it
         os.kill(os.getpid(), number)
 
     threading.Thread(target=send, daemon=True).start()
