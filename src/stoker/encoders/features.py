@@ -90,8 +90,8 @@ class FeatureEncoder:
         for name in ("hidden_size", "patch_size"):
             if not isinstance(self._config.get(name), int):
                 raise EncoderError(
-                    f"{self._folder / 'config.json'} has no {name}, so this is no vision transformer "
-                    "of equal patches. Wrap the model in a ModuleEncoder"
+                    f"{self._folder / 'config.json'} has no {name}, so this is not a vision "
+                    "transformer with equal patches. Wrap the model in a ModuleEncoder"
                 )
 
     @property

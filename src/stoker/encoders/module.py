@@ -120,7 +120,7 @@ class ModuleEncoder:
         """
         if any(part.training for part in self._parts):
             raise EncoderError(
-                "the encoder's module is in training mode. Call `module.eval()` and leave it so"
+                "the encoder's module is in training mode. Call `module.eval()` and keep it in eval mode"
             )
         inputs = [batch[name] for name in self._fields]
         lead = inputs[0].shape[: 2 if self._time == "steps" else 1]

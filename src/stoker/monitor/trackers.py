@@ -192,7 +192,7 @@ def check_trackers(names: Sequence[str]) -> None:
         if name not in BUILT_IN and name not in others:
             known = ", ".join([*BUILT_IN, *sorted(others)])
             raise ConfigError(
-                f"training.trackers names {name!r}, which is no tracker. Expected some of {known}, or an "
+                f"training.trackers names {name!r}, which is not a tracker. Expected some of {known}, or an "
                 f"entry point of the group {GROUP}"
             )
         lacking = [] if name in others else [need for need in NEEDS[name] if find_spec(need) is None]

@@ -104,7 +104,7 @@ class _Pipe:
         self._dropped += 1
         if self._dropped == 1:
             self._say(
-                f"tracker {self._name} does not keep up: figures are dropped, the run goes on ({self._log})"
+                f"tracker {self._name} does not keep up: figures are dropped, the run continues ({self._log})"
             )
         if written:
             self._stop_sending()
@@ -139,7 +139,9 @@ class _Pipe:
         """Say once that the process failed, in its own last words."""
         if not self._told:
             self._told = True
-            self._say(f"tracker {self._name} failed, the run goes on: {_last_line(self._log)} ({self._log})")
+            self._say(
+                f"tracker {self._name} failed, the run continues: {_last_line(self._log)} ({self._log})"
+            )
         self._stop_sending()
         return False
 

@@ -235,7 +235,7 @@ def plan_tiers(
     {'device': 0, 'host': 40, 'disk': 10, 'encode': 0}
     """
     if tier not in ("auto", *TIERS):
-        raise ConfigError(f"tier {tier!r} is not one. Expected auto, {', '.join(TIERS)}")
+        raise ConfigError(f"tier {tier!r} is unknown. Expected auto, {', '.join(TIERS)}")
     if step_s is not None and not (math.isfinite(step_s) and step_s > 0):
         raise ConfigError(f"a step of {step_s} s cannot be planned for. Expected seconds above 0")
     rates = rates or Rates()

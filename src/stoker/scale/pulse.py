@@ -193,7 +193,7 @@ class Pulse:
         place, several = self._place, len(ranks) > 1
         who = ("ranks " if several else "rank ") + ", ".join(map(str, ranks))
         return (
-            f"{who} of {place.world} ended without a word (killed, stopped or cut off): rank {place.rank} "
+            f"{who} of {place.world} ended without a message (killed, stopped or cut off): rank {place.rank} "
             f"waited {time.monotonic() - since:.1f} s for {'them' if several else 'it'} at {what}. All ranks "
-            "end now. The same command goes on from what is stored, with as many ranks as there are"
+            "end now. The same command continues from what is stored, with as many ranks as there are"
         )

@@ -201,7 +201,7 @@ def _within(
         thread.join(_LOOK_S)
         waited += _LOOK_S
         if interrupts.signal is not None:
-            raise Interrupted("stopped while connecting to the Ray cluster; nothing was begun")
+            raise Interrupted("stopped while connecting to the Ray cluster; nothing was started")
         if not ended and waited > deadline_s:
             raise StalledError(
                 f"the Ray cluster did not answer within {deadline_s:g} s. Look at it with `ray status`; a "

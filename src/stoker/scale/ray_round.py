@@ -204,7 +204,7 @@ class Round:
             kind = getattr(errors, answer["error"], StokerError)
             raise kind(f"node {answer['node']}, samples {task.slice.span}: {answer['message']}")
         if not (answer["finished"] or task.halted or answer["encoded"] or answer["failures"]):
-            self._lost(task, "it was told to stop, and not by us")
+            self._lost(task, "something other than Stoker told it to stop")
             return
         self._slices.put_back(answer["rest"])
         self._encoded += answer["encoded"]

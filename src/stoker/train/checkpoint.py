@@ -105,7 +105,9 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         if isinstance(error, CorruptError):
             raise
-        raise CorruptError(f"{folder} is not a whole checkpoint: {type(error).__name__}: {error}") from error
+        raise CorruptError(
+            f"{folder} is not a complete checkpoint: {type(error).__name__}: {error}"
+        ) from error
 
 
 def newest_checkpoint(
@@ -123,20 +125,20 @@ def newest_checkpoint(
 def checkpoint_to_resume(
     root: Path, on_damaged: Callable[[str], None], *, expected: bool = False
 ) -> Checkpoint | None:
-    """The checkpoint that a run goes on from; None where it has not made one yet.
+    """The checkpoint that a run continues from; None where it has not made one yet.
 
     Args:
         root, on_damaged: As for `newest_checkpoint`.
         expected: There was one, as somebody else knows.
     Raises:
-        CorruptError: There are, or were, checkpoints, and none is whole: to begin anew would throw away what
-            was learnt without a word.
+        CorruptError: There are, or were, checkpoints, and none is complete. Starting again would
+            discard the training without a message.
     """
     found = newest_checkpoint(root, on_damaged)
     there = len(_folders(root))
     if found is None and (there or expected):
         raise CorruptError(
-            f"{root}: none of {there} checkpoints is whole, and the run had made some",
+            f"{root}: none of {there} checkpoints is complete, and the run had made some",
             advice="Bring one back from a copy, or start again as another run",
         )
     return found

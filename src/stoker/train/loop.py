@@ -305,7 +305,7 @@ class Session:
         self._tell("stop", {"signal": name, "step": progress.step})
         raise Interrupted(
             f"{name} after step {progress.step} in epoch {progress.epoch + 1}; "
-            f"saved {path}. The same command goes on from there; from Python, TrainConfig(resume=True)"
+            f"saved {path}. The same command continues from there; from Python, TrainConfig(resume=True)"
         )
 
     def _evaluate(self, train_s: float, *, over: bool) -> None:
