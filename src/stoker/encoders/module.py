@@ -137,7 +137,7 @@ class ModuleEncoder:
         return {**shaped, **{name: value for name, value in batch.items() if name not in self._fields}}
 
     def to(self, device: torch.device) -> None:
-        """Move the module to `device`; a plain function must follow its inputs by itself."""
+        """Move the module to `device`; a plain function must follow the device of its inputs."""
         self._device = device
         if self._owner is not None:
             self._owner.to(device)

@@ -147,7 +147,7 @@ class _Pipe:
 
 
 def _last_line(log: Path) -> str:
-    """The last line of a log, or that there is none."""
+    """The last line of a log, or that it is empty."""
     with suppress(OSError), log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
         lines = file.read().decode(errors="replace").split("\n")

@@ -149,7 +149,7 @@ class RayCluster:
         )
 
     def free(self) -> str:
-        """What nobody uses at the moment, in words."""
+        """Describe the resources that are free at the moment."""
         found = cast("dict[str, float]", ray.available_resources())
         return f"CPU {found.get('CPU', 0.0):g}, GPU {found.get('GPU', 0.0):g}"
 
@@ -188,7 +188,7 @@ def _within(
     def run() -> None:
         try:
             call()
-        except BaseException as error:  # noqa: BLE001  raised by whoever waits
+        except BaseException as error:  # noqa: BLE001  raised in the thread that waits
             ended.append(error)
         else:
             ended.append(None)

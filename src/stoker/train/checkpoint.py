@@ -129,7 +129,7 @@ def checkpoint_to_resume(
 
     Args:
         root, on_damaged: As for `newest_checkpoint`.
-        expected: There was one, as somebody else knows.
+        expected: There was one, as another record of the run says.
     Raises:
         CorruptError: There are, or were, checkpoints, and none is complete. Starting again would
             discard the training without a message.
@@ -158,7 +158,7 @@ def _folders(root: Path, kind: Kind | None = None) -> list[Path]:
 
 
 def _superseded(folder: Path, kind: Kind) -> list[Path]:
-    """Checkpoints of a kind that need not be kept beside the one just written.
+    """Checkpoints of a kind that are not needed after the one just written.
 
     Those of later steps are among them: they were damaged, or the run would have gone on from there.
     """
