@@ -224,7 +224,7 @@ def test_a_run_that_waits_longer_than_it_may_ends_with_5(project: Path) -> None:
 
     assert "NRMSE" in stdout
     verdict = stderr.splitlines()[-1]
-    assert re.match(r"stall .* were waited for data, .* At most .* was asked for\. \S+", verdict)
+    assert re.match(r"stall .* steps waited .* for data, .* The limit is .*%\. \S+", verdict)
     assert (project / "runs" / "burgers1d" / "report.html").is_file()
 
     report = run_json("train", "c.yaml", "training.max_stall=1.0")

@@ -80,5 +80,5 @@ def test_words_of_a_simulation_are_not_taken_for_settings(project: Path) -> None
 
     assert alone.startswith("a simulation needs records=, record_bytes=, batch=, step=, host_memory=. Give")
     assert store.startswith("store=s3 is reached over the network, whose rate is not known")
-    assert order.startswith("order: 'foo' is not one. Expected full")
-    assert forgotten.startswith("nodes=8 is a word of --simulate, which is not given")
+    assert order.startswith("order: 'foo' is unknown. Expected full")
+    assert forgotten.startswith("nodes=8 belongs to --simulate, which is not given")

@@ -247,8 +247,12 @@ def test_launch_is_checked_where_it_was_set_alone(repository: Path, monkeypatch:
         pytest.param(
             "launch.image='Pytorch/Two Words'", "launch image", "fail", "no registry takes", id="form"
         ),
-        pytest.param("launch.image=pytorch/pytorch", "launch image", "warn", "another day", id="no-tag"),
-        pytest.param("launch.image=a.b:5000/c:latest", "launch image", "warn", "another day", id="latest"),
+        pytest.param(
+            "launch.image=pytorch/pytorch", "launch image", "warn", "another image tomorrow", id="no-tag"
+        ),
+        pytest.param(
+            "launch.image=a.b:5000/c:latest", "launch image", "warn", "another image tomorrow", id="latest"
+        ),
         pytest.param("launch.secrets=[NOT_SET]", "launch secrets", "fail", "NOT_SET is not set", id="secret"),
     ],
 )
@@ -268,5 +272,5 @@ def test_a_commit_that_was_not_pushed_is_named(repository: Path) -> None:
 
     rows = rows_of("launch.gpu=RTX_4090", exit_code=3)
 
-    assert "is at no remote" in rows["launch code"]["detail"]
+    assert "is not at any remote" in rows["launch code"]["detail"]
     assert "launch script" not in rows

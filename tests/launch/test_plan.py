@@ -159,7 +159,7 @@ def _password(project: Path) -> None:
     ("spoil", "message"),
     [
         pytest.param(_change, "changes that are not committed", id="changed"),
-        pytest.param(_commit, "is at no remote", id="not-pushed"),
+        pytest.param(_commit, "is not at any remote", id="not-pushed"),
         pytest.param(_untracked, "is not committed", id="untracked"),
         pytest.param(_password, "carries a password", id="password"),
     ],

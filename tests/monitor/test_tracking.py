@@ -105,7 +105,7 @@ def test_a_tracker_of_others_gets_settings_rows_and_the_end(tmp_path: Path) -> N
     [
         ("hanging", "not done 0.5 s after the run"),
         ("hangs-at-start", "not done 0.5 s after the run"),
-        ("dying", "failed, the run goes on"),
+        ("dying", "failed, the run continues"),
         ("failing", "RuntimeError: the server said no"),
         ("stumbling", "1 rows were not kept"),
     ],
@@ -182,7 +182,7 @@ def test_a_run_that_was_killed_is_told_by_the_end_of_the_pipe() -> None:
 
 
 def test_unknown_names_and_absent_packages_are_refused_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"'wandbb', which is no tracker. Expected some of tensorboard"):
+    with pytest.raises(ConfigError, match=r"'wandbb', which is not a tracker. Expected some of tensorboard"):
         check_trackers(["wandbb"])
     monkeypatch.setattr("stoker.monitor.trackers.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'stoker\[trackers\]'"):

@@ -141,7 +141,7 @@ def test_it_fails_when_no_checkpoint_is_whole(cache: Cache, tmp_path: Path) -> N
     for folder in (tmp_path / "checkpoints").iterdir():
         damage(folder, "state.json")
 
-    with pytest.raises(CorruptError, match="none of 3 checkpoints is whole"):
+    with pytest.raises(CorruptError, match="none of 3 checkpoints is complete"):
         run(cache, tmp_path)
 
 

@@ -42,9 +42,9 @@ def test_the_verdict_has_figures_what_was_asked_for_and_a_cure() -> None:
 
     assert verdict is not None
     assert verdict.startswith(
-        "stall 20 %: 61 s were waited for data, 55 s of it reading from disk, 6 s putting"
+        "stall 20 %: steps waited 61 s for data, 55 s of it reading from disk, 6 s putting"
     )
-    assert "At most 2.0 % was asked for." in verdict
+    assert "The limit is 2.0 %." in verdict
     assert "Use training.tier=auto: the host tier has room for the records, and would stall" in verdict
 
 
@@ -59,7 +59,9 @@ def test_the_verdict_has_figures_what_was_asked_for_and_a_cure() -> None:
             id="copy",
         ),
         pytest.param({"parts": {"transform": 1.0}, "tier": "host"}, {}, "transforms cheaper", id="transform"),
-        pytest.param({"parts": {"wait": 1.0}, "tier": "host"}, {}, "a core that nobody else uses", id="wait"),
+        pytest.param(
+            {"parts": {"wait": 1.0}, "tier": "host"}, {}, "a core that no other process uses", id="wait"
+        ),
         pytest.param({"parts": {"gather": 1.0}, "tier": "host"}, {}, "A step of 10 ms is short", id="gather"),
     ],
 )

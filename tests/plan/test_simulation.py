@@ -267,15 +267,15 @@ def test_cores_that_share_what_they_compute_with_are_worth_what_they_were_measur
         pytest.param(
             "network=25GB", "network: '25GB' has no unit of rate. Expected 25Gb/s (bits)", id="rate"
         ),
-        pytest.param("nodes=2.5", "nodes: '2.5' is no whole number", id="count"),
+        pytest.param("nodes=2.5", "nodes: '2.5' is not a whole number", id="count"),
         pytest.param("nodes=2 nodes=3", "nodes is given twice", id="twice"),
-        pytest.param("nodes", "'nodes' is no key=value", id="word"),
+        pytest.param("nodes", "'nodes' is not of the form key=value", id="word"),
         pytest.param("nodes=8", "needs records=, record_bytes=, batch=, step=, host_memory=", id="lacking"),
         pytest.param("nodes=-1", "nodes: '-1' is below 0", id="negative"),
         pytest.param("price_node_hour=-3", "price_node_hour: '-3' is below 0", id="price"),
         pytest.param("record_bytes=103kb", "b is a bit, B a byte. Expected 103KB", id="bits"),
-        pytest.param("store=foo network=1Gb/s", "store: 'foo' is not one. Expected local, each", id="store"),
-        pytest.param("order=foo", "order: 'foo' is not one. Expected full", id="order"),
+        pytest.param("store=foo network=1Gb/s", "store: 'foo' is unknown. Expected local, each", id="store"),
+        pytest.param("order=foo", "order: 'foo' is unknown. Expected full", id="order"),
         pytest.param(f"{COMPLETE} epochs=1e30", "epochs is 1e+30. Expected 1e+06 at most", id="huge"),
         pytest.param(f"{COMPLETE} nodes=1e9", "1,000,000,000 ranks. Expected 16,384", id="ranks"),
         *(pytest.param(f"{COMPLETE} {key}=0B/s", f"{key} is 0. Expected more", id=key) for key in RATES),
@@ -296,7 +296,7 @@ def test_what_is_typed_wrong_is_named(words: str, said: str) -> None:
         pytest.param({"batch": 20_000}, "but an epoch has 10000", id="batch"),
         pytest.param({"encoders": 9}, "encoders=9 on 8 ranks", id="encoders"),
         pytest.param({"network_bytes_s": None}, "whose rate is not known", id="network"),
-        pytest.param({"order": "wild"}, "order 'wild' is not one", id="order"),
+        pytest.param({"order": "wild"}, "order 'wild' is unknown", id="order"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(changes: dict[str, object], said: str) -> None:

@@ -91,7 +91,7 @@ def test_a_rank_that_stops_counting_is_gone_before_the_deadline(
         time.sleep(2 * pulse.BEAT_S)
         other._pulse.stop()
         begun = time.monotonic()
-        with pytest.raises(StalledError, match=r"rank 1 of 2 ended without a word.*at the checkpoint"):
+        with pytest.raises(StalledError, match=r"rank 1 of 2 ended without a message.*at the checkpoint"):
             ranks.tell("here", "the checkpoint")
         assert time.monotonic() - begun < 20
 
@@ -108,7 +108,10 @@ def test_who_is_asked_to_end_since_a_rank_was_lost_names_it(
     with join(1) as lost:
         time.sleep(2 * pulse.BEAT_S)
         lost._pulse.stop()
-        with pytest.raises(StalledError, match=r"rank 1 of 2 ended without a word.*at its own end"), survivor:
+        with (
+            pytest.raises(StalledError, match=r"rank 1 of 2 ended without a message.*at its own end"),
+            survivor,
+        ):
             raise request_
 
 

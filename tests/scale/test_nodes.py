@@ -205,7 +205,7 @@ def test_a_node_lost_in_precompute_is_named_and_the_same_command_resumes(net: Ne
     answer = json.loads(out)
     assert launchers[0].returncode != 0
     assert answer["exit_code"] == 5, (answer, err)
-    assert re.search(r"ranks? (2|3|2, 3) of 4 ended without a word", answer["error"]), answer
+    assert re.search(r"ranks? (2|3|2, 3) of 4 ended without a message", answer["error"]), answer
     assert took < LONG_S
     assert cache_of(net.nodes[0].folder).complete, "what the lost node had to do was done by those that live"
 

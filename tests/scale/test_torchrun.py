@@ -101,7 +101,7 @@ def test_a_killed_rank_ends_the_other_with_a_message_that_names_it(project: Path
     answer = json.loads(out)
     assert answer["exit_code"] == 5, (answer, err)
     assert re.search(
-        r"rank 1 of 2 ended without a word.*rank 0 waited .* at .+\. All ranks end", answer["error"]
+        r"rank 1 of 2 ended without a message.*rank 0 waited .* at .+\. All ranks end", answer["error"]
     )
     assert "rank 1: the command was killed by SIGKILL" in err
     cache = stoker.open_cache(project / "data" / "latent_cache" / "burgers1d_train")
@@ -249,4 +249,4 @@ def test_of_four_ranks_one_that_is_killed_or_stopped_ends_three(
         _, err = launcher.communicate(timeout=LONG_S)
 
     assert time.monotonic() - begun < 20 + 10 + 45, "deadline, a look at who is gone, torchrun's own grace"
-    assert err.count("rank 2 of 4 ended without a word") >= 1
+    assert err.count("rank 2 of 4 ended without a message") >= 1

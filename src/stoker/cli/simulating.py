@@ -21,7 +21,7 @@ def simulated(out: Edge, words: list[str], *, as_markdown: bool, picture: Path |
     """Simulate what `words` say, and print it.
 
     Raises:
-        ConfigError: More than one CONFIG, or a word that is none.
+        ConfigError: There is more than one CONFIG, or an unknown word.
     """
     files, settings = tell_settings(words)
     overrides = [word for word in settings if "." in word.partition("=")[0]]
@@ -55,7 +55,7 @@ def simulated(out: Edge, words: list[str], *, as_markdown: bool, picture: Path |
 
 
 def refuse_words(words: list[str]) -> None:
-    """Words of a simulation where none was asked for.
+    """Refuse words of a simulation if `--simulate` is not given.
 
     Raises:
         ConfigError: There is one.
@@ -68,8 +68,8 @@ def refuse_words(words: list[str]) -> None:
         stray = [word for word in plain if word.partition("=")[0] in {*KEYS, *PRICE_KEYS}]
         if stray:
             raise ConfigError(
-                f"{stray[0]} is a word of --simulate, which is not given. Add it, for machines that are not "
-                "here; settings are written with their section, as training.epochs=3"
+                f"{stray[0]} belongs to --simulate, which is not given. Add --simulate to plan for "
+                "other machines. Settings are written with their section, as training.epochs=3"
             )
 
 

@@ -2,7 +2,7 @@
 
 protocol.py   what an encoder promises
 grid.py       fields on a regular grid to tokens
-keeping.py    fields of the raw sample, kept beside what an encoder makes
+keeping.py    fields of the raw sample, stored next to the encoder's output
 module.py     any frozen `nn.Module` or function
 features.py   vision models from a local folder, put together by vision_model.py
 normalize.py  statistics of the training samples, applied before an encoder

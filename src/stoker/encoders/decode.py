@@ -75,7 +75,7 @@ def _averaged(fields: Tensor, axis: int, index: NDArray[np.int64]) -> Tensor:
 
 
 def decoder_of(identity: Mapping[str, Any] | None, weights: Mapping[str, Tensor]) -> Decode | None:
-    """The decoder that belongs to an encoder, from its identity and weights in a recipe; None: there is none.
+    """The decoder of an encoder, from its identity and weights in a recipe; None: it has no decoder.
 
     Raises:
         KeyError: The weights are not those of this encoder.

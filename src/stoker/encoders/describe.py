@@ -241,7 +241,7 @@ def _held(value: object, where: str) -> Json:
     try:
         return _parts(value, where)
     except RecursionError as error:
-        text = f"{where[:100]} is nested too deep to be told apart from another. {_CURE}"
+        text = f"{where[:100]} is nested too deep to be distinguished from another. {_CURE}"
         raise EncoderError(text) from error
     finally:
         _ABOVE.reset(token)
@@ -292,7 +292,7 @@ def _code_value(value: Any, where: str) -> Json:
 
 def _alike(value: object, where: str) -> str:
     return (
-        f"{where} is a {qualified_name(type(value))}, which cannot be told apart from another of its kind. "
+        f"{where} is a {qualified_name(type(value))}, which cannot be distinguished from others of its kind. "
         f"{_CURE}"
     )
 

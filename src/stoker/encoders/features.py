@@ -29,7 +29,7 @@ Pooling: TypeAlias = Literal["cls", "mean", "tokens"]
 """`cls`: the class token. `mean`: the mean of the patches, without class and register tokens. `tokens`: all
 tokens, these first."""
 Processor: TypeAlias = Literal["device", "pil"]
-"""`device`: images are taken at the size at which they come, scaled and normalised beside the model. `pil`:
+"""`device`: images keep their size, and are scaled and normalized on the model's device. `pil`:
 the model's own processor with Pillow, which resizes and crops on the CPU; slower."""
 
 Scaling: TypeAlias = tuple[float, list[float], list[float]]
@@ -90,8 +90,8 @@ class FeatureEncoder:
         for name in ("hidden_size", "patch_size"):
             if not isinstance(self._config.get(name), int):
                 raise EncoderError(
-                    f"{self._folder / 'config.json'} has no {name}, so this is no vision transformer "
-                    "of equal patches. Wrap the model in a ModuleEncoder"
+                    f"{self._folder / 'config.json'} has no {name}, so this is not a vision "
+                    "transformer with equal patches. Wrap the model in a ModuleEncoder"
                 )
 
     @property
@@ -186,7 +186,7 @@ class FeatureEncoder:
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings and weights travel; the model is put together anew."""
+        """Settings and weights travel; the model is built again."""
         return {**self.__dict__, "_model": None, "_digest": None}
 
     @property

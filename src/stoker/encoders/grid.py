@@ -34,7 +34,7 @@ from stoker.units import MIB
 VERSION = 1
 """Bumped by hand whenever equal settings and weights would give other latents."""
 POSITION_GAIN = 0.1
-"""Root mean square of the position features: seen by a network, small beside data of order one."""
+"""Root mean square of the position features: seen by a network, small compared with data of order one."""
 CHUNK_BYTES = 4 * MIB
 """Cells and latents handled at a time, so that both stay in the processor's cache.
 

@@ -1,4 +1,4 @@
-"""Fields of the raw sample kept beside what an encoder makes of it, for losses on the fields themselves."""
+"""Fields of the raw sample stored next to the encoder's output, for losses on the fields themselves."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class ModuleEncoder:
         """
         if any(part.training for part in self._parts):
             raise EncoderError(
-                "the encoder's module is in training mode. Call `module.eval()` and leave it so"
+                "the encoder's module is in training mode. Call `module.eval()` and keep it in eval mode"
             )
         inputs = [batch[name] for name in self._fields]
         lead = inputs[0].shape[: 2 if self._time == "steps" else 1]
@@ -137,7 +137,7 @@ class ModuleEncoder:
         return {**shaped, **{name: value for name, value in batch.items() if name not in self._fields}}
 
     def to(self, device: torch.device) -> None:
-        """Move the module to `device`; a plain function must follow its inputs by itself."""
+        """Move the module to `device`; a plain function must follow the device of its inputs."""
         self._device = device
         if self._owner is not None:
             self._owner.to(device)

@@ -1,7 +1,7 @@
 """What an encoder promises.
 
 An encoder is frozen: it is applied once to every sample and never again, so its identity (class, settings,
-weights, version of its code) is part of the recipe and its weights are stored beside the cache.
+weights, version of its code) is part of the recipe and its weights are stored next to the cache.
 """
 
 from __future__ import annotations

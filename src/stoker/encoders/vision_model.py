@@ -71,7 +71,7 @@ def _model(folder: Path, weights: Mapping[str, Tensor]) -> nn.Module:
         kind: Any = MODEL_MAPPING[type(config)]
     except (ValueError, KeyError, OSError) as error:
         raise EncoderError(
-            f"{folder / 'config.json'} is of no model that transformers knows: {error}"
+            f"{folder / 'config.json'} describes no model that transformers knows: {error}"
         ) from error
     with _quiet(), torch.device("cpu"):
         model, found = kind.from_pretrained(

@@ -73,7 +73,7 @@ class VastClient:
         pause_s: float = 1.0,
     ) -> None:
         if not api.startswith(("http://", "https://")):
-            raise ConfigError(f"{api} is no address of an API. Expected https://...")
+            raise ConfigError(f"{api} is not the URL of an API. Expected https://...")
         self._key, self._api = key, api.rstrip("/")
         self._timeout_s, self._deadline_s, self._pause_s = timeout_s, deadline_s, pause_s
 
@@ -238,7 +238,7 @@ def _object(data: bytes, shown: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise ServiceError(f"{shown}: the answer is no JSON object ({data[:80]!r})")
+        raise ServiceError(f"{shown}: the answer is not a JSON object ({data[:80]!r})")
     return cast("dict[str, Any]", found)
 
 

@@ -134,7 +134,7 @@ stop() {
   esac
 }
 """
-"""A job that somebody cancelled stays cancelled; one that was preempted, or ran out of time, comes again."""
+"""A job that a user canceled stays canceled; one that was preempted, or ran out of time, is queued again."""
 
 STOP_NOTHING = """\
 stop() { :; }
@@ -160,5 +160,5 @@ uploads() {
 """
 """The run's folder goes up only once what was there had come down, so that `sync` removes nothing unseen.
 
-While the run goes on, only the first failure is told: lines in the log are what tells a stall.
+During the run only the first failure is reported: a stall is detected by a log without new lines.
 """

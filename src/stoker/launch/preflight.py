@@ -53,7 +53,7 @@ def find_code(config: Path, repo: str | None, *, need_pushed: bool) -> Code:
     commit = _git(where, "rev-parse", "HEAD").strip()
     if need_pushed and not _git(where, "branch", "-r", "--contains", commit).strip():
         raise ConfigError(
-            f"commit {commit[:12]} is at no remote, as far as is known here. Push it: the machine fetches it"
+            f"commit {commit[:12]} is not at any remote known here. Push it: the machine fetches it"
         )
     return Code(
         repo=_address(repo or _git(where, "remote", "get-url", "origin").strip()),

@@ -1,6 +1,6 @@
 """A command of stoker under torchrun, ended in time, with the exit code of the rank that failed first.
 
-`python -m stoker.launch.ranks COUNT SECONDS COMMAND ...`: what the start-up script runs. torchrun by itself
+`python -m stoker.launch.ranks COUNT SECONDS COMMAND ...`: what the start-up script runs. torchrun alone
 ends with exit code 1 whatever its ranks ended with, and leaves them 30 seconds once it is asked to end.
 """
 

@@ -52,7 +52,7 @@ def _image(config: Config) -> Row:
         )
         return failed(check, error)
     if found["digest"] is None and found["tag"] in (None, "latest"):
-        detail = f"{image} is another image another day. Name a tag, or a digest"
+        detail = f"{image} may be another image tomorrow. Name a tag other than latest, or a digest"
         return Row(check=check, status="warn", detail=detail)
     return Row(check=check, status="pass", detail=image)
 

@@ -11,7 +11,7 @@ from stoker.launch.plan import Launch
 from stoker.schema import Json
 
 OTHERS = 3
-"""Offers that are tried after the first was taken by somebody else."""
+"""Offers that are tried after another customer took the first."""
 GONE = (400, 404, 410)
 
 
@@ -116,7 +116,7 @@ def up(client: VastClient, launch: Launch, offer: int | None = None) -> Rented:
             number = client.create(one.id, launch.request(shown=False))
         except ServiceError as error:
             if error.status in GONE and one is not chosen[: 1 + OTHERS][-1]:
-                continue  # somebody else was faster
+                continue  # another customer was faster
             raise
         return Rented(launch=launch, instance=number, offer=one)
     raise ConfigError("every offer was taken meanwhile. Try again")
@@ -146,7 +146,7 @@ def down(client: VastClient, label: str, instance: int | None = None, *, destroy
 
 
 def _chosen(client: VastClient, label: str, instance: int | None) -> Sequence[Instance]:
-    """Machines of a run, or the one of them that was named: nobody else's are touched.
+    """Machines of a run, or the one of them that was named. Machines of other runs are not touched.
 
     Raises:
         ConfigError: There is none.

@@ -24,7 +24,7 @@ class GpuWatch:
         opening: Callable[[str | None], GpuSampler | GpuAbsent] = open_gpu,
         every_s: float = EVERY_S,
     ) -> None:
-        """`uuid`, `opening`: which GPU, and how it is opened (in the thread, so that nobody waits for it)."""
+        """`uuid`, `opening`: which GPU, and how it is opened (in the thread: the caller does not wait)."""
         self._lock = threading.Lock()
         self._sum, self._count = 0.0, 0
         self._absent: GpuAbsent | None = None
@@ -35,7 +35,7 @@ class GpuWatch:
         self._thread.start()
 
     def take(self) -> float | GpuAbsent:
-        """Mean utilisation since the last call, 0..1; or why there is none."""
+        """Mean utilisation since the last call, 0..1; or why it is not known."""
         with self._lock:
             total, count = self._sum, self._count
             self._sum, self._count = 0.0, 0

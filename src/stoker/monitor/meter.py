@@ -17,7 +17,7 @@ from stoker.schema import Json
 
 Part: TypeAlias = Literal["fetch", "read", "gather", "copy", "transform", "wait"]
 """What a wait was for: bytes from an object store or shared storage, reading from disk, putting the batch
-together in memory (all that nobody else claims), copying it to the device or into page-locked memory, the
+together in memory (all time without another cause), copying it to the device or into page-locked memory, the
 user's transforms, or waiting for another thread."""
 PARTS: tuple[Part, ...] = get_args(Part)
 
@@ -92,7 +92,7 @@ def _combined(a: StallReport, b: StallReport, sign: int) -> StallReport:
 
 
 class StallMeter:
-    """Written by one loader, read by whoever reports. Costs well below a microsecond a call.
+    """Written by one loader, read by the code that reports. Costs well below a microsecond a call.
 
     Calls come from the thread that iterates; they are not locked.
     """
@@ -109,7 +109,7 @@ class StallMeter:
         self.reset()
 
     def reset(self) -> None:
-        """Start counting anew; the ceiling stays."""
+        """Start counting again; the ceiling stays."""
         self._wait_s = self._first_s = self._waited_s = 0.0
         self._step_ns = self._batches = self._examples = self._bytes = 0
         self._handed_ns = 0
@@ -122,7 +122,7 @@ class StallMeter:
         self._waited_s += wait_s
 
     def spent(self, part: Part, seconds: float) -> None:
-        """Say what some of the wait in progress is for. What nobody claims counts as `gather`."""
+        """Say what some of the wait in progress is for. The rest counts as `gather`."""
         self._spent.append((part, seconds))
 
     def outside(self, seconds: float) -> None:

@@ -1,7 +1,7 @@
 """The process of one tracker: takes lines of JSON from standard input until they end.
 
 Standard output and error are the tracker's log. A run that was killed closes the pipe without a last word,
-and its tracker then says so by itself.
+and its tracker then reports that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a run's figures are kept beside its own folder: TensorBoard, Weights & Biases, MLflow, or one's own.
+"""Where figures go in addition to a run's folder: TensorBoard, Weights & Biases, MLflow, or one's own.
 
 A tracker runs in a process of its own (`tracking.py` starts it), so it may block, fail or take its time. Each
 of these packages is imported by its own class, on its first use: none of them is needed to train.
@@ -41,14 +41,14 @@ class TrackedRun:
     settings: Mapping[str, Json]
     """All settings, by section."""
     resumed: bool = False
-    """It goes on with a run that was begun before in the same folder."""
+    """It continues a run that was started before in the same folder."""
 
 
 class Tracker(Protocol):
     """Keeps the figures of one run. Calls come one after another, from one thread of a process of its own.
 
     Whatever it raises is written to `tracker-<name>.log` in the run's folder; an error in `start` ends it,
-    one in `log` loses that row. The run goes on either way.
+    one in `log` loses that row. The run continues either way.
     """
 
     def start(self, run: TrackedRun) -> None:
@@ -95,7 +95,8 @@ class WeightsAndBiases:
 
         settings: Any = wandb.setup().settings
         offline = settings.mode == "offline" or not (
-            settings.mode != "online" or wandb.login(prompt=False)  # asks nobody: there is no one to answer
+            settings.mode != "online"
+            or wandb.login(prompt=False)  # without a prompt: there is no user to answer
         )
         self._run: Any = wandb.init(
             project=settings.project or PROJECT,
@@ -182,7 +183,7 @@ NEEDS: Mapping[str, Sequence[str]] = {
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse names that nobody knows, and packages that are not there, before any work is done.
+    """Refuse unknown names, and packages that are not installed, before any work is done.
 
     Raises:
         ConfigError: One of them.
@@ -192,7 +193,7 @@ def check_trackers(names: Sequence[str]) -> None:
         if name not in BUILT_IN and name not in others:
             known = ", ".join([*BUILT_IN, *sorted(others)])
             raise ConfigError(
-                f"training.trackers names {name!r}, which is no tracker. Expected some of {known}, or an "
+                f"training.trackers names {name!r}, which is not a tracker. Expected some of {known}, or an "
                 f"entry point of the group {GROUP}"
             )
         lacking = [] if name in others else [need for need in NEEDS[name] if find_spec(need) is None]
@@ -207,7 +208,7 @@ def make_tracker(name: str) -> Tracker:
     """The tracker of a name; one of another package wins over ours.
 
     Raises:
-        ConfigError: Nobody knows it, or its package is not there.
+        ConfigError: It is unknown, or its package is not installed.
     """
     check_trackers([name])
     for point in entry_points(group=GROUP, name=name):
@@ -237,5 +238,5 @@ def kept_id(run: TrackedRun, name: str) -> str | None:
 
 
 def keep_id(run: TrackedRun, name: str, text: str) -> None:
-    """Note the id for a run that goes on with this one."""
+    """Record the id for a run that continues this one."""
     (run.folder / f"tracker-{name}.id").write_text(text + "\n", encoding="utf-8")

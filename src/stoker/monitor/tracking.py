@@ -104,7 +104,7 @@ class _Pipe:
         self._dropped += 1
         if self._dropped == 1:
             self._say(
-                f"tracker {self._name} does not keep up: figures are dropped, the run goes on ({self._log})"
+                f"tracker {self._name} does not keep up: figures are dropped, the run continues ({self._log})"
             )
         if written:
             self._stop_sending()
@@ -139,13 +139,15 @@ class _Pipe:
         """Say once that the process failed, in its own last words."""
         if not self._told:
             self._told = True
-            self._say(f"tracker {self._name} failed, the run goes on: {_last_line(self._log)} ({self._log})")
+            self._say(
+                f"tracker {self._name} failed, the run continues: {_last_line(self._log)} ({self._log})"
+            )
         self._stop_sending()
         return False
 
 
 def _last_line(log: Path) -> str:
-    """The last line of a log, or that there is none."""
+    """The last line of a log, or that it is empty."""
     with suppress(OSError), log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
         lines = file.read().decode(errors="replace").split("\n")

@@ -45,9 +45,9 @@ def over_budget(waiting: Waiting, budget: float, plan: Plan) -> str | None:
     if waiting.stall <= budget:
         return None
     return (
-        f"stall {format_percent(waiting.stall)}: {format_seconds(waiting.wait_s)} were waited for data, "
-        f"{said_parts(waiting.parts) or 'for what is not known'}. At most {format_percent(budget)} was asked "
-        f"for. {cure(waiting, plan)}"
+        f"stall {format_percent(waiting.stall)}: steps waited {format_seconds(waiting.wait_s)} for data, "
+        f"{said_parts(waiting.parts) or 'cause unknown'}. The limit is {format_percent(budget)}. "
+        f"{cure(waiting, plan)}"
     )
 
 
@@ -92,8 +92,8 @@ def cure(waiting: Waiting, plan: Plan) -> str:
     if main == "transform":
         return "Make the transforms cheaper, or have them work on batches that are on the device already"
     if main == "wait":
-        return "Another thread was late: give this process a core that nobody else uses"
+        return "Another thread was late: give this process a core that no other process uses"
     return (
-        f"A step of {format_seconds(waiting.step_s)} is short beside a batch of this size: give this process "
+        f"A step of {format_seconds(waiting.step_s)} is short for a batch of this size: give this process "
         "a core that the step leaves free, or store a smaller dtype (latent_cache_dtype)"
     )

@@ -135,5 +135,5 @@ def say_together(held: int, records: int) -> str:
     return (
         f"one device holds {format_count(held)} of {format_count(records)} records, {count} of them hold all "
         f"together: `torchrun --nproc-per-node {count} -m stoker train CONFIG training.order=static`, "
-        f"1/{count} of the examples each, shuffled by itself"
+        f"1/{count} of the examples each, shuffled separately"
     )

@@ -17,7 +17,7 @@ from stoker.units import format_bytes
 
 
 class Claim:
-    """What one loader means to hold, and how much of that it has taken. Void once nobody refers to it."""
+    """The memory that one loader reserves, and how much of it is filled. It ends with its last reference."""
 
     __slots__ = ("__weakref__", "_ledger", "parts", "taken")
 

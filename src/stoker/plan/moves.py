@@ -24,7 +24,7 @@ MEMORIES: tuple[Literal["device", "host"], ...] = ("device", "host")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calm:
-    """How long there has been no shortage, and how long there shall be none before more is held."""
+    """How long there has been no shortage, and how long there must be none before more memory is filled."""
 
     since_s: float
     """When memory was last short, or when the first look was."""

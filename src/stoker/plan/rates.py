@@ -38,11 +38,11 @@ class Load:
     """Seconds that loading one batch takes."""
 
     alone_s: float
-    """All of them, where nothing goes on beside the step."""
+    """All of them, where nothing overlaps with the step."""
     direct_s: float
     """Where a core is free to prefetch: those that the step waits for nevertheless."""
     beside_s: float
-    """Those that then go on beside the step before."""
+    """Those that overlap with the step before."""
     at_step: tuple[float, float] | None = None
     """Seconds of a step of its kind, and those that a batch then costs beyond it: waited for, or because who
     loads slows the step; None: not tried."""

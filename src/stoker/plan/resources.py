@@ -195,7 +195,7 @@ def use_device(device: str | torch.device) -> None:
 
 
 def give_back(device: torch.device) -> None:
-    """Return to the driver what torch keeps of freed memory of a GPU, and measure its peak anew.
+    """Return to the driver what torch keeps of freed memory of a GPU, and start measuring its peak again.
 
     After something large went that is not the model's: the peak is what the model will want again
     (`device_again`), and had it in.

@@ -93,7 +93,7 @@ class TierShare:
     direct_s: float | None
     """Seconds of loading one batch from this tier alone that the step waits for; None: not known."""
     beside_s: float
-    """Seconds of it that go on beside the step before."""
+    """Seconds of it that overlap with the step before."""
     stall: float | None
     """Stall with every batch from this tier, 0..1; None until the time of a step is known."""
     note: str
@@ -193,7 +193,7 @@ def stall_of(load_s: float, step_s: float, *, prefetch: bool) -> float:
 
     Args:
         load_s, step_s: Seconds to load one batch, and to compute one step.
-        prefetch: Loading goes on beside the step, on a core of its own.
+        prefetch: Loading overlaps with the step, on a separate core.
 
     >>> stall_of(0.070, 0.031, prefetch=True)  # the step waits for what loading takes longer
     0.5571428571428572
@@ -218,7 +218,7 @@ def plan_tiers(
 
     Args:
         demand, resources: What is to be served, and what this process may use.
-        tier: `auto`, or the one tier that shall hold all stored records.
+        tier: `auto`, or the one tier that must hold all stored records.
         reserve_bytes: Memory of the device to leave to the model (host memory where the device is the
             CPU). None: 2 % of a GPU once `step_s` is known or `tier="device"` was asked for, else half
             of it; 20 % of host memory.
@@ -235,7 +235,7 @@ def plan_tiers(
     {'device': 0, 'host': 40, 'disk': 10, 'encode': 0}
     """
     if tier not in ("auto", *TIERS):
-        raise ConfigError(f"tier {tier!r} is not one. Expected auto, {', '.join(TIERS)}")
+        raise ConfigError(f"tier {tier!r} is unknown. Expected auto, {', '.join(TIERS)}")
     if step_s is not None and not (math.isfinite(step_s) and step_s > 0):
         raise ConfigError(f"a step of {step_s} s cannot be planned for. Expected seconds above 0")
     rates = rates or Rates()
@@ -318,9 +318,9 @@ def _row(tier: Tier, records: int, facts: Facts, step_s: float | None) -> TierSh
 
 
 def _loads(tier: Tier, facts: Facts) -> tuple[float, float] | None:
-    """Seconds to load one batch from `tier` alone: those waited for, and those beside the step.
+    """Seconds to load one batch from `tier` alone: those waited for, and those that overlap with the step.
 
-    On a CPU the step wants all cores, so only waiting for a disk goes on beside it, not copying. Towards a
+    On a CPU the step wants all cores, so only waiting for a disk overlaps with it, not copying. Towards a
     GPU everything does, given a second core. A gather on the GPU goes through the same queue as the step.
     """
     demand, rates = facts.demand, facts.rates
@@ -369,7 +369,7 @@ def _note(tier: Tier, records: int, facts: Facts) -> str:
 
 
 def _mean_loads(rows: tuple[TierShare, ...]) -> tuple[float, float] | None:
-    """Seconds of loading a mean batch that are waited for, and those beside the step; None: not known."""
+    """Seconds to load a mean batch: those waited for, and those that overlap with the step; None: unknown."""
     total = sum(row.records for row in rows) or 1
     direct = beside = 0.0
     for row in rows:

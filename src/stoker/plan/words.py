@@ -1,6 +1,6 @@
 """A plan in words: why these tiers, with the figures that decided.
 
-Text only; nothing here decides. It lies beside `tiers.py` so that the arithmetic stays readable.
+Text only; nothing here decides. It is separate from `tiers.py` so that the arithmetic stays readable.
 """
 
 from __future__ import annotations

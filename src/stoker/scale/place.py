@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from stoker.errors import ConfigError
 
 NEEDED = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What a launcher says beside WORLD_SIZE."""
+"""What a launcher sets in addition to WORLD_SIZE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

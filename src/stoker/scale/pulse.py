@@ -30,7 +30,7 @@ def meet(place: Place, deadline_s: float, *, host: bool) -> Any:
     """A connection to the meeting point; `host`: this call may open it, where no launcher does.
 
     Raises:
-        StalledError: Nobody opened it within `deadline_s` seconds.
+        StalledError: No process opened it within `deadline_s` seconds.
     """
     try:
         store = TCPStore(
@@ -78,7 +78,7 @@ class Pulse:
         self._ended = threading.Event()
         self._seen: dict[int, tuple[str, float]] = {}
         self.at = "its start"
-        """What this rank is doing, in words; told to whoever waits for it."""
+        """What this rank is doing, in words, for the ranks that wait for it."""
         self._thread = threading.Thread(target=self._beat, name="stoker-pulse", daemon=True)
         self._thread.start()
 
@@ -89,7 +89,7 @@ class Pulse:
             number += 1
             try:
                 mine.set(f"beat/{self._place.rank}", f"{number} {self.at}")
-            except RuntimeError:  # the meeting point is gone, and whoever kept it is to blame
+            except RuntimeError:  # the meeting point is gone: its rank is to blame
                 return
 
     def stop(self) -> None:
@@ -98,7 +98,7 @@ class Pulse:
         self._thread.join(2 * BEAT_S)
 
     def leave_note(self, text: str, *, asked: bool = False) -> None:
-        """Say why this rank ends, and whether it was asked to; nobody may be there to read it."""
+        """Say why this rank ends, and whether it was asked to; other ranks may be gone already."""
         try:
             self._store.set(f"ended/{self._place.rank}", json.dumps({"text": text, "asked": asked}))
         except RuntimeError:
@@ -113,7 +113,7 @@ class Pulse:
                 if all(self._has_left(rank) for rank in range(1, self._place.world)):
                     return
                 time.sleep(BEAT_S / 10)
-        except RuntimeError:  # somebody else has closed it
+        except RuntimeError:  # another process has closed it
             return
 
     def _note(self, rank: int) -> dict[str, Any] | None:
@@ -121,7 +121,7 @@ class Pulse:
         return json.loads(self._read(f"ended/{rank}", "null"))
 
     def blame(self, what: str, since: float, *, asked: bool = False) -> StalledError | None:
-        """Whose fault it is that a wait failed; None: nobody ended, and everybody counts.
+        """Whose fault it is that a wait failed; None: no rank ended, and all are alive.
 
         Args:
             what: What the ranks were at.
@@ -193,7 +193,7 @@ class Pulse:
         place, several = self._place, len(ranks) > 1
         who = ("ranks " if several else "rank ") + ", ".join(map(str, ranks))
         return (
-            f"{who} of {place.world} ended without a word (killed, stopped or cut off): rank {place.rank} "
+            f"{who} of {place.world} ended without a message (killed, stopped or cut off): rank {place.rank} "
             f"waited {time.monotonic() - since:.1f} s for {'them' if several else 'it'} at {what}. All ranks "
-            "end now. The same command goes on from what is stored, with as many ranks as there are"
+            "end now. The same command continues from what is stored, with as many ranks as there are"
         )

@@ -1,4 +1,4 @@
-"""What the ranks of a run do together. A process alone does the same with nobody to wait for.
+"""What the ranks of a run do together. A single process does the same without waiting.
 
 Whatever is agreed on is the same on every rank to the last bit: values are gathered and summed in the order
 of ranks by each of them.
@@ -70,4 +70,4 @@ class Ranks:
 
 
 ALONE = Ranks()
-"""For whoever was not told of other ranks."""
+"""For a process without other ranks."""

@@ -12,7 +12,7 @@ MOST_VIEWS = 10_000
 
 
 class Board:
-    """An actor beside the driver. It keeps no state worth saving: started again, it hears the next word."""
+    """An actor on the driver's node. Its state need not be saved: after a restart it gets new reports."""
 
     def __init__(self) -> None:
         self._views: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}

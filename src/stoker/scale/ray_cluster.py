@@ -149,7 +149,7 @@ class RayCluster:
         )
 
     def free(self) -> str:
-        """What nobody uses at the moment, in words."""
+        """Describe the resources that are free at the moment."""
         found = cast("dict[str, float]", ray.available_resources())
         return f"CPU {found.get('CPU', 0.0):g}, GPU {found.get('GPU', 0.0):g}"
 
@@ -188,7 +188,7 @@ def _within(
     def run() -> None:
         try:
             call()
-        except BaseException as error:  # noqa: BLE001  raised by whoever waits
+        except BaseException as error:  # noqa: BLE001  raised in the thread that waits
             ended.append(error)
         else:
             ended.append(None)
@@ -201,7 +201,7 @@ def _within(
         thread.join(_LOOK_S)
         waited += _LOOK_S
         if interrupts.signal is not None:
-            raise Interrupted("stopped while connecting to the Ray cluster; nothing was begun")
+            raise Interrupted("stopped while connecting to the Ray cluster; nothing was started")
         if not ended and waited > deadline_s:
             raise StalledError(
                 f"the Ray cluster did not answer within {deadline_s:g} s. Look at it with `ray status`; a "

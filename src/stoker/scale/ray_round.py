@@ -53,7 +53,7 @@ SIGHT_S = 90.0
 SHARE_S = 10.0
 """Work that one worker may have left while another has none; sharing it costs two starts of readers."""
 STOP_S = 30.0
-"""What a task that is to stop gets beside the time to write one group."""
+"""What a task that is to stop gets in addition to the time to write one group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,7 @@ class Round:
             kind = getattr(errors, answer["error"], StokerError)
             raise kind(f"node {answer['node']}, samples {task.slice.span}: {answer['message']}")
         if not (answer["finished"] or task.halted or answer["encoded"] or answer["failures"]):
-            self._lost(task, "it was told to stop, and not by us")
+            self._lost(task, "something other than Stoker told it to stop")
             return
         self._slices.put_back(answer["rest"])
         self._encoded += answer["encoded"]
@@ -215,7 +215,7 @@ class Round:
         self._failures += [Failure(**failure) for failure in answer["failures"]]
 
     def _share_out(self) -> None:
-        """Have the task with the most left end, where others have nothing: what is left is cut anew."""
+        """End the task with the most left if others have nothing: the rest is cut into new slices."""
         tasks = self._tasks.values()
         if not self._slices.empty or len(tasks) >= self._room or any(task.halted for task in tasks):
             return
@@ -255,7 +255,7 @@ class Round:
             self._listen(LAST_WORDS_S)
 
     def _listen(self, wait_s: float = 0.0) -> None:
-        """What tasks say about themselves; a board that is gone starts anew, and is asked again."""
+        """What tasks say about themselves; a lost board is started and asked again."""
         if self._asked is None:
             self._asked = self._board.look.remote([task.place for task in self._tasks.values()])
         if not ray.wait([self._asked], timeout=wait_s)[0]:
@@ -351,7 +351,7 @@ class Round:
 
 
 def _end(task: Out) -> None:
-    """End a worker that may be deaf to Ray, from beside it: else its place would be taken for ever."""
+    """End a worker that may not answer Ray, with a task on its node: else its place would never be free."""
     node, *process = task.view.process
     strategies: Any = ray.util.scheduling_strategies
     beside = strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)

@@ -296,7 +296,7 @@ class _Teller:
 
     def insist(self, text: str) -> None:
         """Say something and wait until it is heard, for this process is about to end."""
-        with suppress(Exception):  # whoever is not there cannot be told
+        with suppress(Exception):  # a process that is gone cannot be told
             _ray().get(self._board.note.remote(f"{self._node}: {text}"), timeout=_LAST_WORD_S)
 
     def close(self) -> None:

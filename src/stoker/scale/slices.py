@@ -2,7 +2,7 @@
 
 Arithmetic on numbers; nothing here knows who the workers are, or how fast. A worker ends early when its time
 is up, or when others have nothing left to do; what it did not get to comes back and is cut again. So readers
-are started seldom, and a slow worker holds nobody up.
+are started seldom, and a slow worker does not hold up others.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Slices:
         self._offsets = np.array([part.offset for part in recipe.parts], np.int64)
         self._edges = np.array([run.start for run in runs], np.int64)
         self._left: deque[NDArray[np.int64]] = deque([missing] if len(missing) else [])
-        """What nobody has, in pieces of whole groups."""
+        """The samples that no worker has, in pieces of complete groups."""
         self._made = 0
         self._again: deque[Slice] = deque()
         """What was lost with its worker."""

@@ -1,6 +1,6 @@
 """Which machines of a run see the same files in a folder: found out, not asked.
 
-Each machine leaves a file with a name that nobody can guess, tells it to the others, and looks for theirs.
+Each machine leaves a file with a random name, tells it to the others, and looks for theirs.
 Nothing else tells: a path that is equal on two machines may be one folder or two, and a file system that
 can be shared may not be.
 """
@@ -20,7 +20,7 @@ _AT = "a look at which machines share the cache folder"
 def nodes_that_share(folder: Path, ranks: Ranks) -> list[int]:
     """The machines that see what this one writes into `folder`, itself among them, ascending.
 
-    All ranks are to make this call. A machine that cannot write there shares with nobody.
+    All ranks are to make this call. A machine that cannot write there shares no folder.
 
     Raises:
         StalledError: A rank did not come.

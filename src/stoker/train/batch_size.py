@@ -46,7 +46,7 @@ def find_batch_size(  # noqa: PLR0913 - the public face; every setting is named 
             `state_dict` and `load_state_dict` (a schedule, a scaler). They are put back as they were too.
         initial, maximum: The first number that is tried, and the largest.
         precision: Bisection ends when the answer is known within this part of itself; 0: to the example.
-        steps: Steps of each trial: in the first an optimizer makes its state, the second runs beside it.
+        steps: Steps of each trial: in the first an optimizer makes its state, the second runs with it.
 
     Returns:
         A number that was tried and ran. Leave some room below it where sizes vary.
@@ -147,7 +147,7 @@ def _repeated(batches: Iterable[Any]) -> MakeBatch:
 
 
 def _examples(batch: Any) -> int:
-    """The length of axis 0 that the first tensor has, or `index`, if there is one; 0 where there is none."""
+    """The length of axis 0 that the first tensor has, or of `index`; 0 without either."""
     index = batch.get("index") if isinstance(batch, Mapping) else getattr(batch, "index", None)
     if isinstance(index, Tensor):
         return len(index)  # fields of varying length are no measure

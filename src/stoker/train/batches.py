@@ -46,7 +46,7 @@ class PairBatch(Protocol):
 
 
 class PairLoader(Protocol):
-    """A loader that can save its place. A finished pass moves it on to the next epoch by itself."""
+    """A loader that can save its place. A finished pass moves it to the next epoch automatically."""
 
     def __iter__(self) -> Iterator[PairBatch]:
         """One pass, or the rest of the pass that a loaded state began."""
@@ -65,7 +65,7 @@ class PairLoader(Protocol):
         ...
 
     def load_state_dict(self, state: Any, /) -> None:
-        """Go on from a saved place."""
+        """Continue from a saved state."""
         ...
 
 

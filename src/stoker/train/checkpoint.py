@@ -105,7 +105,9 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         if isinstance(error, CorruptError):
             raise
-        raise CorruptError(f"{folder} is not a whole checkpoint: {type(error).__name__}: {error}") from error
+        raise CorruptError(
+            f"{folder} is not a complete checkpoint: {type(error).__name__}: {error}"
+        ) from error
 
 
 def newest_checkpoint(
@@ -123,20 +125,20 @@ def newest_checkpoint(
 def checkpoint_to_resume(
     root: Path, on_damaged: Callable[[str], None], *, expected: bool = False
 ) -> Checkpoint | None:
-    """The checkpoint that a run goes on from; None where it has not made one yet.
+    """The checkpoint that a run continues from; None where it has not made one yet.
 
     Args:
         root, on_damaged: As for `newest_checkpoint`.
-        expected: There was one, as somebody else knows.
+        expected: There was one, as another record of the run says.
     Raises:
-        CorruptError: There are, or were, checkpoints, and none is whole: to begin anew would throw away what
-            was learnt without a word.
+        CorruptError: There are, or were, checkpoints, and none is complete. Starting again would
+            discard the training without a message.
     """
     found = newest_checkpoint(root, on_damaged)
     there = len(_folders(root))
     if found is None and (there or expected):
         raise CorruptError(
-            f"{root}: none of {there} checkpoints is whole, and the run had made some",
+            f"{root}: none of {there} checkpoints is complete, and the run had made some",
             advice="Bring one back from a copy, or start again as another run",
         )
     return found
@@ -156,7 +158,7 @@ def _folders(root: Path, kind: Kind | None = None) -> list[Path]:
 
 
 def _superseded(folder: Path, kind: Kind) -> list[Path]:
-    """Checkpoints of a kind that need not be kept beside the one just written.
+    """Checkpoints of a kind that are not needed after the one just written.
 
     Those of later steps are among them: they were damaged, or the run would have gone on from there.
     """

@@ -62,7 +62,7 @@ class TrainConfig:
     rollout_samples: int = 8
     """Trajectories rolled out in validation when windows carry no `future`; 0 for none."""
     resume: bool = False
-    """Go on from the newest valid checkpoint of the run's folder, if there is one."""
+    """Continue from the newest valid checkpoint of the run's folder, if there is one."""
 
     def __post_init__(self) -> None:
         """Check types and ranges."""

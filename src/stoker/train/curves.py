@@ -1,4 +1,4 @@
-"""Draw the curves of a run: training loss, validation errors beside persistence, stall."""
+"""Draw the curves of a run: training loss, validation errors and persistence, stall."""
 
 from __future__ import annotations
 

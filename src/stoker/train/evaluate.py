@@ -1,4 +1,4 @@
-"""Validation: the error of one step beside that of doing nothing, and of whole roll-outs.
+"""Validation: the error of one step, that of predicting no change, and those of complete roll-outs.
 
 An error is always `sqrt(sum |prediction - truth|^2 / sum |truth|^2)` over the whole set, in latent space,
 summed in float64; with a decoder also of the decoded fields, in their own units. Doing nothing (persistence,
@@ -54,7 +54,7 @@ class Evaluation:
 class PhysicalErrors:
     """Errors of decoded predictions against decoded truth, by the names of `Evaluation`.
 
-    What the encoder itself loses is in neither side; it is given beside them.
+    What the encoder itself loses is in neither side; it is reported separately.
     """
 
     nrmse: float
@@ -218,7 +218,7 @@ class _Chains:
         """The first `count` of them, by length: states `(n, L, D)` that they begin with, truth
         `(steps, n, L, D)` and conditions `(steps, n, C)`.
 
-        A chain with a gap is none: its first steps alone would pass for a whole roll-out.
+        A chain with a gap is left out: its first steps alone would look like a complete roll-out.
         """
         by_length: dict[int, list[_Chain]] = {}
         for chain in islice(self._chains.values(), count):

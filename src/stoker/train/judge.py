@@ -57,7 +57,7 @@ def by_task(errors: Mapping[str, float | None]) -> dict[str, Errors]:
 
 
 def with_lost(errors: Mapping[str, float | None], spaces: Mapping[str, PhysicalSpace]) -> Errors:
-    """The errors, and beside them what each task's encoder loses, with its mean."""
+    """The errors, and what each task's encoder loses, with its mean."""
     lost = {task: space.reconstruction() for task, space in spaces.items()}
     tasks = by_task(errors).keys() or {""}
     own = {f"{LOST}{OF_TASK}{task}" if task else LOST: value for task, value in lost.items()}

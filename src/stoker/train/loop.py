@@ -59,15 +59,15 @@ def train(  # noqa: PLR0913  the face: two loaders, and all else by name
 
     Args:
         train_loader: Latent pairs.
-        val_loader: The same, or by name those of each task, which is then judged by itself; None: no
+        val_loader: The same, or by name those of each task, which is then validated separately; None: no
             validation.
-        config: Settings; with `resume`, the run in `run_dir` goes on where it was.
+        config: Settings; with `resume`, the run in `run_dir` continues where it stopped.
         run_dir: Without `resume`, a run that is there is moved aside (`*.previous`).
         meter: The one that `train_loader` writes into.
         on_event: Told of what happens, see `EventSink`.
         ranks: The processes that train together, each with its own part of both sets; rank 0 writes and
-            tells. A rank that has nothing to validate gives None beside others that have.
-        physical: Validation decodes states with it, and reports errors of fields beside those of states; by
+            tells. A rank that has nothing to validate gives None while others validate.
+        physical: Validation decodes states with it, and reports errors of fields as well as of states; by
             task where there are several.
         about: More for the run's page, asked for when it is over.
 
@@ -306,11 +306,11 @@ class Session:
         self._tell("stop", {"signal": name, "step": progress.step})
         raise Interrupted(
             f"{name} after step {progress.step} in epoch {progress.epoch + 1}; "
-            f"saved {path}. The same command goes on from there; from Python, TrainConfig(resume=True)"
+            f"saved {path}. The same command continues from there; from Python, TrainConfig(resume=True)"
         )
 
     def _evaluate(self, train_s: float, *, over: bool) -> None:
-        """Judge the weights, write the epoch's line and its checkpoints, and move on to the next pass."""
+        """Validate the weights, write the epoch's line and its checkpoints, and start the next pass."""
         run, progress = self.run, self.run.progress
         begun_s = time.perf_counter()
         if self.validates:

@@ -13,7 +13,7 @@ from stoker.schema import Json
 
 
 class MetricsLog:
-    """`metrics.jsonl` of a run: lines of kind `start`, `step` and `epoch`; `writes`: false beside rank 0."""
+    """`metrics.jsonl` of a run: lines of kind `start`, `step` and `epoch`. `writes`: true on rank 0 alone."""
 
     def __init__(self, path: Path, *, writes: bool = True) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""What decides the last bits of a step beside the settings: kept with a run, compared when it is resumed."""
+"""What decides the last bits of a step besides the settings: kept with a run, compared on resume."""
 
 from __future__ import annotations
 

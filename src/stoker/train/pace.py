@@ -1,4 +1,4 @@
-"""What a run's meter says while it goes on: to whoever listens, to `stall.jsonl`, and into the progress."""
+"""Report a run's meter during the run: to listeners, to `stall.jsonl`, and in the progress."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Pace:
         self._journals: tuple[StallJournal, StallJournal] | None = None
         if meter is not None:
             meter.reset()
-            folder.mkdir(parents=True, exist_ok=True)  # on another machine than rank 0's nobody made it
+            folder.mkdir(parents=True, exist_ok=True)  # on a machine without rank 0 it does not exist yet
             path = folder / journal_name(meter.epoch().rank)
             self._journals = (
                 StallJournal(meter, every_s=TELL_S, clock=clock),
@@ -45,7 +45,7 @@ class Pace:
             )
 
     def begin_pass(self) -> None:
-        """Count anew: what lies between two passes is neither waiting nor stepping."""
+        """Start counting again: time between two passes is neither waiting nor stepping."""
         if self._meter is not None and self._journals is not None:
             self._meter.reset()
             for journal in self._journals:

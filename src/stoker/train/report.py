@@ -65,7 +65,7 @@ OF_A_TASK: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A table that whoever started the run adds to its page."""
+    """A table that the caller adds to the page of a run."""
 
     title: str
     rows: Sequence[Sequence[str]]
@@ -97,7 +97,7 @@ def write_report(
     Args:
         rows: Lines of `metrics.jsonl`.
         report, config: What the run came to, and its settings.
-        more: What whoever started it has to say.
+        more: Tables of the caller.
     """
     curves = folder / "curves.png"
     draw_curves(rows, curves)
@@ -123,7 +123,7 @@ def write_report(
 
 
 def _summary(report: TrainReport) -> str:
-    """The figures that matter, each error beside its own persistence."""
+    """The most important figures, each error with its persistence."""
     stall = _or_dash(report.stall, format_percent)
     figures = {
         "validation NRMSE": _error(report.val_nrmse, report.persistence_nrmse),
@@ -155,7 +155,7 @@ def _tasks(report: TrainReport) -> str:
 
 
 def _physical(report: TrainReport) -> dict[str, str]:
-    """Errors of decoded fields, beside what the encoder itself loses; nothing without a decoder."""
+    """Errors of decoded fields and of the encoder itself; nothing without a decoder."""
     if report.physical_nrmse is None:
         return {}
     lost = _or_dash(report.reconstruction_nrmse, _figure)
@@ -169,7 +169,7 @@ def _physical(report: TrainReport) -> dict[str, str]:
 
 
 def _alone(ceiling_s: float) -> str:
-    """The time of a step that never waits, beside that of the run's."""
+    """The time of a step that never waits, next to that of the run's steps."""
     return f" <small>{format_seconds(ceiling_s)} with its batch at hand</small>"
 
 

@@ -106,7 +106,7 @@ class Run:
 
     @property
     def numerics(self) -> dict[str, Json]:
-        """What decides the last bits of a step beside the settings."""
+        """What decides the last bits of a step in addition to the settings."""
         return numerics_of(self.device, self.amp)
 
     @property
@@ -157,7 +157,7 @@ def check_validation(loader: Validation, patience: int | None, ranks: Ranks) -> 
 
 @contextmanager
 def own_folder(folder: Path) -> Generator[None]:
-    """Hold a run's folder: nobody else trains in it meanwhile, and what a kill left half-written goes.
+    """Hold a run's folder: no other process trains in it, and half-written files of a kill are removed.
 
     Raises:
         ConfigError: Another training is writing there, or the path is a file's.
@@ -222,7 +222,7 @@ def begin(
 
 
 def check_same(checkpoint: Checkpoint | None, root: Path, ranks: Ranks) -> None:
-    """Compare what the ranks found to go on from.
+    """Compare the checkpoints that the ranks found.
 
     Raises:
         StaleStateError: Not all found the same.
@@ -323,7 +323,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> Any:
 
 
 def _set_aside(folder: Path) -> None:
-    """Keep one earlier run: starting anew by mistake must not cost days of training.
+    """Keep one earlier run: starting again by mistake must not cost days of training.
 
     Its checkpoints and its lines stay together. A run that ended before its first checkpoint left nothing
     that could be gone on from, so it takes the place of no other.

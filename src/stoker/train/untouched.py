@@ -17,7 +17,7 @@ class Untouched:
     """Puts everything back when it is left, also after an error; `restore` does so in between.
 
     Copies are kept on the CPU, so that the device's memory is what it would be in training. Tensors get their
-    values back where they are: tied weights stay tied, and whoever refers to one still does.
+    values back where they are: tied weights stay tied, and references to them stay valid.
 
     Args:
         model: Weights, buffers, gradients and training mode.

@@ -1,4 +1,4 @@
-"""Epochs in which memory is filled beside training: both read through the same link."""
+"""Epochs in which memory is filled during training: both read through the same link."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 PARTS = 1000
 """Into which the filling is cut; each is short enough that what is held hardly changes in it."""
 LEAST = 1e-9
-"""Parts of an epoch, or of what is filled, that are none."""
+"""Parts of an epoch, or of what is filled, too small to count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from stoker.units import SIZES, TIMES
 NUMBER = re.compile(r"\s*([+-]?\d[\d_,]*(?:\.\d+)?(?:e[+-]?\d+)?)\s*(.*?)\s*", re.IGNORECASE)
 MULTIPLES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
 STORES = (LOCAL, "s3", "gs", "az", "http", "nfs", "folder")
-"""All but the first are alike here: reached over the network, told apart by rate, latency and blocks."""
+"""All but the first are alike here: reached over the network, and differ in rate, latency and blocks."""
 SHORT_TIMES = {"ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
@@ -28,7 +28,7 @@ def count(text: str) -> int:
     """
     number, unit = _split(text)
     if unit or number != int(number):
-        raise ConfigError(f"{text!r} is no whole number. Expected 500, 1_000_000 or 1e9")
+        raise ConfigError(f"{text!r} is not a whole number. Expected 500, 1_000_000 or 1e9")
     return int(number)
 
 
@@ -95,7 +95,7 @@ def part(text: str) -> float:
     """
     value, unit = _split(text)
     if unit not in ("", "%"):
-        raise ConfigError(f"{text!r} is no part. Expected 10% or 0.1")
+        raise ConfigError(f"{text!r} is not a fraction. Expected 10% or 0.1")
     return value / 100 if unit else value
 
 
@@ -113,15 +113,15 @@ def _split(text: str) -> tuple[float, str]:
 
 def _order(text: str) -> Order:
     if text not in ORDERS:
-        raise ConfigError(f"{text!r} is not one. Expected {', '.join(ORDERS)}")
+        raise ConfigError(f"{text!r} is unknown. Expected {', '.join(ORDERS)}")
     return text
 
 
 def _store(text: str) -> str:
     if text not in STORES:
         raise ConfigError(
-            f"{text!r} is not one. Expected {LOCAL}, each node's own disk, or what all reach over the "
-            f"network: {', '.join(STORES[1:])}"
+            f"{text!r} is unknown. Expected {LOCAL}, each node's own disk, or a store that all nodes "
+            f"reach over the network: {', '.join(STORES[1:])}"
         )
     return text
 
@@ -182,7 +182,7 @@ def parse_scenario(words: Sequence[str], known: Mapping[str, Any] | None = None)
         known: Fields of `Scenario` that are known from elsewhere; words win over them.
 
     Raises:
-        ConfigError: A key that is none, given twice or lacking, a value without its unit.
+        ConfigError: A key is unknown, given twice or missing, or a value has no unit.
 
     >>> found = parse_scenario("records=1e6 record_bytes=1MB batch=32 step=20ms host_memory=64GB".split())
     >>> found.records, found.step_s, found.world
@@ -192,9 +192,9 @@ def parse_scenario(words: Sequence[str], known: Mapping[str, Any] | None = None)
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
-            raise ConfigError(f"{word!r} is no key=value. Expected words like nodes=8")
+            raise ConfigError(f"{word!r} is not of the form key=value. Expected words like nodes=8")
         if key in seen:
-            raise ConfigError(f"{key} is given twice. Expected it once")
+            raise ConfigError(f"{key} is given twice. Give it once")
         seen.add(key)
         try:
             if key in KEYS:
@@ -212,7 +212,7 @@ def parse_scenario(words: Sequence[str], known: Mapping[str, Any] | None = None)
         raise ConfigError(
             f"a simulation needs {', '.join(f'{key}=' for key in lacking)}. "
             "Give them, as records=1e6 record_bytes=100kB batch=64 step=20ms host_memory=64GB, "
-            "or a CONFIG whose data and cache say them"
+            "or a CONFIG whose data and cache have them"
         )
     values["host_memory_bytes"] = int(values["host_memory_bytes"])
     try:

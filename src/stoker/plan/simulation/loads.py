@@ -15,12 +15,12 @@ from stoker.plan.tiers import DEVICE_RESERVE, DEVICE_RESERVE_UNSEEN, Demand, Pla
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What one batch of one rank asks of what several wait for. Seconds are those of nobody waiting."""
+    """What one batch of one rank needs of shared resources. Seconds are those without a queue."""
 
     inline_s: float = 0.0
     """The step waits for these in any case."""
     beside_s: float = 0.0
-    """The thread of a rank that loads works on it, beside the step."""
+    """The loading thread of a rank works on it during the step."""
     read_s: float = 0.0
     """One of its readers works on it."""
     aside_s: float = 0.0
@@ -111,7 +111,7 @@ def asked_of_tiers(scenario: Scenario, plan: Plan, *, far: float, near: float) -
         if not row.records:
             continue
         inline_s += part * (row.direct_s or 0.0) + (1 - part) * scenario.fixed_s.get(row.tier, 0.0)
-        # What the step waits for in any case is not done beside it, and keeps who loads busy as well.
+        # What the step waits for in any case is not done during it, and keeps the loading thread busy too.
         busy_s = part * (row.load_s or 0.0) if row.beside_s else 0.0
         if row.tier == "disk":
             disk = part

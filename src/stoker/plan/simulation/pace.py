@@ -19,7 +19,7 @@ class Encoding:
     seconds: float
     """Of the whole command: its start, the first sample through all stages, then the slowest stage's pace."""
     stages: dict[str, float]
-    """Seconds that each would take for the whole set by itself, from what waits longest."""
+    """Seconds that each alone would take for the entire set, from what waits longest."""
     read_bytes: float
     """Of all nodes together, from where the samples lie."""
     written_bytes: float
@@ -44,7 +44,7 @@ class Encoding:
 def encoding_with(scenario: Scenario, encoders: int) -> Encoding:
     """Encoding with so many encoders, nodes filled one after another.
 
-    Readers of an encoder work beside each other; cores are what all processes of a node share (an encoder on
+    Readers of an encoder work in parallel; cores are what all processes of a node share (an encoder on
     a CPU takes one of them too). Reading from and writing to a local disk take turns; a network does both at
     once.
     """
@@ -84,7 +84,7 @@ def encoding_with(scenario: Scenario, encoders: int) -> Encoding:
 
 
 def beside_s(scenario: Scenario, encoding: Encoding, steps_s: float) -> float:
-    """Seconds of the first epoch where training begins at once and encoding goes on beside it.
+    """Seconds of the first epoch where training starts at once and encoding continues during it.
 
     Batches come in the order in which records are stored, so an epoch ends with the later of both. Where an
     encoder has a rank's GPU, its calls and the steps take turns at it; on CPUs they share the cores.

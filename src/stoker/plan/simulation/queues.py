@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 MOST_EVENTS = 20_000
-"""Events of one simulation; longer epochs go on as these did."""
+"""Events of one simulation; longer epochs continue at the same pace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,7 @@ def limited(scenario: Scenario, asked: Asked, even: Passed, base: Passed) -> tup
         return "the step", "shorter steps, or more ranks"
     if asked.inline_s + asked.encode_s >= wait_s / 2:
         if asked.encode_s > asked.inline_s:
-            return "encoding beside the step", f"precompute: {format_seconds(asked.encode_s)} of each step go"
+            return "encoding during the step", f"precompute: {format_seconds(asked.encode_s)} of each step go"
         return (
             "loading in line with the step",
             f"a core free to load: {format_seconds(asked.inline_s)} of each step go",

@@ -22,7 +22,7 @@ class Way:
     first_batch_s: float = 0.0
     """From the command to the first batch on every rank, precompute included."""
     first_epoch_s: float = 0.0
-    """Of the first epoch, in which memories and disks are being filled beside training; they may not be
+    """Of the first epoch, in which memories and disks are being filled during training; they may not be
     filled when it ends."""
     filling_epochs: int = 0
     """Epochs that begin before memory, and a disk with room for all, are filled; only those after them are as
@@ -32,7 +32,7 @@ class Way:
     epoch_s: float = 0.0
     """Of one with all of them filled."""
     stall: float = 0.0
-    """Part of a later epoch that steps wait for data, 0..1, beside the same steps with nothing to load."""
+    """Part of a later epoch that steps wait for data, 0..1, against the same steps without loading."""
     first_node_bytes: float = 0.0
     first_bytes: float = 0.0
     """Read from where the records lie in the first epoch, by one node and by all; precompute is not in it."""
@@ -76,7 +76,7 @@ class Simulation:
     encoding: Encoding
     """The one that the ways reckon with."""
     beside_s: float
-    """Seconds of the first epoch where training begins at once and encoding goes on beside it."""
+    """Seconds of the first epoch where training starts at once and encoding continues during it."""
     ways: tuple[Way, ...]
     fastest: str
     """Name of the way that is over first; empty where none fits."""

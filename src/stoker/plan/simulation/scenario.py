@@ -156,7 +156,7 @@ class Scenario:
                 f"Expected {MOST_RANKS:,} at most"
             )
         if self.order not in ORDERS:
-            raise ConfigError(f"order {self.order!r} is not one. Expected {', '.join(ORDERS)}")
+            raise ConfigError(f"order {self.order!r} is unknown. Expected {', '.join(ORDERS)}")
         if self.shared and not self.network_bytes_s:
             raise ConfigError(
                 f"store={self.store} is reached over the network, whose rate is not known. "
@@ -242,7 +242,7 @@ class Scenario:
 
 
 def _check(name: str, value: object) -> None:
-    """Refuse a number that cannot be, or that nobody means.
+    """Refuse a number that is impossible or absurd.
 
     Raises:
         ConfigError: It is one.
@@ -254,7 +254,7 @@ def _check(name: str, value: object) -> None:
     if name in COUNTS and value < 1:
         raise ConfigError(f"{name} is {value}. Expected at least 1")
     if name in ABOVE_0 and not value:
-        raise ConfigError(f"{name} is 0. Expected more: something is divided by it")
+        raise ConfigError(f"{name} is 0. Expected more than 0")
     most = MOST.get(name, MOST_OF_ANY)
     if value > most:
         raise ConfigError(f"{name} is {value:.4g}. Expected {most:g} at most")

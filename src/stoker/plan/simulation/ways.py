@@ -34,7 +34,7 @@ class _Kept:
 
     asked: Asked
     fill_bytes: float = 0.0
-    """Read once by each node, beside the first epochs."""
+    """Read once by each node, during the first epochs."""
     cold: tuple[Asked, float] | None = None
     """The same two, `asked` and `far`, of the first epochs: of a copy that fills with what batches read."""
     far: float = 0.0
