@@ -79,8 +79,8 @@ class Ticket(Generic[T]):
             )
         if not self._done.wait(deadline_s):
             raise StalledError(
-                f"{what} made no progress for {deadline_s:g} s. The storage behind it does not answer; "
-                "when it does, the same call goes on from the saved state"
+                f"{what} made no progress for {deadline_s:g} s. See whether the storage behind it answers, "
+                "then run this again: what is saved stays"
             )
         if self._error is not None:
             raise self._error
