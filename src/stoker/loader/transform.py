@@ -113,7 +113,7 @@ class FixedBatch:
                 f"the last of {arg('transforms')} returned {type(made).__name__}, whose tensors static=True "
                 "cannot keep at their addresses. Return the batch, changed, or a dict; or leave static out"
             )
-        tensors = [tensor.detach() for tensor in _tensors(made)]
+        tensors = list(_tensors(made))
         self._memory = self._memory or _memory_for(tensors, passed)
         found = [(tuple(t.shape), t.dtype, t.device) for t in tensors]
         if found != (first := [(tuple(t.shape), t.dtype, t.device) for t in self._memory]):
@@ -147,7 +147,7 @@ def _written(memory: Sequence[Tensor], tensors: Sequence[Tensor]) -> Sequence[Te
     ]
     for fixed, tensor in zip(memory, apart, strict=True):
         if tensor is not fixed:
-            fixed.copy_(tensor)
+            fixed.copy_(tensor.detach())
     return memory
 
 
