@@ -45,7 +45,7 @@ def test_a_thread_that_cannot_be_started_takes_no_place(monkeypatch: pytest.Monk
         pool.submit(lambda: 1)
     monkeypatch.setattr(threading.Thread, "start", start)
 
-    assert pool.submit(lambda: 2).result(2, "the next") == 2
+    assert pool.submit(lambda: 2).result(60, "the next") == 2
 
 
 def test_idle_threads_end_and_new_work_starts_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
