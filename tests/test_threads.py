@@ -34,6 +34,20 @@ def test_no_wait_without_a_deadline() -> None:
     gate.set()
 
 
+def test_a_thread_that_cannot_be_started_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, start = Pool(1, "test"), threading.Thread.start
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError):
+        pool.submit(lambda: 1)
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+    assert pool.submit(lambda: 2).result(60, "the next") == 2
+
+
 def test_idle_threads_end_and_new_work_starts_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "IDLE_S", 0.01)
     pool = Pool(3, "idle-test")

@@ -79,8 +79,8 @@ class Ticket(Generic[T]):
             )
         if not self._done.wait(deadline_s):
             raise StalledError(
-                f"{what} made no progress for {deadline_s:g} s. The storage behind it does not answer; "
-                "when it does, the same call goes on from the saved state"
+                f"{what} made no progress for {deadline_s:g} s. See whether the storage behind it answers, "
+                "then run this again: what is saved stays"
             )
         if self._error is not None:
             raise self._error
@@ -126,12 +126,13 @@ class Pool:
         if self._process != os.getpid():
             self._begin()
         with self._change:
-            self._line.append(ticket)
-            if self._idle >= len(self._line):
+            if self._idle > len(self._line):
                 self._change.notify()
             elif self._threads < self.size:
-                self._threads += 1
+                # Where no thread can be started, nothing of this call may stay: neither work nor a place.
                 threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+                self._threads += 1
+            self._line.append(ticket)
         return ticket
 
     def _serve(self) -> None:

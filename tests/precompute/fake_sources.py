@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from stoker.errors import SourceError
 from stoker.schema import Field
+from stoker.sources.files import confined_sources
 from stoker.sources.protocol import Part, SourceIdentity
 
 
@@ -169,3 +171,12 @@ class RaggedSource(FakeSource):
         sample = super().read(number, start, stop)
         sample["data"] = sample_values(number, 3 + number % 4, self.width)
         return sample
+
+
+class ConfinedSource(FakeSource):
+    """Refuses to be read where a process is not confined to `/data/x`."""
+
+    def read(self, number, start=None, stop=None):
+        if confined_sources() != ["/data/x"]:
+            raise SourceError(f"confined to {confined_sources()}")
+        return super().read(number, start, stop)

@@ -19,8 +19,9 @@ from stoker.errors import ConfigError, IncompleteError, SourceError, StokerError
 from stoker.loader import Loader
 from stoker.precompute.background import Background
 from stoker.precompute.queue import PartSpan, WorkQueue
+from stoker.sources.files import confine_sources
 from stoker.store import WriterSettings, make_recipe, open_cache, open_folder
-from tests.precompute.fake_sources import FakeSource
+from tests.precompute.fake_sources import ConfinedSource, FakeSource
 
 DEADLINE_S = 60.0
 
@@ -59,6 +60,16 @@ def test_it_returns_at_once_and_every_sample_is_served_once(tmp_path: Path) -> N
     assert loader.dataset.complete
     assert [*loader.dataset.quarantined] == [7]
     assert begin(tmp_path, source, max_quarantined=0.01).complete
+
+
+def test_the_process_that_fills_is_confined_to_what_its_caller_is(tmp_path: Path) -> None:
+    confine_sources(["/data/x"])
+    try:
+        cache = begin(tmp_path, ConfinedSource((20,)), max_quarantined=0.0)
+    finally:
+        confine_sources(None)
+
+    assert numbers(Loader(cache, batch_size=8)) == [*range(20)]
 
 
 def test_packed_records_are_served_as_they_will_be(tmp_path: Path) -> None:
@@ -122,7 +133,7 @@ def test_stopping_seals_what_is_encoded(tmp_path: Path) -> None:
 def test_it_ends_in_order_when_its_caller_is_killed(tmp_path: Path) -> None:
     words = (
         "import sys, time, stoker\n"
-        "from tests.precompute.fake_sources import FakeSource\n"
+        "from tests.precompute.fake_sources import ConfinedSource, FakeSource\n"
         f"cache = stoker.precompute(FakeSource((4000,), delay_s=0.005), None, {str(tmp_path)!r}, name='x',"
         " wait=False, readers=1)\n"
         "while not len(cache.filling.look()[0]): time.sleep(0.05)\n"

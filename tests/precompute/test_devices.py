@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 import stoker
 from stoker.encoders.weights import weights_device
 from stoker.errors import ConfigError, ResourceError
+from stoker.plan import devices
 from stoker.plan.devices import device_name, encode_on, resolve_device
 from stoker.precompute import EncodeFiller, PrecomputeSettings, precompute, run_precompute
 from stoker.precompute.probe_encoder import try_encoder
@@ -104,20 +105,24 @@ def test_the_gpus_that_are_there_are_counted(monkeypatch: pytest.MonkeyPatch) ->
         resolve_device("cuda:7")
 
 
-def test_where_auto_encodes_is_said_with_the_reason(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("first", ["precompute", "resolve_device"])
+def test_the_device_that_auto_stands_for_is_said_once_with_the_reason(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    first: str,
 ) -> None:
-    from stoker.plan import devices
-    from stoker.precompute import here
-
-    here._said.clear()
-    devices._say.cache_clear()
+    monkeypatch.setattr(devices, "_said", set())
     with caplog.at_level(logging.INFO, "stoker"):
+        if first == "resolve_device":
+            resolve_device("auto")
         precompute(FakeSource((4,)), FakeEncoder(), tmp_path, name="c", device="auto", readers=0)
         found = resolve_device("auto")
 
-    for said in (capfd.readouterr().err, caplog.text):
-        assert f"auto: {found} is used, since torch" in said
+    progress, logged = capfd.readouterr().err, caplog.text
+    assert f"auto: {found} is used, since torch" in (progress if first == "precompute" else logged)
+    assert (progress + logged).count("is used, since torch") == 1
 
 
 def test_auto_is_resolved_where_single_records_are_encoded(tmp_path: Path) -> None:

@@ -29,13 +29,13 @@ from stoker.errors import (
 from stoker.precompute import PrecomputeSettings, precompute, run_precompute
 from stoker.precompute.progress import LineProgress
 from stoker.precompute.worker import Worker
-from stoker.sources.files import confine_sources, confined_sources
+from stoker.sources.files import confine_sources
 from stoker.sources.split_of import SplitOf
 from stoker.sources.torch_dataset import TorchSource
 from stoker.store import open_cache
 from stoker.store.use import alone
 from tests.precompute.fake_encoders import FakeEncoder
-from tests.precompute.fake_sources import FakeSource, ManySource, RaggedSource, sample_values
+from tests.precompute.fake_sources import ConfinedSource, FakeSource, ManySource, RaggedSource, sample_values
 
 
 def run(source, encoder, folder, name="c", **settings):
@@ -62,19 +62,10 @@ def no_readers(monkeypatch):
     monkeypatch.setattr(Worker, "__init__", refuse)
 
 
-class _ConfinedSource(FakeSource):
-    """Refuses to be read where a process is not confined to `/data/x`."""
-
-    def read(self, number, start=None, stop=None):
-        if confined_sources() != ["/data/x"]:
-            raise SourceError(f"confined to {confined_sources()}")
-        return super().read(number, start, stop)
-
-
 def test_readers_are_confined_to_what_their_process_is(tmp_path):
     confine_sources(["/data/x"])
     try:
-        cache = run(_ConfinedSource((10,)), FakeEncoder(), tmp_path, readers=1, max_quarantined=0.0).cache
+        cache = run(ConfinedSource((10,)), FakeEncoder(), tmp_path, readers=1, max_quarantined=0.0).cache
     finally:
         confine_sources(None)
 

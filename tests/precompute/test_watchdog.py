@@ -15,8 +15,10 @@ import torch
 
 import stoker
 from stoker.errors import Interrupted, StalledError
-from stoker.precompute import Deadlines, PrecomputeSettings, run_precompute, stages, watchdog
+from stoker.precompute import Deadlines, PrecomputeSettings, guarded, run_precompute, stages, watchdog
+from stoker.precompute.beat import BeatPage
 from stoker.precompute.encode import GroupEncoder
+from stoker.precompute.filler import recipe_of
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 
@@ -250,3 +252,20 @@ def test_one_signal_ends_a_run_that_tries_the_dataset_in_a_second_process(tmp_pa
     with pytest.raises(Interrupted):
         run_precompute(source, None, tmp_path, name="c", settings=settings(1, encode=60.0))
     assert time.monotonic() - begun < 50.0
+
+
+def test_a_guardian_is_told_the_deadline_of_an_encoder_that_is_tried_for_the_recipe(tmp_path, monkeypatch):
+    page, limits = BeatPage.create(), []
+
+    class Noting(FakeEncoder):
+        def schema(self, sample_schema):
+            limits.append(page.look().limit_s)
+            return super().schema(sample_schema)
+
+    monkeypatch.setattr(guarded, "_page", page)
+
+    recipe_of(FakeSource(), Noting(), tmp_path, settings(encode=7.0))
+
+    assert limits == [7.0]
+    assert page.look().limit_s == 0.0
+    page.close()

@@ -12,6 +12,7 @@ from stoker.errors import ConfigError
 from stoker.precompute import PrecomputeSettings
 from stoker.scale import ray_board, ray_task
 from stoker.scale.ray_settings import RaySettings
+from stoker.sources.files import confine_sources, confined_sources
 from stoker.sources.protocol import FileRef
 from stoker.store import Digests, make_recipe, open_folder
 from tests.precompute.fake_encoders import FakeEncoder
@@ -65,6 +66,30 @@ def test_files_that_differ_are_digested_by_the_node_itself(tmp_path, change):
 
     assert found == Digests().files(refs(tmp_path))
     assert found != known
+
+
+def test_a_task_reads_source_files_only_where_the_driver_may(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ray_task, "find", lambda told, node: tmp_path)
+    confine_sources(["/data/x"])
+    order = {
+        "run": "a", "versions": ray_task.versions(), "folder": {}, "process": ray_task.process_state(),
+    }  # fmt: skip
+    confine_sources(None)
+    confined = []
+
+    def unpickle(payload):
+        confined.append(confined_sources())
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(ray_task, "_load", unpickle)
+    try:
+        with pytest.raises(ConfigError, match="far enough"):
+            ray_task._prepare(order, [], "b")
+    finally:
+        confine_sources(None)
+
+    assert confined == [["/data/x"]]
 
 
 def test_a_ray_client_address_is_refused():

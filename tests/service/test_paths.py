@@ -27,7 +27,7 @@ from stoker.service.executor import NO_ROOM, STOPPED
 from stoker.service.look import look
 from stoker.service.looks import LOOKS
 from stoker.service.paths import Roots
-from stoker.sources.files import confine_sources
+from stoker.sources.files import confine_sources, find_files
 from stoker.sources.hdf5 import HDF5Source
 from stoker.sources.hdf5_open import open_file
 from stoker.sources.images.files import images_below, read_file
@@ -366,6 +366,16 @@ def test_a_folder_that_turns_into_a_link_while_it_is_opened_leads_nowhere(
             swapping.kill()
 
     assert min(seen.values()) > 0, "nothing was swapped, or nothing opened: the race was not run"
+
+
+def test_a_file_beside_data_is_not_looked_into_outside(two_places: tuple[Path, Path]) -> None:
+    """macOS puts a file next to each data file, which is told by its first bytes."""
+    root, other = two_places
+    (other / "._x.h5").write_bytes(b"\x00\x05\x16\x07 and more")
+    (root / "swap" / "._x.h5").symlink_to(other / "._x.h5")
+
+    with pytest.raises(SourceError, match=r"\._x\.h5 leads out"):
+        find_files(root / "swap")
 
 
 SWAPPING = """

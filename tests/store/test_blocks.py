@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from stoker.errors import CorruptError, RecordError
 from stoker.schema import Field
-from stoker.store import Cache, Shard
+from stoker.store import Cache, Shard, blocks
 from stoker.store.local import LocalFile
 from stoker.store.sums import block_sums, match
 from tests.store.fakes import FakeSource, make_cache
@@ -127,6 +127,28 @@ def test_steps_are_those_of_the_record_wherever_blocks_begin(cache: Cache, data:
         assert bytes(found) == wanted
         soon = shard.fields[field].steps(row, start, stop, verify, wait=False)
         assert soon is None or bytes(soon) == wanted
+
+
+def test_threads_that_read_first_at_the_same_time_agree_on_what_was_compared(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a part of a block would be compared with the sum of the whole block, and found damaged."""
+    shard = fresh(cache)
+    known = shard.fields["long"]._blocks
+    rows = [memoryview(shard.read("long", row).tobytes()) for row in range(2)]
+    part: list[tuple[int, int]] = []
+
+    def interrupted(size: int) -> bytearray:
+        monkeypatch.undo()  # as if another thread did this while the first one makes its table
+        assert known.right(0, 0, rows[0], "first")
+        part.append(known.cover(0, 10, 20, "first"))
+        return bytearray(size)
+
+    monkeypatch.setattr(blocks, "bytearray", interrupted, raising=False)
+    assert known.right(1, 0, rows[1], "first")
+
+    low, high = part[0]
+    assert known.right(0, low, rows[0][low * known.step_bytes : high * known.step_bytes], "first")
 
 
 def test_a_buffer_of_another_size_is_refused(cache: Cache) -> None:

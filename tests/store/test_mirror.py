@@ -24,7 +24,7 @@ from stoker.errors import (
     StalledError,
 )
 from stoker.schema import Field, Schema
-from stoker.store import catalog, make_recipe, open_cache, open_folder
+from stoker.store import make_recipe, open_cache, open_folder
 from stoker.store.cache import Cache
 from stoker.store.compact import compact
 from stoker.store.gc import GcPolicy, collect
@@ -265,26 +265,28 @@ def test_a_damaged_object_is_set_aside_and_only_its_records_are_missing(tmp_path
     assert len(report.missing) == 1
 
 
+@pytest.mark.parametrize("after", ["Catalog.refresh", "build_index"])
 def test_two_machines_fill_one_cache_and_neither_loses_what_the_other_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str
 ) -> None:
     source = FakeSource()
     recipe = make_recipe(source, None, dtype=None)
     a = open_folder(machine(tmp_path, "a"), "x", recipe)
     b = open_folder(machine(tmp_path, "b"), "x", recipe)
     fill(a, source, range(8))
-    build: Callable[..., Any] = catalog.build_index
+    target = f"stoker.store.catalog.{after}"
+    original: Callable[..., Any] = resolve_name(target)
     between: list[str] = []
 
     def interrupted(*args: Any) -> Any:
-        index = build(*args)
+        result = original(*args)
         if not between:
             between.append("now")
             fill(b, source, range(8, 16))
             b.finish()  # the other machine stores, and writes the index, before this one's is put
-        return index
+        return result
 
-    monkeypatch.setattr(catalog, "build_index", interrupted)
+    monkeypatch.setattr(target, interrupted)
 
     a.finish()
 

@@ -185,6 +185,29 @@ def test_fixed_addresses_hold_for_what_transforms_return(
     assert len({tuple(t.data_ptr() for t in values) for values in kept}) == 1
 
 
+@pytest.mark.parametrize("first", ["z0", "z1"])
+def test_a_batch_whose_states_are_exchanged_or_repeated_is_right_at_fixed_addresses(
+    cache: Cache, first: str
+) -> None:
+    """The memory that one of them is written to holds the other, which must be read before."""
+    given: dict[str, Any] = {"batch_size": 5, "windows": WINDOWS, "drop_last": True}
+    plain = [(batch.z0.clone(), batch.z1.clone()) for batch in Loader(cache, **given)]
+    pairs = [(first, first), ("z1", "z0"), ("z0", "z1")]
+    done = iter(pairs * len(plain))
+
+    def exchanged(batch: Any, keys: torch.Tensor) -> Any:
+        a, b = next(done)
+        return batch._replace(z0=getattr(batch, a), z1=getattr(batch, b))
+
+    loader = Loader(cache, tier="device", static=True, transforms=[exchanged], **given)
+
+    for at, (batch, values) in enumerate(zip(loader, plain, strict=True)):
+        wanted = [values[int(name[1])] for name in pairs[at % len(pairs)]]
+        assert torch.equal(batch.z0, wanted[0])
+        assert torch.equal(batch.z1, wanted[1])
+    assert len(plain) >= len(pairs)
+
+
 def test_transforms_that_change_the_shape_of_a_batch_are_refused_at_fixed_addresses(cache: Cache) -> None:
     sizes = iter(range(1, 100))
 

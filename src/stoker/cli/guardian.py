@@ -95,7 +95,8 @@ class End:
         """In words, with stage and samples."""
         where = "between two groups" if self.beat.number < 0 else f"at the group of sample {self.beat.number}"
         if self.beat.stage == "start":
-            where = "while the encoder was brought to its device" if self.beat.limit_s else "before encoding"
+            trying = "while the encoder was tried or brought to its device"
+            where = trying if self.beat.limit_s else "before encoding"
         if self.unanswered:
             return f"has waited {STORAGE_S:g} s for an answer from the storage of {self.unanswered}"
         if self.overdue:

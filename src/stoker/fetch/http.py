@@ -49,7 +49,8 @@ class HttpOrigin:
         if coding not in ("", "identity"):
             answer.close()
             raise TransferError(
-                f"{self._shown} sends the file {coding}-encoded although identity was asked for"
+                f"{self._shown} sends the file {coding}-encoded although identity was asked for. Fetch it "
+                "from another address, or by hand"
             )
         try:
             stream = HttpStream(answer, offset, self)

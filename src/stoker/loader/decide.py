@@ -249,7 +249,7 @@ def check_beside(cache: Cache, wishes: Wishes) -> None:
         if wanted and cache.complete:
             raise ConfigError(
                 "the state was saved in an epoch that was served while its cache was being filled, and "
-                f"{what} cannot go on with one: {why}. Load it with the settings of then, or begin the next "
+                f"{what} cannot continue it: {why}. Load it with the settings of then, or begin the next "
                 "epoch"
             )
         if wanted:

@@ -97,7 +97,7 @@ def restore(state: object, terms: Terms, *, allow_rebatch: bool) -> tuple[int, i
     differing = [name for name in here if name not in ignored and there[name] != here[name]]
     if differing:
         hint = (
-            "allow_rebatch=True goes on from the same example with other batches"
+            "load_state_dict(state, allow_rebatch=True) continues from the same example with other batches"
             if differing == ["global_batch"]
             else "Make the loader as it was, or start the epoch again"
         )

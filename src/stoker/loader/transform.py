@@ -88,6 +88,10 @@ class Columns:
         return self._joined.of(numbers, self._memory)
 
 
+_Layout: TypeAlias = "tuple[int, tuple[int, ...], tuple[int, ...]]"
+"""Where a tensor begins, its shape and strides."""
+
+
 class FixedBatch:
     """Copies what transforms return to the same memory for each batch, for `static=True`."""
 
@@ -102,7 +106,7 @@ class FixedBatch:
         Raises:
             ConfigError: Transforms returned other shapes, dtypes or fields than for the first batch.
         """
-        passed = set(map(_layout, _tensors(batch)))  # asked first: a transform may change the batch in place
+        passed = {*map(_layout, _tensors(batch))}  # asked first: a transform may change the batch in place
         made = change(batch)
         if not isinstance(made, RecordBatch | WindowBatch):
             raise ConfigError(
@@ -110,10 +114,7 @@ class FixedBatch:
                 "cannot keep at their addresses. Return the batch, changed, or a dict; or leave static out"
             )
         tensors = list(_tensors(made))
-        if not self._memory:
-            self._memory = [
-                t if _layout(t) in passed else lasting(tuple(t.shape), t.dtype, t.device) for t in tensors
-            ]
+        self._memory = self._memory or _memory_for(tensors, passed)
         found = [(tuple(t.shape), t.dtype, t.device) for t in tensors]
         if found != (first := [(tuple(t.shape), t.dtype, t.device) for t in self._memory]):
             raise ConfigError(
@@ -121,19 +122,40 @@ class FixedBatch:
                 f"{first}. Make transforms return the same fields, shapes and dtypes each time, or leave "
                 "static out"
             )
-        memory = iter(self._memory)
-        return _each(made, lambda tensor: _written(next(memory), tensor.detach()))
+        memory = iter(_written(self._memory, tensors))
+        return _each(made, lambda _: next(memory))
 
 
-def _written(fixed: Tensor, tensor: Tensor) -> Tensor:
-    """Copy a tensor to `fixed`, unless it is that memory; another part of it may overlap."""
-    if _layout(fixed) == _layout(tensor):
-        return fixed
-    shared = fixed.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-    return fixed.copy_(tensor.clone() if shared else tensor)
+def _memory_for(tensors: Sequence[Tensor], passed: set[_Layout]) -> list[Tensor]:
+    """Memory for each tensor: itself where it was passed on as it is, but for one of them alone."""
+    memory: list[Tensor] = []
+    for tensor in tensors:
+        if (layout := _layout(tensor)) in passed:
+            passed.remove(layout)
+            memory.append(tensor)
+        else:
+            memory.append(lasting(tuple(tensor.shape), tensor.dtype, tensor.device))
+    return memory
 
 
-def _layout(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+def _written(memory: Sequence[Tensor], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Copy tensors to `memory`. All are read before one is written: transforms may exchange two."""
+    held = {_storage(fixed) for fixed in memory}
+    apart = [
+        fixed if _layout(fixed) == _layout(tensor) else tensor.clone() if _storage(tensor) in held else tensor
+        for fixed, tensor in zip(memory, tensors, strict=True)
+    ]
+    for fixed, tensor in zip(memory, apart, strict=True):
+        if tensor is not fixed:
+            fixed.copy_(tensor.detach())
+    return memory
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _layout(tensor: Tensor) -> _Layout:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from stoker.errors import ConfigError, ResourceError, arg
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("stoker")
+_said: set[str] = set()
 
 
 def device_name(wanted: object) -> str:
@@ -43,11 +43,12 @@ def automatic_device() -> tuple[str, str]:
     return "cpu", f"torch {torch.__version__} sees no CUDA device"
 
 
-def resolve_device(wanted: object) -> torch.device:
-    """Return the device to compute on; of `auto` a log line says once which it is and why.
+def resolve_device(wanted: object, say: Callable[[str], None] = log.info) -> torch.device:
+    """Return the device to compute on; of `auto` a line says once in a process which it is and why.
 
     Args:
         wanted: `auto`, `cpu`, `cuda`, `cuda:1`, or a `torch.device`.
+        say: Takes that line; the log by default.
 
     Raises:
         ConfigError: It is neither the CPU nor a CUDA device.
@@ -58,7 +59,10 @@ def resolve_device(wanted: object) -> torch.device:
     name = device_name(wanted)
     if name == "auto":
         name, why = automatic_device()
-        _say(f"device is auto: {name} is used, since {why}")
+        line = f"device is auto: {name} is used, since {why}"
+        if line not in _said:
+            _said.add(line)
+            say(line)
     else:
         require_devices(name)
     if name == "cuda" and torch.cuda.is_available():
@@ -86,11 +90,6 @@ def require_devices(*names: str) -> None:
                 f"{arg('device', 'auto')}, which takes a GPU where there is one, or {arg('device', 'cpu')}; "
                 "nvidia-smi shows whether the driver works"
             )
-
-
-@functools.cache
-def _say(line: str) -> None:
-    log.info("%s", line)
 
 
 def encode_on(wanted: object) -> tuple[str, ...]:

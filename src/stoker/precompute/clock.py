@@ -35,7 +35,7 @@ class EncodeClock:
 
     @contextmanager
     def starting(self, limit_s: float) -> Generator[None]:
-        """The encoder is brought to its device, which may hang as a call of it may."""
+        """The encoder is tried, or brought to its device, which may hang as a call of it may."""
         self.begun = time.monotonic()
         page = self._page()
         if page is not None:

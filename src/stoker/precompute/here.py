@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 
-from stoker.plan.devices import automatic_device
+from stoker.plan.devices import resolve_device
 from stoker.plan.resources import Resources, probe
 from stoker.precompute.allocator import keep_freed_memory, release_memory
 from stoker.precompute.crew import Crew
@@ -33,7 +33,6 @@ _READERS_A_CORE = 2
 """At most; a reader that waits for storage needs no core. `Pace` takes back those that do not help."""
 _READER_MIND_BYTES = MIB
 """Less than that in a source is nothing beside the interpreter that reads it."""
-_said: set[str] = set()
 
 
 def encode_here(share: Share, sink: ProgressSink | None) -> Done:
@@ -62,16 +61,17 @@ def encode_here(share: Share, sink: ProgressSink | None) -> Done:
 
 
 def _on_device(share: Share, sink: ProgressSink | None) -> PrecomputeSettings:
-    """The settings with the device that `auto` stands for here; the first time in a process it is said."""
+    """The settings with the device that `auto` stands for here."""
     settings = share.settings
     if settings.device != "auto":
         return settings
-    device, why = automatic_device()
-    line = f"device is auto: {device} is used, since {why}"
-    if sink is not None and share.encoder is not None and line not in _said:
-        _said.add(line)
-        sink.note(f"{share.folder.name}: {line}")
-    return replace(settings, device=device, devices=())
+    if share.encoder is None:
+        device = "cpu"
+    elif sink is None:
+        device = resolve_device("auto")
+    else:
+        device = resolve_device("auto", lambda line: sink.note(f"{share.folder.name}: {line}"))
+    return replace(settings, device=str(device), devices=())
 
 
 def _with_copies(source: Source, settings: PrecomputeSettings) -> tuple[PrecomputeSettings, int]:

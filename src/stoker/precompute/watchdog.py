@@ -69,9 +69,9 @@ class EncodeWatchdog:
         clock: EncodeClock | None = None,
         interrupts: Interrupts | None = None,
     ) -> EncodeWatchdog:
-        """Return one with the deadline of `settings`; without a clock, nobody else is told of calls."""
+        """Return one with the deadline of `settings`; without a clock, with one of its own."""
         return cls(
-            clock or EncodeClock(told=False),
+            clock or EncodeClock(),
             deadline_s=settings.deadlines.encode,
             logs=logs,
             exit_on_hang=settings.on_hang == "exit",

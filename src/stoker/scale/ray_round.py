@@ -8,10 +8,8 @@ from __future__ import annotations
 import logging
 import secrets
 import select
-import sys
 import time
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,7 @@ from stoker.scale.ray_board import Board
 from stoker.scale.ray_cluster import RayCluster, ray, whoami
 from stoker.scale.ray_out import LOST, Out, failed, why
 from stoker.scale.ray_settings import RaySettings
-from stoker.scale.ray_task import encode_slice, end_process, versions
+from stoker.scale.ray_task import encode_slice, end_process, process_state, versions
 from stoker.scale.ray_view import View, Views
 from stoker.scale.slices import Slice, Slices
 from stoker.store import Failure
@@ -170,8 +168,7 @@ class Round:
             "numbers": one.numbers,
             "lasts_s": min(self._site.settings.slice_s, max(FIRST_S, elapsed_s)),
             "versions": versions(),
-            "cwd": str(Path.cwd()),
-            "sys_path": [entry or str(Path.cwd()) for entry in sys.path],
+            "process": process_state(),
             "folder": self._site.folder,
             "threads": self._threads,
             "num_cpus": self._need.num_cpus,

@@ -35,7 +35,7 @@ from stoker.precompute.progress import Snapshot
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.share import Share
 from stoker.scale.ray_folder import find
-from stoker.sources.files import stamp_of
+from stoker.sources.files import confine_sources, confined_sources, stamp_of
 from stoker.sources.protocol import FileRef, Source
 from stoker.store import Digests, FileDigest, Folder, Recipe, make_recipe, open_folder
 from stoker.units import MIB
@@ -143,7 +143,7 @@ def _prepare(order: dict[str, Any], payload: list[Any], node: str) -> _Kept:
     kept = _kept.get("run")
     if kept is not None and kept.run == order["run"]:
         return kept
-    _go_where_the_driver_is(order)
+    take_over(order["process"])
     told = order["folder"]
     cache_dir = find(told, node)
     load = _load(payload)
@@ -182,11 +182,20 @@ def _check_recipe(recipe: Recipe, told: dict[str, Any], node: str) -> None:
         )
 
 
-def _go_where_the_driver_is(order: dict[str, Any]) -> None:
-    """Relative paths and modules of scripts are found as the driver finds them, where that is shared."""
+def process_state() -> dict[str, Any]:
+    """What a task takes over of the driver's process, in plain values."""
+    cwd = str(Path.cwd())
+    return {"cwd": cwd, "sys_path": [entry or cwd for entry in sys.path], "confined": confined_sources()}
+
+
+def take_over(state: dict[str, Any]) -> None:
+    """Find relative paths and modules of scripts as the driver does, where that is shared, and read source
+    files only where the driver may.
+    """
     with suppress(OSError):
-        os.chdir(order["cwd"])
-    sys.path.extend(entry for entry in order["sys_path"] if entry not in sys.path)
+        os.chdir(state["cwd"])
+    sys.path.extend(entry for entry in state["sys_path"] if entry not in sys.path)
+    confine_sources(state["confined"])
 
 
 def _load(payload: list[Any]) -> Load:

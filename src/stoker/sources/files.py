@@ -310,7 +310,7 @@ def _no_data(path: Path) -> str | None:
     if path.stat().st_size == 0:
         return "empty, 0 bytes"
     if path.name.startswith("._"):
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return "written by macOS, no data" if file.read(4) == _APPLE_DOUBLE else None
     return None
 

@@ -64,8 +64,8 @@ class Blocks:
             raise FormatError(f"{len(sums)} sums for field {name!r}, expected {count}")
         self._sums: Any = sums.data  # items are plain integers, which numpy's are not
         self._seeds: Any = seeds.data
-        self._seen: tuple[bytearray, object] | None = None
-        """For `verify="first"`: 1 for each block that was found right, and the file's generation then."""
+        self._seen: dict[object, bytearray] = {}
+        """For `verify="first"`: 1 for each block that was found right, in the file's present generation."""
 
     def length(self, row: int) -> int:
         """Steps along axis 0 of one record; 1 for a scalar."""
@@ -110,22 +110,24 @@ class Blocks:
         first = (row * self._each if self._firsts is None else self._firsts[row]) + low // self._steps
         if verify == "always":
             return match(data, self._bytes, self._seeds[row], self._sums, first)
-        seen = self._seen
-        if seen is None or seen[1] != generation:
-            # One pair, replaced at once: a thread that read before it was marks blocks in the old one.
-            seen = self._seen = bytearray(len(self._sums)), generation
+        seen = self._seen.get(generation)
+        if seen is None:
+            if generation is not None:
+                self._seen = {}  # a thread that read before marks blocks in the table of then
+            # One table, whichever thread is first: where `cover` trusts it, parts of blocks are read.
+            seen = self._seen.setdefault(generation, bytearray(len(self._sums)))
         stop = first + -(-len(data) // self._bytes)
-        if 0 in seen[0][first:stop]:
+        if 0 in seen[first:stop]:
             if not match(data, self._bytes, self._seeds[row], self._sums, first):
                 return False
-            seen[0][first:stop] = b"\1" * (stop - first)
+            seen[first:stop] = b"\1" * (stop - first)
         return True
 
     def _trusts(self, row: int, start: int, stop: int, verify: Verify) -> bool:
         """Whether these steps are served without a look at their sums."""
         if verify != "first":
             return verify == "off"
-        if (seen := self._seen) is None:
+        if (seen := self._seen.get(None)) is None:
             return False
         first = row * self._each if self._firsts is None else self._firsts[row]
-        return 0 not in seen[0][first + start // self._steps : first - (-stop // self._steps)]
+        return 0 not in seen[first + start // self._steps : first - (-stop // self._steps)]

@@ -310,7 +310,7 @@ def rebuild(folder: Path, recipe: Recipe) -> Cache:
     catalog = Catalog(storage, recipe)
     catalog.verify()
     with suppress(ReadOnlyError, ResourceError, StalledError), indexing(folder):
-        index = write_index(storage, recipe, catalog.refresh())
+        index = write_index(storage, recipe, catalog.refresh)
         return Cache(folder, recipe, index, use=use)
     index = build_index(storage, recipe, catalog.refresh(), None)
     return Cache(folder, recipe, index, use=use)

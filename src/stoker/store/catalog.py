@@ -7,7 +7,8 @@ earlier one noted as damaged.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,7 @@ class Catalog:
         """`write_index` of what is here now; damage that it meets is left out, and counts as missing."""
         while True:
             try:
-                return write_index(self._storage, self._recipe, self.refresh())
+                return write_index(self._storage, self._recipe, self.refresh)
             except DamagedShardError as error:
                 if not self._verify(self._infos[error.shard]):
                     raise
@@ -221,30 +222,31 @@ def presence(infos: Sequence[ShardInfo], recipe: Recipe) -> NDArray[np.bool_]:
 def write_index(
     storage: LocalStorage,
     recipe: Recipe,
-    infos: Sequence[ShardInfo],
+    list_shards: Callable[[], Sequence[ShardInfo]],
     first: Collection[str] = (),
     *,
-    afresh: bool = False,
+    reread: Collection[str] = (),
 ) -> Index:
     """Make the index of a folder and put it in place; an unchanged one stays as it is.
 
-    Call it under the claim `index`, with `infos` read under it too, so that a later index never knows less.
+    Call it under the claim `index`, so that a later index never knows less. Other machines do not see that
+    claim at a URL: there, the index is made again when another machine has replaced it meanwhile.
 
     Args:
-        storage, recipe, infos: The folder and its sound shards.
+        storage, recipe: The folder.
+        list_shards: Returns its sound shards.
         first: Shards that serve before those that the previous index knew.
-        afresh: Forget which rows it noted as damaged, since all were read again.
+        reread: Shards of which every byte was read again: what the previous index noted as damaged in them
+            is forgotten.
     Raises:
         DamagedShardError: Nothing was written.
         StalledError: Other machines replaced it each time.
     """
     for _ in range(INDEX_TRIES):
+        # Before the list: a shard that another machine adds to both after the list makes the put fail.
         version = storage.version(INDEX_FILE)
-        try:
-            return _write_index(storage, recipe, infos, first, version, afresh=afresh)
-        except ChangedError:  # another machine was quicker: what it knew must not be lost
-            known = {info.file: info for info in Catalog(storage, recipe).refresh()}
-            infos = [*(known | {info.file: info for info in infos if info.file in known}).values()]
+        with suppress(ChangedError):
+            return _write_index(storage, recipe, list_shards(), first, version, reread)
     raise StalledError(
         f"the index of {storage.path} was replaced by other machines {INDEX_TRIES} times while it was made. "
         "See how many are writing to it, then run again"
@@ -257,12 +259,11 @@ def _write_index(
     infos: Sequence[ShardInfo],
     first: Collection[str],
     version: Expected,
-    *,
-    afresh: bool,
+    reread: Collection[str],
 ) -> Index:
     previous = known_index(storage.path, recipe)
-    if previous is not None and not afresh:
-        noted = {shard.file: shard.bad for shard in previous.shards if shard.bad}
+    if previous is not None:
+        noted = {shard.file: shard.bad for shard in previous.shards if shard.file not in reread}
         infos = [_without(info, noted.get(info.file, ())) for info in infos]
     index = build_index(storage, recipe, infos, previous, first)
     if previous is not None:

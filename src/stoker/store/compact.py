@@ -209,7 +209,7 @@ class _Merge:
         """Another generation: O(shards), so one for many groups. Killed before it, they are merged anew."""
         path, begun = self._storage.path, time.monotonic()
         with indexing(path):
-            index = write_index(self._storage, self._recipe, self._catalog.refresh(), first)
+            index = write_index(self._storage, self._recipe, self._catalog.refresh, first)
         self._places = {shard.file: i for i, shard in enumerate(index.shards)}
         now = time.monotonic()
         self._publish_at = now + max(PUBLISH_S, PUBLISH_TIMES * (now - begun))

@@ -289,7 +289,7 @@ class _Collection:
         limit_s, keep = self._policy.older_than_s, self._policy.keep
         if limit_s is not None:
             return f"unused for {folder.unused_text}" if folder.unused_s > limit_s else None
-        return None if keep is None else f"number {place + 1} of its name by age, {keep} are kept"
+        return None if keep is None else f"number {place + 1} of its name (complete ones first), {keep} stay"
 
     def _by_size(self, _folder: FoundFolder, _place: int) -> str | None:
         limit, size = self._policy.max_bytes, self._report.bytes_left

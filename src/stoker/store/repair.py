@@ -128,9 +128,9 @@ class _Repair:
         unusable = [name for name in chosen if not self._examine(name)]
         self._note_unserved(previous, unusable)
         with indexing(self._folder):
-            infos = self._catalog.refresh()
             # Rows of shards that were not read stay noted, whoever noted them meanwhile.
-            index = write_index(self._storage, self._recipe, infos, afresh=self._only is None)
+            reread = chosen if self._only is None else ()
+            index = write_index(self._storage, self._recipe, self._catalog.refresh, reread=reread)
         for name in unusable:
             self._set_aside(name)
         report.generation = index.generation

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stoker.errors import CorruptError, FormatError
 from stoker.store.cache import Cache, open_cache
-from stoker.store.catalog import Catalog, write_index
+from stoker.store.catalog import Catalog, ShardInfo, write_index
 from stoker.store.claims import indexing
 from stoker.store.concurrently import in_order
 from stoker.store.index import ShardEntry
@@ -60,10 +60,13 @@ def push(
         if name == "sources.jsonl" or name.startswith("failures-"):
             storage.put(name, (cache.path / name).read_bytes())
     bad = {entry.file: entry.bad for entry in entries}
+    catalog = Catalog(storage, cache.recipe)
+
+    def list_shards() -> list[ShardInfo]:
+        return [replace(info, bad=bad.get(info.file, info.bad)) for info in catalog.refresh()]
+
     with indexing(target):
-        infos = Catalog(storage, cache.recipe).refresh()
-        infos = [replace(info, bad=bad.get(info.file, info.bad)) for info in infos]
-        index = write_index(storage, cache.recipe, infos)
+        index = write_index(storage, cache.recipe, list_shards)
     report.records, report.complete = index.stored, index.complete
     report.seconds = time.monotonic() - began
     return report
