@@ -5,6 +5,7 @@ The description is plain data. It travels with copies of a source, so that reade
 
 from __future__ import annotations
 
+import bisect
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -100,10 +101,13 @@ class ScannedFile:
         for name, rows in self.unwritten.items():
             if rows[row]:
                 raise SourceError(
-                    f"{self.path}: dataset {name!r}, sample {self.layout.row_name(row)} was never written, "
-                    "or not all of it. Was the program stopped that wrote the file? Write it again, or leave "
-                    "the sample out"
+                    f"{self.place(row)}: dataset {name!r} was never written there, or not all of it. Was the "
+                    "program stopped that wrote the file? Write it again, or leave the sample out"
                 )
+
+    def place(self, row: int) -> str:
+        """Where a row is, for messages."""
+        return f"{self.path}: {self.layout.row_place(row)}"
 
     def key(self, local: int) -> str:
         """Stable key of its `local`-th sample; shared by files that differ only in a parameter."""
@@ -126,6 +130,11 @@ class Scan:
     """Fields of every sample."""
     count: int
     """Samples in all, at least 1."""
+
+    def find(self, number: int) -> tuple[ScannedFile, int]:
+        """The file of a sample, and its row there."""
+        file = self.files[bisect.bisect_right(self.firsts, number) - 1]
+        return file, file.row(number - file.first)
 
 
 def scan_files(wanted: Wanted) -> Scan:
