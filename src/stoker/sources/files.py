@@ -115,7 +115,7 @@ def _expand(path: Path, suffixes: tuple[str, ...], what: str) -> tuple[Path, lis
         return path, usable_files(found, str(path))
     if os.path.lexists(path):
         raise SourceError(
-            f"{path} is {why_unreadable(path)}. Expected a file ({what}), a folder or a pattern"
+            f"{path} is {why_unreadable(path)}. Give the {what} file itself, a folder or a pattern"
         )
     if not is_pattern(path):
         raise SourceError(
