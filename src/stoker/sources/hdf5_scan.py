@@ -23,15 +23,7 @@ from stoker.sources.declared import contents, declared_layout
 from stoker.sources.files import family, refuse_together, require_listable
 from stoker.sources.hdf5_blocks import BLOCK_LIMIT_BYTES, Block, plan_block
 from stoker.sources.hdf5_layout import FileLayout, stacked_field
-from stoker.sources.hdf5_open import (
-    FOREIGN_ERRORS,
-    cause_of,
-    open_file,
-    refuse_pipes,
-    require_filters,
-    require_inside,
-    unwritten_rows,
-)
+from stoker.sources.hdf5_open import FOREIGN_ERRORS, cause_of, open_checked, readable_dataset, unwritten_rows
 from stoker.sources.splits import SplitChoice, choose_split, split_numbers
 from stoker.units import format_bytes
 
@@ -197,9 +189,8 @@ def _layout(
     wanted: Wanted, path: Path, name: str, preset: str | None
 ) -> tuple[str | None, FileLayout, dict[str, NDArray[np.bool_]]]:
     """Describe one file; also the preset used, so that all files are read alike, and what was not written."""
-    file = open_file(path)
+    file = open_checked(path)
     try:
-        refuse_pipes(file)
         if preset is None and wanted.fields is None:
             preset = _detect(file, str(path))
         layout = _described(file, wanted, path, name, preset)
@@ -231,8 +222,7 @@ def _unwritten(file: Any, layout: FileLayout, path: Path) -> dict[str, NDArray[n
     for number, group in enumerate(layout.groups or ("",)):
         for piece in layout.pieces:
             name = f"{group}/{piece.dataset}".lstrip("/")
-            dataset = require_inside(file, name, where=str(path))
-            require_filters(dataset, where=f"{path}: dataset {name!r}")
+            dataset = readable_dataset(file, name, path)
             axis = piece.axes.index("n") if "n" in piece.axes else None
             holes = unwritten_rows(dataset, axis)
             if holes is None:
