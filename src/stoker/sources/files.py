@@ -517,6 +517,9 @@ def descriptors() -> set[tuple[int, str]]:
 def check_opened_since(before: set[tuple[int, str]], path: str | os.PathLike[str]) -> None:
     """As `check_opened`, for a library that does not tell its descriptor.
 
+    Nothing else in the process may open files below the confined paths meanwhile: any new descriptor that is
+    inside counts as the library's.
+
     Args:
         before: `descriptors()` before the library opened the file.
         path: What it opened.
