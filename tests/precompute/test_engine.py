@@ -233,6 +233,7 @@ def test_a_record_that_comes_out_nan_is_quarantined(tmp_path):
     report = run(FakeSource((8,)), FakeEncoder(nan_at=6), tmp_path, readers=0)
 
     assert {n: f.stage for n, f in report.cache.quarantined.items()} == {6: "encode"}
+    assert "part0.h5" in report.cache.quarantined[6].error
 
 
 def test_too_many_quarantined_fails_after_everything_else_is_stored(tmp_path):

@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -342,6 +343,33 @@ def two_places(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     confine_sources([tmp_path / "root" / "swap"])
     yield tmp_path / "root", tmp_path / "else"
     confine_sources(None)
+
+
+def test_a_database_outside_is_refused_though_another_thread_opens_one_inside(
+    two_places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite does not tell its descriptor, so a new one that is inside was taken for it."""
+    root, other = two_places
+    inside, outside = root / "swap" / "x.db", root / "swap" / "link.db"
+    outside.symlink_to(other / "x.db")
+    opened: list[sqlite3.Connection] = []
+    connect = sqlite3.connect
+    thread = threading.Thread(target=lambda: opened.append(connect_read_only(inside)))
+
+    def while_another_opens(*given: Any, **named: Any) -> sqlite3.Connection:
+        connection = connect(*given, **{**named, "check_same_thread": False})
+        if threading.current_thread() is not thread:
+            thread.start()
+            thread.join(0.5)  # it waits for us, unless the check can be fooled
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", while_another_opens)
+    with pytest.raises(SourceError, match=r"link\.db"):
+        connect_read_only(outside)
+    thread.join()
+
+    assert opened[0].execute("SELECT * FROM t").fetchone()[0] == "inside"
+    opened[0].close()
 
 
 @pytest.mark.parametrize("read", [opened_h5, opened_image, opened_rows, listed])

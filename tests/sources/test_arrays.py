@@ -169,7 +169,7 @@ def test_a_missing_zarr_chunk_is_named_and_not_read_as_zeros(tmp_path: Path) -> 
     (path / "t2" / "u" / "c" / "1" / "0").unlink()
     source = ArraySource(path, fields={"u": "u"})
 
-    with pytest.raises(SourceError, match=r"sample 't2': chunk t2/u/c/1/0 is not there.*fill_missing"):
+    with pytest.raises(SourceError, match=r"group 't2': .*chunk t2/u/c/1/0 is not there.*fill_missing"):
         source.read(2)
     assert source.read(1)["u"].shape == (3, 4)
     assert not ArraySource(path, fields={"u": "u"}, fill_missing=True).read(2)["u"][2:4].any()
@@ -211,11 +211,11 @@ def test_what_is_wrong_with_a_zipped_zarr_folder_is_named(tmp_path: Path) -> Non
     data = bytearray(whole.read_bytes())
     data[at : at + 8] = bytes(8)
     whole.write_bytes(data)
-    with pytest.raises(SourceError, match="array 'u' of sample 't2' cannot be read"):
+    with pytest.raises(SourceError, match="group 't2': array 'u' cannot be read"):
         ArraySource(whole, fields={"u": "u"}).read(2)
     chunk.unlink()
     source = ArraySource(zipped(folder), fields={"u": "u"})
-    with pytest.raises(SourceError, match=r"sample 't2': chunk t2/u/c/1/0 is not there"):
+    with pytest.raises(SourceError, match=r"group 't2': .*chunk t2/u/c/1/0 is not there"):
         source.read(2)
     whole.write_bytes(whole.read_bytes()[:-30])
     with pytest.raises(SourceError, match=r"a\.zarr\.zip is no readable zip file"):
@@ -229,7 +229,7 @@ def test_what_is_wrong_with_a_zipped_zarr_folder_is_named(tmp_path: Path) -> Non
 def test_damaged_chunks_are_errors_that_name_the_sample(tmp_path: Path) -> None:
     path = grouped(write_zarr(2), tmp_path)
     (path / "t2" / "u" / "1.0").write_bytes(b"no chunk")
-    with pytest.raises(SourceError, match="array 'u' of sample 't2' cannot be read"):
+    with pytest.raises(SourceError, match="group 't2': array 'u' cannot be read"):
         ArraySource(path, fields={"u": "u"}).read(2)
 
 

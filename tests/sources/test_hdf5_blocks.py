@@ -151,9 +151,7 @@ def test_one_bad_chunk_costs_only_its_samples(write) -> None:
 
     for number in range(16):
         if number in (6, 7):
-            with pytest.raises(
-                SourceError, match=f"bad.h5: dataset 'tensor', sample {number} cannot be read"
-            ):
+            with pytest.raises(SourceError, match=f"bad.h5: row {number}: dataset 'tensor' cannot be read"):
                 source.read(number)
         else:
             np.testing.assert_array_equal(source.read(number)["data"][:, 0, :, 0], values[number])

@@ -284,9 +284,7 @@ def test_a_group_of_another_shape_names_the_sample(write, ramp) -> None:
     source = HDF5Source(write("g.h5", arrays))
 
     source.read(2)
-    with pytest.raises(
-        SourceError, match=r"dataset '3/data' of sample 3 has shape \(3, 4, 6\), expected \(3, 4, 5\)"
-    ):
+    with pytest.raises(SourceError, match=r"group '3'.*\(3, 4, 6\).*\(3, 4, 5\)"):
         source.read(3)
 
 

@@ -112,9 +112,9 @@ def test_a_bad_member_is_a_quarantined_sample_with_its_name(tmp_path: Path) -> N
     cache = precompute(source, None, tmp_path / "c", name="a", readers=0, max_quarantined=0.6)
 
     assert sorted(cache.quarantined) == [2, 3, 4]
-    assert "member 3.cls (sample 3) cannot be decoded (Python int too large" in cache.quarantined[3].error
-    assert "member 2.npy (sample 2) cannot be decoded" in cache.quarantined[2].error
-    assert "member 4.cls (sample 4) is not there" in cache.quarantined[4].error
+    assert "a.tar: key '3': member .cls cannot be decoded (Python int too large" in cache.quarantined[3].error
+    assert "a.tar: key '2': member .npy cannot be decoded" in cache.quarantined[2].error
+    assert "a.tar: key '4': member .cls is not there" in cache.quarantined[4].error
 
 
 def special(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
@@ -181,7 +181,7 @@ def test_a_tar_file_cut_between_members_or_damaged_inside_is_refused(tmp_path: P
             r"float32 \(3,\) in '0' .* int32 \(3,\) in '1'",
         ),
         ("json", [b'{"a": 1}', b'{"a": [1, 2]}'], r"field 'json\.a' .*leave \.json out with fields="),
-        ("json", [b'{"a": 1, "a": 2}'], r"member 0\.json \(sample 0\).*key 'a' comes twice"),
+        ("json", [b'{"a": 1, "a": 2}'], r"key '0': .*\.json.*key 'a' comes twice"),
     ],
 )
 def test_members_that_differ_in_more_than_length_are_named(

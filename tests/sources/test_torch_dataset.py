@@ -154,7 +154,7 @@ def test_a_length_that_varies_where_no_probe_looked() -> None:
 
     with pytest.raises(
         SourceError,
-        match=r"sample 123, field 'data' is float32 \(5,\).*TorchSource\(dataset, ragged=\('data',\)\)",
+        match=r"item 123 .*, field 'data' is float32 \(5,\).*TorchSource\(dataset, ragged=\('data',\)\)",
     ):
         TorchSource(dataset).read(123)
     assert TorchSource(dataset, ragged=("data",)).read(123)["data"].shape == (5,)
@@ -172,7 +172,7 @@ def endless(item):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda i: {"x": torch.ones(2), "label": "cat"}, r"sample 0, field 'label' is text \('cat'\)"),
+        (lambda i: {"x": torch.ones(2), "label": "cat"}, r"item 0 .*, field 'label' is text \('cat'\)"),
         (lambda i: {"x": None}, "field 'x' is None"),
         (lambda i: {"x": object()}, "field 'x' is of type object"),
         (lambda i: torch.ones(2).to_sparse(), "of layout torch.sparse_coo"),
@@ -187,9 +187,9 @@ def endless(item):
         (lambda i: {"x": 2**63}, "field 'x' is a whole number of 64 bits"),
         (lambda i: {"x": [1, 2**63]}, "field 'x' is a whole number of 64 bits"),
         (lambda i: {"x": [np.uint64(2**63), -1]}, "field 'x' is a whole number of 64 bits"),
-        (lambda i: {"x": [[1, 2], []]}, r"sample 0, field 'x.1' is an empty list.*np.zeros\(\(0, 4\)"),
-        (lambda i: endless({}), r"sample 0, field 'again.again.*nested more than 64 deep. Does it contain"),
-        (lambda i: endless([]), r"sample 0, field '0.0.0.*nested more than 64 deep"),
+        (lambda i: {"x": [[1, 2], []]}, r"item 0 .*, field 'x.1' is an empty list.*np.zeros\(\(0, 4\)"),
+        (lambda i: endless({}), r"item 0 .*, field 'again.again.*nested more than 64 deep. Does it contain"),
+        (lambda i: endless([]), r"item 0 .*, field '0.0.0.*nested more than 64 deep"),
         (lambda i: {"x": np.uint64(2**63)}, "field 'x' has dtype uint64, .*integers that fit int64"),
         (lambda i: {"x": np.ma.masked_array([1.0, 2.0], [False, True])}, "field 'x' is a masked array"),
         (lambda i: torch.ones(2, device="meta"), "field 'data' is a meta tensor"),

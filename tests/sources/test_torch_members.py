@@ -147,6 +147,34 @@ def test_an_object_that_refuses_to_be_pickled_is_named() -> None:
         packed(TorchSource(Holds(deep={"it": Refuses(), "other": 1})))
 
 
+class Lazy:
+    """Opens its file as the hint says."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.file = path, None
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        self.file = self.file or h5py.File(self.path)
+        return self.file["u"][index]
+
+
+def test_a_lazy_dataset_that_was_tried_out_is_told_to_be_made_again(tmp_path: Path) -> None:
+    """To look at `dataset[0]` before all else is common, and opens the file."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["u"] = np.arange(6.0).reshape(3, 2)
+    tried = Lazy(tmp_path / "a.h5")
+    tried[0]
+
+    with pytest.raises(SourceError, match=r"dataset\.file is an open HDF5 file.*new object"):
+        packed(TorchSource(tried))
+
+    copied = cloudpickle.loads(packed(TorchSource(Lazy(tmp_path / "a.h5"))))
+    assert copied.read(2)["data"].tolist() == [4.0, 5.0]
+
+
 def test_loops_end() -> None:
     dataset = Holds(other=[])
     dataset.other.append(dataset)

@@ -1,4 +1,4 @@
-"""Read samples out of a source into arrays, with every error wrapped by path, sample and stage.
+"""Read samples out of a source into arrays, with every error wrapped by sample and stage.
 
 Used by reader processes, and by the calling process when there are none: both read the same way. This module
 does not import torch.
@@ -18,7 +18,7 @@ from stoker.errors import DecodeError, RecordError, arg
 from stoker.precompute.layout import PIECE_BYTES, time_length
 from stoker.precompute.unchanged import ChangedError, Reads
 from stoker.schema import FLOATS, Sample, Schema, check_sample
-from stoker.sources.protocol import ReadsMany
+from stoker.sources.protocol import Locating, ReadsMany
 
 _ERROR_CHARS = 600
 CHANGED = "changed"
@@ -46,7 +46,7 @@ class SampleFault:
     stage: str
     """`open`, `read`, `decode`, `check` or `encode`; `CHANGED`: the source is another, the run must end."""
     error: str
-    """Path, type and message, at most 600 characters."""
+    """Type and message, at most 600 characters; the `Ledger` adds where the sample is."""
     kind: Literal["sample", "transient"]
     """`sample`: the sample's own fault; `transient`: may pass (input/output, memory, a hang)."""
     retry: bool
@@ -74,23 +74,36 @@ class PartNames:
     """First number of each part, ascending."""
     names: Sequence[str]
     """Path or name of each part."""
+    source: Locating | None = None
+    """What knows more of a sample than its part."""
 
     def index(self, number: int) -> int:
         """The part that holds `number`."""
-        return bisect_right(self.offsets, number) - 1
+        return part_index(self.offsets, number)
 
     def name(self, number: int) -> str:
         """The name of the part that holds `number`."""
         return self.names[self.index(number)]
 
+    def place(self, number: int) -> str:
+        """Where a user finds a sample: as the source says, else its part."""
+        return self.name(number) if self.source is None else self.source.locate(number)
+
+
+def part_index(offsets: Sequence[int], number: int) -> int:
+    """The part that holds `number`, of parts with these first numbers."""
+    return bisect_right(offsets, number) - 1
+
 
 class SampleReader:
     """One source, read sample by sample; says where it stands and checks what comes."""
 
-    def __init__(self, source: Reads, schema: Schema, parts: PartNames, *, pulse: Pulse, nan: str) -> None:
+    def __init__(
+        self, source: Reads, schema: Schema, offsets: Sequence[int], *, pulse: Pulse, nan: str
+    ) -> None:
         self._source = source
         self._schema = schema
-        self._parts = parts
+        self._offsets = offsets
         self._pulse = pulse
         self._reject_nan = nan == "reject"
         self._opened: set[int] = set()
@@ -173,7 +186,7 @@ class SampleReader:
         Raises:
             SampleFaultError: As for `fill`.
         """
-        part = self._parts.index(number)
+        part = part_index(self._offsets, number)
         stage = "read" if part in self._opened else "open"
         self._pulse.write(stage, number)
         try:
@@ -202,9 +215,7 @@ class SampleReader:
 
     def _fault(self, number: int, stage: str, error: Exception) -> SampleFaultError:
         passing = isinstance(error, MemoryError) or _from_the_system(error)
-        notes = getattr(error, "__notes__", ())  # how sources below this one call the sample
-        where = ", ".join((self._parts.name(number), *map(str, notes)))
-        text = f"{where}: {type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
         if isinstance(error, ChangedError):
             stage, text = CHANGED, str(error)
         elif isinstance(error, DecodeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stoker.errors import IncompleteError, SourceError, arg
 from stoker.precompute.fill import CHANGED, SampleFault
@@ -39,6 +39,7 @@ class Ledger:
         quarantine: Records failures durably, several at the cost of one.
         wanted: Whether a number is to be stored by this run; others that fail are only replaced by zeros.
         allowed: Samples that may be set aside, before this run and in it.
+        place: Where a user finds a sample; put before its error, unless that says so itself.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class Ledger:
         quarantine: Callable[[Sequence[Failure]], None],
         wanted: Callable[[int], bool],
         allowed: float = math.inf,
+        place: Callable[[int], str] = "sample {}".format,
     ) -> None:
         self._bad = set(bad)
         self._allowed = allowed
+        self.place = place
         self._hopeless: list[int] | None = []
         self._quarantine = quarantine
         self._wanted = wanted
@@ -78,6 +81,9 @@ class Ledger:
         self._attempts[fault.number] = attempts
         if fault.retry and attempts < ATTEMPTS:
             return True
+        where = self.place(fault.number)
+        if where not in fault.error:
+            fault = replace(fault, error=f"{where}: {fault.error}")
         self._set_aside([fault.number], fault)
         self._check_hope(fault)
         return False

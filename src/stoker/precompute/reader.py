@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from stoker.precompute.arena import Arena
 from stoker.precompute.beat import BeatPage
 from stoker.precompute.fill import (
-    PartNames,
     SampleFault,
     SampleFaultError,
     SampleReader,
@@ -187,9 +186,8 @@ def main(arguments: list[str]) -> int:
         sys.path[:] = start["sys_path"]
         confine_sources(start["confined"])
         layout = layout_from_json(start["layout"])
-        parts = PartNames(offsets=start["offsets"], names=start["names"])
         source = cloudpickle.loads(start["payload"])
-        samples = SampleReader(source, layout.schema, parts, pulse=beat, nan=start["nan"])
+        samples = SampleReader(source, layout.schema, start["offsets"], pulse=beat, nan=start["nan"])
     except Exception:  # noqa: BLE001  a process edge: the caller raises this with the traceback
         channel.send({"kind": "fatal", "error": traceback.format_exc()})
         return 1

@@ -39,7 +39,7 @@ from stoker.precompute.unchanged import Unchanged, digested_files
 from stoker.precompute.watchdog import EncodeWatchdog
 from stoker.precompute.write_thread import WriteThread
 from stoker.sources.files import confined_sources
-from stoker.sources.protocol import Source
+from stoker.sources.protocol import Locating, Source
 from stoker.sources.travel import packed
 from stoker.store import Failure, Folder, WriterSettings
 from stoker.store.growing import fill_blocks
@@ -94,14 +94,6 @@ class Bench:
         wanted = set(missing.tolist()) if len(missing) < recipe.count else range(recipe.count)
         # No method of ours: in a cycle, this would hold the folder's lock until the collector comes by.
         keep = _forget if rehearsal else folder.quarantine_many
-        self.ledger = Ledger(
-            self.quarantined,
-            quarantine=keep,
-            wanted=wanted.__contains__,
-            allowed=settings.max_quarantined * recipe.count,
-        )
-        spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
-        self.queue = WorkQueue(spans, recipe.group.samples, missing, bad=self.ledger.is_bad)
         refs = recipe.refs
         self._parts = PartNames(
             offsets=[part.offset for part in recipe.parts],
@@ -109,7 +101,17 @@ class Bench:
                 str(of[0].path) if len(of) == 1 else part.name
                 for part, of in zip(recipe.parts, refs, strict=True)
             ],
+            source=source if isinstance(source, Locating) else None,
         )
+        self.ledger = Ledger(
+            self.quarantined,
+            quarantine=keep,
+            wanted=wanted.__contains__,
+            allowed=settings.max_quarantined * recipe.count,
+            place=self._parts.place,
+        )
+        spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
+        self.queue = WorkQueue(spans, recipe.group.samples, missing, bad=self.ledger.is_bad)
         self._reading = Unchanged(source, digested_files(refs, recipe.files), self._parts.offsets)
         self._layout, self._first_readers, self.most_readers = self._plan()
 
@@ -144,7 +146,7 @@ class Bench:
         if self._first_readers == 0:
             pulse = Silent()
             samples = SampleReader(
-                self._reading, self._schema, self._parts, pulse=pulse, nan=self.settings.nan
+                self._reading, self._schema, self._parts.offsets, pulse=pulse, nan=self.settings.nan
             )
             return InProcess(
                 samples, self._layout, self.queue, self.ledger, pulse=pulse, interrupts=self._interrupts
@@ -171,7 +173,6 @@ class Bench:
             "confined": confined_sources(),
             "layout": self._layout.to_json(),
             "offsets": list(self._parts.offsets),
-            "names": list(self._parts.names),
             "nan": self.settings.nan,
         }
         return Launch(payload=payload, frame=frame, layout=self._layout, logs=self.logs, drain=Drain())

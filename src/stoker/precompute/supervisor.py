@@ -253,7 +253,7 @@ class Supervisor:
         if number < 0:
             return ""
         tries = self._ledger.attempts(number)
-        return f"{self._parts.name(number)}: sample {number}, attempt {tries} of {ATTEMPTS}: "
+        return f"{self._parts.place(number)}: sample {number}, attempt {tries} of {ATTEMPTS}: "
 
     def _frame(self, worker: Worker, frame: Frame) -> None:
         kind = frame["kind"]
@@ -371,12 +371,14 @@ class Supervisor:
             if read:  # members before it, by this very process, though they are lost with it
                 self._ledger.answered(work.part)
                 self._limits.delivered(read)
-            error = f"{self._parts.name(loss.number)}: {loss.cause}"
             stage = loss.stage if loss.stage in ("open", "read") else "read"
-            self._ledger.fault(passing_fault(loss.number, stage, error))
+            self._ledger.fault(passing_fault(loss.number, stage, loss.cause))
             self._queue.give_back(work, avoid=worker.number)
             if self._ledger.part_is_dead(work.part, loss.number):
-                self._give_up(work.part, loss.number, error)
+                where = self._parts.place(loss.number)
+                self._give_up(
+                    work.part, loss.number, f"not tried, since reading failed at {where}: {loss.cause}"
+                )
 
     def _give_up(self, part: int, number: int, error: str) -> None:
         """Set aside what is left of a part whose storage does not answer."""

@@ -20,7 +20,7 @@ from stoker.precompute.precision import full_precision
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.stages import Bench
 from stoker.schema import Sample, Schema
-from stoker.sources.protocol import Part, Source, SourceIdentity
+from stoker.sources.protocol import Part, Source, SourceIdentity, locate
 from stoker.store import Cache, Failure, Recipe, make_recipe
 from stoker.store.folder import Folder, open_folder
 
@@ -83,6 +83,9 @@ class _Chosen:
 
     def keys(self) -> Sequence[str]:
         return [str(number) for number in self.numbers]
+
+    def locate(self, number: int) -> str:
+        return locate(self._source, self.numbers[number])
 
     def runs(self) -> Sequence[range]:
         return [range(part.start, part.stop) for part in self._spans()]

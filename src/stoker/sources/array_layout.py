@@ -59,6 +59,11 @@ class Described:
     starts: NDArray[np.int64] | None = None
     """With `offsets`: first step of each sample, and the total."""
 
+    def place(self, row: int) -> str:
+        """Where a sample is, for messages."""
+        inside = f"group {self.groups[row]!r}" if self.groups else f"row {row}"
+        return f"{self.container.path}: {inside}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:

@@ -106,15 +106,21 @@ class ArraySource:
             SourceError: Damaged or missing data; names container, array and sample.
             IndexError: No such number.
         """
-        described, fields = self._scan()
+        one, row = self._find(number)
+        return {field.name: self._reader.read(one, field, row, (start, stop)) for field in self._scan()[1]}
+
+    def locate(self, number: int) -> str:
+        """File or folder, and row or group."""
+        one, row = self._find(number)
+        return one.place(row)
+
+    def _find(self, number: int) -> tuple[Described, int]:
+        described, _ = self._scan()
         firsts = list(itertools.accumulate((one.count for one in described), initial=0))
         if not 0 <= number < firsts[-1]:
             raise IndexError(f"sample {number} does not exist: this source has {firsts[-1]}")
         place = bisect.bisect_right(firsts, number) - 1
-        row = number - firsts[place]
-        return {
-            field.name: self._reader.read(described[place], field, row, (start, stop)) for field in fields
-        }
+        return described[place], number - firsts[place]
 
     def runs(self) -> Sequence[range]:
         """Samples whose data lie in the same chunks, else a few at a time; never across containers."""
@@ -297,7 +303,7 @@ class _Reader:
             SourceError: It cannot be read; names container, array and sample.
         """
         group = one.groups[row] if one.groups else ""
-        where = f"{one.container.path}: array {field.array!r} of sample {group or row!r}"
+        where = f"{one.place(row)}: array {field.array!r}"
         try:
             if group and not field.array:
                 return _number(self.opened(one.container).attributes(group).get(field.name), field, where)

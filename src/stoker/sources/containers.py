@@ -30,15 +30,7 @@ from stoker.sources.files import (
     usable_files,
     why_unreadable,
 )
-from stoker.sources.hdf5_open import (
-    FOREIGN_ERRORS,
-    cause_of,
-    open_file,
-    refuse_pipes,
-    require_filters,
-    require_inside,
-    unwritten_rows,
-)
+from stoker.sources.hdf5_open import FOREIGN_ERRORS, cause_of, open_checked, readable_dataset, unwritten_rows
 from stoker.sources.protocol import FileRef
 
 Kind: TypeAlias = Literal["hdf5", "zarr", "npy"]
@@ -203,8 +195,7 @@ def open_container(container: Container) -> Opened:
 class _HDF5:
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = open_file(path)
-        refuse_pipes(self._file)
+        self._file = open_checked(path)
         self._holes: dict[str, NDArray[np.bool_] | None] = {}
 
     def groups(self) -> Sequence[str]:
@@ -218,14 +209,12 @@ class _HDF5:
             raise SourceError(f"{self._path}: group {group!r} cannot be read ({error})") from cause_of(error)
         for name, dataset in found.items():  # the shape of a virtual one would be looked up in other files
             if dataset.chunks is None and dataset.is_virtual:
-                require_inside(self._file, f"{group}/{name}" if group else name, where=str(self._path))
+                readable_dataset(self._file, f"{group}/{name}" if group else name, self._path)
         return found
 
     def array(self, name: str) -> Any:
         try:
-            dataset = require_inside(self._file, name, where=str(self._path))
-            require_filters(dataset, where=f"{self._path}: dataset {name!r}")
-            return dataset
+            return readable_dataset(self._file, name, self._path)
         except FOREIGN_ERRORS as error:
             if isinstance(error, SourceError):
                 raise
@@ -239,7 +228,7 @@ class _HDF5:
     def absent(self, name: str, low: int, high: int) -> str | None:
         """By what was written: HDF5 gives other rows as zeros or the fill value."""
         if name not in self._holes:
-            dataset = require_inside(self._file, name, where=str(self._path))
+            dataset = readable_dataset(self._file, name, self._path)
             self._holes = {} if len(self._holes) > _HOLES else self._holes  # one for each group
             self._holes[name] = unwritten_rows(dataset, 0 if dataset.ndim else None)
         holes = self._holes[name]

@@ -115,7 +115,7 @@ def _expand(path: Path, suffixes: tuple[str, ...], what: str) -> tuple[Path, lis
         return path, usable_files(found, str(path))
     if os.path.lexists(path):
         raise SourceError(
-            f"{path} is {why_unreadable(path)}. Expected a file ({what}), a folder or a pattern"
+            f"{path} is {why_unreadable(path)}. Give the {what} file itself, a folder or a pattern"
         )
     if not is_pattern(path):
         raise SourceError(
@@ -516,6 +516,9 @@ def descriptors() -> set[tuple[int, str]]:
 
 def check_opened_since(before: set[tuple[int, str]], path: str | os.PathLike[str]) -> None:
     """As `check_opened`, for a library that does not tell its descriptor.
+
+    Nothing else in the process may open files below the confined paths meanwhile: any new descriptor that is
+    inside counts as the library's.
 
     Args:
         before: `descriptors()` before the library opened the file.

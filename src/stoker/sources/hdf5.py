@@ -6,7 +6,6 @@ travels with copies of the source. Data is never read beyond the block that a sa
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -147,8 +146,7 @@ class HDF5Source:
         scan = self._scan()
         if not 0 <= number < scan.count:
             raise IndexError(f"sample {number} does not exist: this source has {scan.count}")
-        file = scan.files[bisect.bisect_right(scan.firsts, number) - 1]
-        row = file.row(number - file.first)
+        file, row = scan.find(number)
         file.require_written(row)
         sample: Sample = {}
         slot = 0
@@ -171,12 +169,17 @@ class HDF5Source:
     ) -> NDArray[Any]:
         """One sample of one dataset, in served order."""
         group = file.layout.groups[row] if file.layout.groups else ""
-        place = Place(path=file.path, row=row, group=group, label=file.layout.row_name(row), slot=slot)
+        place = Place(path=file.path, row=row, group=group, label=file.place(row), slot=slot)
         raw = self._reader.read(place, piece, file.blocks[slot], span)
         axes = sample_axes(piece)
         # Time was thinned while reading; thinning space there would cost HDF5 a call per point.
         steps = [1 if axis == "t" else self._wanted.strides.get(axis, 1) for axis in axes]
         return arrange(raw[tuple(slice(None, None, step) for step in steps)], axes)
+
+    def locate(self, number: int) -> str:
+        """File and row, or group."""
+        file, row = self._scan().find(number)
+        return file.place(row)
 
     def runs(self) -> Sequence[range]:
         """Ranges of about 8 MiB, whole rows of chunks, never across files."""

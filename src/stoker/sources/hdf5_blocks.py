@@ -127,7 +127,7 @@ class Place:
     group: str
     """The sample's group; empty when samples are rows."""
     label: str
-    """How errors name the sample."""
+    """The file and where the sample is in it, for messages."""
     slot: int
     """Position of the piece in the layout: one block is kept per piece."""
 
@@ -220,17 +220,16 @@ class BlockReader:
         dataset = self._pool.dataset(place.path, name, keep=not place.group)
         if tuple(dataset.shape) != piece.shape:
             raise SourceError(
-                f"{place.path}: dataset {name!r} of sample {place.label} has shape {tuple(dataset.shape)}, "
-                f"expected {piece.shape} as in the rest. One sample differs, or the file changed; fix or "
-                "exclude it"
+                f"{place.label}: dataset {name!r} has shape {tuple(dataset.shape)}, expected "
+                f"{piece.shape} as in the rest. One sample differs, or the file changed; fix or exclude it"
             )
         if out.size:
             try:
                 fetch(dataset, tuple(selection), out)
             except FOREIGN_ERRORS as error:
                 raise SourceError(
-                    f"{place.path}: dataset {name!r}, sample {place.label} cannot be read ({error}). The "
-                    "file is damaged there; copy or download it again, or leave the sample out"
+                    f"{place.label}: dataset {name!r} cannot be read ({error}). The file is damaged there; "
+                    "copy or download it again, or leave the sample out"
                 ) from cause_of(error)
         return out.squeeze(axis=piece.axes.index("n")) if drop and "n" in piece.axes else out
 

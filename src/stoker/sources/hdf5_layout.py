@@ -96,8 +96,12 @@ class FileLayout:
         return tuple(piece for one in self.fields for piece in one.pieces)
 
     def row_name(self, row: int) -> str:
-        """What a sample is called inside its file."""
+        """What a sample is called inside its file, in keys."""
         return self.groups[row] if self.groups else str(row)
+
+    def row_place(self, row: int) -> str:
+        """Where a sample is inside its file, for messages."""
+        return f"group {self.groups[row]!r}" if self.groups else f"row {row}"
 
 
 def parse_axes(text: str, *, where: str) -> tuple[str, ...]:

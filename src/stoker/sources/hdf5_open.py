@@ -166,6 +166,32 @@ def refuse_pipes(file: Any, seen: set[tuple[int, int]] | None = None) -> None:
                 continue  # whoever follows the link says what is wrong
 
 
+def open_checked(path: Path) -> Any:
+    """As `open_file`, for a file whose links are going to be followed: none leads to a pipe or a device.
+
+    Raises:
+        SourceError: As `open_file` and `refuse_pipes`.
+    """
+    file = open_file(path)
+    try:
+        refuse_pipes(file)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def readable_dataset(file: Any, name: str, path: Path) -> Any:
+    """The dataset `name` of the file that was opened at `path`.
+
+    Raises:
+        SourceError: Its bytes are not in `file`, or a filter that it needs is not installed.
+    """
+    dataset = require_inside(file, name, where=str(path))
+    require_filters(dataset, where=f"{path}: dataset {name!r}")
+    return dataset
+
+
 def require_inside(file: Any, name: str, *, where: str) -> Any:
     """The dataset, if its bytes are in `file`: an identity has the content of `file` alone.
 

@@ -5,6 +5,7 @@ The description is plain data. It travels with copies of a source, so that reade
 
 from __future__ import annotations
 
+import bisect
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -22,15 +23,7 @@ from stoker.sources.declared import contents, declared_layout
 from stoker.sources.files import family, refuse_together, require_listable
 from stoker.sources.hdf5_blocks import BLOCK_LIMIT_BYTES, Block, plan_block
 from stoker.sources.hdf5_layout import FileLayout, stacked_field
-from stoker.sources.hdf5_open import (
-    FOREIGN_ERRORS,
-    cause_of,
-    open_file,
-    refuse_pipes,
-    require_filters,
-    require_inside,
-    unwritten_rows,
-)
+from stoker.sources.hdf5_open import FOREIGN_ERRORS, cause_of, open_checked, readable_dataset, unwritten_rows
 from stoker.sources.splits import SplitChoice, choose_split, split_numbers
 from stoker.units import format_bytes
 
@@ -100,10 +93,13 @@ class ScannedFile:
         for name, rows in self.unwritten.items():
             if rows[row]:
                 raise SourceError(
-                    f"{self.path}: dataset {name!r}, sample {self.layout.row_name(row)} was never written, "
-                    "or not all of it. Was the program stopped that wrote the file? Write it again, or leave "
-                    "the sample out"
+                    f"{self.place(row)}: dataset {name!r} was never written there, or not all of it. Was the "
+                    "program stopped that wrote the file? Write it again, or leave the sample out"
                 )
+
+    def place(self, row: int) -> str:
+        """Where a row is, for messages."""
+        return f"{self.path}: {self.layout.row_place(row)}"
 
     def key(self, local: int) -> str:
         """Stable key of its `local`-th sample; shared by files that differ only in a parameter."""
@@ -126,6 +122,11 @@ class Scan:
     """Fields of every sample."""
     count: int
     """Samples in all, at least 1."""
+
+    def find(self, number: int) -> tuple[ScannedFile, int]:
+        """The file of a sample, and its row there."""
+        file = self.files[bisect.bisect_right(self.firsts, number) - 1]
+        return file, file.row(number - file.first)
 
 
 def scan_files(wanted: Wanted) -> Scan:
@@ -188,9 +189,8 @@ def _layout(
     wanted: Wanted, path: Path, name: str, preset: str | None
 ) -> tuple[str | None, FileLayout, dict[str, NDArray[np.bool_]]]:
     """Describe one file; also the preset used, so that all files are read alike, and what was not written."""
-    file = open_file(path)
+    file = open_checked(path)
     try:
-        refuse_pipes(file)
         if preset is None and wanted.fields is None:
             preset = _detect(file, str(path))
         layout = _described(file, wanted, path, name, preset)
@@ -222,8 +222,7 @@ def _unwritten(file: Any, layout: FileLayout, path: Path) -> dict[str, NDArray[n
     for number, group in enumerate(layout.groups or ("",)):
         for piece in layout.pieces:
             name = f"{group}/{piece.dataset}".lstrip("/")
-            dataset = require_inside(file, name, where=str(path))
-            require_filters(dataset, where=f"{path}: dataset {name!r}")
+            dataset = readable_dataset(file, name, path)
             axis = piece.axes.index("n") if "n" in piece.axes else None
             holes = unwritten_rows(dataset, axis)
             if holes is None:

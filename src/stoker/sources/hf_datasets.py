@@ -73,7 +73,7 @@ class DatasetsSource:
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} does not exist: this source has {len(self)}")
         first = number // RUN * RUN
-        where = f"{self!r}: row {number}"
+        where = self.locate(number)
         try:
             if self._block is None or self._block[0] != first:
                 self._block = (first, self._dataset[first : first + RUN])
@@ -82,6 +82,10 @@ class DatasetsSource:
             if isinstance(error, SourceError):
                 raise
             raise SourceError(f"{where} cannot be read ({type(error).__name__}: {error})") from error
+
+    def locate(self, number: int) -> str:
+        """The row."""
+        return f"{self!r}: row {number}"
 
     def runs(self) -> Sequence[range]:
         """Rows that are taken together."""

@@ -82,16 +82,12 @@ class ParquetSource:
             SourceError: Damaged data, or a null; names file, row and column.
             IndexError: No such number.
         """
-        tables, fields = self._scan()
-        firsts = list(itertools.accumulate((table.edges[-1] for table in tables), initial=0))
-        if not 0 <= number < firsts[-1]:
-            raise IndexError(f"sample {number} does not exist: this source has {firsts[-1]}")
-        place = bisect.bisect_right(firsts, number) - 1
-        table, row = tables[place], number - firsts[place]
+        table, row = self._find(number)
         group = bisect.bisect_right(table.edges, row) - 1
-        where = f"{table.path}: row {row}"
+        where = self.locate(number)
         try:
-            return sample_of(self._rows(table, group), row - table.edges[group], fields, where=where)
+            rows = self._rows(table, group)
+            return sample_of(rows, row - table.edges[group], self._scan()[1], where=where)
         except FOREIGN_ERRORS as error:
             if isinstance(error, SourceError):
                 raise
@@ -99,6 +95,19 @@ class ParquetSource:
                 f"{where}, in row group {group}, cannot be read ({type(error).__name__}: {error}). "
                 "Copy the file again"
             ) from error
+
+    def locate(self, number: int) -> str:
+        """File and row."""
+        table, row = self._find(number)
+        return f"{table.path}: row {row}"
+
+    def _find(self, number: int) -> tuple[Table, int]:
+        tables, _ = self._scan()
+        firsts = list(itertools.accumulate((table.edges[-1] for table in tables), initial=0))
+        if not 0 <= number < firsts[-1]:
+            raise IndexError(f"sample {number} does not exist: this source has {firsts[-1]}")
+        place = bisect.bisect_right(firsts, number) - 1
+        return tables[place], number - firsts[place]
 
     def runs(self) -> Sequence[range]:
         """Row groups."""

@@ -118,6 +118,22 @@ class ReadsMany(Protocol):
 
 
 @runtime_checkable
+class Locating(Protocol):
+    """A source that can tell where a user finds a sample. Most can: a number alone is of little use."""
+
+    def locate(self, number: int) -> str:
+        """Return the place of sample `number` for messages: its file, and the row, group or member in it."""
+        ...
+
+
+def locate(source: Source, number: int) -> str:
+    """Return the place of a sample of any source: as the source says, or its number and the source."""
+    if isinstance(source, Locating):
+        return source.locate(number)
+    return f"sample {number} of {source!r}"
+
+
+@runtime_checkable
 class Proving(Protocol):
     """A source that tries itself out before it is read in other processes; most have no need to."""
 

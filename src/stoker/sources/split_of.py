@@ -13,7 +13,7 @@ from stoker.errors import SourceError, SplitError
 from stoker.schema import Json, Sample, Schema, digest_json
 from stoker.sources.given import check_splits
 from stoker.sources.placed import PlacedPart, Placing
-from stoker.sources.protocol import Part, Proving, Source, SourceIdentity
+from stoker.sources.protocol import Part, Proving, Source, SourceIdentity, locate
 from stoker.sources.splits import SplitChoice, choose_split, split_numbers
 
 
@@ -59,12 +59,11 @@ class SplitOf:
         numbers = self._chosen()[1]
         if not 0 <= number < len(numbers):
             raise IndexError(f"sample {number} does not exist: this split has {len(numbers)}")
-        own = int(numbers[number])
-        try:
-            return self._source.read(own, start, stop)
-        except Exception as error:
-            error.add_note(f"sample {own} of {self._source!r}")
-            raise
+        return self._source.read(int(numbers[number]), start, stop)
+
+    def locate(self, number: int) -> str:
+        """As the source says."""
+        return locate(self._source, int(self._chosen()[1][number]))
 
     def prove(self) -> None:
         """As the source does, if it does."""

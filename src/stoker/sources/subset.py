@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from stoker.errors import ConfigError
 from stoker.schema import Sample, Schema
-from stoker.sources.protocol import Part, Proving, Source, SourceIdentity
+from stoker.sources.protocol import Part, Proving, Source, SourceIdentity, locate
 
 
 class Subset:
@@ -42,6 +42,10 @@ class Subset:
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} does not exist: this subset has {len(self)}")
         return self._source.read(number, start, stop)
+
+    def locate(self, number: int) -> str:
+        """As the source says."""
+        return locate(self._source, number)
 
     def prove(self) -> None:
         """As the source does, if it does."""

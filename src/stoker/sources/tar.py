@@ -148,6 +148,11 @@ class TarSource:
         found = {name: array for name, (array, _) in self._decoded(number).items()}
         return {name: found[name] for name in self.schema() if name in found}
 
+    def locate(self, number: int) -> str:
+        """The tar file, and the name that members of the sample share."""
+        archive, row = self._place(number)
+        return f"{archive.path}: key {archive.keys[row]!r}"
+
     def runs(self) -> Sequence[range]:
         """Neighbours in a file."""
         found: list[range] = []
@@ -200,9 +205,10 @@ class TarSource:
 
     def _decoded(self, number: int) -> dict[str, tuple[NDArray[Any], str]]:
         archive, row = self._place(number)
+        place = self.locate(number)
         found: dict[str, tuple[NDArray[Any], str]] = {}
         for name in self._wanted():
-            where = f"{archive.path}: member {archive.keys[row]}.{name} (sample {number})"
+            where = f"{place}: member .{name}"
             member = archive.members[row].get(name)
             if member is None:
                 raise SourceError(f"{where} is not there. Add it, or leave .{name} out with {arg('fields')}")

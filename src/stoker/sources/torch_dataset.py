@@ -180,6 +180,14 @@ class TorchSource:
             name: (array[start:stop] if schema[name].time else array).copy() for name, array in whole.items()
         }
 
+    def locate(self, number: int) -> str:
+        """The item of the Dataset; of one inside `torch.utils.data.Subset`, by its own index."""
+        subset = getattr(sys.modules.get("torch.utils.data"), "Subset", None)
+        inner: Any = self._dataset
+        while subset is not None and type(inner) is subset:
+            inner, number = inner.dataset, inner.indices[number]
+        return f"item {number} of {qualified_name(type(inner))}"
+
     def runs(self) -> Sequence[range]:
         """Ranges of at most 256 samples or about 8 MiB."""
         sizes = [field.size_bytes(1 if field.ragged else None) for field in self._probe().schema.values()]
@@ -254,21 +262,16 @@ class TorchSource:
         """
         if self._live is None:
             self._live = copy.copy(self._dataset)
-        try:
-            with drawn_by(number, seeded=seeded):
-                item = self._live[number]
-            found = flatten_item(item, where=f"{self._name}: sample {number}", text=self._text)
-        except Exception as error:
-            if note := _own_index(self._dataset, number):
-                error.add_note(note)
-            raise
+        with drawn_by(number, seeded=seeded):
+            item = self._live[number]
+        found = flatten_item(item, where=self.locate(number), text=self._text)
         if self._probed is None:
             self._narrowed.update(narrowed_fields(item))
         return found
 
     def _checked(self, number: int, schema: Schema) -> Sample:
         found = self._item(number, seeded=self._freeze)
-        where = f"{self._name}: sample {number}"
+        where = self.locate(number)
         if found.keys() != schema.keys():
             raise SourceError(
                 f"{where} has fields {sorted(found)}, expected {sorted(schema)} as in the probed samples. "
@@ -349,12 +352,3 @@ class TorchSource:
         unknown = [name for name in self._text.names if name not in fields and not self._text.dropped(name)]
         if unknown:
             raise ConfigError(f"text names {sorted(unknown)}; the fields are {', '.join(sorted(fields))}")
-
-
-def _own_index(dataset: Any, number: int) -> str:
-    """Return how the Dataset inside `torch.utils.data.Subset` calls an item; empty where there is none."""
-    subset = getattr(sys.modules.get("torch.utils.data"), "Subset", None)
-    inner, index = dataset, number
-    while subset is not None and type(inner) is subset:
-        inner, index = inner.dataset, inner.indices[index]
-    return "" if inner is dataset else f"item {index} of {qualified_name(type(inner))}"

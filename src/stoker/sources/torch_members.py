@@ -26,8 +26,9 @@ MOST_OF_ONE = 1_000
 """Members of one list or dictionary."""
 
 _PLAIN = (int, float, complex, bool, str, bytes, bytearray, type(None), range, slice, type, types.ModuleType)
-_LAZY = "Keep its path, and open it on first use in __getitem__"
-_CONNECT = "Keep its address, and connect on first use in __getitem__"
+_USED = "; if it does so already, an item was read from it: make a new object and give that"
+_LAZY = f"Keep its path, and open it on first use in __getitem__{_USED}"
+_CONNECT = f"Keep its address, and connect on first use in __getitem__{_USED}"
 _LOCK = "A reader has no other thread: leave it out of the state (__getstate__), or make it on first use"
 _KINDS = {
     "h5py.": ("an open HDF5 file", _LAZY),

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, get_args
 
 from stoker.errors import ConfigError
 from stoker.schema import Sample, Schema
-from stoker.sources.protocol import Source, SourceIdentity
+from stoker.sources.protocol import Source, SourceIdentity, locate
 
 Kind: TypeAlias = Literal["hang", "kill", "raise", "slow", "corrupt"]
 
@@ -82,6 +82,10 @@ class FaultySource:
         whole = start is None and stop is None
         sample = self._source.read(number) if whole else self._source.read(number, start, stop)
         return _changed(sample) if fault is not None and fault.kind == "corrupt" else sample
+
+    def locate(self, number: int) -> str:
+        """As the source's."""
+        return locate(self._source, number)
 
     def runs(self) -> Sequence[range]:
         """As the source's."""

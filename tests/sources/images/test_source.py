@@ -206,6 +206,28 @@ def test_a_damaged_sample_is_an_error_with_its_name(voc: Path, spoil, error, say
         source(voc, "voc", labels={"classes": ["cell", "dot"], "max_objects": 2}).read(0)
 
 
+@pytest.mark.parametrize("target", ["nowhere.png", "link.png"])
+@pytest.mark.parametrize("repair", ["remove", "replace"])
+def test_a_link_to_nothing_says_so_and_its_hint_works(tmp_path: Path, target: str, repair: str) -> None:
+    whole = encoded(square((24, 32), (0, 0, 8, 8)))
+    (tmp_path / "a.png").write_bytes(whole)
+    link = tmp_path / "link.png"
+    link.symlink_to(target)
+
+    with pytest.raises(SourceError, match=r"link\.png .*link.*Remove the link, or put the file") as caught:
+        source(tmp_path).read(1)
+
+    assert target in str(caught.value).replace(str(link), "")
+    assert caught.value.__cause__ is None, "it does not pass by waiting"
+    link.unlink()
+    if repair == "replace":
+        link.write_bytes(whole)
+    repaired = source(tmp_path)
+    assert [repaired.read(number)["image"].shape for number in range(len(repaired))] == [(3, 24, 32)] * (
+        1 + (repair == "replace")
+    )
+
+
 def pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)

@@ -121,8 +121,8 @@ def _opened(data: bytes, rules: Rules | None, where: str) -> tuple[Image.Image, 
         raise
     except UnidentifiedImageError as error:
         raise DecodeError(
-            f"{where} is not an image ({len(data):,} bytes, begins with {data[:8]!r}). Expected one of "
-            f"{', '.join(FORMATS)}; leave it out, or put the image in its place"
+            f"{where} is not an image that can be read ({len(data):,} bytes, begins with {data[:8]!r}). "
+            f"Expected one of {', '.join(FORMATS)}. Copy or download it again, or leave it out"
         ) from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise DecodeError(_too_large(where, str(error))) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from stoker.sources.files import (
     confined_sources,
     natural_key,
     open_regular,
+    why_unreadable,
 )
 from stoker.sources.images.geometry import Fit
 from stoker.sources.splits import DEFAULT_SPLITS, SplitChoice, choose_split, split_numbers
@@ -215,10 +217,17 @@ def read_file(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
                     f"{path} has {size_bytes:,} bytes, more than the {limit_bytes:,} that are read"
                 )
             data = file.readall()
-    except FileNotFoundError:
-        # Without its cause, which would count as an error of storage that may pass by itself.
-        raise SourceError(f"{path} is missing. Put the file there, or take it off the list") from None
     except OSError as error:
+        # Without their cause, which would count as an error of storage that may pass.
+        if error.errno in (errno.ENOENT, errno.ELOOP) and path.is_symlink():
+            raise SourceError(
+                f"{path} is {why_unreadable(path)}, {path.readlink()}. Remove the link, or put the file "
+                "itself in its place"
+            ) from None
+        if error.errno == errno.ENOENT:
+            raise SourceError(
+                f"{path} is missing. Put the file there, or remove it from the list that names it"
+            ) from None
         raise SourceError(f"{path} cannot be read: {error.strerror}") from error
     if not data:
         raise DecodeError(f"{path} is empty (0 bytes). Copy or download it again, or leave it out")

@@ -187,6 +187,10 @@ class ImageSource:
             sample["image"] = pixels
         return {**sample, **self._catalog.labels(entry, fit)}
 
+    def locate(self, number: int) -> str:
+        """The file of the image."""
+        return str(self._root / self._scan().entries[number].image)
+
     def sample_files(self, number: int) -> Sequence[str]:
         """The files, by their names in the identity, that decide sample `number`."""
         entry = self._scan().entries[number]

@@ -173,6 +173,13 @@ class SQLSource:
             standard.apply(samples)
         return plain(samples, self._bulk.schema)
 
+    def locate(self, number: int) -> str:
+        """The database, the table and the key of the row."""
+        return self._located(int(self._rows()[number]))
+
+    def _located(self, row: int) -> str:
+        return f"{self.where_it_is}, key {self._bulk.key(row)}"
+
     def runs(self) -> Sequence[range]:
         """Ranges of at most 256 rows or about 8 MiB."""
         count, length = len(self), _RUN_ROWS
@@ -271,9 +278,8 @@ class SQLSource:
             except MalformedError as error:
                 for place in range(len(rows) if len(rows) > 1 else 0):
                     self._made(rows[place : place + 1])  # raises at the row that is meant
-                where, key = self._bulk.request.where_it_is, self._bulk.key(int(rows[0]))
                 raise SourceError(
-                    f"{where}, key {key}, column {error.column} {error}. "
+                    f"{self._located(int(rows[0]))}, column {error.column} {error}. "
                     f"Fix the row, or leave it out with {arg('where')}"
                 ) from error
         return samples

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from urllib.parse import quote
 
 from stoker.errors import ResourceError, SourceError, StalledError, arg
-from stoker.sources.files import check_opened_since, descriptors
+from stoker.sources.files import check_opened_since, confined_sources, descriptors
 from stoker.sources.sql.pick import received
 from stoker.sources.sql.request import Request, quoted
 from stoker.sources.sql.rows import Packed, Text, pack_columns
@@ -21,6 +23,7 @@ BATCH_BYTES = 8 * MIB
 _MOST_ROWS = 8192
 _STEPS = 20_000
 """Instructions of SQLite between two looks at the clock: some milliseconds at most."""
+_opening = Lock()
 
 
 class SqliteSession:
@@ -126,13 +129,15 @@ def connect_read_only(path: Path, **given: Any) -> sqlite3.Connection:
     Raises:
         SourceError: It is outside of the paths that the process is confined to.
     """
-    before = descriptors()
-    connection = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True, **given)
-    try:
-        check_opened_since(before, path)
-    except SourceError:
-        connection.close()
-        raise
+    # One at a time: the check takes any new descriptor that is inside for the one that was opened here.
+    with nullcontext() if confined_sources() is None else _opening:
+        before = descriptors()
+        connection = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True, **given)
+        try:
+            check_opened_since(before, path)
+        except SourceError:
+            connection.close()
+            raise
     return connection
 
 
