@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from safetensors import safe_open
 
 from stoker.service import child
+from stoker.service.access import DataAccess
 from stoker.service.database import Database
 from stoker.service.dataset_requests import Registration
 from stoker.service.datasets import Datasets, describe
@@ -246,7 +247,7 @@ def test_rows_of_postgresql_are_registered_and_trained_on_as_those_of_sqlite(
         tmp_path,
         Path,
         look=lambda what, *given, **named: LOOKS[what](*given, **named),
-        servers=[str(server.folder)],
+        access=DataAccess(roots=("/",), servers=(str(server.folder),)),
     )
     request = {"kind": "radio", "name": "lab", "url": there["spec"]["url"], "set": there["id"]}
 

@@ -11,6 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from stoker.errors import ConfigError, Conflict, NotFound, SourceError, StalledError
+from stoker.service.access import DataAccess
 from stoker.service.database import Database
 from stoker.service.dataset_requests import Generation, Registration
 from stoker.service.datasets import Datasets, describe, unmade
@@ -28,6 +29,11 @@ from tests.service.job_folders import SMALL, burgers_dataset, images_dataset, is
 
 def registration(**given: Any) -> Any:
     return TypeAdapter(Registration).validate_python(given)
+
+
+def allowed(*servers: str) -> DataAccess:
+    """All files and some servers."""
+    return DataAccess(roots=("/",), servers=servers)
 
 
 def generation(**given: Any) -> Any:
@@ -51,7 +57,11 @@ def datasets(database: Database, tmp_path: Path) -> Datasets:
         return Path(path)
 
     return Datasets(
-        database, tmp_path / "data", check, look=lambda what, *given, **named: LOOKS[what](*given, **named)
+        database,
+        tmp_path / "data",
+        check,
+        look=lambda what, *given, **named: LOOKS[what](*given, **named),
+        access=DataAccess(roots=("/",)),
     )
 
 
@@ -275,7 +285,13 @@ def test_options_of_a_databases_url_that_reach_files_are_refused(
 ) -> None:
     file = tmp_path / "token"
     url = "postgresql://lab.example/x?" + query.format(file=file)
-    trusting = Datasets(datasets._database, tmp_path, Path, look=nothing, servers=["lab.example"])
+    trusting = Datasets(
+        datasets._database,
+        tmp_path,
+        Path,
+        look=nothing,
+        access=allowed("lab.example"),
+    )
 
     option = query.replace("sslmode=require&", "").partition("=")[0]
     with pytest.raises(ConfigError, match=f"{option}|pgpass"):
@@ -297,7 +313,13 @@ def test_options_of_a_databases_url_that_reach_files_are_refused(
 def test_a_database_server_that_the_operator_did_not_name_is_never_asked(
     datasets: Datasets, tmp_path: Path, url: str
 ) -> None:
-    named = Datasets(datasets._database, tmp_path, Path, look=nothing, servers=["other.example"])
+    named = Datasets(
+        datasets._database,
+        tmp_path,
+        Path,
+        look=nothing,
+        access=allowed("other.example"),
+    )
 
     request = registration(kind="radio", name="lab", url=url, set=SMALL.dataset_id)
     with pytest.raises(ConfigError, match="--database-host") as refused:
@@ -305,7 +327,11 @@ def test_a_database_server_that_the_operator_did_not_name_is_never_asked(
 
     hinted = str(refused.value).split()[-1]
     followed = Datasets(
-        datasets._database, tmp_path, Path, look=lambda *_, **__: {"samples": 1}, servers=[hinted]
+        datasets._database,
+        tmp_path,
+        Path,
+        look=lambda *_, **__: {"samples": 1},
+        access=allowed(hinted),
     )
     assert followed.register(request).spec["url"] == url, "the hint works when it is followed"
 
@@ -317,7 +343,19 @@ def test_a_database_server_that_the_operator_named_is_asked(datasets: Datasets, 
         asked.append(spec["url"])
         return {"samples": 3}
 
-    named = Datasets(datasets._database, tmp_path, Path, look=look, servers=["lab.example", "local"])
+    named = Datasets(
+        datasets._database,
+        tmp_path,
+        Path,
+        look=look,
+        access=DataAccess(
+            roots=("/",),
+            servers=(
+                "lab.example",
+                "local",
+            ),
+        ),
+    )
     for name, url in (("a", "postgresql://lab.example:5433/x?sslmode=require"), ("b", "postgresql:///x")):
         named.register(registration(kind="radio", name=name, url=url, set=str(uuid.uuid4())))
 

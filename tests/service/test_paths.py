@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from stoker.errors import ConfigError, PathRefusedError, SourceError
+from stoker.service.access import DataAccess
 from stoker.service.database import Database
 from stoker.service.dataset_requests import Registration
 from stoker.service.datasets import Datasets
@@ -271,9 +272,13 @@ def test_data_whose_folder_became_a_link_is_not_looked_at(
     shutil.copytree(tmp_path / "root" / "set", tmp_path / "secret")
     check = Roots([tmp_path / "root"]).check
     Datasets(
-        database, tmp_path / "data", check, look=lambda what, *given, **named: LOOKS[what](*given, **named)
+        database,
+        tmp_path / "data",
+        check,
+        look=lambda what, *given, **named: LOOKS[what](*given, **named),
+        access=DataAccess(roots=("/",)),
     ).register(TypeAdapter(Registration).validate_python(request))
-    datasets = Datasets(database, tmp_path / "data", check)
+    datasets = Datasets(database, tmp_path / "data", check, access=DataAccess(roots=("/",)))
     assert datasets.samples("n")
 
     swap(tmp_path / "root" / "set", tmp_path / "secret")

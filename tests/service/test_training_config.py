@@ -116,6 +116,7 @@ def test_data_sets_have_to_go_together() -> None:
         ([HDF5], {"validation_split": 0.0, "early_stop_patience": 0}, "judged by its validation error"),
         ([own], {"validation_split": 0.3}, "the data itself says"),
         ([HDF5], {"settings": {"data.root": "/etc"}}, "'data.root' cannot be set"),
+        ([HDF5], {"settings": {"model.widht": 64}}, r"Did you mean model\.width\?"),
     ):
         with pytest.raises(ConfigError, match=why):
             check(config(**given), datasets)

@@ -95,31 +95,54 @@ def expectation(prop: Mapping[str, Any]) -> str:
         return ", or ".join(dict.fromkeys(expectation(option) for option in prop["anyOf"]))
     if "enum" in prop or "const" in prop:  # a choice of one is a constant
         return _either([str(value) for value in prop.get("enum", [prop.get("const")])])
+    if "discriminator" in prop:
+        tag = prop["discriminator"]
+        return f"an object with a {tag['propertyName']}: {_either([*tag['mapping']])}"
     kind = prop.get("type")
     if kind in ("integer", "number"):
         return _number(prop)
-    if kind == "array" and "prefixItems" in prop:
-        return f"a list of {len(prop['prefixItems'])}, each {expectation(prop['prefixItems'][0])}"
     if kind == "array":
-        return _list_of(prop["items"])
+        return _list_of(prop)
     if kind == "object":
-        return f"names, each with {expectation(prop['additionalProperties'])}"
-    if kind == "string" and "examples" in prop:
-        return f"text like {_either(prop['examples'])}"
-    return {"string": "text", "boolean": "true or false", "null": "null", "None": "a value"}[str(kind)]
+        return _object(prop)
+    if kind == "string":
+        return _text(prop)
+    return {"boolean": "true or false", "null": "null", "None": "a value"}[str(kind)]
 
 
 def _number(prop: Mapping[str, Any]) -> str:
     if prop.get("format") == SIZE_FORMAT:
         return f"a number of bytes{_bounds(prop)}, as 500MB, 2GiB or 500000000"
-    return ("a whole number" if prop["type"] == "integer" else "a number") + _bounds(prop)
+    what = "a whole number" if prop["type"] == "integer" else "a number"
+    if "multipleOf" in prop:
+        what = f"a multiple of {_figure(prop['multipleOf'])}"
+    return what + _bounds(prop)
 
 
-def _list_of(item: Mapping[str, Any]) -> str:
+def _object(prop: Mapping[str, Any]) -> str:
+    if "properties" in prop:
+        return f"an object with {', '.join(prop.get('required', prop['properties']))}"
+    return f"names, each with {expectation(prop['additionalProperties'])}"
+
+
+def _text(prop: Mapping[str, Any]) -> str:
+    if "examples" in prop:
+        return f"text like {_either(prop['examples'])}"
+    if prop.get("format") == "uuid":
+        return "a UUID, as 6f1c2a34-8c1e-4b7e-9f0a-2d1b7f0c9e55"
+    of = f" of {prop['minLength']} to {prop['maxLength']} characters" if "maxLength" in prop else ""
+    return f"text{of} that matches {prop['pattern']}" if "pattern" in prop else f"text{of}"
+
+
+def _list_of(prop: Mapping[str, Any]) -> str:
+    if "prefixItems" in prop:
+        return f"a list of {len(prop['prefixItems'])}, each {expectation(prop['prefixItems'][0])}"
+    item = prop["items"]
     if "discriminator" in item:
         return f"a list, each with a kind: {_either([*item['discriminator']['mapping']])}"
+    of = f" of {prop['minItems']} to {prop['maxItems']}" if {"minItems", "maxItems"} <= prop.keys() else ""
     items = expectation(item)
-    return "a list of text" if items == "text" else f"a list, each {items}"
+    return "a list of text" if items == "text" else f"a list{of}, each {items}"
 
 
 def _either(words: list[str]) -> str:
@@ -127,13 +150,19 @@ def _either(words: list[str]) -> str:
 
 
 def _bounds(prop: Mapping[str, Any]) -> str:
-    if "exclusiveMinimum" in prop and "maximum" in prop:
-        return f" above {prop['exclusiveMinimum']:g}, at most {prop['maximum']:g}"
-    if "maximum" in prop:
-        return f" from {prop['minimum']:g} to {prop['maximum']:g}"
-    if "exclusiveMinimum" in prop:
-        return f" above {prop['exclusiveMinimum']:g}"
-    return f" of at least {prop['minimum']:g}" if "minimum" in prop else ""
+    lowest, above = prop.get("minimum"), prop.get("exclusiveMinimum")
+    highest, below = prop.get("maximum"), prop.get("exclusiveMaximum")
+    if below is not None and prop["type"] == "integer":
+        highest, below = below - 1, None
+    if lowest is not None and highest is not None:
+        return f" from {_figure(lowest)} to {_figure(highest)}"
+    parts = (("at least", lowest), ("above", above), ("at most", highest), ("below", below))
+    said = ", ".join(f"{word} {_figure(value)}" for word, value in parts if value is not None)
+    return f" of {said}" if lowest is not None else f" {said}".rstrip()
+
+
+def _figure(value: float) -> str:
+    return str(int(value)) if value == int(value) else f"{value:g}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
+from stoker.config.wrong_fields import Schema, schema_of, without_null, wrong_fields
 from stoker.errors import (
     ConfigError,
     Conflict,
@@ -73,14 +74,6 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _of_routing)
 
 
-def field_faults(errors: Sequence[Any]) -> list[FieldFault]:
-    """What pydantic found, without the values that were sent: they may be secret, or huge."""
-    return [
-        FieldFault(path=".".join(str(part) for part in error["loc"] if part != "body"), problem=error["msg"])
-        for error in errors
-    ]
-
-
 def status_of(error: Exception) -> int:
     """The status that fits an error raised on purpose."""
     return next((status for kind, status in STATUS if isinstance(error, kind)), 422)
@@ -92,12 +85,34 @@ def _of_ours(_request: Request, error: Exception) -> Response:
     return JSONResponse({"error": str(error), "fields": []}, status, headers=wait)
 
 
-def _of_fields(_request: Request, error: Exception) -> Response:
-    found = field_faults(error.errors()) if isinstance(error, RequestValidationError) else []
-    said = "; ".join(f"{fault.path}: {fault.problem}" for fault in found[:3])
+def _of_fields(request: Request, error: Exception) -> Response:
+    errors = error.errors() if isinstance(error, RequestValidationError) else []
+    found = [
+        FieldFault(path=path.removeprefix("body").removeprefix("."), problem=problem)
+        for path, problem in wrong_fields(errors, _schema_of(request))
+    ]
+    said = "; ".join(f"{fault.path or 'the body'}: {fault.problem}" for fault in found[:3])
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     body = Fault(error=f"the request is refused: {said}{more}", fields=found[:100])
     return JSONResponse(body.model_dump(), 422)
+
+
+def _schema_of(request: Request) -> Schema:
+    """The schema of all that the route of a request takes: body, query, path and headers."""
+    route: APIRoute = request.scope["route"]
+    taken = route.dependant
+    parts = {"path": taken.path_params, "query": taken.query_params, "header": taken.header_params}
+    places: dict[str, Schema] = {
+        place: {"properties": {one.alias: without_null(_schema_of_field(one)) for one in fields}}
+        for place, fields in parts.items()
+    }
+    if route.body_field is not None:
+        places["body"] = _schema_of_field(route.body_field)
+    return {"properties": places}
+
+
+def _schema_of_field(field: Any) -> Schema:
+    return schema_of(Annotated[field.field_info.annotation, field.field_info])
 
 
 def _of_routing(request: Request, error: Exception) -> Response:

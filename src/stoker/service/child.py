@@ -24,6 +24,7 @@ from stoker.service.job_file import JobFile
 if TYPE_CHECKING:
     from stoker.service.runs.journal import Journal
     from stoker.service.runs.run import JobRun
+    from stoker.service.training_config import TrainingConfig
 
 _FAILED = 1
 
@@ -69,22 +70,35 @@ def _do(folder: Path, job: JobFile, journal: Journal) -> Mapping[str, Any]:
         return generate(job, journal)
     journal.tell("progress", {"message": f"attempt {job.attempt}: opens its data"})
 
-    from pydantic import ValidationError
-
     from stoker.service.paths import data_paths
     from stoker.service.runs.run import JobRun
     from stoker.service.runs.settings import check, settings_of
-    from stoker.service.training_config import TrainingConfig
     from stoker.sources.files import confine_sources
 
-    try:
-        config = TrainingConfig.model_validate(job.config)
-    except ValidationError as error:
-        raise ConfigError(f"the job's configuration is refused: {error}") from error
+    config = config_of(job.config)
     confine_sources(data_paths(cast("Mapping[str, Any]", one["spec"]) for one in job.datasets))
     settings = settings_of(config, job.datasets, caches=job.caches, run_dir=str(folder), epochs=job.epochs)
     run = JobRun(folder=folder, job=job, config=config, settings=settings, journal=journal)
     return _trainer(check(config, job.datasets))(run)
+
+
+def config_of(given: Mapping[str, Any]) -> TrainingConfig:
+    """Return the configuration of a job, which another version of the service may have taken.
+
+    Raises:
+        ConfigError: A field is wrong; names all that are.
+    """
+    from pydantic import ValidationError
+
+    from stoker.config.wrong_fields import schema_of, wrong_fields
+    from stoker.service.training_config import TrainingConfig
+
+    try:
+        return TrainingConfig.model_validate(given)
+    except ValidationError as error:
+        found = wrong_fields(error.errors(), schema_of(TrainingConfig))
+        lines = [f"config.{path}: {problem}" if path else f"config: {problem}" for path, problem in found]
+        raise ConfigError("\n".join(lines)) from None
 
 
 def _trainer(kind: str) -> Callable[[JobRun], dict[str, Any]]:

@@ -7,11 +7,10 @@ another process with a deadline (`look.py`): neither a damaged file nor dead sto
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
 
 import sqlalchemy as sa
 
@@ -19,6 +18,7 @@ from stoker.errors import ConfigError, Conflict, NotFound
 from stoker.pipeline.radio import RadioSpec
 from stoker.pipeline.radio_store import TABLE
 from stoker.schema import Json
+from stoker.service.access import DataAccess
 from stoker.service.database import Database
 from stoker.service.dataset_requests import (
     GenerateRadio,
@@ -33,11 +33,10 @@ from stoker.service.states import ENDED, State
 from stoker.sources.sql.address import has_password, parse_address, sqlite_url
 
 Look = Callable[..., Any]
-URL_OPTIONS = frozenset({"host", "sslmode", "connect_timeout"})
-"""Options of a PostgreSQL URL that a request may give. The others of libpq name files that it reads or
-appends to, or change what a session may do."""
 MADE = "made"
 """The check of a report that says whether a data set of the service was made."""
+ACCESS = "access"
+"""The check of a report that says whether the service may read a data set since this start."""
 MAKER_S = 60.0
 """How long after it was noted a data set may have no job that makes it."""
 
@@ -75,8 +74,8 @@ class Datasets:
         data: Folder of those that the service makes.
         check_path: Gives the real path of one that a request names, or refuses it (`paths.Roots.check`).
         look: See `look.look`.
-        servers: PostgreSQL servers that a data set may name: host names, folders of sockets, or `local` for
-            the default socket.
+        access: What may be read since this start. Data sets that were registered under an earlier one stay,
+            and are looked at if it allows them.
     """
 
     def __init__(
@@ -86,13 +85,13 @@ class Datasets:
         check_path: Callable[[str], Path],
         *,
         look: Look = look,
-        servers: Collection[str] = (),
+        access: DataAccess,
     ) -> None:
         self._database = database
         self._data = data.absolute()
         self._check_path = check_path
         self._look = look
-        self._servers = {"" if server == "local" else server for server in servers}
+        self._access = access
 
     def register(self, request: Registration) -> Dataset:
         """Take up a data set that is there; again with the same request: the same answer.
@@ -150,7 +149,8 @@ class Datasets:
             query = query.where(DATASETS.c.kind == kind)
         with self._database.reading() as connection:
             rows = connection.execute(query.limit(limit).offset(offset)).mappings().all()
-            return _settled(self._database, connection, [Dataset(**row) for row in rows])
+            found = _settled(self._database, connection, [Dataset(**row) for row in rows])
+        return [self._as_allowed(one) for one in found]
 
     def count(self, kind: str | None = None) -> int:
         """How many there are of a kind, or of any."""
@@ -167,7 +167,11 @@ class Datasets:
             NotFound: Some are not registered; all of them are named.
         """
         with self._database.reading() as connection:
-            return _found(self._database, connection, ids)
+            return [self._as_allowed(one) for one in _found(self._database, connection, ids)]
+
+    def check_access(self, dataset: Dataset) -> None:
+        """Refuse a data set that the service may not read since this start; errors as `DataAccess.check`."""
+        self._access.check(dataset.spec)
 
     def inspect(self, id: str) -> Dataset:
         """One data set with figures as they are now; one that was being made is `unknown` once it is there.
@@ -175,9 +179,10 @@ class Datasets:
         Raises:
             NotFound: There is none.
             SourceError: The data cannot be read any more.
+            PathRefusedError, ConfigError: It may not be read since this start.
         """
         dataset = self.get(id)
-        facts: dict[str, Json] = self._look("facts", dataset.kind, dataset.spec)
+        facts: dict[str, Json] = self._look_at("facts", dataset)
         facts.pop("named_splits", None)
         health = "unknown" if dataset.health == "making" else dataset.health
         return self._update(dataset.id, {"facts": facts, "health": health})
@@ -188,9 +193,10 @@ class Datasets:
         Raises:
             NotFound: There is none.
             SourceError, StalledError: The data cannot be read at all.
+            PathRefusedError, ConfigError: It may not be read since this start.
         """
         dataset = self.get(id)
-        report: list[dict[str, Json]] = self._look("check", dataset.kind, dataset.spec)
+        report: list[dict[str, Json]] = self._look_at("check", dataset)
         states = {str(row["status"]) for row in report}
         health = "bad" if "fail" in states else "doubtful" if "warn" in states else "good"
         return replace(dataset, report=report, health=health)
@@ -207,9 +213,9 @@ class Datasets:
         Raises:
             NotFound: There is none.
             SourceError, StalledError: The data cannot be read.
+            PathRefusedError, ConfigError: It may not be read since this start.
         """
-        dataset = self.get(id)
-        return self._look("samples", dataset.kind, dataset.spec, limit=limit, offset=offset)
+        return self._look_at("samples", self.get(id), limit=limit, offset=offset)
 
     def delete(self, id: str) -> None:
         """Forget a data set. What the service made is removed with it, what was registered stays where it is.
@@ -240,26 +246,20 @@ class Datasets:
         address = parse_address(url)
         if address.kind == "sqlite":
             return sqlite_url(self._check_path(address.target))
-        self._check_server(url)
+        self._access.check_server(url)
         return url
 
-    def _check_server(self, url: str) -> None:
-        """Refuse a server that the operator did not name, and options that reach files or change sessions."""
-        parts = urlsplit(url)
-        options = parse_qsl(parts.query, keep_blank_values=True)
-        if refused := sorted({name for name, _ in options} - URL_OPTIONS):
-            raise ConfigError(
-                f"the database's URL has the option {', '.join(refused)}. Expected none but "
-                f"{', '.join(sorted(URL_OPTIONS))}"
-            )
-        servers = {value for name, value in options if name == "host"} or {parts.hostname or ""}
-        for server in servers:
-            if server not in self._servers:
-                name = server or "local"
-                raise ConfigError(
-                    f"this service does not read from the database server {name!r}. Start it with "
-                    f"--database-host {name}"
-                )
+    def _look_at(self, what: str, dataset: Dataset, **given: Any) -> Any:
+        self.check_access(dataset)
+        return self._look(what, dataset.kind, dataset.spec, **given)
+
+    def _as_allowed(self, dataset: Dataset) -> Dataset:
+        """The data set, `bad` with the reason where it may not be read since this start."""
+        why = self._access.why_not(dataset.spec)
+        if why is None:
+            return dataset
+        row: dict[str, Json] = {"check": ACCESS, "status": "fail", "detail": why}
+        return replace(dataset, health="bad", report=[row])
 
     def _insert(  # noqa: PLR0913, PLR0917 - the columns
         self,

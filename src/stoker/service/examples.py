@@ -116,9 +116,10 @@ MACHINE: Example = {
     ],
 }  # fmt: skip
 LOGIN_CODE: Example = {"path": "/login?code=6eYVWuS94pygBw0nhGMeRP1hPgI1N4ep", "seconds": 600.0}
+_TOO_LARGE = "2048 is given. Expected a whole number from 1 to 1024"
 FAULT: Example = {
-    "error": "the request is refused: config.batch_size: Input should be less than or equal to 1024",
-    "fields": [{"path": "config.batch_size", "problem": "Input should be less than or equal to 1024"}],
+    "error": f"the request is refused: config.batch_size: {_TOO_LARGE}",
+    "fields": [{"path": "config.batch_size", "problem": _TOO_LARGE}],
 }
 EVENT = f'id: 1208\nevent: metrics\ndata: {{"job_id": "{JOB}", "at": 1772366460.0, "epoch": 42}}\n\n'
 LOG_EVENT = 'id: 4181\nevent: log\ndata: {"lines": ["epoch 43 of 100: loss 0.409"]}\n\n'

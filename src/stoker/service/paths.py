@@ -51,6 +51,12 @@ class Roots:
     def __str__(self) -> str:
         return ", ".join(str(root.given) for root in self._roots)
 
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The roots as they were written and, where that is another path, as they really are."""
+        both = ((str(root.given), str(root.real)) for root in self._roots)
+        return tuple(dict.fromkeys(place for pair in both for place in pair))
+
     def check(self, path: str) -> Path:
         """The real path of a regular file or a folder below a root.
 

@@ -186,13 +186,15 @@ def _fitting(here: Services, config: TrainingConfig) -> list[dict[str, Json]]:
     """The data sets of a configuration that fits them.
 
     Raises:
-        ConfigError: One is not registered, or they do not fit.
+        ConfigError: One is not registered, or on a server that may not be read, or they do not fit.
+        PathRefusedError: One is outside the roots of this start.
     """
     try:
         found = describe(here.database, config.dataset_ids)
     except NotFound as error:
         raise ConfigError(f"config.dataset_ids: {error}") from None
     for one in here.datasets.resolve(config.dataset_ids):
+        here.datasets.check_access(one)
         if why := unmade(one):
             raise Conflict(f"data set {one.name!r} is {why}")
     check(config, found)

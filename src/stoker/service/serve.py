@@ -39,9 +39,9 @@ class ServeSettings:
     workers: int | None = None
     """Jobs at a time; None: one for each GPU, or one."""
     roots: tuple[Path, ...] = ()
+    """Folders whose data jobs may read."""
     database_hosts: tuple[str, ...] = ()
     """PostgreSQL servers that data sets may name."""
-    """Folders whose data jobs may read."""
     hosts: tuple[str, ...] = ()
     """Further names by which it may be called."""
     public_url: str | None = None
@@ -106,6 +106,7 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
         public_url=settings.public_url,
     )
     listening = open_socket(settings.host, settings.port)
+    staff = replace(staff, access=services.access)
     supervisor = Supervisor(services.database, services.folder, staff, environment)
     services = replace(services, supervisor=supervisor)
     address = address_of(listening)

@@ -13,6 +13,7 @@ from fastapi import Depends
 from starlette.requests import HTTPConnection
 
 from stoker.errors import ConfigError, ResourceError
+from stoker.service.access import DataAccess
 from stoker.service.auth import Auth, load_token
 from stoker.service.database import Database
 from stoker.service.datasets import Datasets
@@ -69,6 +70,8 @@ class Services:
     auth: Auth
     roots: Roots
     """Folders below which requests may name data."""
+    access: DataAccess
+    """Which registered data may be read since this start."""
     hosts: frozenset[str]
     """Names by which the service may be called."""
     feed: Feed
@@ -115,6 +118,7 @@ def open_services(
     opened = Database(database or f"sqlite:///{folder.database}")
     outbox = Outbox(opened)
     known = Roots([folder.data, *roots])
+    access = DataAccess(roots=known.places, servers=tuple(database_hosts))
     jobs = Jobs(opened)
     return Services(
         folder=folder,
@@ -123,7 +127,8 @@ def open_services(
         outbox=outbox,
         auth=Auth(token, ended=folder.path / "ended-sessions.json"),
         roots=known,
-        datasets=Datasets(opened, folder.data, known.check, look=Looks().look, servers=database_hosts),
+        datasets=Datasets(opened, folder.data, known.check, look=Looks().look, access=access),
+        access=access,
         hosts=LOOPBACK | {host.lower() for host in (*hosts, public.hostname or "") if host},
         secure=public.scheme == "https",
         feed=Feed(outbox, lambda: opened.trouble.why),

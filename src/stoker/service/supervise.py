@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from stoker.atomic import replacing
 from stoker.errors import ConfigError, Degraded, StokerError
+from stoker.service.access import DataAccess
 from stoker.service.attempt import Pace
 from stoker.service.database import Database
 from stoker.service.executor import Limits
@@ -59,6 +60,8 @@ class Staff:
     terms: Terms = field(default_factory=Terms)
     pace: Pace = field(default_factory=Pace)
     limits: Limits = field(default_factory=Limits)
+    access: DataAccess = field(default_factory=DataAccess)
+    """Which registered data jobs may read."""
     ray: RayTarget | None = None
     """The cluster that runs the jobs; None: this machine."""
 
@@ -236,6 +239,7 @@ class _Member:
             terms=staff.terms,
             pace=staff.pace,
             limits=replace(staff.limits, devices=device),
+            access=staff.access,
             ray=staff.ray,
         )
         self._process: subprocess.Popen[bytes] | None = None

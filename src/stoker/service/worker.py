@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from stoker.errors import Degraded, LeaseLost, ResourceError, StokerError
 from stoker.precompute.guarded import tie_to_parent
+from stoker.service.access import DataAccess
 from stoker.service.attempt import Attempt, Pace, Work
 from stoker.service.database import Database
 from stoker.service.executor import Limits
@@ -66,6 +67,8 @@ class Settings:
     terms: Terms = field(default_factory=Terms)
     pace: Pace = field(default_factory=Pace)
     limits: Limits = field(default_factory=Limits)
+    access: DataAccess = field(default_factory=DataAccess)
+    """Which registered data its jobs may read."""
     ray: RayTarget | None = None
     """The cluster that runs its jobs; None: this machine."""
 
@@ -80,6 +83,7 @@ class Settings:
         values["child"] = tuple(values["child"])
         for name, kind in (("terms", Terms), ("pace", Pace), ("limits", Limits)):
             values[name] = kind(**values[name])
+        values["access"] = DataAccess(**{name: tuple(value) for name, value in values["access"].items()})
         values["ray"] = values["ray"] and RayTarget(**values["ray"])
         return cls(**values)
 
@@ -234,13 +238,25 @@ def main() -> int:
     except StokerError as error:
         _log.error("%s", error)
         return 1
-    worker = Worker(settings, database, _executor(settings, os.environ), describe)
+    worker = worker_of(settings, database)
     workers.append(worker)
     if stopped:
         worker.stop()
     worker.run()
     database.close()
     return 0
+
+
+def worker_of(settings: Settings, database: Database) -> Worker:
+    """Return a worker whose jobs run as processes, and read what `settings.access` allows."""
+
+    def described(database: Database, ids: list[str]) -> list[dict[str, Json]]:
+        found = describe(database, ids)
+        for one in found:
+            settings.access.check(cast("dict[str, Json]", one["spec"]))
+        return found
+
+    return Worker(settings, database, _executor(settings, os.environ), described)
 
 
 def _executor(settings: Settings, environment: Mapping[str, str]) -> Executor:

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from stoker.config import Config
 from stoker.config.load import make_config
+from stoker.config.names import nearest
 from stoker.errors import ConfigError
 from stoker.pipeline.radio_store import radio_columns, radio_where
 from stoker.service.training_config import TrainingConfig
@@ -199,7 +200,9 @@ def _wrong_fields(config: TrainingConfig, kind: str) -> Iterator[str]:
     allowed = SETTINGS.get(kind, ())
     for name in config.settings if allowed else ():
         if name not in allowed:
-            yield f"settings: {name!r} cannot be set by a job. What can be is {', '.join(allowed)}"
+            near = nearest(name, allowed)
+            hint = f"Did you mean {near}?" if near else f"What can be is {', '.join(allowed)}"
+            yield f"settings: {name!r} cannot be set by a job. {hint}"
 
 
 def _wrong_sets(config: TrainingConfig, kind: str, datasets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
