@@ -127,7 +127,7 @@ class EncodeFiller:
             device=self._settings.device,
         )
         try:
-            encoding, writer = bench.encoding(feed), bench.writer()
+            encoding, writer = bench.encoding(feed, compare_first=False), bench.writer()
             stages = bench.stages(feed, encoding, writer)
             try:
                 finished = Run(stages, standing, interrupts=Interrupts(), sink=None, pace=None).go(until)
