@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import io
 import re
@@ -236,6 +237,38 @@ def test_nan_is_stored_when_allowed(tmp_path):
 
     assert (report.records, report.quarantined) == (8, 0)
     assert bool(report.cache[1]["latent"].isnan().any())
+
+
+@pytest.mark.parametrize("count", [8, 80])  # of 80 the first 64 end the run
+def test_samples_set_aside_for_nan_are_stored_by_what_the_error_says(tmp_path, count):
+    def again(**changes):
+        source = FakeSource((count,), faults=dict.fromkeys(range(count), "nan"))
+        return run(source, FakeEncoder(), tmp_path, readers=0, **{"max_quarantined": 0.0, **changes})
+
+    with pytest.raises(IncompleteError) as raised:
+        again()
+
+    hints = dict(re.findall(r"\b(nan|retry_quarantined)=('allow'|True)", str(raised.value)))
+    assert again(**{name: ast.literal_eval(value) for name, value in hints.items()}).records == count
+    assert {"precompute.nan=allow", "precompute.retry_quarantined=true"} <= {
+        word.strip(",.") for word in in_settings(raised.value).split()
+    }
+
+
+def test_the_error_says_nothing_of_allowing_nan_where_it_is_allowed(tmp_path):
+    with pytest.raises(IncompleteError) as raised:
+        run(FakeSource((8,), faults={3: "shape"}), None, tmp_path, readers=0, max_quarantined=0, nan="allow")
+
+    assert "nan=" not in str(raised.value)
+
+
+def test_an_error_of_many_samples_is_listed_once(tmp_path):
+    faults = dict.fromkeys((2, 3, 5, 7), "nan")
+    with pytest.raises(IncompleteError) as raised:
+        run(FakeSource((8,), faults=faults), None, tmp_path, readers=0, max_quarantined=0)
+
+    assert str(raised.value).count("part0.h5") == 1
+    assert "2, 3, 5, 7" in str(raised.value)
 
 
 def test_a_record_that_comes_out_nan_is_quarantined(tmp_path):

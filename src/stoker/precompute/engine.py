@@ -207,7 +207,7 @@ def run_precompute(
                     interrupts=interrupts,
                 )
                 cache = _fill(share, engine or encode_here, tally)
-    check_quarantined(folder, settings.max_quarantined)
+    check_quarantined(folder, settings)
     check_values(cache, settings)
     cache.filler = EncodeFiller(
         source, encoder, cache_dir, name=name, settings=settings, fingerprint=recipe.fingerprint

@@ -99,6 +99,7 @@ class Bench:
             quarantine=keep,
             wanted=wanted.__contains__,
             allowed=settings.max_quarantined * recipe.count,
+            nan=settings.nan,
         )
         spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
         self.queue = WorkQueue(spans, recipe.group.samples, missing, bad=self.ledger.is_bad)
