@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, arg
 from stoker.schema import Json, Sample, Schema, digest_json
+from stoker.sources.dtypes import read_as
 from stoker.sources.files import Paths, find_keyed_files
 from stoker.sources.given import check_splits
 from stoker.sources.hdf5_blocks import BlockReader, Place, block_bytes, run_length
@@ -163,7 +164,8 @@ class HDF5Source:
             whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
             sample[layout.name] = np.asarray(whole, order="C")
         for name, value in file.layout.values.items():
-            sample[name] = np.asarray(value, dtype=np.float32)
+            where = f"{file.path}: attribute {name!r}"
+            sample[name] = read_as(value, np.dtype(np.float32), where=where)
         return sample
 
     def _read_piece(
