@@ -590,6 +590,16 @@ def test_a_log_ends_with_what_the_run_came_to(tmp_path):
     assert lines[-1].startswith("c  20 of 20 encoded, 0:00:")
 
 
+def test_a_log_ends_with_what_this_run_encoded_and_what_was_there(tmp_path):
+    run(FakeSource((20,), faults=dict.fromkeys((3, 9), "shape")), None, tmp_path, readers=0)
+    out = io.StringIO()
+
+    settings = {"retry_quarantined": True, "progress": LineProgress(out, first_s=0)}
+    run(FakeSource((20,)), None, tmp_path, readers=0, **settings)
+
+    assert out.getvalue().splitlines()[-1].startswith("c  2 of 20 encoded, 18 reused, 0:00:")
+
+
 def test_a_run_too_short_for_a_line_says_nothing(tmp_path):
     out = io.StringIO()
 

@@ -254,7 +254,7 @@ def _fill(whole: Share, engine: Engine, tally: _Tally) -> Cache:
         lost = len(folder.missing(retry_transient=False))
         if not lost:
             return cache
-        log.warning("%s records proved damaged; they are encoded again", format_count(lost))
+        log.warning("%s proved damaged, to be encoded again", format_count(lost, "record"))
     raise IncompleteError(
         f"{folder.path} lacks {format_count(lost)} of {format_count(folder.recipe.count)} after "
         f"{MOST_PASSES} passes: something damages or removes what is written. Choose another cache folder"

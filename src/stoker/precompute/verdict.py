@@ -25,7 +25,7 @@ def check_quarantined(folder: Folder, settings: PrecomputeSettings) -> None:
         return
     enough = _allowing(len(failures) / count)
     raise IncompleteError(
-        f"{format_count(count - len(failures))} of {format_count(count)} samples stored, "
+        f"{format_count(count - len(failures))} of {format_count(count, 'sample')} stored, "
         f"{format_count(len(failures))} quarantined ({format_percent(len(failures) / count)}; "
         f"at most {format_percent(max_quarantined)} are allowed)\n"
         + "\n".join(describe_failures(failures))
@@ -87,7 +87,7 @@ def _samples(numbers: Sequence[int]) -> str:
     if len(numbers) == 1:
         return f"sample {format_count(numbers[0])}"
     few = ", ".join(format_count(number) for number in numbers[:_FEW])
-    return f"{format_count(len(numbers))} samples: {few}" + (", ..." if len(numbers) > _FEW else "")
+    return f"{format_count(len(numbers), 'sample')}: {few}" + (", ..." if len(numbers) > _FEW else "")
 
 
 def _advice(failures: Mapping[int, Failure], nan: str) -> str:

@@ -26,6 +26,7 @@ from stoker.sources.hdf5_placed import placed_part
 from stoker.sources.hdf5_scan import Scan, ScannedFile, Wanted, scan_files
 from stoker.sources.placed import PlacedPart
 from stoker.sources.protocol import FileRef, Part, SourceIdentity
+from stoker.units import format_count
 
 VERSION = 1
 """Bumped by hand when the same file would give other samples."""
@@ -96,7 +97,7 @@ class HDF5Source:
     def __repr__(self) -> str:
         """Where the data lies and how many files it has, without opening one."""
         of = f", split={self._wanted.split!r}" if self._wanted.split else ""
-        return f"HDF5Source({str(self._wanted.root)!r}, {len(self._wanted.paths)} files{of})"
+        return f"HDF5Source({str(self._wanted.root)!r}, {format_count(len(self._wanted.paths), 'file')}{of})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings and description travel; open files and decoded blocks stay."""

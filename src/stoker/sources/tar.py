@@ -28,6 +28,7 @@ from stoker.sources.files import Paths, find_keyed_files, open_regular
 from stoker.sources.given import given_names, parse_json
 from stoker.sources.protocol import FileRef, Part, SourceIdentity
 from stoker.sources.torch_items import flatten_item
+from stoker.units import format_count
 
 VERSION = 1
 """Bumped by hand when the same files would give other samples."""
@@ -107,7 +108,7 @@ class TarSource:
 
     def __repr__(self) -> str:
         """The first file, and how many there are."""
-        return f"TarSource({str(self._paths[0][1])!r}, {len(self._paths)} files)"
+        return f"TarSource({str(self._paths[0][1])!r}, {format_count(len(self._paths), 'file')})"
 
     def __getstate__(self) -> dict[str, Any]:
         """The list of members travels; open files stay."""
