@@ -63,13 +63,14 @@ def format_seconds(duration_s: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
 
 
-def format_count(count: float) -> str:
-    """Thousands separated by commas.
+def format_count(count: float, noun: str = "") -> str:
+    """Thousands separated by commas, and what was counted.
 
-    >>> format_count(1234567)
-    '1,234,567'
+    >>> format_count(1234567), format_count(1, "record"), format_count(2, "record")
+    ('1,234,567', '1 record', '2 records')
     """
-    return f"{count:,.0f}"
+    number = f"{count:,.0f}"
+    return f"{number} {noun}{'' if number == '1' else 's'}" if noun else number
 
 
 def format_percent(fraction: float) -> str:

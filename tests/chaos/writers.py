@@ -48,11 +48,13 @@ class CountedEncoder(FakeEncoder):
     def __init__(self, counts: Counts, pause_s: float) -> None:
         super().__init__(by_shape=True)
         self.counts, self.pause_s = counts, pause_s
+        self.last: list[int] = []
 
     def encode(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         time.sleep(self.pause_s)
         numbers = np.rint(batch["nu"].numpy().astype(np.float64) * 7).astype(np.int64)
-        for number in {*numbers.tolist()}:
+        again, self.last = numbers.tolist() == self.last, numbers.tolist()
+        for number in set[int]() if again else {*self.last}:  # the first call is made twice, and compared
             self.counts[number] += 1
         return super().encode(batch)
 

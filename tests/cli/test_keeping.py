@@ -133,7 +133,7 @@ def test_compact_and_gc(cache: Path) -> None:
 
     merged = run_json("compact", CACHE)
     assert (merged["shards_before"], merged["shards_after"], merged["records"]) == (2, 1, 12)
-    assert "nothing to merge: 1 shards" in run("compact", CACHE)
+    assert "nothing to merge: 1 shard\n" in run("compact", CACHE)
     planned = run_json("gc", "data/latent_cache", "--dry-run")
     text = run("gc", "data/latent_cache", "--dry-run")
     done = run_json("gc", "data/latent_cache")
@@ -221,7 +221,7 @@ def test_gc_by_age_size_and_number(cache: Path) -> None:
 
 
 def test_gc_says_what_stays_and_why(cache: Path) -> None:
-    assert run("gc", "data/latent_cache").startswith("nothing went: ")
+    assert run("gc", "data/latent_cache").startswith("nothing to remove")
     report = run_json("gc", "data/latent_cache", "--keep", "0")
 
     assert report["removed"] == []

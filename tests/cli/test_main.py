@@ -170,7 +170,7 @@ def test_plan_says_where_and_why(project: Path) -> None:
     assert {"tiers", "bytes", "reason", "predicted_stall"} <= after.keys()
     assert after["tiers"] == {"device": 0, "host": 12, "disk": 0, "encode": 0} == before["tiers"]
     assert (before["missing"], after["missing"]) == (12, 0)
-    assert before["reason"].startswith("12 records are to be encoded first")
+    assert before["reason"].startswith("12 records to be encoded first")
     notes = [next(row["note"] for row in p["rows"] if row["tier"] == "encode") for p in (before, after)]
     assert notes[0].startswith("12 are encoded first, and counted above as stored; storing them takes")
     assert notes[1] == "nothing is missing"

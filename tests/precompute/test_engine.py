@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import io
 import re
@@ -229,6 +230,38 @@ def test_nan_is_stored_when_allowed(tmp_path):
     assert bool(report.cache[1]["latent"].isnan().any())
 
 
+@pytest.mark.parametrize("count", [8, 80])  # of 80 the first 64 end the run
+def test_samples_set_aside_for_nan_are_stored_by_what_the_error_says(tmp_path, count):
+    def again(**changes):
+        source = FakeSource((count,), faults=dict.fromkeys(range(count), "nan"))
+        return run(source, FakeEncoder(), tmp_path, readers=0, **{"max_quarantined": 0.0, **changes})
+
+    with pytest.raises(IncompleteError) as raised:
+        again()
+
+    hints = dict(re.findall(r"\b(nan|retry_quarantined)=('allow'|True)", str(raised.value)))
+    assert again(**{name: ast.literal_eval(value) for name, value in hints.items()}).records == count
+    assert {"precompute.nan=allow", "precompute.retry_quarantined=true"} <= {
+        word.strip(",.") for word in in_settings(raised.value).split()
+    }
+
+
+def test_the_error_says_nothing_of_allowing_nan_where_it_is_allowed(tmp_path):
+    with pytest.raises(IncompleteError) as raised:
+        run(FakeSource((8,), faults={3: "shape"}), None, tmp_path, readers=0, max_quarantined=0, nan="allow")
+
+    assert "nan=" not in str(raised.value)
+
+
+def test_an_error_of_many_samples_is_listed_once(tmp_path):
+    faults = dict.fromkeys((2, 3, 5, 7), "nan")
+    with pytest.raises(IncompleteError) as raised:
+        run(FakeSource((8,), faults=faults), None, tmp_path, readers=0, max_quarantined=0)
+
+    assert str(raised.value).count("part0.h5") == 1
+    assert "2, 3, 5, 7" in str(raised.value)
+
+
 def test_a_record_that_comes_out_nan_is_quarantined(tmp_path):
     report = run(FakeSource((8,)), FakeEncoder(nan_at=6), tmp_path, readers=0)
 
@@ -383,7 +416,7 @@ def test_long_samples_are_cut_over_time_in_chunks_of_one_length(tmp_path, memory
     assert_same(records(caches[0]), records(caches[1]))
     for encoder in encoders:
         assert set(encoder.calls) == {(1, 400, 5)}
-        assert len(encoder.calls) == 15
+        assert len(encoder.calls) == 15 + 1, "the first call is made twice"
     expected = torch.from_numpy(sample_values(4, 1000, 5)) @ encoders[0].weight * (1 + 0.125 + 100)
     assert torch.allclose(caches[0][4]["latent"], expected, rtol=1e-4, atol=1e-3)
 
@@ -547,6 +580,16 @@ def test_a_log_ends_with_what_the_run_came_to(tmp_path):
     lines = out.getvalue().splitlines()
     assert "/20 " in lines[-2]
     assert lines[-1].startswith("c  20 of 20 encoded, 0:00:")
+
+
+def test_a_log_ends_with_what_this_run_encoded_and_what_was_there(tmp_path):
+    run(FakeSource((20,), faults=dict.fromkeys((3, 9), "shape")), None, tmp_path, readers=0)
+    out = io.StringIO()
+
+    settings = {"retry_quarantined": True, "progress": LineProgress(out, first_s=0)}
+    run(FakeSource((20,)), None, tmp_path, readers=0, **settings)
+
+    assert out.getvalue().splitlines()[-1].startswith("c  2 of 20 encoded, 18 reused, 0:00:")
 
 
 def test_a_run_too_short_for_a_line_says_nothing(tmp_path):

@@ -86,9 +86,9 @@ def show_radio(result: RadioResult, console: Console) -> None:
     for number, cache in enumerate(result.caches):
         rows += render.cache_rows("" if number else "2  cache", cache, named=True)
     size = f"{format_bytes(result.record_bytes)} each"
-    held = f"{format_count(result.plan.records)} records of {size} on the {result.plan.plan.tier} tier"
+    held = f"{format_count(result.plan.records, 'record')} of {size} on the {result.plan.plan.tier} tier"
     stall = (
-        f"{format_count(result.steps)} steps, stall {format_percent(result.stall)}, loss {result.loss:.3f}"
+        f"{format_count(result.steps, 'step')}, stall {format_percent(result.stall)}, loss {result.loss:.3f}"
     )
     rows += [
         ("3  plan", held, "", escape(render.held(result.plan))),

@@ -115,11 +115,11 @@ def render(report: Any, console: Console) -> None:
     from stoker.cli.render import table
     from stoker.units import format_count, format_seconds
 
-    files = format_count(len(report.files))
+    files = format_count(len(report.files), "file")
     rows = [
         ("records", format_count(report.records)),
         ("fields", escape(", ".join(f"{name} {f['dtype']}" for name, f in report.fields.items()))),
-        ("written", f"{format_bytes(report.bytes)} in {files} files, {format_seconds(report.seconds)}"),
+        ("written", f"{format_bytes(report.bytes)} in {files}, {format_seconds(report.seconds)}"),
         ("folder", escape(report.path)),
     ]
     if report.quarantined:

@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from stoker.cli.edge import edge
 from stoker.cli.flags import Debug, Json, Overrides
-from stoker.units import format_bytes, format_seconds
+from stoker.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from stoker.fetch import Fetched, FetchReport, Progress
@@ -121,8 +121,8 @@ def render(report: FetchReport, console: Console) -> None:
     size = format_bytes(sum(file.bytes for file in report.files if file.status != "failed"))
     came = format_bytes(sum(file.received for file in report.files))
     console.print(
-        f"{there} of {len(report.files)} files in {escape(str(report.folder))}: {size}, {came} received, "
-        f"{format_seconds(report.seconds)}",
+        f"{there} of {format_count(len(report.files), 'file')} in {escape(str(report.folder))}: "
+        f"{size}, {came} received, {format_seconds(report.seconds)}",
         soft_wrap=True,
     )
     for file in report.failed:

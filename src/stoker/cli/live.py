@@ -121,7 +121,7 @@ def _tiers(screen: Screen) -> Table:
     for tier, records in screen.tiers.items():
         share = served.get(tier, 0) / total if total else 0.0
         if records or share:
-            meant = f"{format_count(records)} records"
+            meant = format_count(records, "record")
             table.add_row(f"  {tier:<6}", _bar(share, "blue"), format_percent(share) + " of batches", meant)
     return table
 

@@ -94,7 +94,7 @@ def _teller(say: Callable[[str], None]) -> Callable[[Progress], None]:
         if time.monotonic() - told > TELL_S or now.done == now.count:
             told = time.monotonic()
             say(
-                f"{format_count(now.done)} of {format_count(now.count)} shards, "
+                f"{format_count(now.done)} of {format_count(now.count, 'shard')}, "
                 f"{format_bytes(now.bytes)} of {format_bytes(now.total)}"
             )
 
@@ -107,8 +107,8 @@ def render(report: TransferReport, console: Console) -> None:
     state = "complete" if report.complete else "not all of the cache: the index there says which"
     console.print(f"{report.url}\n{report.path}", soft_wrap=True, markup=False)
     console.print(
-        f"{format_count(report.shards)} shards, {format_bytes(report.bytes)} in "
+        f"{format_count(report.shards, 'shard')}, {format_bytes(report.bytes)} in "
         f"{format_seconds(report.seconds)}{rate}; {format_count(report.present)} were there already",
         soft_wrap=True,
     )
-    console.print(f"{format_count(report.records)} records, {state}", soft_wrap=True)
+    console.print(f"{format_count(report.records, 'record')}, {state}", soft_wrap=True)

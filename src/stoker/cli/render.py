@@ -138,7 +138,7 @@ def demo(result: DemoResult, console: Console) -> None:
     ]
     for number, cache in enumerate(result.caches):
         rows += cache_rows("" if number else "2  cache", cache, named=True)
-    counts = f"{format_count(plan.records)} records on the {plan.plan.tier} tier"
+    counts = f"{format_count(plan.records, 'record')} on the {plan.plan.tier} tier"
     rows += [("3  plan", counts, "", escape(held(plan))), *_train_rows("4  train", result.train)]
     table(console, rows, gap=2)
     console.print("", _startup(result.train), sep="\n", soft_wrap=True)
@@ -206,12 +206,13 @@ def cache_rows(label: str, cache: CacheResult, *, named: bool) -> list[Cells]:
     """Two rows; `named` repeats the cache's name where the label is another word."""
     if cache.encoded:
         counts = f"{format_count(cache.encoded)} of {format_count(cache.count)} encoded"
-        counts += f", {format_count(cache.reused)} reused" if cache.reused else ""
+        reused = cache.reused + cache.adopted
+        counts += f", {format_count(reused)} reused" if reused else ""
         rate = cache.encoded / cache.seconds if cache.seconds > 0 else 0.0
         busy = cache.encode_seconds / cache.seconds if cache.seconds > 0 else 0.0
         more = f"{format_count(rate)} samples/s · encoder busy {format_percent(min(1.0, busy))}"
     else:
-        counts = f"{format_count(len(cache.cache))} records ready, nothing to encode"
+        counts = f"{format_count(len(cache.cache), 'record')} ready, nothing to encode"
         more = "source gone, cache used" if cache.source_gone else "same recipe"
     counts += f", {format_count(len(cache.failures))} quarantined"
     counts = f"{cache.name}: {counts}" if named else counts

@@ -38,7 +38,7 @@ def verify(result: VerifyReport, console: Console) -> None:
 def stage(result: StageReport, console: Console) -> None:
     """A line for each task, and where its copies are."""
     for one in result.tasks:
-        files = f"{format_count(one.files)} files, {format_bytes(one.bytes)}"
+        files = f"{format_count(one.files, 'file')}, {format_bytes(one.bytes)}"
         if not one.staged:
             console.print(
                 f"[bold]{escape(one.task)}[/]  not staged: {escape(one.reason)} ({files})", soft_wrap=True
@@ -53,7 +53,7 @@ def repair(result: RepairResult, console: Console) -> None:
     """What was set aside, and what to do about the rest."""
     report = result.report
     rows = [
-        ("read", f"{format_count(report.records)} records"),
+        ("read", format_count(report.records, "record")),
         ("damaged or lost", format_count(len(_samples(report.bad)))),
         ("shards set aside", _count(report.set_aside)),
         ("shards gone", _count(report.lost)),
@@ -71,7 +71,7 @@ def repair(result: RepairResult, console: Console) -> None:
     from stoker.pipeline.keep import number_ranges
 
     count = len(result.missing)
-    have = "1 sample has" if count == 1 else f"{format_count(count)} samples have"
+    have = f"{format_count(count, 'sample')} {'has' if count == 1 else 'have'}"
     samples = f"{have} to be encoded: {number_ranges(result.missing)}"
     console.print(escape(samples), soft_wrap=True)
     console.print(escape(f"  {result.command}"), soft_wrap=True)
@@ -84,12 +84,12 @@ def compact(result: CompactReport, console: Console) -> None:
     if result.merged:
         console.print(
             f"{format_count(result.merged)} short shards became {format_count(result.written)}: "
-            f"{format_count(result.records)} records moved, {format_count(result.shards_before)} shards "
+            f"{format_count(result.records, 'record')} moved, {format_count(result.shards_before, 'shard')} "
             f"before, {format_count(result.shards_after)} now",
             soft_wrap=True,
         )
     else:
-        console.print(f"nothing to merge: {format_count(result.shards_after)} shards")
+        console.print(f"nothing to merge: {format_count(result.shards_after, 'shard')}")
     if result.superseded_bytes:
         size = format_bytes(result.superseded_bytes)
         console.print(
@@ -112,14 +112,14 @@ def _cleaner(result: CompactReport) -> str:
 
 def gc(result: GcReport, console: Console) -> None:
     """Each thing with its size and reason, then what stays although the policy names it."""
-    _items(console, result.removed, "would go" if result.dry_run else "went")
-    _items(console, result.kept, "stay")
+    _items(console, result.removed, "would be removed" if result.dry_run else "removed")
+    _items(console, result.kept, "kept")
     left = format_bytes(result.bytes_left)
     if result.removed:
         freed = format_bytes(result.bytes_removed)
-        console.print(f"{freed} {'would be' if result.dry_run else 'are'} freed, {left} stay")
+        console.print(f"{freed} {'would be' if result.dry_run else 'are'} freed, {left} are kept")
     else:
-        console.print(f"nothing {'would go' if result.dry_run else 'went'}: {left} stay")
+        console.print(f"nothing to remove, {left} are kept")
     if result.unseen:
         console.print(escape(result.unseen), soft_wrap=True)
 

@@ -15,6 +15,7 @@ from stoker.encoders.protocol import Group
 from stoker.encoders.weights import digest_weights, module_weights, named_parts, weights_device
 from stoker.errors import EncoderError
 from stoker.schema import DTYPE_BYTES, Field, Json, Schema
+from stoker.units import format_count
 
 _log = logging.getLogger("stoker")
 
@@ -210,9 +211,9 @@ def _freeze(module: nn.Module) -> None:
         parameter.requires_grad for parameter in module.parameters()
     ):
         _log.warning(
-            "%s (%d weights) is frozen in place: eval(), and its parameters no longer require gradients. To "
+            "%s (%s) is frozen in place: eval(), and its parameters no longer require gradients. To "
             "train it as well, give a copy: copy.deepcopy(module)",
-            *(type(module).__qualname__, len(weights)),
+            *(type(module).__qualname__, format_count(len(weights), "weight")),
         )
     module.eval()
     for parameter in module.parameters():  # TorchScript refuses `module.requires_grad_`

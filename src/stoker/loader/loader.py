@@ -208,7 +208,7 @@ class Loader:
 
     def __repr__(self) -> str:
         design, size = self._serving.design, sum(row.bytes for row in self.plan.rows)
-        steps, examples = self._serving.steps, f"{format_count(design.examples.count)} examples"
+        steps, examples = self._serving.steps, format_count(design.examples.count, "example")
         if steps is None:
             examples, batches = "windows still to be counted", "batches"
         else:

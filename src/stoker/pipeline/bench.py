@@ -23,7 +23,7 @@ from stoker.schema import Json
 from stoker.sources.files import canonical_split
 from stoker.store import Cache, open_cache
 from stoker.store.layout import record_bytes
-from stoker.units import KIB, MIB, format_bytes, format_percent, format_seconds
+from stoker.units import KIB, MIB, format_bytes, format_count, format_percent, format_seconds
 
 ROUNDS = 2
 SCATTER = 0.2
@@ -318,7 +318,8 @@ def _about(job: Job) -> str:
     cache, batch = job.cache, format_bytes(_batch_bytes(job))
     kind = "records" if job.windows is None else "windows"
     size = format_bytes(sum(file.stat().st_size for file in job.files))
-    return f"{cache.name}, {len(cache):,} records, {size}; a batch is {job.batch_size} {kind}, {batch}"
+    held = f"{cache.name}, {format_count(len(cache), 'record')}, {size}"
+    return f"{held}; a batch is {job.batch_size} {kind}, {batch}"
 
 
 def _machine() -> str:

@@ -48,7 +48,7 @@ class PlanResult:
     @property
     def reason(self) -> str:
         """The decision in words."""
-        first = f"{format_count(self.missing)} records are to be encoded first; " if self.missing else ""
+        first = f"{format_count(self.missing, 'record')} to be encoded first; " if self.missing else ""
         return first + self.plan.reason
 
     def to_json(self) -> dict[str, Json]:

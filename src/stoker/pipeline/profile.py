@@ -220,8 +220,8 @@ def _stages(trial: Trial) -> tuple[Stage, ...]:
             seconds=sum(extra) / max(1, tried),
             note=f"{format_seconds(open_s)} for each of {format_count(len(extra))} files or tables",
         ),
-        Stage(name="read", seconds=read_s, note=f"mean of {format_count(tried)} samples"),
-        Stage(name="encode", seconds=trial.encode_s, note=f"{format_count(len(trial.encodes_s))} calls"),
+        Stage(name="read", seconds=read_s, note=f"mean of {format_count(tried, 'sample')}"),
+        Stage(name="encode", seconds=trial.encode_s, note=format_count(len(trial.encodes_s), "call")),
         Stage(
             name="write",
             seconds=trial.writes_s / trial.records,

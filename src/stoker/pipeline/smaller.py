@@ -103,7 +103,7 @@ def say(smaller: tuple[Smaller, ...], plan: Plan, max_error: float | None) -> st
     best = min(allowed, key=lambda one: (one.bytes, one.max_error or 0.0))
     before = sum(row.bytes for row in plan.rows)
     moved = [
-        f"{format_count(after)} records on the {tier} tier instead of {format_count(was)}"
+        f"{format_count(after, 'record')} on the {tier} tier instead of {format_count(was)}"
         for (tier, after), was in zip(
             best.plan.records_by_tier().items(), plan.records_by_tier().values(), strict=True
         )

@@ -184,7 +184,7 @@ def _cache_row(name: str, found: Located) -> Row:
         )
         return Row(check=check, status="warn", detail=detail)
     aside = len(cache.index.quarantined)
-    detail = f"{format_count(len(cache))} records ready in {shown(cache.path)}"
+    detail = f"{format_count(len(cache), 'record')} ready in {shown(cache.path)}"
     if aside:
         return Row(check=check, status="warn", detail=f"{detail}, {format_count(aside)} quarantined")
     return Row(check=check, status="pass", detail=detail)

@@ -118,7 +118,7 @@ def say_gpus(record_bytes: float, records: int, *, model_bytes: int | None = Non
         if model_bytes is None
         else f"{format_bytes(model_bytes)} for the model"
     )
-    return f"{format_count(records)} records of {format_bytes(record_bytes)}, {left}: {places}"
+    return f"{format_count(records, 'record')} of {format_bytes(record_bytes)}, {left}: {places}"
 
 
 def say_together(held: int, records: int) -> str:

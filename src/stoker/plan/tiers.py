@@ -141,7 +141,7 @@ class Plan:
     """The time of a step that the plan was made with; None: not known yet."""
 
     def __repr__(self) -> str:
-        held = ", ".join(f"{r.tier} {format_count(r.records)} records" for r in self.rows if r.records)
+        held = ", ".join(f"{r.tier} {format_count(r.records, 'record')}" for r in self.rows if r.records)
         return f"Plan({held or 'no records'}, {format_bytes(sum(row.bytes for row in self.rows))})"
 
     def __str__(self) -> str:

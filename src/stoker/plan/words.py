@@ -93,9 +93,9 @@ def _placed(plan: Plan, asked: str) -> str:
     if not held:
         return f"no records to place{why}"
     if len(held) == 1:
-        return f"all {format_count(total)} records ({size}) on the {held[0].tier} tier{why}"
+        return f"all {format_count(total, 'record')} ({size}) on the {held[0].tier} tier{why}"
     shares = ", ".join(f"{format_count(row.records)} on the {row.tier} tier" for row in held)
-    return f"{format_count(total)} records ({size}): {shares}{why}"
+    return f"{format_count(total, 'record')} ({size}): {shares}{why}"
 
 
 def _budget(row: TierShare, facts: Facts) -> str:

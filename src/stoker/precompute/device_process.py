@@ -92,6 +92,7 @@ def _work(channel: ReaderChannel, start: Frame, shared: list[Exchange]) -> None:
     task: Task = cloudpickle.loads(start["payload"])
     device = torch.device(start["device"])
     encoder = GroupEncoder(task.encoder, task.recipe, task.schema, device=str(device), nan=task.nan)
+    encoder.compare_first = True
     with full_precision():
         with encoder.clock.starting(start["limit_s"]):
             try:

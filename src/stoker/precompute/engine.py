@@ -207,7 +207,7 @@ def run_precompute(
                     interrupts=interrupts,
                 )
                 cache = _fill(share, engine or encode_here, tally)
-    check_quarantined(folder, settings.max_quarantined)
+    check_quarantined(folder, settings)
     check_values(cache, settings)
     cache.filler = EncodeFiller(
         source, encoder, cache_dir, name=name, settings=settings, fingerprint=recipe.fingerprint
@@ -254,7 +254,7 @@ def _fill(whole: Share, engine: Engine, tally: _Tally) -> Cache:
         lost = len(folder.missing(retry_transient=False))
         if not lost:
             return cache
-        log.warning("%s records proved damaged; they are encoded again", format_count(lost))
+        log.warning("%s proved damaged, to be encoded again", format_count(lost, "record"))
     raise IncompleteError(
         f"{folder.path} lacks {format_count(lost)} of {format_count(folder.recipe.count)} after "
         f"{MOST_PASSES} passes: something damages or removes what is written. Choose another cache folder"

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import DecodeError, RecordError, arg
+from stoker.errors import DecodeError, RecordError
 from stoker.precompute.layout import PIECE_BYTES, time_length
 from stoker.precompute.unchanged import ChangedError, Reads
 from stoker.schema import FLOATS, Sample, Schema, check_sample
@@ -280,11 +280,7 @@ def fill_group(
 def _reject_nan(sample: Sample, schema: Schema) -> None:
     for name, array in sample.items():
         if schema[name].dtype in FLOATS and not all_finite(array, schema[name].dtype):
-            raise RecordError(
-                f"field {name!r} holds NaN or infinity. Fix the sample, or allow it with "
-                f"{arg('nan', 'allow')} "
-                "(cached: precompute={'nan': 'allow'})"
-            )
+            raise RecordError(f"field {name!r} holds NaN or infinity")
 
 
 def all_finite(array: NDArray[Any], dtype: str) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from stoker.encoders.protocol import Encoder
-from stoker.errors import MissingRecordError, SourceError, StalledError
+from stoker.errors import MissingRecordError, SourceError, StalledError, arg
 from stoker.precompute.background import Background, Job
 from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.run import Run, Standing
@@ -21,6 +21,7 @@ from stoker.precompute.stages import LOG_FOLDER, Bench
 from stoker.precompute.watchdog import EncodeWatchdog
 from stoker.sources.protocol import Source
 from stoker.store import Cache, Digests, Folder, Recipe, make_recipe, open_folder
+from stoker.units import format_count
 
 
 def recipe_of(
@@ -85,13 +86,14 @@ class EncodeFiller:
         failed = {number: failure for number, failure in folder.failures().items() if number in asked}
         if failed:
             number, failure = next(iter(sorted(failed.items())))
+            more = f", and {len(failed) - 1} more of those asked for" if len(failed) > 1 else ""
             raise MissingRecordError(
-                f"sample {number} is quarantined ({failure.stage}: {failure.error}), and {len(failed) - 1} "
-                f"more of those asked for. Fix it and run precompute with retry_quarantined"
+                f"sample {number} is quarantined ({failure.stage}: {failure.error}){more}. Fix that and run "
+                f"precompute with {arg('retry_quarantined', True)}"
             )
         if not finished:
             raise StalledError(
-                f"{len(missing)} samples were not encoded within {deadline_s:g} s. "
+                f"{format_count(len(missing), 'sample')} asked for, not encoded within {deadline_s:g} s. "
                 f"Run precompute first, or give more time"
             )
 
@@ -127,7 +129,7 @@ class EncodeFiller:
             device=self._settings.device,
         )
         try:
-            encoding, writer = bench.encoding(feed), bench.writer()
+            encoding, writer = bench.encoding(feed, compare_first=False), bench.writer()
             stages = bench.stages(feed, encoding, writer)
             try:
                 finished = Run(stages, standing, interrupts=Interrupts(), sink=None, pace=None).go(until)

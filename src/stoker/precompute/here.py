@@ -15,7 +15,6 @@ from stoker.precompute.allocator import keep_freed_memory, release_memory
 from stoker.precompute.crew import Crew
 from stoker.precompute.encoding import Encoding
 from stoker.precompute.guarded import guard_page
-from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.pace import Pace
 from stoker.precompute.parcel import Feed
 from stoker.precompute.progress import ProgressSink
@@ -100,7 +99,7 @@ def _encode(bench: Bench, sink: ProgressSink | None, share: Share, pace: Pace) -
     try:
         if not isinstance(feed, Supervisor) and sink is not None:
             sink.note(f"{bench.name}: readers=0, reading in this process: in order and without deadlines")
-        encoding = _encoding(bench, feed, share.interrupts)  # the readers are starting meanwhile
+        encoding = _encoding(bench, feed, share)  # the readers are starting meanwhile
         writer = bench.writer()
         run = Run(
             bench.stages(feed, encoding, writer),
@@ -143,11 +142,11 @@ def _encode(bench: Bench, sink: ProgressSink | None, share: Share, pace: Pace) -
     )
 
 
-def _encoding(bench: Bench, feed: Feed, interrupts: Interrupts) -> Encoding:
+def _encoding(bench: Bench, feed: Feed, share: Share) -> Encoding:
     """Whoever encodes; a feed that waits for readers wakes up for it, and for signals."""
-    encoding = bench.encoding(feed)
+    encoding = bench.encoding(feed, compare_first=share.compare_first)
     if isinstance(encoding, Crew):
-        encoding.watch(interrupts.fd)
+        encoding.watch(share.interrupts.fd)
     if isinstance(feed, Supervisor):
-        feed.wake_fd = encoding.fd if isinstance(encoding, Crew) else interrupts.fd
+        feed.wake_fd = encoding.fd if isinstance(encoding, Crew) else share.interrupts.fd
     return encoding

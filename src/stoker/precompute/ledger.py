@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from stoker.errors import IncompleteError, SourceError, arg
 from stoker.precompute.fill import CHANGED, SampleFault
+from stoker.precompute.verdict import retry_hint
 from stoker.store import Failure
 
 ATTEMPTS = 2
@@ -40,6 +41,7 @@ class Ledger:
         wanted: Whether a number is to be stored by this run; others that fail are only replaced by zeros.
         allowed: Samples that may be set aside, before this run and in it.
         place: Where a user finds a sample; put before its error, unless that says so itself.
+        nan: As `PrecomputeSettings.nan`.
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class Ledger:
         wanted: Callable[[int], bool],
         allowed: float = math.inf,
         place: Callable[[int], str] = "sample {}".format,
+        nan: str = "reject",
     ) -> None:
+        self._nan = nan
         self._bad = set(bad)
         self._allowed = allowed
         self.place = place
@@ -135,8 +139,8 @@ class Ledger:
             return
         raise IncompleteError(
             f"the first {len(self._hopeless)} samples all failed, and none was read. The last is sample "
-            f"{fault.number} ({fault.stage}): {fault.error}\nFix the cause and run again with "
-            f"{arg('retry_quarantined', True)}, or allow more samples to fail with "
+            f"{fault.number} ({fault.stage}): {fault.error}\nFix the cause and "
+            f"{retry_hint({fault.stage}, self._nan)}. Or allow more samples to fail with "
             f"{arg('max_quarantined', 1.0)}"
         )
 

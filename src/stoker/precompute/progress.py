@@ -142,9 +142,10 @@ class LineProgress:
 
 def outcome(snapshot: Snapshot) -> str:
     """What a run came to, in one line."""
-    stored, aside = snapshot.done - snapshot.quarantined, snapshot.quarantined
+    reused, aside = snapshot.done - snapshot.quarantined - snapshot.encoded, snapshot.quarantined
     return (
-        f"{snapshot.name}  {format_count(stored)} of {format_count(snapshot.total)} encoded"
+        f"{snapshot.name}  {format_count(snapshot.encoded)} of {format_count(snapshot.total)} encoded"
+        f"{f', {format_count(reused)} reused' if reused > 0 else ''}"
         f"{f', {format_count(aside)} quarantined' if aside else ''}, {clock(snapshot.seconds)}"
     )
 

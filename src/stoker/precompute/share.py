@@ -36,6 +36,8 @@ class Share:
     """A signal ends the work early, with what is encoded sealed."""
     lasts_s: float = float("inf")
     """Time from the first group on after which the work ends early in the same way."""
+    compare_first: bool = True
+    """See `GroupEncoder`; False where the same process has done so for an earlier share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,8 +94,8 @@ def fit_memory(
     readers = settings.readers
     if readers is not None and readers > most:
         log.warning(
-            "%d readers instead of %d: %s of host memory are free (%s)",
-            most,
+            "%s instead of %d: %s of host memory are free (%s)",
+            format_count(most, "reader"),
             readers,
             format_bytes(resources.host_bytes),
             resources.host_limit,

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from stoker.encoders.protocol import Encoder
 from stoker.errors import SourceError, StokerError
+from stoker.precompute.draws import TOLERANCE, distance
 from stoker.precompute.encode import Encoded, GroupEncoder
 from stoker.precompute.parcel import Feed
 from stoker.precompute.settings import PrecomputeSettings
@@ -31,10 +31,6 @@ from stoker.store import Cache, Digests, Folder, make_recipe
 
 log = logging.getLogger("stoker")
 
-TOLERANCE = 1e-4
-"""Relative to a record's largest value: what another machine or library may change, beside the rounding of
-the storage dtype that the index notes. As much as `check_encoder` allows for a sample's neighbours.
-"""
 _POLL_S = 0.25
 _END_S = 5.0
 _LOWEST = 19
@@ -216,21 +212,3 @@ class SpotCheck:
                         limit,
                     )
             self._report.checked += 1
-
-
-def distance(stored: Tensor, fresh: Tensor) -> float:
-    """Largest difference as a fraction of the largest value of `fresh`; infinite for another shape.
-
-    >>> distance(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 5.0]))
-    0.2
-    """
-    if stored.shape != fresh.shape:
-        return float("inf")
-    if not fresh.numel():
-        return 0.0
-    a, b = stored.double(), fresh.double()
-    same = (a == b) | (a.isnan() & b.isnan())
-    if bool(same.all()):
-        return 0.0
-    far = (a - b).abs()[~same].nan_to_num(nan=float("inf"), posinf=float("inf"))
-    return float(far.max()) / max(float(b.abs().nan_to_num(0.0).max()), 1e-300)

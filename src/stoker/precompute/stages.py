@@ -109,6 +109,7 @@ class Bench:
             wanted=wanted.__contains__,
             allowed=settings.max_quarantined * recipe.count,
             place=self._parts.place,
+            nan=settings.nan,
         )
         spans = [PartSpan(offset=part.offset, count=part.count) for part in recipe.parts]
         self.queue = WorkQueue(spans, recipe.group.samples, missing, bad=self.ledger.is_bad)
@@ -203,12 +204,17 @@ class Bench:
             return
         self._watchdog.ask(lambda: encoder.to(device), f"on its way to {device}")
 
-    def encoding(self, feed: Feed) -> Encoding:
-        """Whoever encodes, begun: processes on several devices, or the encoder in this one."""
+    def encoding(self, feed: Feed, *, compare_first: bool = True) -> Encoding:
+        """Whoever encodes, begun: processes on several devices, or the encoder in this one.
+
+        Args:
+            compare_first: See `GroupEncoder`; needless, and twice the time, for single groups of a cache.
+        """
         if self._encoder is not None and 1 < len(self.settings.devices) < self.queue.groups:
             return self._crew(self._encoder, feed)
         encoder = self.encoder()
         encoder.clock.limit_s = self.settings.deadlines.encode
+        encoder.compare_first = compare_first
         return InPlace(encoder, self._watchdog, feed, self.queue, self.ledger)
 
     def _crew(self, encoder: Encoder, feed: Feed) -> Crew:

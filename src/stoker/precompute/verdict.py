@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from stoker.errors import IncompleteError, RecordError, arg
 from stoker.precompute.settings import PrecomputeSettings
@@ -10,25 +10,27 @@ from stoker.store import Cache, Failure, Folder
 from stoker.units import format_count, format_percent
 
 _LISTED = 20
+_FEW = 8
 
 
-def check_quarantined(folder: Folder, max_quarantined: float) -> None:
-    """Compare the samples set aside with what is allowed.
+def check_quarantined(folder: Folder, settings: PrecomputeSettings) -> None:
+    """Compare the samples set aside with what these settings allow.
 
     Raises:
         IncompleteError: Too many; lists them with stage and error.
     """
     failures = folder.failures()
-    count = folder.recipe.count
+    count, max_quarantined = folder.recipe.count, settings.max_quarantined
     if not too_many(folder, max_quarantined):
         return
     enough = _allowing(len(failures) / count)
     raise IncompleteError(
-        f"{format_count(count - len(failures))} of {format_count(count)} samples stored, "
+        f"{format_count(count - len(failures))} of {format_count(count, 'sample')} stored, "
         f"{format_count(len(failures))} quarantined ({format_percent(len(failures) / count)}; "
         f"at most {format_percent(max_quarantined)} are allowed)\n"
         + "\n".join(describe_failures(failures))
-        + f"\nAll of them, with stage and error: failures-*.jsonl in {folder.path}. {_advice(failures)}\n"
+        + f"\nAll of them, with stage and error: failures-*.jsonl in {folder.path}. "
+        f"{_advice(failures, settings.nan)}\n"
         f"To continue without them: {arg('max_quarantined', enough)} "
         f"(cached: precompute={{'max_quarantined': {enough}}})"
     )
@@ -62,20 +64,47 @@ def check_values(cache: Cache, settings: PrecomputeSettings) -> None:
 
 
 def describe_failures(failures: Mapping[int, Failure]) -> list[str]:
-    """A line for each of the first twenty."""
+    """A line for each of the first twenty errors, with the samples that have it."""
+    alike: dict[tuple[str, int, str], list[int]] = {}
+    for number, failure in sorted(failures.items()):
+        alike.setdefault((failure.stage, failure.attempts, failure.error), []).append(number)
+    listed = [*alike.items()][:_LISTED]
     lines = [
-        f"  sample {format_count(number)} ({failure.stage}, attempts {failure.attempts}): {failure.error}"
-        for number, failure in sorted(failures.items())[:_LISTED]
+        f"  {_samples(numbers)} ({stage}, attempts {attempts}): {error}"
+        for (stage, attempts, error), numbers in listed
     ]
-    if len(failures) > _LISTED:
-        lines.append(f"  and {format_count(len(failures) - _LISTED)} more")
+    if more := len(failures) - sum(len(numbers) for _, numbers in listed):
+        lines.append(f"  and {format_count(more)} more")
     return lines
 
 
-def _advice(failures: Mapping[int, Failure]) -> str:
+def _samples(numbers: Sequence[int]) -> str:
+    """Samples by number, the first few of many.
+
+    >>> _samples([7]), _samples([2, 3]), _samples(range(12))
+    ('sample 7', '2 samples: 2, 3', '12 samples: 0, 1, 2, 3, 4, 5, 6, 7, ...')
+    """
+    if len(numbers) == 1:
+        return f"sample {format_count(numbers[0])}"
+    few = ", ".join(format_count(number) for number in numbers[:_FEW])
+    return f"{format_count(len(numbers), 'sample')}: {few}" + (", ..." if len(numbers) > _FEW else "")
+
+
+def _advice(failures: Mapping[int, Failure], nan: str) -> str:
     if all(failure.kind == "transient" for failure in failures.values()):
         return "These may pass: when the storage answers, the same command tries them again"
-    return f"Once they are fixed, run again with {arg('retry_quarantined', True)}"
+    return f"Once they are fixed, {retry_hint({failure.stage for failure in failures.values()}, nan)}"
+
+
+def retry_hint(stages: set[str], nan: str) -> str:
+    """Return how to have samples tried again that failed in one of `stages`, where NaN is `nan`."""
+    again = f"run again with {arg('retry_quarantined', True)}"
+    if nan == "allow" or stages.isdisjoint(("check", "encode")):
+        return again
+    return (
+        f"{again}. To store NaN and infinity as they are, run again with {arg('nan', 'allow')} and "
+        f"{arg('retry_quarantined', True)} (cached: precompute={{'nan': 'allow', 'retry_quarantined': True}})"
+    )
 
 
 def _allowing(share: float) -> float:

@@ -57,13 +57,15 @@ class Load:
     """The source's files as the driver digested them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Kept:
     """What this process keeps from one task to the next: one run's, for that is how workers are used."""
 
     run: str
     load: Load
     folder: Folder
+    compared: bool = False
+    """The encoder's first call has been compared with a second (`Share.compare_first`)."""
 
 
 _kept: dict[str, _Kept] = {}
@@ -228,9 +230,11 @@ def _encode(order: dict[str, Any], kept: _Kept, teller: _Teller) -> dict[str, An
                 missing=order["numbers"],
                 interrupts=interrupts,
                 lasts_s=order["lasts_s"],
+                compare_first=not kept.compared,
             ),
             teller,
         )
+    kept.compared = True
     rest: NDArray[np.int64] = order["numbers"][:0]
     if not done.finished:  # asked of the folder here: the driver may see later what was stored here
         rest = np.intersect1d(order["numbers"], kept.folder.missing(retry_transient=False))

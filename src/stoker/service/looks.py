@@ -162,7 +162,7 @@ def _check_radio(own: RadioSet) -> list[dict[str, Json]]:
 
 def _check_samples(source: Source, kind: str) -> list[dict[str, Json]]:
     count = len(source)
-    rows = [_row("samples", "pass", f"{format_count(count)} samples")]
+    rows = [_row("samples", "pass", format_count(count, "sample"))]
     if kind == "images":
         keys = source.keys()
         names: Counter[str] = Counter(key.split("/")[-2] for key in keys if "/" in key)

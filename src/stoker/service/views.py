@@ -116,7 +116,7 @@ def where_records_are(started: Event | None) -> list[Part]:
     if not isinstance(tiers, Mapping):
         return []
     held = [(tier, float(str(tiers.get(tier) or 0))) for tier in TIERS]
-    return bar([(tier, count, f"{format_count(count)} records", tier) for tier, count in held if count])
+    return bar([(tier, count, format_count(count, "record"), tier) for tier, count in held if count])
 
 
 def spark(rows: Sequence[Mapping[str, Any]]) -> str:

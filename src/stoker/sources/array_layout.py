@@ -18,8 +18,9 @@ from stoker.errors import ConfigError, SourceError, arg
 from stoker.schema import Field
 from stoker.sources.containers import Container, Opened
 from stoker.sources.declared import declared_fields, say_left_out
+from stoker.sources.dtypes import read_as, read_dtype
 from stoker.sources.files import require_listable
-from stoker.sources.hdf5_layout import Piece, arrange, piece_field, read_dtype
+from stoker.sources.hdf5_layout import Piece, arrange, piece_field
 
 Layout: TypeAlias = Literal["rows", "groups", "offsets"]
 OFFSET_NAMES = ("offsets", "ptr", "cu_seqlens", "row_splits")
@@ -40,10 +41,14 @@ class ArrayField:
     field: Field
     """As served."""
 
-    def arranged(self, raw: NDArray[Any]) -> NDArray[Any]:
-        """One sample as served."""
+    def arranged(self, raw: NDArray[Any], where: str) -> NDArray[Any]:
+        """One sample as served.
+
+        Raises:
+            DecodeError: As `read_as`.
+        """
         dtype = read_dtype(raw.dtype, where=self.array)
-        values = raw.astype(dtype, copy=False)
+        values = raw if raw.dtype == dtype else read_as(raw, dtype, where=where)
         return np.array(values if self.axes is None else arrange(values, self.axes), order="C")
 
 

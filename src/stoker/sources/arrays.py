@@ -17,6 +17,7 @@ from stoker.schema import Json, Sample, Schema
 from stoker.sources.array_layout import ArrayField, Described, Layout, Wanted, describe
 from stoker.sources.array_placed import placed_arrays
 from stoker.sources.containers import Container, Opened, find_containers, open_container
+from stoker.sources.dtypes import read_as
 from stoker.sources.files import Paths, refuse_together, require_listable
 from stoker.sources.hdf5_open import FOREIGN_ERRORS, cause_of
 from stoker.sources.placed import PlacedPart
@@ -308,7 +309,7 @@ class _Reader:
             if group and not field.array:
                 return _number(self.opened(one.container).attributes(group).get(field.name), field, where)
             raw = self._raw(one, field, row, span, where)
-            found = field.arranged(raw)
+            found = field.arranged(raw, where)
         except FOREIGN_ERRORS as error:
             if isinstance(error, SourceError):
                 raise
@@ -377,4 +378,4 @@ def _time_first(field: ArrayField) -> bool:
 def _number(value: Any, field: ArrayField, where: str) -> NDArray[Any]:
     if value is None:
         raise SourceError(f"{where}: attribute {field.name!r} is not there. Write it, or leave it out")
-    return np.asarray(value, dtype=np.float32).reshape(())
+    return read_as(value, np.dtype(np.float32), where=where).reshape(())

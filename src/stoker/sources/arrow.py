@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, SourceError, arg
 from stoker.schema import Field, Sample
+from stoker.sources.dtypes import read_as, read_dtype
 from stoker.sources.given import listed
-from stoker.sources.hdf5_layout import read_dtype
 
 _log = logging.getLogger("stoker")
 
@@ -203,7 +203,7 @@ def _value(value: Any, field: ArrowField, where: str) -> NDArray[Any]:
         values = values.flatten()
     if values.null_count:
         raise SourceError(f"{where} holds a null. Fill it, or leave the row out")
-    flat = np.asarray(values.to_numpy(zero_copy_only=False)).astype(dtype)
+    flat = read_as(values.to_numpy(zero_copy_only=False), dtype, where=where)
     each = math.prod(size for size in shape if size >= 0)
     if len(flat) % each if field.field.ragged else len(flat) != each:
         raise SourceError(f"{where} has {len(flat)} numbers, its shape is {shape}. Fix or leave out the row")

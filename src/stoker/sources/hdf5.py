@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, arg
 from stoker.schema import Json, Sample, Schema, digest_json
+from stoker.sources.dtypes import read_as
 from stoker.sources.files import Paths, find_keyed_files
 from stoker.sources.given import check_splits
 from stoker.sources.hdf5_blocks import BlockReader, Place, block_bytes, run_length
@@ -24,6 +25,7 @@ from stoker.sources.hdf5_placed import placed_part
 from stoker.sources.hdf5_scan import Scan, ScannedFile, Wanted, scan_files
 from stoker.sources.placed import PlacedPart
 from stoker.sources.protocol import FileRef, Part, SourceIdentity
+from stoker.units import format_count
 
 VERSION = 1
 """Bumped by hand when the same file would give other samples."""
@@ -94,7 +96,7 @@ class HDF5Source:
     def __repr__(self) -> str:
         """Where the data lies and how many files it has, without opening one."""
         of = f", split={self._wanted.split!r}" if self._wanted.split else ""
-        return f"HDF5Source({str(self._wanted.root)!r}, {len(self._wanted.paths)} files{of})"
+        return f"HDF5Source({str(self._wanted.root)!r}, {format_count(len(self._wanted.paths), 'file')}{of})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings and description travel; open files and decoded blocks stay."""
@@ -161,7 +163,8 @@ class HDF5Source:
             whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
             sample[layout.name] = np.asarray(whole, order="C")
         for name, value in file.layout.values.items():
-            sample[name] = np.asarray(value, dtype=np.float32)
+            where = f"{file.path}: attribute {name!r}"
+            sample[name] = read_as(value, np.dtype(np.float32), where=where)
         return sample
 
     def _read_piece(

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import SourceError
+from stoker.sources.dtypes import read_as
 from stoker.sources.hdf5_layout import FileLayout, Piece, sample_axes, sample_shape
 from stoker.sources.hdf5_open import FOREIGN_ERRORS, FilePool, cause_of
 from stoker.units import MIB
@@ -231,6 +232,11 @@ class BlockReader:
                     f"{place.label}: dataset {name!r} cannot be read ({error}). The file is damaged there; "
                     "copy or download it again, or leave the sample out"
                 ) from cause_of(error)
+            if piece.narrowed and not np.isfinite(out).all():  # HDF5 narrows without a word
+                exact = np.empty(shape, dtype=dataset.dtype)
+                fetch(dataset, tuple(selection), exact)
+                where = f"{place.path}: dataset {name!r}, sample {place.label}"
+                read_as(exact, out.dtype, where=where)
         return out.squeeze(axis=piece.axes.index("n")) if drop and "n" in piece.axes else out
 
 

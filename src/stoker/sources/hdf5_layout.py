@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import SourceError, arg
 from stoker.schema import Field, Json
+from stoker.sources.dtypes import read_dtype
 
 SPACE = ("x", "y", "z")
 _WORDS = {
@@ -165,27 +166,6 @@ def make_piece(
         narrowed=dtype.itemsize < dataset.dtype.itemsize,
         chunks=None if dataset.chunks is None else tuple(int(size) for size in dataset.chunks),
         parts=tuple(parts),
-    )
-
-
-def read_dtype(stored: np.dtype[Any], *, where: str) -> np.dtype[Any]:
-    """The dtype a dataset is read as.
-
-    Raises:
-        SourceError: Not numbers, or numbers that no store holds.
-    """
-    kind, size = stored.kind, stored.itemsize
-    if kind == "f" and size >= 2:
-        return np.dtype("float16" if size == 2 else "float32")
-    if kind == "c":
-        return np.dtype("complex64")
-    if kind == "b" or (kind == "i" and size <= 8) or (kind == "u" and size == 1):
-        return stored.newbyteorder("=")
-    if kind == "u" and size in {2, 4}:
-        return np.dtype("int32" if size == 2 else "int64")
-    raise SourceError(
-        f"{where} has dtype {stored}, which cannot be stored. Readable are bool, int8 to int64, uint8 to "
-        "uint32, float16 to float64 and complex numbers; leave it out of `fields` or convert it"
     )
 
 

@@ -19,6 +19,7 @@ from stoker.sources.files import Paths, find_keyed_files
 from stoker.sources.given import check_texts
 from stoker.sources.hdf5_open import FOREIGN_ERRORS
 from stoker.sources.protocol import FileRef, Part, SourceIdentity
+from stoker.units import format_count
 
 VERSION = 1
 """Bumped by hand when the same files would give other samples."""
@@ -61,7 +62,7 @@ class ParquetSource:
 
     def __repr__(self) -> str:
         """The first file, and how many there are."""
-        return f"ParquetSource({str(self._paths[0][1])!r}, {len(self._paths)} files)"
+        return f"ParquetSource({str(self._paths[0][1])!r}, {format_count(len(self._paths), 'file')})"
 
     def __getstate__(self) -> dict[str, Any]:
         """The description travels; decoded rows stay."""

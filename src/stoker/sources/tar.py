@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 
 from stoker.errors import SourceError, arg
 from stoker.schema import Field, Json, Sample, Schema
+from stoker.sources.dtypes import read_as, read_dtype
 from stoker.sources.files import Paths, find_keyed_files, open_regular
 from stoker.sources.given import given_names, parse_json
-from stoker.sources.hdf5_layout import read_dtype
 from stoker.sources.protocol import FileRef, Part, SourceIdentity
 from stoker.sources.torch_items import flatten_item
+from stoker.units import format_count
 
 VERSION = 1
 """Bumped by hand when the same files would give other samples."""
@@ -107,7 +108,7 @@ class TarSource:
 
     def __repr__(self) -> str:
         """The first file, and how many there are."""
-        return f"TarSource({str(self._paths[0][1])!r}, {len(self._paths)} files)"
+        return f"TarSource({str(self._paths[0][1])!r}, {format_count(len(self._paths), 'file')})"
 
     def __getstate__(self) -> dict[str, Any]:
         """The list of members travels; open files stay."""
@@ -356,7 +357,7 @@ def _decode(name: str, data: bytes, where: str, narrowed: set[str]) -> dict[str,
             dtype = np.dtype(np.float64) if scalar else read_dtype(array.dtype, where=where)
             if array.dtype.kind in "fc" and dtype.itemsize < array.dtype.itemsize:
                 narrowed.add(name)
-            return {name: (np.array(array, dtype=dtype, order="C"), dtype.name)}
+            return {name: (read_as(array, dtype, where=where), dtype.name)}
         if name in NUMBERS:
             return {name: (np.asarray(int(data.decode().strip()), dtype=np.int64), "int64")}
         if name == "json":

@@ -34,7 +34,7 @@ from stoker.sources.torch_probe import (
     probe_numbers,
 )
 from stoker.sources.watched import watched
-from stoker.units import MIB
+from stoker.units import MIB, format_count
 from stoker.used_code import qualified_name
 
 VERSION = 1
@@ -144,7 +144,7 @@ class TorchSource:
 
     def __repr__(self) -> str:
         """The Dataset's class and length."""
-        return f"TorchSource({self._name}, {self._count} samples)"
+        return f"TorchSource({self._name}, {format_count(self._count, 'sample')})"
 
     def __getstate__(self) -> dict[str, Any]:
         """The Dataset as it was given: handles it opened while being read stay here."""

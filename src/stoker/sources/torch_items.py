@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, SourceError, arg
 from stoker.schema import Json
+from stoker.sources.dtypes import read_as
 
 Item: TypeAlias = "dict[str, tuple[NDArray[Any], str]]"
 """Fields of one item: array, and dtype as a schema names it."""
@@ -256,12 +257,12 @@ def _from_numpy(array: NDArray[Any], where: str, *, exact: bool = False) -> tupl
     exact = exact or not array.ndim
     if kind == "c":
         wide = exact and size > 8
-        array = np.array(array, dtype=np.complex128 if wide else np.complex64, order="C")
+        array = read_as(array, np.dtype(np.complex128 if wide else np.complex64), where=where)
         array = array[..., None].view(np.float64 if wide else np.float32)
     elif kind == "f":
         wide = exact and size > 4
         dtype = np.float16 if size == 2 else np.float64 if wide else np.float32
-        array = np.array(array, dtype=dtype, order="C")
+        array = read_as(array, np.dtype(dtype), where=where)
     elif kind == "u" and size in {2, 4}:
         array = array.astype(np.int32 if size == 2 else np.int64)
     elif kind in "bi" or (kind == "u" and size == 1):

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, SourceError, arg
+from stoker.errors import ConfigError, DecodeError, SourceError, arg
 from stoker.schema import Field, Schema
 from stoker.sources.torch_items import Item
 
@@ -121,9 +121,9 @@ class Prober:
         begin(number)
         try:
             return self._read(number, seeded and self._freeze)
-        except SourceError:
-            raise
-        except Exception as error:  # noqa: BLE001 - a Dataset is foreign code and may raise anything
+        except Exception as error:  # a Dataset is foreign code and may raise anything
+            if isinstance(error, SourceError) and not isinstance(error, DecodeError):
+                raise
             if failed is None:
                 self._warn(number, error)
             else:

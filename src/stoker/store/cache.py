@@ -153,7 +153,7 @@ class Cache:
     def __repr__(self) -> str:
         state = f"{format_count(len(self))} of {format_count(self.index.count)}"
         state = "complete" if self.complete else state
-        return f"Cache({self.name!r}, {self.fingerprint}, {format_count(len(self))} records, {state})"
+        return f"Cache({self.name!r}, {self.fingerprint}, {format_count(len(self), 'record')}, {state})"
 
     def shard(self, i: int) -> Shard:
         """Shard `i` of the index, open. Least recently used ones are closed once nobody refers to them.

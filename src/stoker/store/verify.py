@@ -84,7 +84,7 @@ def verify_cache(cache: Cache, subset: float = 1.0, *, seed: int = 0) -> VerifyR
         numbers = np.sort(np.random.default_rng(seed).choice(cache.numbers, count, replace=False))
         bad += _bad_of_sample(cache, numbers.tolist())
         unchecked = [
-            f"{format_count(len(cache) - count)} of {format_count(len(cache))} records",
+            f"{format_count(len(cache) - count)} of {format_count(len(cache), 'record')}",
             "digests of whole columns, padding",
             "recipe and index after they were opened",
         ]

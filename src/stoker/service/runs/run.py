@@ -73,7 +73,7 @@ class JobRun:
     def tell_started(self, caches: Sequence[CacheResult], facts: Mapping[str, Any]) -> None:
         """Say what is trained on, from where, and why from there."""
         train = caches[0]
-        message = f"trains on {format_count(len(train.cache))} records, served from {facts['tier']}"
+        message = f"trains on {format_count(len(train.cache), 'record')}, served from {facts['tier']}"
         log.info("%s: %s", message, facts["reason"])
         self.journal.tell(
             "started",
