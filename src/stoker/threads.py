@@ -80,7 +80,7 @@ class Ticket(Generic[T]):
         if not self._done.wait(deadline_s):
             raise StalledError(
                 f"{what} made no progress for {deadline_s:g} s. The storage behind it does not answer; "
-                "when it does, the same call goes on from the saved state"
+                "when it does, run it again from the saved state"
             )
         if self._error is not None:
             raise self._error

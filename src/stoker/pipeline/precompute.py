@@ -17,7 +17,6 @@ from stoker.errors import (
     DeviceError,
     FormatError,
     IncompleteError,
-    Interrupted,
     SourceError,
     SplitError,
     StokerError,
@@ -205,7 +204,7 @@ def precompute_config(
         own = config.for_task(task)
         try:
             caches += fill_caches(own, list(splits) or wanted_splits(own), encoders=encoders, ranks=ranks)
-        except (Interrupted, DeviceError):  # nothing more can be done in this process
+        except DeviceError:  # nothing more can be done in this process
             raise
         except StokerError as error:
             if len(tasks) == 1:

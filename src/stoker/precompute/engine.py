@@ -292,7 +292,7 @@ def _raise_interrupted(folder: Folder, interrupts: Interrupts) -> None:
     what = interrupts.signal.name if interrupts.signal is not None else "a signal"
     raise Interrupted(
         f"stopped by {what}: {format_count(stored)} of {format_count(count)} records are stored. "
-        f"The same command resumes with the missing {format_count(count - stored)}"
+        f"Run it again to encode the missing {format_count(count - stored)}"
     )
 
 

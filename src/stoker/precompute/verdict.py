@@ -74,7 +74,7 @@ def describe_failures(failures: Mapping[int, Failure]) -> list[str]:
 
 def _advice(failures: Mapping[int, Failure]) -> str:
     if all(failure.kind == "transient" for failure in failures.values()):
-        return "These may pass: when the storage answers, the same command tries them again"
+        return "These may pass: when the storage answers, run it again to try them again"
     return f"Once they are fixed, run again with {arg('retry_quarantined', True)}"
 
 
