@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from stoker.atomic import make_folder
 from stoker.config import Config
 from stoker.config.remedies import in_settings
 from stoker.encoders.protocol import Encoder
@@ -195,7 +196,7 @@ def precompute_config(
         StokerError: As `build_jobs` and `run_precompute`; of several tasks only what ends the whole run.
     """
     if manifest is not None:
-        require_writable(manifest.parent, "the folder of --manifest").mkdir(parents=True, exist_ok=True)
+        make_folder(require_writable(manifest.parent, "the folder of --manifest"))
     tasks = tasks_of(config)
     caches: list[CacheResult] = []
     failed: list[TaskFailure] = []
