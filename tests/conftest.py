@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,13 @@ def write_burgers(
         file["t-coordinate"] = np.append(t, 2.0).astype(np.float32)
         file.attrs["Nu"] = nu
     return path
+
+
+@pytest.fixture(autouse=True, scope="session")
+def default_signals() -> None:
+    """SIGINT and SIGHUP end calls and commands, also where the tests run in the background or under nohup."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture

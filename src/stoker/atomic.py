@@ -81,16 +81,14 @@ def make_folder(path: Path, mode: int = 0o777) -> Path:
         if isinstance(error, ReadOnlyError) or error.errno not in NO_FOLDER_ERRNOS:
             raise
         raise ReadOnlyError(
-            f"{path} cannot be made: {error.strerror}{_in_the_way(path)}. Choose another folder"
+            f"{path} cannot be made: {_in_the_way(path, error.strerror)}. Choose another folder"
         ) from error
     return path
 
 
-def _in_the_way(path: Path) -> str:
-    for place in (path, *path.parents):
-        if os.path.lexists(place):
-            return f" ({place} is not a folder)" if not place.is_dir() else f" (in {place})"
-    return ""
+def _in_the_way(path: Path, why: str) -> str:
+    place = next(place for place in (path, *path.parents) if os.path.lexists(place) or place == Path())
+    return f"{why} (in {place})" if place.is_dir() else f"{place} is not a folder"
 
 
 def sync_folder(path: Path) -> None:

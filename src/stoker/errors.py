@@ -27,10 +27,11 @@ StokerError
 ├── NotFound               the service knows no job, dataset or cache of that name   (also LookupError)
 ├── Conflict               what was asked of a job does not fit the state it is in
 ├── LeaseLost              another worker has the job now; what this one says of it no longer counts
-├── Degraded               the service's database does not answer, or cannot be written
-└── Interrupted            SIGINT or SIGTERM arrived; what was encoded is sealed
+└── Degraded               the service's database does not answer, or cannot be written
+Interrupted                SIGINT or SIGTERM arrived; what was encoded is sealed  (a KeyboardInterrupt)
 
-Catch `StokerError` at the edge of a program. Errors of other libraries pass through unchanged,
+Catch `StokerError` at the edge of a program. `Interrupted` is no `Exception`, so code that catches and
+retries every error lets it through, as any Ctrl-C. Errors of other libraries pass through unchanged,
 except inside a reader, where all are wrapped with path, sample and stage.
 `exit_code` is what the command line returns for a class.
 """
@@ -287,7 +288,7 @@ class Degraded(StokerError):  # noqa: N818 -- a condition of the service, which 
         self.full = full
 
 
-class Interrupted(StokerError):  # noqa: N818 -- it reports a wish of the user, not a fault
-    """SIGINT or SIGTERM arrived; what was encoded is sealed."""
+class Interrupted(KeyboardInterrupt):
+    """SIGINT or SIGTERM arrived; what was encoded is sealed. `exit_code` as in `StokerError`."""
 
     exit_code = 130

@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from stoker.errors import StokerError
+from stoker.errors import Interrupted, StokerError
 from stoker.precompute import PrecomputeSettings, run_precompute
 from stoker.store import Folder, WriterSettings
 from tests.precompute.fake_encoders import FakeEncoder
@@ -30,7 +30,7 @@ def main(folder, samples, readers, delay_s, steps=6):
     settings = PrecomputeSettings(readers=int(readers), progress=None)
     try:
         report = run_precompute(source, FakeEncoder(by_shape=True), folder, name="c", settings=settings)
-    except StokerError as error:
+    except (StokerError, Interrupted) as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

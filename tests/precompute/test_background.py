@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import stoker
-from stoker.errors import ConfigError, IncompleteError, SourceError, StokerError
+from stoker.errors import ConfigError, IncompleteError, Interrupted, SourceError, StokerError
 from stoker.loader import Loader
 from stoker.precompute.background import Background
 from stoker.precompute.queue import PartSpan, WorkQueue
@@ -109,13 +109,26 @@ def test_a_filling_that_is_killed_is_named_and_resumed(tmp_path: Path) -> None:
     batches = iter(loader)
     next(batches)
     os.kill(filling._process.pid, signal.SIGKILL)
-    with pytest.raises(StokerError, match=r"was killed by signal 9.*the same call resumes"):
+    with pytest.raises(StokerError, match=r"was killed by signal 9.*again"):
         list(batches)
 
     again = stoker.precompute(FakeSource((1200,)), None, tmp_path, name="x", wait=False)
 
     assert 0 < len(again) < 1200
     assert numbers(Loader(again, batch_size=16)) == [*range(1200)]
+
+
+@pytest.mark.slow
+def test_a_filling_that_is_asked_to_end_interrupts_the_epoch(tmp_path: Path) -> None:
+    cache = begin(tmp_path, FakeSource((1200,), delay_s=0.01))
+    filling = cache.filling
+    assert isinstance(filling, Background)
+    batches = iter(Loader(cache, batch_size=16))
+    next(batches)
+    os.kill(filling._process.pid, signal.SIGTERM)
+
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        list(batches)
 
 
 def test_stopping_seals_what_is_encoded(tmp_path: Path) -> None:

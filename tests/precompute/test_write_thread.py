@@ -76,9 +76,7 @@ def test_a_failing_disk_is_named_with_what_to_do_and_drops_the_open_shard(tmp_pa
     thread = WriteThread(writer, tmp_path, limit_bytes=100, deadline_s=60)
     thread.offer(encoded(0), 1)
     thread.offer(encoded(1), 1)
-    with pytest.raises(
-        ResourceError, match=rf"writing to {tmp_path} failed: .*Input/output error.*the same command resumes"
-    ):
+    with pytest.raises(ResourceError, match=rf"writing to {tmp_path} failed: .*Input/output error.*again"):
         thread.close()
     assert writer.ended == ["abort"]
 

@@ -409,5 +409,5 @@ def test_a_cache_folder_that_is_a_file_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     for place in ("file", "file/below"):
-        with pytest.raises(ReadOnlyError, match="Choose another cache folder"):
+        with pytest.raises(ReadOnlyError, match="is not a folder"):
             open_folder(tmp_path / place, "c", make_recipe(FakeSource(), None))

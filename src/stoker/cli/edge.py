@@ -121,8 +121,9 @@ def edge(*, as_json: bool, debug: bool) -> Generator[Edge]:
             if debug:
                 traceback.print_exc()
             raise out.fail(_as_typed(error), error.exit_code) from None
-        except KeyboardInterrupt:
-            raise out.fail(INTERRUPTED, Interrupted.exit_code) from None
+        except KeyboardInterrupt as error:
+            said = str(error) if isinstance(error, Interrupted) else INTERRUPTED
+            raise out.fail(said, Interrupted.exit_code) from None
         except (typer.Exit, BrokenPipeError):
             raise
         except Exception as error:  # noqa: BLE001 (the process edge: what nobody foresaw is one line too)

@@ -65,8 +65,10 @@ def profile(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     with edge(as_json=as_json, debug=debug) as out:
         most = None if budget is None else _budget(budget)
         prices = _prices(price or [])
+        from stoker.pipeline.folders import require_writable
         from stoker.profile.page import write_page
 
+        require_writable(page.parent, "the folder of --page")
         if what.suffix.lower() in {".yaml", ".yml"}:
             found = _of_config(out, what, words or [], (steps, price_per_hour, prices, timeout))
         else:

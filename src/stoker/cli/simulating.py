@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
+from stoker.atomic import make_folder
 from stoker.cli.edge import Edge
 from stoker.cli.flags import tell_settings
 from stoker.cli.render import Cells, bold, table
@@ -23,6 +24,10 @@ def simulated(out: Edge, words: list[str], *, as_markdown: bool, picture: Path |
     Raises:
         ConfigError: There is more than one CONFIG, or an unknown word.
     """
+    if picture is not None:
+        from stoker.pipeline.folders import require_writable
+
+        require_writable(picture.parent, "the folder of --picture")
     files, settings = tell_settings(words)
     overrides = [word for word in settings if "." in word.partition("=")[0]]
     asked = [word for word in settings if word not in overrides]
@@ -44,7 +49,7 @@ def simulated(out: Edge, words: list[str], *, as_markdown: bool, picture: Path |
     if picture is not None:
         from stoker.pipeline.simulate_picture import draw_simulation
 
-        picture.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(picture.parent)
         draw_simulation(found, picture)
     if as_markdown and not out.as_json:
         from stoker.plan.simulation.report import markdown

@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Event
 from typing import Literal, TypeAlias
 
-from stoker.atomic import explained
+from stoker.atomic import explained, make_folder
 from stoker.errors import (
     ConfigError,
     DigestError,
@@ -177,8 +177,7 @@ def fetch_files(
         ResourceError: There is no room for what is missing, or another process fetches into the folder.
     """
     begin = time.monotonic()
-    with explained(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
 
     def tell(text: str) -> None:
         listen(settings.redact(text))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, SupportsIndex, cast, get_args
@@ -14,6 +15,8 @@ import torch
 from stoker.errors import ConfigError, arg
 from stoker.loader.ranks import Share
 from stoker.loader.windows import Windows
+from stoker.sources.given import shown
+from stoker.store import Cache
 from stoker.store.blocks import Verify
 
 IGNORED = {
@@ -124,6 +127,21 @@ def whole_numbers(**given: object) -> tuple[int, ...]:
 
 
 _EXAMPLES = {"batch_size": 64, "rank": 0, "world": 1, "seed": 0, "epoch": 0}
+
+
+def check_cache(cache: object, what: str = "the cache") -> None:
+    """Refuse what is not a cache.
+
+    Raises:
+        ConfigError: With a call that makes one of it, where there is one.
+    """
+    if isinstance(cache, Cache):
+        return
+    if isinstance(cache, str | os.PathLike):
+        hint = f"For a cache by its path give stoker.open_cache({str(cache)!r})"
+    else:
+        hint = "For a Dataset use stoker.cached(dataset, ...), which gives a Loader"
+    raise ConfigError(f"{what} is {shown(cache)}. Expected a stoker.Cache. {hint}")
 
 
 def check_kinds(windows: object, transforms: object, reserve_bytes: object) -> None:

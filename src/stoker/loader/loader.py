@@ -14,6 +14,7 @@ from stoker.loader import state as states
 from stoker.loader.ahead import Strips, Turn
 from stoker.loader.arguments import (
     NOT_BY_NUMBER,
+    check_cache,
     check_kinds,
     check_verify,
     refuse_workers,
@@ -109,6 +110,7 @@ class Loader:
             ResourceError: `tier` cannot hold the records, or `device` is not there.
         """
         refuse_workers()
+        check_cache(cache)
         batch_size, rank, world, seed = whole_numbers(
             batch_size=batch_size, rank=rank, world=world, seed=seed
         )

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from stoker.errors import ConfigError, arg
+from stoker.loader.arguments import check_cache
 from stoker.loader.decide import completed
 from stoker.loader.engine import Design
 from stoker.loader.loader import Loader, design_of, is_beside
 from stoker.loader.turns import Lap, member_seed
+from stoker.sources.given import shown
 from stoker.store import Cache
 from stoker.store.joint import Joint, same_fields
 
@@ -145,17 +147,22 @@ def _cache_of(one: Cache | Loader) -> Cache:
     return one.dataset if isinstance(one, Loader) else one
 
 
-def _check_given(given: Sequence[object], settings: Mapping[str, Any]) -> None:
+def _check_given(given: object, settings: Mapping[str, Any]) -> None:
     if isinstance(given, Cache | Loader):
         raise ConfigError(f"a mixture is of several caches or Loaders, got {given!r}. Give a list of them")
-    wrong = [one for one in given if not isinstance(one, Cache | Loader)]
-    if wrong or not given:
-        shown = repr(wrong[0]) if wrong else "nothing"
-        raise ConfigError(f"a mixture is of caches or Loaders, got {shown}. Give a list of them")
-    for one in given:
+    several = isinstance(given, Collection) and not isinstance(given, str | bytes | bytearray | Mapping)
+    members = cast("Collection[object]", given) if several else ()
+    if not members:
+        raise ConfigError(
+            f"a mixture is of caches or Loaders, got {shown(given)}. Give a list of them, each as "
+            "stoker.open_cache(path) opens it"
+        )
+    for one in members:
         if isinstance(one, Loader):
             design_of(one)  # which refuses one whose batches nobody can count
-    if settings and all(isinstance(one, Loader) for one in given):
+        else:
+            check_cache(one, "a member of the mixture")
+    if settings and all(isinstance(one, Loader) for one in members):
         raise ConfigError(
             f"{', '.join(settings)}: settings of loaders that are made already. Give them to Loader(...)"
         )

@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from stoker.atomic import make_folder
 from stoker.config import Config
 from stoker.errors import ConfigError
 from stoker.loader import Loader, Windows
 from stoker.monitor import StallMeter
 from stoker.pipeline.build import device_of, tasks_of
+from stoker.pipeline.folders import require_writable
 from stoker.pipeline.locate import batch_size_of, locate, trajectory_steps, windows_for
 from stoker.plan import Plan, limits, probe
 from stoker.plan.limits import Limit
@@ -151,11 +153,13 @@ def run_bench(job: Job | None, *, seconds: float, picture: Path | None) -> Bench
     """Measure for about `seconds`, and draw.
 
     Raises:
-        ConfigError: `seconds` is not above 0.
+        ConfigError: `seconds` is not above 0, or the folder of `picture` cannot be written.
         StokerError: As `Loader`.
     """
     if not seconds > 0:
         raise ConfigError(f"--seconds is {seconds:g}. Expected more than 0")
+    if picture is not None:
+        require_writable(picture.parent, "the folder of --picture")
     begun = time.monotonic()
     limited, served = _limits(job), _served(job)
     turn_s = max(LEAST_S, seconds / ROUNDS / max(1, len(limited) + len(served)))
@@ -181,7 +185,7 @@ def run_bench(job: Job | None, *, seconds: float, picture: Path | None) -> Bench
     if picture is not None:
         from stoker.pipeline.bench_picture import draw_bench
 
-        picture.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(picture.parent)
         draw_bench(result, picture)
     return result
 

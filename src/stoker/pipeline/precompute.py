@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from stoker.atomic import make_folder
 from stoker.config import Config
 from stoker.config.remedies import in_settings
 from stoker.encoders.protocol import Encoder
@@ -17,7 +18,6 @@ from stoker.errors import (
     DeviceError,
     FormatError,
     IncompleteError,
-    Interrupted,
     SourceError,
     SplitError,
     StokerError,
@@ -196,7 +196,7 @@ def precompute_config(
         StokerError: As `build_jobs` and `run_precompute`; of several tasks only what ends the whole run.
     """
     if manifest is not None:
-        require_writable(manifest.parent, "the folder of --manifest").mkdir(parents=True, exist_ok=True)
+        make_folder(require_writable(manifest.parent, "the folder of --manifest"))
     tasks = tasks_of(config)
     caches: list[CacheResult] = []
     failed: list[TaskFailure] = []
@@ -205,7 +205,7 @@ def precompute_config(
         own = config.for_task(task)
         try:
             caches += fill_caches(own, list(splits) or wanted_splits(own), encoders=encoders, ranks=ranks)
-        except (Interrupted, DeviceError):  # nothing more can be done in this process
+        except DeviceError:  # nothing more can be done in this process
             raise
         except StokerError as error:
             if len(tasks) == 1:

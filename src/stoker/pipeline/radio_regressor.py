@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from stoker.atomic import replacing
+from stoker.atomic import make_folder, replacing
 from stoker.sources.sql.nested import METRES
 
 Batch: TypeAlias = "Mapping[str, Tensor]"
@@ -185,7 +185,7 @@ def haversine_m(one: Tensor, other: Tensor) -> Tensor:
 
 def save_regressor(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
     """Weights, and what is to be known of them as JSON by name, in one file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     with replacing(path) as temporary:
         save_file(weights, temporary, metadata={name: json.dumps(value) for name, value in facts.items()})

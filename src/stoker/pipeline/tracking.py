@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from stoker.config import Config
-from stoker.errors import Interrupted
 from stoker.monitor.gpu import GpuAbsent
 from stoker.monitor.gpu_watch import GpuWatch
 from stoker.monitor.trackers import Ending, TrackedRun
@@ -219,7 +218,7 @@ def tracking(tracked: RunTracking) -> Generator[RunTracking]:
     try:
         yield tracked
         status = "finished"
-    except (Interrupted, KeyboardInterrupt):
+    except KeyboardInterrupt:
         status = "interrupted"
         raise
     finally:

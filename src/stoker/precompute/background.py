@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from stoker import errors
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import moved
-from stoker.errors import ConfigError, ResourceError, StalledError, StokerError, arg
+from stoker.errors import ConfigError, Interrupted, ResourceError, StalledError, StokerError, arg
 from stoker.precompute.oom import oom_kills
 from stoker.precompute.output import Drain, Output
 from stoker.precompute.settings import PrecomputeSettings
@@ -84,7 +84,7 @@ class Background:
         self._mark, self._moved = folder_mark(folder.path), time.monotonic()
         self._end: dict[str, Any] | None = None
         self._owner = os.getpid()
-        self._error: StokerError | None = None
+        self._error: StokerError | Interrupted | None = None
         self._oom_kills = oom_kills()
         payload = _pickled(replace(job, settings=settings))
         logs = folder.path.parent.parent / ".readers"
@@ -134,7 +134,7 @@ class Background:
                 self._process.kill()
                 raise StalledError(
                     f"nothing was added to {self._path} for {self._quiet_s:g} s, so process "
-                    f"{self._process.pid}, which fills it, was killed. The same command resumes"
+                    f"{self._process.pid}, which fills it, was killed. Run it again to resume"
                 )
             time.sleep(min(_LOOK_S, timeout_s))
 
@@ -150,7 +150,7 @@ class Background:
                 "Make the loader here, or when the cache is complete"
             )
 
-    def _explained(self, end: dict[str, Any]) -> StokerError:
+    def _explained(self, end: dict[str, Any]) -> StokerError | Interrupted:
         if end["kind"] == "failed":
             kind = getattr(errors, end["error"], StokerError)
             return kind(f"filling {self._path} beside the training failed: {end['message']}")
@@ -163,9 +163,11 @@ class Background:
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
         tail = self._output.tail(_TAIL_BYTES)
         if code == -signal.SIGKILL and oom_kills() > self._oom_kills:
-            return ResourceError(f"{text}{how}: memory is short. What is sealed stays; the same call resumes")
+            return ResourceError(
+                f"{text}{how}: memory is short. What is sealed stays; run it again to resume"
+            )
         said = f". It said: {tail}" if tail else ""
-        return StokerError(f"{text}{how}. What is sealed stays, and the same call resumes{said}")
+        return StokerError(f"{text}{how}. What is sealed stays; run it again to resume{said}")
 
 
 def _pickled(job: Job) -> bytes:

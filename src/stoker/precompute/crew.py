@@ -255,8 +255,8 @@ class Crew:
                 raise type(error)(
                     f"{MAX_TRIES} encoders in a row ended{at}, the last on {device.name}: "
                     f"{error.marked}. What is "
-                    f"stored stays, and the same command resumes once the cause is fixed; stacks and "
-                    f"output: {child.log}"
+                    f"stored stays; run it again to resume once the cause is fixed. Stacks and output: "
+                    f"{child.log}"
                 )
         said = type(error)(f"the encoder on {device.name} is lost{at}: {error.marked}; output: {child.log}")
         if isinstance(error, ResourceError) or device.failures >= MAX_TRIES:
@@ -277,7 +277,7 @@ class Crew:
             raise type(error)(
                 f"no device is left of {', '.join(one.name for one in self._devices)}. The last: "
                 f"{error.marked}. "
-                "What is stored stays, and the same command resumes"
+                "What is stored stays; run it again to resume"
             ) from self._last
         self._last = error
         log.warning("%s. Its groups go to the rest: %s", error, ", ".join(left))

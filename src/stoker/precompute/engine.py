@@ -30,6 +30,7 @@ from stoker.precompute.share import Done, Engine, Share
 from stoker.precompute.space import check_space
 from stoker.precompute.turn import take_turn
 from stoker.precompute.verdict import check_quarantined, check_values, describe_failures, too_many
+from stoker.sources.given import check_source
 from stoker.sources.protocol import Source
 from stoker.store import Cache, Folder, open_folder
 from stoker.store.claims import INDEX_WAIT_S, claim
@@ -117,6 +118,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         Interrupted: SIGINT or SIGTERM; what was encoded is stored, the same call resumes.
         StokerError: See `stoker.errors`.
     """
+    check_source(source)
     if device is None:
         device = "cpu" if encoder is None else str(weights_device(encoder))
     devices = encode_on(device)
@@ -292,7 +294,7 @@ def _raise_interrupted(folder: Folder, interrupts: Interrupts) -> None:
     what = interrupts.signal.name if interrupts.signal is not None else "a signal"
     raise Interrupted(
         f"stopped by {what}: {format_count(stored)} of {format_count(count)} records are stored. "
-        f"The same command resumes with the missing {format_count(count - stored)}"
+        f"Run it again to encode the missing {format_count(count - stored)}"
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
-from stoker.errors import StokerError
+from stoker.errors import Interrupted, StokerError
 from stoker.precompute.allocator import keep_freed_memory
 from stoker.precompute.wire import Parser, pack
 from stoker.sources.files import confine_sources
@@ -36,6 +36,8 @@ def main(arguments: list[str]) -> int:
         end = _fill(work_fd)
     except StokerError as error:
         end = {"kind": "failed", "error": type(error).__name__, "message": error.marked}
+    except Interrupted as error:
+        end = {"kind": "failed", "error": Interrupted.__name__, "message": str(error)}
     except Exception as error:  # noqa: BLE001  a process edge: the caller raises it
         traceback.print_exc()
         message = f"{type(error).__name__}: {error}"

@@ -18,11 +18,19 @@ TOGETHER_S = 0.3
 _EXIT_INTERRUPTED = 130
 
 
+def takes(number: signal.Signals) -> bool:
+    """Return whether a call may handle a signal: not where it is ignored (a shell does so for SIGINT in its
+    background), or handled by C code, whose handler Python cannot put back.
+    """
+    return signal.getsignal(number) not in (signal.SIG_IGN, None)
+
+
 class Interrupts:
     """Catches both signals while entered, in the main thread only; elsewhere it never fires.
 
-    `fd` becomes readable at the first signal, so that a poll ends at once. `patient`: a second signal changes
-    nothing, where whoever sends them repeats the first.
+    A signal that the program ignores stays ignored. `fd` becomes readable at the first signal, so that a poll
+    ends at once. `patient`: a second signal changes nothing, where the sender repeats the first, and none is
+    ignored.
     """
 
     def __init__(self, *, patient: bool = False) -> None:
@@ -56,13 +64,14 @@ class Interrupts:
         except KeyboardInterrupt:
             if self.signal is None:
                 raise
-            raise Interrupted(f"stopped by {self.signal.name}; the same call resumes") from None
+            raise Interrupted(f"stopped by {self.signal.name}. Run it again to resume") from None
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             self.fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._arrived)
+                if self._patient or takes(number):
+                    self._previous[number] = signal.signal(number, self._arrived)
         return self
 
     def _arrived(self, number: int, _frame: FrameType | None) -> None:

@@ -56,6 +56,4 @@ class LossLimits:
             )
         else:
             return
-        raise ReaderError(
-            f"{what}. The last: {last}. What is stored stays; fix the cause and run the same command again"
-        )
+        raise ReaderError(f"{what}. The last: {last}. What is stored stays; fix the cause and run it again")

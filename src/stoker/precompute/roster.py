@@ -148,7 +148,7 @@ class Roster:
             raise ReaderError(
                 f"{len(self.abandoned)} readers cannot be killed (at most {most} are left behind): they wait "
                 f"in the kernel for storage that does not answer. The last: {where}. What is stored stays; "
-                "when the storage answers again, the same command resumes"
+                "when the storage answers again, run it again to resume"
             )
 
     def close(self) -> None:

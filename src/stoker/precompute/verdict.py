@@ -92,7 +92,7 @@ def _samples(numbers: Sequence[int]) -> str:
 
 def _advice(failures: Mapping[int, Failure], nan: str) -> str:
     if all(failure.kind == "transient" for failure in failures.values()):
-        return "These may pass: when the storage answers, the same command tries them again"
+        return "These may pass: when the storage answers, run it again to try them again"
     return f"Once they are fixed, {retry_hint({failure.stage for failure in failures.values()}, nan)}"
 
 

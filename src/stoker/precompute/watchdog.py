@@ -131,8 +131,8 @@ class EncodeWatchdog:
             log.error("%s. This process ends (on_hang=exit)", said)
             os._exit(StalledError.exit_code)
         return StalledError(
-            f"{said}. Its call is left behind in a thread of this process. What was encoded is kept, and the "
-            "same call resumes with the rest. For an encoder that is only slow, give deadlines={'encode': "
+            f"{said}. Its call is left behind in a thread of this process. What was encoded is kept; run "
+            "it again to encode the rest. For an encoder that is only slow, give deadlines={'encode': "
             f"{10 * self._deadline_s:g}}}"
         )
 

@@ -83,8 +83,8 @@ class WriteThread:
         if begun is not None and time.monotonic() - begun > self._deadline_s:
             raise StalledError(
                 f"writing to {self._folder} made no progress for {self._deadline_s:g} s: the storage does "
-                f"not answer. {format_count(self.written)} records were handed over; "
-                f"the same command resumes when it does"
+                f"not answer. {format_count(self.written)} records were handed over. "
+                "Run it again when it does, to resume"
             )
 
     def close(self) -> None:
@@ -165,5 +165,5 @@ class WriteThread:
         if isinstance(error, StokerError) or not isinstance(error, OSError):
             return error
         return ResourceError(
-            f"writing to {self._folder} failed: {error}. Sealed shards stay; the same command resumes"
+            f"writing to {self._folder} failed: {error}. Sealed shards stay; run it again to resume"
         )

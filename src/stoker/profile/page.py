@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from stoker.atomic import replacing
+from stoker.atomic import make_folder, replacing
 from stoker.profile.flame import flame
 from stoker.profile.result import ENCODE, Profile
 from stoker.units import format_bytes, format_percent, format_seconds
@@ -66,7 +66,7 @@ def write_page(profile: Profile, path: Path, *, title: str = "") -> None:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{name}</title><style>{STYLE}</style>{''.join(parts)}</html>\n"
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with replacing(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
 

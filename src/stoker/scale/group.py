@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stoker.errors import Interrupted, StalledError, StokerError
+from stoker.errors import StalledError, StokerError
 from stoker.scale.place import Place
 from stoker.scale.pulse import Pulse, meet
 from stoker.scale.ranks import Ranks
@@ -72,7 +72,7 @@ class RankGroup(Ranks):
             StalledError: Another rank was lost, which that names: this one was asked to end for it, or a
                 message to the lost one failed.
         """
-        asked = isinstance(error, Interrupted | KeyboardInterrupt)
+        asked = isinstance(error, KeyboardInterrupt)
         if asked or (isinstance(error, RuntimeError) and not isinstance(error, StokerError)):
             lost = self._pulse.blame("its own end", time.monotonic(), asked=asked)
             if lost is not None:

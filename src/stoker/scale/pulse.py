@@ -195,5 +195,5 @@ class Pulse:
         return (
             f"{who} of {place.world} ended without a message (killed, stopped or cut off): rank {place.rank} "
             f"waited {time.monotonic() - since:.1f} s for {'them' if several else 'it'} at {what}. All ranks "
-            "end now. The same command continues from what is stored, with as many ranks as there are"
+            "end now. Run it again, with as many ranks as there are, to continue from what is stored"
         )

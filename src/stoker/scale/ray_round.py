@@ -234,7 +234,7 @@ class Round:
         if one.losses >= self._site.settings.max_retries:
             raise StokerError(
                 f"samples {one.span} were lost with their worker {one.losses + 1} times, at last on {node}: "
-                f"{cause}. {self._views.last_note}What is stored stays, and the same command resumes; "
+                f"{cause}. {self._views.last_note}What is stored stays; run it again to resume. "
                 "precompute.ray.max_retries allows more"
             )
         unstored = self._share.folder.missing(retry_quarantined=True)
@@ -337,11 +337,11 @@ class Round:
                     f"{format_count(len(unseen))} records that tasks have stored are not in "
                     f"{self._share.folder.path} as seen from {whoami()}, {SIGHT_S:g} s later "
                     f"(sample {unseen[0]} is the first). Expected "
-                    "one folder on storage that all nodes share. The same command encodes what is missing"
+                    "one folder on storage that all nodes share. Run it again to encode what is missing"
                 )
             if self._interrupts.signal is not None:
                 raise Interrupted(
-                    "stopped while waiting to see what tasks have stored; the same command resumes"
+                    "stopped while waiting to see what tasks have stored. Run it again to resume"
                 )
             self._clock.alive(bounded=False)
             time.sleep(1.0)

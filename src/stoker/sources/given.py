@@ -6,11 +6,69 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsIndex, cast
 
 from stoker.errors import ConfigError, arg
+from stoker.sources.files import SUFFIXES
+from stoker.sources.protocol import Source
+
+_ADAPTERS = {
+    ".zarr": "arrays.ArraySource",
+    ".npy": "arrays.ArraySource",
+    ".tar": "tar.TarSource",
+    ".parquet": "parquet.ParquetSource",
+}
+"""Sources of files that are not in `stoker` itself, by suffix, below `stoker.sources`."""
+
+
+def check_dataset(dataset: object) -> None:
+    """Refuse what has a length and items, but as text or a dict: its letters or keys are not samples.
+
+    Raises:
+        ConfigError: With a call that reads it, where there is one.
+    """
+    if isinstance(dataset, str | bytes | bytearray | os.PathLike):
+        raise ConfigError(f"the dataset is {shown(dataset)}. Expected a Dataset or a source. {_way(dataset)}")
+    if isinstance(dataset, Mapping) and 0 not in dataset:
+        raise ConfigError(
+            f"the dataset is {shown(dataset)}. Expected items by number, from 0. For a dict of arrays of "
+            "one length give torch.utils.data.StackDataset(**dataset)"
+        )
+
+
+def check_source(source: object) -> None:
+    """Refuse what is not a source.
+
+    Raises:
+        ConfigError: With a call that makes one of it, where there is one.
+    """
+    if isinstance(source, type) or not isinstance(source, Source):
+        check_dataset(source)
+        raise ConfigError(
+            f"the source is {shown(source)}. Expected a source: for a Dataset stoker.TorchSource(dataset)"
+        )
+
+
+def shown(value: object) -> str:
+    """Return a value as messages show it: paths and text in full, others shortened."""
+    return repr(value) if isinstance(value, str | os.PathLike) else reprlib.repr(value)
+
+
+def _way(given: object) -> str:
+    """Return what reads a path, as a sentence."""
+    path = Path(given) if isinstance(given, str | os.PathLike) else Path()
+    name, suffix = repr(str(given)), path.suffix.lower()
+    if suffix in SUFFIXES:
+        return f"For an HDF5 file give stoker.HDF5Source({name})"
+    if suffix in _ADAPTERS:
+        module, _, adapter = _ADAPTERS[suffix].partition(".")
+        return f"Give {adapter}({name}), after: from stoker.sources.{module} import {adapter}"
+    if given and path.is_dir():
+        return f"Give stoker.ImageSource({name}) for images, stoker.HDF5Source({name}) for HDF5 files"
+    return "Give a source that reads it, as stoker.HDF5Source(path), or a Dataset with its items"
 
 
 def given_names(what: str, value: object, of: str, *, least: int = 1) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 from stoker.errors import ConfigError, SourceError
 from stoker.schema import Json, Sample, Schema, digest_json
+from stoker.sources.given import check_dataset
 from stoker.sources.held import held_bytes
 from stoker.sources.protocol import Part, SourceIdentity
 from stoker.sources.torch_elsewhere import check_alike, read_elsewhere
@@ -81,6 +82,7 @@ class TorchSource:
     are `(H, W, C)` uint8.
 
     Raises:
+        ConfigError: Text, a path or a dict.
         SourceError: Empty, a class or not map-style; later, on first use, random, textual or uneven items.
         StalledError: On first use, an item that is not there in time while the Dataset is probed.
     """
@@ -103,6 +105,7 @@ class TorchSource:
         if isinstance(dataset, type):
             name = dataset.__name__
             raise SourceError(f"{name} is a class, which has no items. Give an object of it, as {name}(...)")
+        check_dataset(dataset)
         self._name = qualified_name(type(dataset))
         torch_data = sys.modules.get("torch.utils.data")
         iterable = torch_data is not None and isinstance(dataset, torch_data.IterableDataset)

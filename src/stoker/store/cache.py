@@ -272,7 +272,7 @@ def open_unnoted(path: str | Path, *, require_complete: bool = True) -> Cache:
     if require_complete and not cache.complete:
         raise IncompleteError(
             f"{shown(cache.path)} holds {len(cache)} of {cache.index.count} records "
-            f"({len(cache.quarantined)} quarantined). The command that made it resumes it"
+            f"({len(cache.quarantined)} quarantined). Run again what made it, to encode the rest"
         )
     return cache
 

@@ -82,7 +82,7 @@ def in_order(
         if not task.done.wait(deadline_s):
             raise StalledError(
                 f"{what}: {task.item} was not done after {deadline_s:g} s. The storage behind it does not "
-                "answer; run the same command again when it does"
+                "answer; run it again when it does"
             )
         if task.error is not None:
             raise task.error

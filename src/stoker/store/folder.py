@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.atomic import explained, sync_folder
+from stoker.atomic import explained, make_folder, sync_folder
 from stoker.errors import ConfigError, FormatError, ReadOnlyError
 from stoker.schema import canonical_json
 from stoker.store.adopt import adopt_shards
@@ -180,21 +180,14 @@ def open_folder(
 
 
 def _make_folders(cache_dir: Path, path: Path) -> None:
-    try:
-        if (path / RECIPE_FILE).exists():
-            return  # written when the folders above it were durable
-        made = [folder for folder in cache_dir.parents if not folder.exists()]
-        cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
-        for folder in (path.parent, cache_dir, cache_dir.parent, *(folder.parent for folder in made)):
-            if os.access(folder, os.R_OK):  # one that we may not list cannot be opened to be synced
-                sync_folder(folder)
-    except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
-        raise ReadOnlyError(
-            f"{cache_dir} cannot hold a cache: {error.strerror} ({error.filename}). "
-            "Choose another cache folder"
-        ) from error
+    if (path / RECIPE_FILE).exists():
+        return  # written when the folders above it were durable
+    made = [folder for folder in cache_dir.parents if not folder.exists()]
+    for folder in (cache_dir, path.parent, path):
+        make_folder(folder, 0o700)
+    for folder in (path.parent, cache_dir, cache_dir.parent, *(folder.parent for folder in made)):
+        if os.access(folder, os.R_OK):  # one that we may not list cannot be opened to be synced
+            sync_folder(folder)
 
 
 def _put_recipe(storage: LocalStorage, recipe: Recipe) -> None:

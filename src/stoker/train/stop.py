@@ -8,13 +8,14 @@ import time
 from types import FrameType
 from typing import Any
 
-from stoker.precompute.interrupts import TOGETHER_S
+from stoker.precompute.interrupts import TOGETHER_S, takes
 
 
 class StopFlag:
     """Context in which the first signal only sets `signal_name`; a second one acts as it would without us.
 
-    Outside the main thread, where Python allows no handlers, it never sets anything.
+    Outside the main thread, where Python allows no handlers, it never sets anything. A signal that the
+    program ignores stays ignored.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,8 @@ class StopFlag:
     def __enter__(self) -> StopFlag:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._note)
+                if takes(number):
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -41,6 +43,5 @@ class StopFlag:
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
-            # None: the handler was not installed from Python, and cannot be put back from it.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, handler)
         self._before = {}

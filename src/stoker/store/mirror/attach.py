@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from stoker.errors import ConfigError, FormatError
 from stoker.store.adopt import FINGERPRINT
@@ -29,9 +29,13 @@ def here(place: str | Path, *, must_exist: bool = True) -> Path:
     """The local path of a place: of an address that of its mirror, of a path itself.
 
     Raises:
+        ConfigError: It is no place at all: empty, or not text.
         FormatError: There is nothing at the address, and `must_exist`.
         StokerError: As `attach`.
     """
+    text = str(place) if isinstance(cast("object", place), str | Path) else ""
+    if not text or "\0" in text:
+        raise ConfigError(f"the path of the cache is {place!r}. Expected a path, as 'data/latent_cache'")
     return attach(place, must_exist=must_exist) if is_url(place) else Path(place)
 
 

@@ -58,7 +58,7 @@ def pull(
     """
     began, wanted = time.monotonic(), wanted or Wanted()
     cache_dir = local_path(cache_dir, "the folder to pull to")
-    coming = make_folder(cache_dir / COMING, 0o700)
+    coming = make_folder(make_folder(cache_dir, 0o700) / COMING, 0o700)
     with claim(coming, "pull", wait_s=INDEX_WAIT_S, shared=True) as got:
         if not got:
             raise StalledError(f"{holder(coming, 'pull')} has been cleaning up {coming}. Run again")

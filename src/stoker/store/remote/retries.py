@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from stoker.errors import Interrupted, StalledError
+from stoker.errors import StalledError
 from stoker.store.remote.protocol import PassingError
 from stoker.threads import ending
 
@@ -41,7 +41,8 @@ class Retries:
             what: For messages, as `get s3://bucket/x`.
             deadline_s: Seconds from now after which no further attempt begins.
         Raises:
-            StalledError: The deadline passed; names the last failure and the number of attempts.
+            StalledError: The deadline passed; names the last failure and the number of attempts. Or the
+                process ends.
         """
         began, attempts, say_at = time.monotonic(), 0, 0.0
         while True:
@@ -65,5 +66,5 @@ class Retries:
                     left_s = deadline_s - spent
                     log.warning("%s failed %d times, trying on for %.0f s: %s", what, attempts, left_s, error)
                 if ending():
-                    raise Interrupted(f"{what}: the process ends") from error
+                    raise StalledError(f"{what}: the process ends") from error
                 time.sleep(pause)
