@@ -176,7 +176,7 @@ def test_a_read_that_stalls_ends_in_time(tmp_path: Path, monkeypatch) -> None:
     never = threading.Event()
     monkeypatch.setattr(os, "pread", lambda *_: never.wait(30))
     (tmp_path / "o").mkdir()
-    with pytest.raises(StalledError, match=r"staging .*a\.bin.*was not there after 0\.3 s"):
+    with pytest.raises(StalledError, match=r"staging .*a\.bin.*did not arrive within 0\.3 s"):
         stage_file(look_at(path), tmp_path / "o", deadline_s=0.3)
     never.set()
 

@@ -218,7 +218,7 @@ def test_what_is_wrong_with_a_zipped_zarr_folder_is_named(tmp_path: Path) -> Non
     with pytest.raises(SourceError, match=r"group 't2': .*chunk t2/u/c/1/0 is not there"):
         source.read(2)
     whole.write_bytes(whole.read_bytes()[:-30])
-    with pytest.raises(SourceError, match=r"a\.zarr\.zip is no readable zip file"):
+    with pytest.raises(SourceError, match=r"a\.zarr\.zip is not a readable zip file"):
         len(ArraySource(whole))
     with zipfile.ZipFile(whole, "w") as archive:
         archive.write(folder / "zarr.json", "a.zarr/zarr.json")
@@ -249,7 +249,7 @@ def test_a_trajectory_that_lacks_a_field_is_an_error_of_its_own(write, tmp_path:
 @pytest.mark.parametrize(
     ("offsets", "said"),
     [
-        ([0, 5, 8, 17, 21, 28, 30], "Is the file whole"),
+        ([0, 5, 8, 17, 21, 28, 30], "Is the file complete"),
         ([0, 5, 3, 17, 21, 28, 29], "falls at sample 1"),
         ([5, 8, 17, 21, 28, 29], "from 0 on"),
         ([0.0, 5, 8, 17, 21, 28, 29], "whole numbers"),
@@ -268,7 +268,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="does not exist"):
         ArraySource(tmp_path / "none.zarr")
     (tmp_path / "a.npy").write_bytes(b"\x93NUMPY")
-    with pytest.raises(SourceError, match=r"no readable \.npy"):
+    with pytest.raises(SourceError, match=r"not a readable \.npy"):
         len(ArraySource(tmp_path / "a.npy"))
     path = grouped(write_hdf5, tmp_path)
     with pytest.raises(SourceError, match="has no array 'w'"):

@@ -272,7 +272,7 @@ def test_truncated_files_are_named(write, ramp, keep: float) -> None:
     path.write_bytes(whole[: int(len(whole) * keep)])
 
     with pytest.raises(
-        SourceError, match=r"cut\.h5 is (truncated at|no readable HDF5 file)[^.]*bytes.*again"
+        SourceError, match=r"cut\.h5 is (truncated at|not a readable HDF5 file)[^.]*bytes.*again"
     ):
         len(HDF5Source(path))
 

@@ -31,7 +31,7 @@ def test_not_hdf5_and_vanished(write, ramp) -> None:
     path = write("a.h5", {"tensor": ramp(4, 3, 5)})
     other = path.with_name("text.h5")
     other.write_text("hello")
-    with pytest.raises(SourceError, match=r"text\.h5 is no readable HDF5 file, 5 bytes"):
+    with pytest.raises(SourceError, match=r"text\.h5 is not a readable HDF5 file, 5 bytes"):
         HDF5Source(other).schema()
     source = HDF5Source(path)
     len(source)

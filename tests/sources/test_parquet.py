@@ -99,12 +99,12 @@ def test_what_is_no_number_is_said_with_the_columns_that_are(tmp_path: Path) -> 
 def test_columns_are_a_list_of_names_and_no_field_hides_another(tmp_path: Path) -> None:
     twice = {"a": pa.array([{"b": 1}]), "a.b": pa.array([2])}
     pq.write_table(pa.table(twice), tmp_path / "a.parquet")
-    with pytest.raises(SourceError, match=r"a\.b is there twice"):
+    with pytest.raises(SourceError, match=r"a\.b occurs twice"):
         len(ParquetSource(tmp_path))
     assert ParquetSource(tmp_path, columns=["a.b"]).read(0)["a.b"] == 2
     members = pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], names=["b", "b"])
     pq.write_table(pa.table({"a": members}), tmp_path / "a.parquet")
-    with pytest.raises(SourceError, match=r"a\.b is there twice"):
+    with pytest.raises(SourceError, match=r"a\.b occurs twice"):
         len(ParquetSource(tmp_path))
     columns = pa.table([pa.array([1]), pa.array([2]), pa.array([3])], names=["a", "a", "b"])
     pq.write_table(columns, tmp_path / "a.parquet")
@@ -133,11 +133,11 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     pq.write_table(table(), path, row_group_size=5)
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
-    with pytest.raises(SourceError, match=r"a\.parquet is no readable Parquet file"):
+    with pytest.raises(SourceError, match=r"a\.parquet is not a readable Parquet file"):
         len(ParquetSource(path))
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     path.write_bytes(data[:footer] + b"\xff" * 40 + data[footer + 40 :])
-    with pytest.raises(SourceError, match=r"a\.parquet is no readable Parquet file"):
+    with pytest.raises(SourceError, match=r"a\.parquet is not a readable Parquet file"):
         len(ParquetSource(path))
     path.write_bytes(data[:4] + b"\xff" * 60 + data[64:])
     source = ParquetSource(path)

@@ -293,7 +293,7 @@ def test_groups_without_data_are_said(write, ramp, caplog) -> None:
     with caplog.at_level(logging.WARNING, logger="stoker"):
         assert len(source) == 1
 
-    assert "1 entries without 'data' are no samples: ['1']" in caplog.text
+    assert "1 entries without 'data' are not samples: ['1']" in caplog.text
 
 
 def test_files_of_a_parameter_study_are_one_source(write, ramp) -> None:

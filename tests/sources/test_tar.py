@@ -136,7 +136,7 @@ def special(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
         ([], (special("0.jpg", tarfile.FIFOTYPE),), "it is a device or pipe"),
         ([], (special("0.jpg", tarfile.CHRTYPE),), "it is a device or pipe"),
         ([("readme", b"")], (), "belongs to no sample"),
-        ([("0.txt", b"hello")], (), r"members \.txt of '0' are of no known kind"),
+        ([("0.txt", b"hello")], (), r"members \.txt of '0' have no known kind"),
         ([], (), "holds no members"),
     ],
 )
@@ -152,7 +152,7 @@ def test_a_tar_file_cut_short_is_refused_with_the_place(tmp_path: Path, kept: fl
     data = path.read_bytes()
     used = len(data.rstrip(b"\0"))
     path.write_bytes(data[: int(used * kept)])
-    with pytest.raises(SourceError, match=r"a\.tar.*(cut short|no readable tar file)"):
+    with pytest.raises(SourceError, match=r"a\.tar.*(cut short|not a readable tar file)"):
         len(TarSource(path))
 
 

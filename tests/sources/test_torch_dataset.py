@@ -182,8 +182,8 @@ def endless(item):
             r"\(2, 2\) in sample 0 and float32 \(2, 3\) in sample 1.*axis 0",
         ),
         (lambda i: torch.ones(2).to(torch.float64 if i % 2 else torch.int32), "int32 .* and float32"),
-        (lambda i: {"a": {"b": 1}, "a.b": 2}, r"field 'a\.b' is there twice"),
-        (lambda i: {1: i, "1": i}, "field '1' is there twice"),
+        (lambda i: {"a": {"b": 1}, "a.b": 2}, r"field 'a\.b' occurs twice"),
+        (lambda i: {1: i, "1": i}, "field '1' occurs twice"),
         (lambda i: {"x": 2**63}, "field 'x' is a whole number of 64 bits"),
         (lambda i: {"x": [1, 2**63]}, "field 'x' is a whole number of 64 bits"),
         (lambda i: {"x": [np.uint64(2**63), -1]}, "field 'x' is a whole number of 64 bits"),
@@ -400,7 +400,7 @@ def test_an_item_that_never_comes_is_named_while_probing() -> None:
     source = TorchSource(Items(lambda i: never.wait() if i == 9 else torch.ones(2)))
     source.probe_deadline_s = 0.5
 
-    with pytest.raises(StalledError, match=r"probing .*Items: item 9 was not there after 0\.5 s") as caught:
+    with pytest.raises(StalledError, match=r"probing .*Items: item 9 did not arrive within 0\.5 s") as caught:
         source.schema()
 
     assert "threading.py" in str(caught.value)
@@ -428,7 +428,7 @@ def test_a_hanging_item_does_not_hold_up_the_end_of_the_program() -> None:
     )
 
     assert done.returncode == 1
-    assert "StalledError: probing __main__.Hangs: item 0 was not there" in done.stderr
+    assert "StalledError: probing __main__.Hangs: item 0 did not arrive" in done.stderr
 
 
 @pytest.mark.parametrize("readers", [0, None])

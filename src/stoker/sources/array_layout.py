@@ -213,7 +213,7 @@ def _offsets(
         if not per_step and int(array.shape[0]) != count:
             raise SourceError(
                 f"{where}: {path!r} has {array.shape[0]:,} rows; {offsets!r} ends at {total:,} and has "
-                f"{count:,} samples. Is the file whole? Else name the arrays that belong to it with "
+                f"{count:,} samples. Is the file complete? If it is, name the arrays that belong to it with "
                 f"{arg('fields')}"
             )
         shape = (1, *array.shape[1:]) if per_step else tuple(array.shape[1:])

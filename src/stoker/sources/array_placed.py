@@ -24,7 +24,7 @@ def placed_arrays(one: Described, opened: Opened, fields: Sequence[ArrayField]) 
     path = one.container.path
     if one.container.kind == "zarr":
         raise SourceError(
-            f"{path} is Zarr, whose chunks lie apart from one another, so it cannot be served in place. "
+            f"{path} is Zarr, whose chunks are stored apart, so it cannot be served in place. "
             "Encode it once instead: stoker.precompute(source, None, cache_dir, name=...)"
         )
     if any(not field.array for field in fields):

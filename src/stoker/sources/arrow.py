@@ -104,7 +104,7 @@ def fields_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> tupl
     every = [field.name for field in found]
     if twice := sorted({name for name in every if every.count(name) > 1}):
         raise SourceError(
-            f"{where}: {', '.join(twice)} is there twice: members of a struct are named STRUCT.MEMBER. "
+            f"{where}: {', '.join(twice)} occurs twice: members of a struct are named STRUCT.MEMBER. "
             f"Rename one, or leave it out with {arg('columns', setting='data.parquet.columns')}"
         )
     if narrowed := [field.name for field in found if field.narrowed]:

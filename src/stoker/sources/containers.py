@@ -139,7 +139,7 @@ def _expand(path: Path) -> tuple[Path, list[tuple[Path, Kind]]]:
         if one.is_dir() and kind_of(one) is None:
             list_folder(one)  # says it if that is why
             raise SourceError(
-                f"{one} has none of {', '.join(ZARR_MARKS)}, so it is no Zarr folder. Copy it again, or "
+                f"{one} has none of {', '.join(ZARR_MARKS)}, so it is not a Zarr folder. Copy it again, or "
                 "remove it"
             )
     leave_out(str(path), left)
@@ -288,7 +288,7 @@ class _Zarr:
                 self._store = self._zarr.storage.ZipStore(path, mode="r")
             self._root: Any = self._zarr.open(self._store or str(path), mode="r")
         except FOREIGN_ERRORS as error:
-            raise SourceError(f"{path} is no readable Zarr folder ({_said(error)})") from error
+            raise SourceError(f"{path} is not a readable Zarr folder ({_said(error)})") from error
 
     def _group(self, name: str) -> Any:
         return self._root[name] if name else self._root
@@ -360,7 +360,7 @@ def zipped_names(path: Path) -> frozenset[str]:
     except FOREIGN_ERRORS as error:
         size = path.stat().st_size if path.exists() else 0
         raise SourceError(
-            f"{path} is no readable zip file, {size:,} bytes ({error}). Copy it again"
+            f"{path} is not a readable zip file, {size:,} bytes ({error}). Copy it again"
         ) from error
     found = frozenset(names)
     if len(found) < len(names):
@@ -380,7 +380,7 @@ class _Npy:
         try:
             self._array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
         except FOREIGN_ERRORS as error:
-            raise SourceError(f"{path} is no readable .npy file ({error}). Write it again") from error
+            raise SourceError(f"{path} is not a readable .npy file ({error}). Write it again") from error
 
     def groups(self) -> Sequence[str]:
         return []

@@ -200,11 +200,11 @@ def sample_groups(file: Any, datasets: list[str]) -> list[str]:
 
 
 def say_left_out(groups: Sequence[str], datasets: Sequence[str], *, where: str) -> None:
-    """Name the groups of a file that are no samples, in one warning; nothing where there are none."""
+    """Name the groups of a file that are not samples, in one warning; nothing where there are none."""
     if groups:
         shown = ", ".join(map(repr, groups[:20])) + (", ..." if len(groups) > 20 else "")
         lacking = " and ".join(datasets) or "any array"
-        _log.warning("%s: groups without %s are no samples (%d): %s", where, lacking, len(groups), shown)
+        _log.warning("%s: groups without %s are not samples (%d): %s", where, lacking, len(groups), shown)
 
 
 def contents(parent: Any, limit: int = 8) -> str:

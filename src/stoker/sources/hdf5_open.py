@@ -100,7 +100,7 @@ def _open_message(path: Path, error: Exception) -> str:
         return f"{path} is truncated at {size:,} bytes ({text}). Copy or download it again"
     if isinstance(error, PermissionError):
         return f"{path} may not be read ({text}). Change its permissions"
-    return f"{path} is no readable HDF5 file, {size:,} bytes ({text}). Copy or download it again"
+    return f"{path} is not a readable HDF5 file, {size:,} bytes ({text}). Copy or download it again"
 
 
 def cause_of(error: Exception) -> Exception:
@@ -349,8 +349,8 @@ class FilePool:
             raise
         except FOREIGN_ERRORS as error:
             raise SourceError(
-                f"{path}: dataset {name!r} cannot be opened ({error}). Is the file whole, and written by the "
-                "same program as the others?"
+                f"{path}: dataset {name!r} cannot be opened ({error}). Is the file complete, and written by "
+                "the same program as the others?"
             ) from cause_of(error)
         require_filters(found, where=f"{path}: dataset {name!r}")
         if keep:

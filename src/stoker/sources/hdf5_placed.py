@@ -40,11 +40,13 @@ def _placed_field(file: ScannedFile, layout: FieldLayout, pool: FilePool) -> Pla
     piece, *others = layout.pieces
     if others:
         raise SourceError(
-            f"{where} is put together from {len(layout.pieces)} datasets, which lie apart. Name each as a "
-            f"field of its own, as {arg('fields', {'density': 'n t x y'})}"
+            f"{where} is put together from {len(layout.pieces)} datasets, which are stored apart. Name each "
+            f"as a field of its own, as {arg('fields', {'density': 'n t x y'})}"
         )
     if piece.axes.index("n") if "n" in piece.axes else 0:
-        raise SourceError(f"{where} does not have samples along axis 0, so a sample is no run of bytes")
+        raise SourceError(
+            f"{where} does not have samples along axis 0, so the bytes of a sample are not contiguous"
+        )
     check_order(sample_axes(piece), where=where)
     rows = np.arange(file.layout.rows, dtype=np.int64) if file.rows is None else file.rows.astype(np.int64)
     if file.layout.groups:

@@ -94,7 +94,7 @@ class ScannedFile:
             if rows[row]:
                 raise SourceError(
                     f"{self.place(row)}: dataset {name!r} was never written there, or not all of it. Was the "
-                    "program stopped that wrote the file? Write it again, or leave the sample out"
+                    "program that wrote the file stopped? Write it again, or leave the sample out"
                 )
 
     def place(self, row: int) -> str:
@@ -198,7 +198,7 @@ def _layout(
             if not math.isfinite(value):
                 raise SourceError(
                     f"{path}: the parameter {parameter!r} (an attribute, or in the file's name) is {value}, "
-                    f"which is no number to train with. Correct or delete it, or name the datasets with "
+                    f"which is not a number to train with. Correct or delete it, or name the datasets with "
                     f"{arg('fields')} and leave it out"
                 )
         return preset, layout, _unwritten(file, layout, path)

@@ -196,5 +196,5 @@ def _opened(path: Path) -> Any:
     except FOREIGN_ERRORS as error:
         size = path.stat().st_size if path.exists() else 0
         raise SourceError(
-            f"{path} is no readable Parquet file, {size:,} bytes ({error}). Copy or write it again"
+            f"{path} is not a readable Parquet file, {size:,} bytes ({error}). Copy or write it again"
         ) from error

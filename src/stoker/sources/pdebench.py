@@ -150,7 +150,7 @@ class _Reader:
         others = sorted(set(self._file) - set(groups))
         if others:
             _log.warning(
-                "%s: %d entries without 'data' are no samples: %s", self._where, len(others), others[:5]
+                "%s: %d entries without 'data' are not samples: %s", self._where, len(others), others[:5]
             )
         pieces = self._pieces(self._file[groups[0]], ["data"], _ONE_SAMPLE)
         fields = (FieldLayout(name="data", pieces=pieces),)

@@ -80,7 +80,9 @@ def offset_of(dataset: Any, *, where: str) -> int:
     """
     if isinstance(dataset, np.memmap):
         if not dataset.flags.c_contiguous:
-            raise SourceError(f"{where} is stored in Fortran order, so samples are no runs of bytes. {_CURE}")
+            raise SourceError(
+                f"{where} is stored in Fortran order, so the bytes of a sample are not contiguous. {_CURE}"
+            )
         return int(dataset.offset)
     if not dataset.size:
         return 0

@@ -118,7 +118,9 @@ class SplitOf:
             SourceError: It does not, or they cannot be served from there.
         """
         if not isinstance(self._source, Placing):
-            raise SourceError(f"{self._source!r} does not know where its samples lie. Use stoker.precompute")
+            raise SourceError(
+                f"{self._source!r} does not know where its samples are stored. Use stoker.precompute"
+            )
         numbers = self._chosen()[1]
         found: list[PlacedPart] = []
         first = 0

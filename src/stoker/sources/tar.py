@@ -191,7 +191,7 @@ class TarSource:
         if unknown := [name for name in names if name not in known]:
             readable = [name for name in names if name in known]
             raise SourceError(
-                f"{first.path}: members .{', .'.join(unknown)} of {first.keys[0]!r} are of no known kind. "
+                f"{first.path}: members .{', .'.join(unknown)} of {first.keys[0]!r} have no known kind. "
                 f"Say which to read, as {arg('fields', readable, call='TarSource')}; others are read as bytes"
             )
         return names
@@ -290,15 +290,17 @@ def list_members(name: str, path: Path) -> Archive:
                 if info.isfile() and not PurePosixPath(info.name).name.startswith("__"):
                     key, ending = _key_of(info.name, path)
                     if ending in found.setdefault(key, {}):
-                        raise SourceError(f"{path} holds {info.name!r} twice. Write it again without")
+                        raise SourceError(
+                            f"{path} holds {info.name!r} twice. Write it again with one of them"
+                        )
                     found[key][ending] = Member(info.offset_data, info.size)
             _check_end(file, path, archive.offset, size)
     except (tarfile.TarError, OSError, EOFError, ValueError) as error:
         if isinstance(error, SourceError):
             raise
         raise SourceError(
-            f"{path} is no readable tar file, {size:,} bytes ({error}). Copy it again; a compressed one has "
-            "to be unpacked to .tar first, since its members cannot be read one by one"
+            f"{path} is not a readable tar file, {size:,} bytes ({error}). Copy it again; a compressed one "
+            "has to be unpacked to .tar first, since its members cannot be read one by one"
         ) from error
     if not found:
         raise SourceError(f"{path} holds no members. Leave it out")

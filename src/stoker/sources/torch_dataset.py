@@ -121,7 +121,7 @@ class TorchSource:
             raise ConfigError(f"{len(keys)} keys for {self._count} samples. Give one key per sample")
         if random not in ("refuse", "freeze"):
             raise ConfigError(
-                f"random is {random!r}. Expected 'refuse', or 'freeze' to store one draw for good"
+                f"random is {random!r}. Expected 'refuse', or 'freeze' to store one random draw"
             )
         self._dataset = dataset
         self._identity = identity
@@ -227,8 +227,8 @@ class TorchSource:
         if text and (self._name, text) not in _said:
             _said.add((self._name, text))
             _log.warning(
-                "%s: the cache is recognised by code, values held and %d probed samples, but of these a part "
-                "alone is looked at: %s. Name the content yourself to be sure: "
+                "%s: the cache is recognized by code, held values and %d probed samples, and of these only a "
+                "part is looked at: %s. Name the content yourself to be sure: "
                 "stoker.TorchSource(dataset, identity='v1')",
                 *(self._name, PROBES, text),
             )
@@ -331,7 +331,7 @@ class TorchSource:
                 _log.warning("%s: float64 is read as float32: %s", self._name, ", ".join(wide))
             if drawn:
                 fields = ", ".join(sorted(drawn))
-                _log.warning("%s: random='freeze': one draw is stored for good of %s", self._name, fields)
+                _log.warning("%s: random='freeze': one random draw is stored of %s", self._name, fields)
             digests = {number: digests_of(item, without=tuple(changing)) for number, item in items.items()}
             self._probed = Probed(schema=schema, digests=digests, changing=tuple(sorted(changing)))
         return self._probed

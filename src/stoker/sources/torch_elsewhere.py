@@ -121,7 +121,7 @@ def check_alike(
         if isinstance(other, str):
             raise SourceError(
                 f"{name}: sample {number} can be read in this process and not in a second one: {other}. "
-                "What it needs is there in this process alone: hand it to the Dataset in __init__, or read "
+                "What it needs exists in this process alone: pass it to the Dataset in __init__, or read "
                 f"in this process with {arg('readers', 0)}"
             )
         for field, digest in fields.items():

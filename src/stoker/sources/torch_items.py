@@ -48,7 +48,8 @@ class TextRules:
             if isinstance(rule, str):
                 if rule not in ("bytes", "drop"):
                     raise ConfigError(
-                        f"{arg('text', {name: rule})} is no rule. Expected a list of words, 'bytes' or 'drop'"
+                        f"{arg('text', {name: rule})} is not a rule. "
+                        "Expected a list of words, 'bytes' or 'drop'"
                     )
                 self._rules[name] = rule
                 continue
@@ -112,7 +113,7 @@ def flatten_item(item: Any, *, where: str, text: TextRules = NO_RULES) -> Item:
         spot = f"{where}, field {name!r}"
         if name in found:
             raise SourceError(
-                f"{spot} is there twice: nested names are joined with '.', so {{'a': {{'b': 1}}}} and "
+                f"{spot} occurs twice: nested names are joined with '.', so {{'a': {{'b': 1}}}} and "
                 "{'a.b': 2} are one. Give one of them another name"
             )
         if name in text and isinstance(value, str | bytes):

@@ -158,7 +158,7 @@ class Prober:
 
 RANDOM_CURE = (
     "Move augmentation behind the cache, as stoker.cached(..., transforms=[...]), which draws again for each "
-    f"example in each epoch; or seed it by the sample number; or store one draw for good with "
+    f"example in each epoch; or seed it by the sample number; or store one random draw with "
     f"{arg('random', 'freeze')}"
 )
 

@@ -48,8 +48,8 @@ def watched(work: Callable[[Callable[[int], None]], T], deadline_s: float, *, wh
         left_s = since + deadline_s - time.monotonic()
         if left_s <= 0:
             raise StalledError(
-                f"{where}: item {number} was not there after {deadline_s:g} s; "
-                f"it stands at {_lines(thread)}. {advice}"
+                f"{where}: item {number} did not arrive within {deadline_s:g} s; "
+                f"it is at {_lines(thread)}. {advice}"
             )
         wait([outcome], left_s)
     return outcome.result()

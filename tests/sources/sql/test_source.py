@@ -224,7 +224,7 @@ def test_several_columns_may_be_the_key(database: Path) -> None:
         ("at", "yesterday", "column at is 'yesterday', expected a time"),
         ("trace", b"123", "column trace has 3 bytes, expected 8"),
         ("heard", "[{", "column heard is not JSON"),
-        ("heard", "{}", "column heard is no JSON list of objects"),
+        ("heard", "{}", "column heard is not a JSON list of objects"),
         ("heard", '[{"lat": 1, "lon": 1, "on": false}]', "column heard has 1 entries and none that counts"),
         ("heard", "[" + ",".join(['{"on": true}'] * 5) + "]", "has 5 entries, expected 4 at most"),
         ("heard", '[{"lat": 1, "lon": null, "on": true}]', "has an entry without lon, or it is null"),

@@ -119,9 +119,8 @@ def _of_split(listing: Listing, wanted: Wanted, where: str) -> tuple[list[Entry]
         split = canonical_split(wanted.split)
         if wanted.splits is not None:
             raise SplitError(
-                f"{where} says itself which images are {', '.join(listing.splits)}; {arg('splits')} "
-                f"would cut across "
-                "that. Leave splits out"
+                f"{where} already divides its images into {', '.join(listing.splits)}; {arg('splits')} "
+                "would divide them again. Leave splits out"
             )
         if split not in listing.splits:
             raise absent_split(where, wanted.split, listing.splits)

@@ -77,7 +77,7 @@ class ClassFolders:
         folders = entry.image.split("/")[self._depth : -1]
         if not folders:
             raise SourceError(
-                f"{self._root / entry.image} lies in no folder of a class. Expected <class>/<image>"
+                f"{self._root / entry.image} is not in a folder of a class. Expected <class>/<image>"
             )
         return folders[0]
 

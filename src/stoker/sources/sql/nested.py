@@ -132,7 +132,7 @@ class Entries:
             return [list(entry) for entry in picked_entries(found)]
         entries = cast("list[Any]", found) if isinstance(found, list) else None
         if entries is None or not all(isinstance(entry, dict) for entry in entries):
-            raise MalformedError(self.column, "is no JSON list of objects")
+            raise MalformedError(self.column, "is not a JSON list of objects")
         if len(entries) > self.most:
             raise MalformedError(self.column, f"has {len(entries)} entries, expected {self.most} at most")
         return [[_at(entry, path) for path in paths] for entry in entries]

@@ -113,7 +113,7 @@ class PostgresSession:
                 for columns in copied_columns(copy, types, COPY_BYTES):
                     yield self._packed(columns, picked)
             except MalformedCopyError as error:
-                raise LostError(f"what COPY sends is no stream of rows: {error}") from error
+                raise LostError(f"what COPY sends is not a stream of rows: {error}") from error
 
     def _fetched(self, sql: str, picked: Collection[str]) -> Iterator[tuple[Packed, list[tuple[Any, ...]]]]:
         size = 64

@@ -238,7 +238,7 @@ class _Seen:
         """
         request, tags = self._request, self.tags[: len(self._request.key)]
         where, names = request.where_it_is, ", ".join(request.key)
-        cure = "Give a key that is there once for each row, one column or several"
+        cure = "Give a key that is unique to each row, one column or several"
         if nulls := max(found[NULL] for found in tags):
             raise SourceError(f"{where}: key {names} is NULL in {format_count(nulls)} rows. {cure}")
         if self._again and request.unique:
