@@ -238,7 +238,7 @@ def _object(data: bytes, shown: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise ServiceError(f"{shown}: the answer is no JSON object ({data[:80]!r})")
+        raise ServiceError(f"{shown}: the answer is not a JSON object ({data[:80]!r})")
     return cast("dict[str, Any]", found)
 
 

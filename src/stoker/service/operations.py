@@ -69,13 +69,15 @@ class Operations:
             wait_s: How long to wait.
             raises: Raise what `work` raised within that time, in place of an operation that failed.
         Raises:
-            Conflict: The same is being done already, or as much as can be.
+            Conflict: The same is being done already, or the limit of operations is reached.
         """
         with self._lock:
             if any(one.operation.what == what and not one.done.is_set() for one in self._all.values()):
                 raise Conflict(f"it is being done already: {what}. Wait for that one")
             if self._threads >= self._at_once:
-                raise Conflict(f"{self._threads} operations are running, as many as may. Wait for one to end")
+                raise Conflict(
+                    f"{self._threads} operations are running, which is the limit. Wait for one to end"
+                )
             self._threads += 1
             running = _Running(Operation(id=secrets.token_hex(8), what=what))
             self._all[running.operation.id] = running

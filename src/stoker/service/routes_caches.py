@@ -33,7 +33,7 @@ class CacheRow(BaseModel):
     bytes: int
     complete: bool
     unused_s: float = Field(description="Seconds since its last use.")
-    claims: list[str] = Field(description="What somebody is doing with it now.")
+    claims: list[str] = Field(description="What is being done with it now.")
     broken: str = Field(description="Why it cannot be read; empty where it can.")
 
 
@@ -165,7 +165,7 @@ def collect(body: GcRequest, here: Here, response: Response, wait_s: Wait = 20.0
     responses={202: {"model": OperationOut, "description": "Not done yet."}, **faults(404, 409)},
 )
 def delete_cache(name: Name, fingerprint: Print, here: Here, wait_s: Wait = 20.0) -> Response:
-    """Remove one cache that nobody uses. A job that needs it encodes its data again."""
+    """Remove one cache that is not in use. A job that needs it encodes its data again."""
     folder = cache_folder(here, name, fingerprint)
 
     def remove() -> dict[str, Any]:

@@ -331,7 +331,7 @@ document.addEventListener("submit", async (event) => {
   try {
     body = bodyOf(form, pressed);
   } catch (error) {
-    say(`a field is no JSON: ${error.message}`);
+    say(`a field is not JSON: ${error.message}`);
     return;
   }
   const headers = "once" in form.dataset ? {"Idempotency-Key": form.dataset.once ||= crypto.randomUUID()} : {};
