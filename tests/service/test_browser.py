@@ -178,6 +178,13 @@ def test_data_is_taken_up_checked_and_trained_on(running: Running, page: Any) ->
         running.services.folder.data / "sims.hdf5", BurgersSpec(trajectories=8, steps=11, points=32)
     )
     page.goto("/datasets")
+    rows = page.locator("form", has_text="Radio rows in a database")
+    rows.get_by_label("name").fill("rows")
+    rows.get_by_label("database", exact=True).fill("postgresql:///lab")
+    rows.get_by_label("dataset_id").fill("no")
+    rows.get_by_role("button", name="Take up").click()
+    rows.locator("[data-path=set] .fault", has_text="UUID").wait_for()
+
     form = page.locator("form", has_text="Files")
     form.get_by_label("name").fill("sims")
     form.get_by_label("file or folder").fill("../sims.hdf5")

@@ -229,7 +229,7 @@ BAD_BODIES = {
     "deep": (b"[" * 33 + b"]" * 33, "deeper than 32"),
     "very deep": (b'{"a":' * 100_000, "deeper than 32"),
     "unclosed": (b'{"job_name": "', "not JSON"),
-    "NaN": (b'{"job_name": NaN}', "no number of JSON"),
+    "NaN": (b'{"job_name": NaN}', "NaN"),
     "infinity": (b'{"config": {"learning_rate": 1e999}}', "too large"),
     "twice": (b'{"job_name": "a", "job_name": "b"}', "twice"),
     "long string": (json.dumps({"job_name": "x" * 5000}).encode(), "5,000 characters"),

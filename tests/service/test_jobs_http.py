@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,10 +12,11 @@ from typing import Any
 from urllib.parse import quote
 
 import h5py
+import httpx
 import pytest
 
 import stoker
-from stoker.errors import Degraded
+from stoker.errors import Conflict, Degraded
 from stoker.service.leases import Leases
 from stoker.service.lines import Line
 from tests.conftest import write_burgers
@@ -365,3 +368,68 @@ def test_a_plan_opens_no_data_in_the_server(running: Running, monkeypatch: pytes
     assert answer.json()["state"] == "completed", answer.json()
     assert answer.json()["result"]["tiers"]
     assert opened == []
+
+
+def test_caches_that_take_long_to_remove_hold_up_no_other_request(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, begun_on = threading.Event(), list[Path]()
+
+    def remove(path: Path) -> None:
+        begun_on.append(path)
+        go_on.wait(60)
+        path.rmdir()
+
+    monkeypatch.setattr("stoker.store.gc.remove_cache", remove)
+    caches = [running.services.folder.caches / "slow" / f"{number:016x}" for number in range(60)]
+    for cache in caches:
+        cache.mkdir(parents=True)
+
+    def delete(cache: Path) -> httpx.Response:
+        address = running.api(f"/caches/slow/{cache.name}")
+        return running.client.delete(address, params={"wait_s": 0}, timeout=60)
+
+    try:
+        with ThreadPoolExecutor(60) as pool:
+            asked = [pool.submit(delete, cache) for cache in caches]
+            while len(begun_on) < 40 and not all(one.done() for one in asked):
+                time.sleep(0.01)
+            try:
+                other = running.client.get(running.api("/jobs"), timeout=20)
+            finally:
+                go_on.set()
+            answers = [one.result() for one in asked]
+    finally:
+        go_on.set()
+
+    assert other.status_code == 200
+    begun = [answer.json()["id"] for answer in answers if answer.status_code == 202]
+    assert begun
+    assert {answer.status_code for answer in answers} <= {202, 409}
+    for id in begun:
+        until_ended(running, id)
+    assert len([cache for cache in caches if not cache.exists()]) == len(begun)
+
+
+def until_ended(running: Running, id: str) -> None:
+    """Wait for the end of an operation."""
+    deadline = time.monotonic() + 30
+    while running.client.get(running.api(f"/operations/{id}")).json()["state"] == "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_cache_that_may_not_be_removed_is_refused_with_its_reason(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise Conflict(f"{path} is open")
+
+    monkeypatch.setattr("stoker.store.gc.remove_cache", refuse)
+    cache = running.services.folder.caches / "open" / f"{7:016x}"
+    cache.mkdir(parents=True)
+
+    answer = running.client.delete(running.api(f"/caches/open/{cache.name}"))
+
+    assert (answer.status_code, str(cache) in answer.json()["error"]) == (409, True)
+    cache.rmdir()

@@ -235,7 +235,7 @@ def test_the_second_root_is_looked_in_when_the_first_has_no_such_file(place: Pat
 
 
 def test_a_root_that_is_no_folder_is_refused(place: Path) -> None:
-    with pytest.raises(ConfigError, match="no folder"):
+    with pytest.raises(ConfigError, match="--root"):
         Roots([place / "secret.txt"])
 
 

@@ -103,7 +103,7 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     """Start the training service.
 
     Jobs over HTTP, live events and pages, behind a token. Ctrl-C or SIGTERM stops running jobs at a
-    checkpoint; the next start goes on with them.
+    checkpoint; the next start continues them.
 
     \b
     Example:
@@ -138,7 +138,7 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         hidden = {DATABASE, TOKEN}
         environment = {name: value for name, value in os.environ.items() if name not in hidden}
         run(settings, environment, lambda started: out.show(started, render_started))
-        out.note("the service has ended; jobs that ran go on at its next start")
+        out.note("the service has ended; jobs that ran continue at its next start")
 
 
 def _cluster(executor: str, address: str | None, gpus: float) -> RayTarget | None:

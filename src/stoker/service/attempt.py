@@ -292,9 +292,9 @@ def _end_now(process: Run) -> None:
 
 def _ended_by(code: int | None) -> str:
     if code == STOPPED:
-        return "its process stopped by itself, with a checkpoint"
+        return "its process stopped with a checkpoint, though it was not asked to"
     if code == NO_ROOM:
-        return "its process found the disk full; it goes on from its last checkpoint when there is room"
+        return "its process found the disk full; it continues from its last checkpoint when there is room"
     if code is None or code >= 0:
         return f"its process ended with status {code} and without a result"
     try:

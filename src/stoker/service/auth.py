@@ -1,4 +1,4 @@
-"""Who may ask: whoever has the token of the state folder, or a session that was opened with it.
+"""Who may ask: a client that has the token of the state folder, or a session that was opened with it.
 
 Programs send the token. A browser is given a one-time code, which it trades for a cookie; the cookie carries
 its own end and is sealed with a key made from the token, so that it outlives a restart and dies with the

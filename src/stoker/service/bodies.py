@@ -111,7 +111,7 @@ def _fault_in_values(value: object, members: int, text_chars: int) -> str:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

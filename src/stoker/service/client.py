@@ -38,7 +38,7 @@ class ServiceClient:
     """Calls one service."""
 
     def __init__(self, address: str, token: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        """Raises: ConfigError: the address is none, or the token has characters that no header takes."""
+        """Raises: ConfigError: the address is not valid, or the token has characters that no header takes."""
         parts = urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
             raise ConfigError(f"{address} is no address of a service. Expected http://HOST:PORT")
@@ -47,7 +47,7 @@ class ServiceClient:
         self.address = f"{parts.scheme}://{parts.netloc}"
         self._token = token
         self._timeout_s = timeout_s
-        # No proxy: the token would be sent to it. No redirect: to whoever it names.
+        # No proxy: the token would be sent to it. No redirect: it would go to the server that it names.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirects())
 
     def submit(self, body: Mapping[str, Any], *, key: str | None = None) -> dict[str, Any]:
@@ -234,5 +234,7 @@ def _object(text: bytes, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise ServiceError(f"{what}: the answer is no JSON object ({text[:80]!r}). Is it a Stoker service?")
+        raise ServiceError(
+            f"{what}: the answer is not a JSON object ({text[:80]!r}). Is it a Stoker service?"
+        )
     return cast("dict[str, Any]", found)

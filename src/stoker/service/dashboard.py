@@ -60,7 +60,7 @@ PageNumber = Annotated[int, Query(ge=1, le=10**6)]
 
 
 def problem(request: Request, status: int, text: str) -> Response:
-    """What went wrong, as a page; it looks again by itself where waiting may help."""
+    """What went wrong, as a page; it is loaded again automatically where waiting may help."""
     return page(request, "problem.html", status, title="Problem", text=text, again=status in (503, 504))
 
 

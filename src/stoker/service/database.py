@@ -182,9 +182,9 @@ class Database:
         if full := any(text in cause for text in _FULL):
             advice = "Make room on its disk; what is there can still be read"
         elif self.is_sqlite:
-            advice = "Look at its disk, and at who else has the file open; it is asked again by itself"
+            advice = "Look at its disk, and at who else has the file open; it is asked again automatically"
         else:
-            advice = "Look whether it runs and can be reached; it is asked again by itself"
+            advice = "Look whether it runs and can be reached; it is asked again automatically"
         return Degraded(f"{self}: the database does not do it: {cause}. {advice}", full=full)
 
     def _sqlite_arguments(self) -> dict[str, Any]:

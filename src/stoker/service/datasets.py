@@ -320,7 +320,7 @@ def unmade(dataset: Dataset) -> str | None:
 
 
 def _settled(database: Database, connection: sa.Connection, datasets: list[Dataset]) -> list[Dataset]:
-    """Return data sets as they are: what nobody makes any more is not being made."""
+    """Return data sets as they are: one whose job has ended is not being made."""
     if not any(one.health == "making" for one in datasets):
         return datasets
     now = connection.execute(sa.select(database.wall)).scalar_one()

@@ -175,7 +175,7 @@ class Guard:
             if self._auth.is_token(value.strip()):
                 request.remember(None)
                 return None
-            session = None  # whoever sends a token means it
+            session = None  # a client that sends a token means it
         if session is not None or (request.method, request.path) in PUBLIC:
             return None
         # No token at all, or the cookie of a session that has ended, guesses at nothing: pages that are left
@@ -245,7 +245,7 @@ class Guard:
         length = request.header("content-length") or "0"
         too_large = Refusal(413, f"a body of more than {most:,} bytes. Send less")
         if not _NUMBER.fullmatch(length):
-            return Refusal(400, "Content-Length is no number that a body can have")
+            return Refusal(400, "Content-Length is not a size that a body can have")
         if int(length) > most:
             return too_large
         try:

@@ -1,7 +1,7 @@
 """Look at a data set in a process of its own: `python -m stoker.service.look`, a request in, an answer out.
 
 A damaged file can end the library that reads it, and storage can stop to answer. Neither may happen to the
-service: so whoever asks waits for this process no longer than a deadline, and then it is killed.
+service: so the service waits for this process no longer than a deadline, and then it is killed.
 """
 
 from __future__ import annotations

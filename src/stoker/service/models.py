@@ -32,7 +32,7 @@ class JobRequest(BaseModel):
 
 
 class MoreEpochs(BaseModel):
-    """How far a completed job is to go on."""
+    """How many more epochs a completed job is to train."""
 
     model_config = ConfigDict(extra="forbid")
     additional_epochs: Epochs
@@ -129,7 +129,7 @@ class JobLog(BaseModel):
 
     job_id: str
     lines: list[str]
-    offset: int = Field(description="Bytes of the log up to here; `logs/stream?after=` goes on from it.")
+    offset: int = Field(description="Bytes of the log up to here; `logs/stream?after=` continues from it.")
     truncated: bool = Field(description="There are earlier lines.")
 
 

@@ -44,6 +44,7 @@ class Operation:
 class _Running:
     operation: Operation
     done: threading.Event = field(default_factory=threading.Event)
+    failure: Exception | None = None
     began: float = field(default_factory=time.monotonic)
 
 
@@ -57,17 +58,26 @@ class Operations:
         self._all: dict[str, _Running] = {}
         self._threads = 0
 
-    def start(self, what: str, work: Callable[[], dict[str, Json]], *, wait_s: float = 0.0) -> Operation:
+    def start(
+        self, what: str, work: Callable[[], dict[str, Json]], *, wait_s: float = 0.0, raises: bool = False
+    ) -> Operation:
         """Begin, and wait up to `wait_s` for the end.
 
+        Args:
+            what: What is done to which thing.
+            work: Does it.
+            wait_s: How long to wait.
+            raises: Raise what `work` raised within that time, in place of an operation that failed.
         Raises:
-            Conflict: The same is being done already, or as much as can be.
+            Conflict: The same is being done already, or the limit of operations is reached.
         """
         with self._lock:
             if any(one.operation.what == what and not one.done.is_set() for one in self._all.values()):
                 raise Conflict(f"it is being done already: {what}. Wait for that one")
             if self._threads >= self._at_once:
-                raise Conflict(f"{self._threads} operations are running, as many as may. Wait for one to end")
+                raise Conflict(
+                    f"{self._threads} operations are running, which is the limit. Wait for one to end"
+                )
             self._threads += 1
             running = _Running(Operation(id=secrets.token_hex(8), what=what))
             self._all[running.operation.id] = running
@@ -82,6 +92,8 @@ class Operations:
                 del self._all[running.operation.id]
             raise ResourceError(f"{what} cannot be begun: {error}. Ask again later") from None
         running.done.wait(min(wait_s, self._deadline_s))
+        if raises and running.done.is_set() and running.failure is not None:
+            raise running.failure
         return self._look(running)
 
     def get(self, id: str) -> Operation:
@@ -102,9 +114,10 @@ class Operations:
         try:
             result = work()
         except StokerError as refused:
-            error = str(refused)
+            running.failure, error = refused, str(refused)
         except Exception as unforeseen:
             log.exception("%s failed", running.operation.what)
+            running.failure = unforeseen
             error = f"unexpected {type(unforeseen).__name__}; the service's log has it"
         state = "failed" if error else "completed"
         with self._lock:

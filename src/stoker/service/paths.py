@@ -3,7 +3,7 @@
 A path is walked folder by folder, each opened from the one before and never through a link. Links within a
 root are refused as well, since where they lead may change later; the roots themselves may be links.
 
-What comes out is a name, and other processes open it later. Somebody may have swapped a folder for a link by
+What comes out is a name, and other processes open it later. A folder may have been swapped for a link by
 then, so these are confined to the data sets that they work on (`data_paths`): they ask the kernel where each
 file is that they have open (`stoker.sources.files.confine_sources`).
 """
@@ -40,12 +40,12 @@ class Roots:
     """The folders below which requests may name files. Read-only: nothing is ever written through it."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        """Raises: ConfigError: one is no folder."""
+        """Raises: ConfigError: one is not a folder."""
         self._roots: list[_Root] = []
         for root in roots:
             real = Path(os.path.realpath(root))
             if not real.is_dir():
-                raise ConfigError(f"--root {root} is no folder. Name one that holds data")
+                raise ConfigError(f"--root {root} is not a folder. Name one that holds data")
             self._roots.append(_Root(PurePosixPath(root.absolute()), PurePosixPath(real)))
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Roots:
         Args:
             path: Absolute, or below any of the roots, which are tried in turn.
         Raises:
-            PathRefusedError: It lies elsewhere, leads through a link, is no file or folder, or is not there.
+            PathRefusedError: It is elsewhere, leads through a link, does not exist, or is something else.
         """
         fd, real = self._open_first(path)
         try:

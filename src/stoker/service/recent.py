@@ -116,8 +116,8 @@ class Recent(Generic[T]):
 
     def _stalled(self) -> StalledError:
         return StalledError(
-            f"{self._what} did not answer within {self._wait_s:g} s. It is asked again by itself; look "
-            "whether what lies behind it hangs"
+            f"{self._what} did not answer within {self._wait_s:g} s. It is asked again automatically; look "
+            "whether its storage or driver hangs"
         )
 
 
@@ -137,11 +137,12 @@ class Patience:
         """The result of `work`; its errors pass through.
 
         Raises:
-            StalledError: It did not come in time, or as many hang as may.
+            StalledError: It did not come in time, or the limit of those that hang is reached.
         """
         if not self._free.acquire(timeout=self._wait_s):
             raise StalledError(
-                f"{what} cannot be looked at: as much hangs as may. It is over once the storage answers again"
+                f"{what} cannot be looked at: the limit of looks that hang is reached. "
+                "Wait until the storage answers again"
             )
 
         begun = threading.Event()

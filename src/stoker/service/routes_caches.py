@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Response
 from fastapi import Path as InPath
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
+from starlette.responses import JSONResponse
 
 from stoker.errors import NotFound
 from stoker.service.answers import faults
@@ -32,7 +33,7 @@ class CacheRow(BaseModel):
     bytes: int
     complete: bool
     unused_s: float = Field(description="Seconds since its last use.")
-    claims: list[str] = Field(description="What somebody is doing with it now.")
+    claims: list[str] = Field(description="What is being done with it now.")
     broken: str = Field(description="Why it cannot be read; empty where it can.")
 
 
@@ -157,12 +158,26 @@ def collect(body: GcRequest, here: Here, response: Response, wait_s: Wait = 20.0
     return _answer(response, here.operations.start("gc", work, wait_s=wait_s))
 
 
-@router.delete("/caches/{name}/{fingerprint}", status_code=204, responses=faults(404, 409))
-def delete_cache(name: Name, fingerprint: Print, here: Here) -> None:
-    """Remove one cache that nobody uses. A job that needs it encodes its data again."""
-    from stoker.store.gc import remove_cache
+@router.delete(
+    "/caches/{name}/{fingerprint}",
+    status_code=204,
+    response_model=None,
+    responses={202: {"model": OperationOut, "description": "Not done yet."}, **faults(404, 409)},
+)
+def delete_cache(name: Name, fingerprint: Print, here: Here, wait_s: Wait = 20.0) -> Response:
+    """Remove one cache that is not in use. A job that needs it encodes its data again."""
+    folder = cache_folder(here, name, fingerprint)
 
-    remove_cache(cache_folder(here, name, fingerprint))
+    def remove() -> dict[str, Any]:
+        from stoker.store.gc import remove_cache
+
+        remove_cache(folder)
+        return {}
+
+    operation = here.operations.start(f"delete {name}/{fingerprint}", remove, wait_s=wait_s, raises=True)
+    if operation.state == "running":
+        return JSONResponse(OperationOut.of(operation).model_dump(mode="json"), 202)
+    return Response(status_code=204)
 
 
 @router.get("/operations/{operation_id}", responses=faults(404))

@@ -58,7 +58,9 @@ def create_job(body: JobRequest, here: Here, response: Response, key: Key = None
     """Make a training job; it is queued at once."""
     config, datasets = body.config, _fitting(here, body.config)
     if sum(here.jobs.count(state) for state in WAITING) >= MOST_WAITING:
-        raise Conflict(f"{MOST_WAITING:,} jobs are waiting, as many as may. Ask again when some were taken")
+        raise Conflict(
+            f"{MOST_WAITING:,} jobs are waiting, which is the limit. Ask again when a worker has taken some"
+        )
     job, made = here.jobs.create(
         config.model_dump(mode="json"),
         name=body.job_name,
@@ -115,7 +117,7 @@ def pause_job(job_id: Id, here: Here) -> JobOut:
 
 @router.post("/jobs/{job_id}/resume", responses=faults(404, 409))
 def resume_job(job_id: Id, here: Here) -> JobOut:
-    """Go on with a paused, cancelled or failed job from its newest valid checkpoint."""
+    """Continue a paused, cancelled or failed job from its newest valid checkpoint."""
     return JobOut.of(here.jobs.resume(job_id))
 
 

@@ -82,7 +82,7 @@ class Started:
 
 
 def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callable[[Started], None]) -> None:
-    """Serve until SIGINT or SIGTERM; jobs that run are stopped at a checkpoint and go on at the next start.
+    """Serve until SIGINT or SIGTERM; running jobs stop at a checkpoint and continue at the next start.
 
     Args:
         settings: How.

@@ -55,7 +55,7 @@ class Watched(H11Protocol):
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not self.transport.is_closing()
 
     def _make_room(self) -> None:
-        """End the connection that has waited longest: whoever sends a byte a second holds up nobody else."""
+        """End the connection that has waited longest, so that slow clients hold up no other."""
         others = [
             one for one in self.connections if isinstance(one, Watched) and one is not self and one.waits
         ]

@@ -50,7 +50,7 @@ class Looks:
         """
         if not self._free.acquire(timeout=WAIT_S):
             raise ResourceError(
-                f"{LOOKS} data sets are being looked at, as many as may. Ask again in a while"
+                f"{LOOKS} data sets are being looked at, which is the limit. Ask again in a while"
             )
         try:
             return look(what, kind, spec, deadline_s=LOOK_S, **given)
@@ -107,7 +107,7 @@ def open_services(
         database: `sqlite:///PATH` or `postgresql://...`; None: `stoker.db` in the folder.
         roots: Folders whose data jobs may read, in addition to `data` in the state folder.
         database_hosts: PostgreSQL servers that data sets may name; `local`: the default socket.
-        hosts: Names by which the service may be called, beside those of the loopback.
+        hosts: Names by which the service may be called, in addition to those of the loopback.
         public_url: Where browsers find it, as `https://NAME`: through a proxy with TLS.
     Raises:
         StokerError: Folder, token, roots or database cannot be used.
@@ -140,7 +140,7 @@ def _public(url: str | None) -> SplitResult:
     """The parts of a public address, empty without one.
 
     Raises:
-        ConfigError: It is none, or has more than scheme, name and port.
+        ConfigError: It is not an address, or has more than scheme, name and port.
     """
     parts = urlsplit(url or "")
     if url is None:

@@ -1,4 +1,4 @@
-"""Why the service is degraded, in words, for whoever asks: pages, `/health`, `/ready`, streams."""
+"""Why the service is degraded, in words, for pages, `/health`, `/ready`, streams."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def take_slot(folder: StateFolder, slot: int, stopping: Callable[[], bool]) -> i
             if time.monotonic() > deadline:
                 raise ResourceError(
                     f"{path} is held by a worker of an earlier service, {SLOT_S:.0f} s after this one was "
-                    "started. Look at its process; this worker is started again by itself"
+                    "started. Look at its process; this worker is started again automatically"
                 ) from None
             time.sleep(0.1)
         else:

@@ -50,7 +50,7 @@ def _go_on(run: JobRun, prepared: Prepared, lines: _Lines) -> None:
         return
     config = run.settings
     lines.epoch = int(found.state["progress"]["epoch"])
-    run.journal.tell("progress", {"message": f"goes on after epoch {lines.epoch}, step {found.step}"})
+    run.journal.tell("progress", {"message": f"continues after epoch {lines.epoch}, step {found.step}"})
     write_diary(
         run.folder,
         digest=settings_digest(config, prepared.fingerprints),

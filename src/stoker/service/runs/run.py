@@ -212,7 +212,9 @@ class _Lines:
             row = told["row"]
             if row and row["epoch"] > journal.epoch:  # a kill came between its checkpoint and its line
                 self._tell_epoch(row)
-            journal.tell("progress", {"message": f"goes on after epoch {told['epoch']}, step {told['step']}"})
+            journal.tell(
+                "progress", {"message": f"continues after epoch {told['epoch']}, step {told['step']}"}
+            )
 
     def _tell_epoch(self, row: Mapping[str, Any]) -> None:
         epoch = int(row["epoch"])

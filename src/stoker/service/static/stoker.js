@@ -61,8 +61,8 @@ function follow(address) {
       });
     }
     source.addEventListener("open", () => {
-      sayDegraded("");
       sayLive("");
+      ready();
     });
     source.addEventListener("degraded", (event) => sayDegraded(JSON.parse(event.data).error));
     source.addEventListener("recovered", () => {
@@ -73,6 +73,12 @@ function follow(address) {
       if (source && source.readyState === EventSource.CLOSED) refused(url);
       else sayDegraded("it does not answer; this page continues when it does");
     });
+  }
+
+  // What was missed while there was no stream: the service may have become degraded, or well again.
+  async function ready() {
+    const {status, answer} = await ask("/api/v1/training/ready", "GET").catch(() => ({}));
+    if (status === 200 || status === 503) sayDegraded(answer.error || "");
   }
 
   // The browser does not say why a stream was refused: the address is asked once more.
@@ -325,7 +331,7 @@ document.addEventListener("submit", async (event) => {
   try {
     body = bodyOf(form, pressed);
   } catch (error) {
-    say(`a field is no JSON: ${error.message}`);
+    say(`a field is not JSON: ${error.message}`);
     return;
   }
   const headers = "once" in form.dataset ? {"Idempotency-Key": form.dataset.once ||= crypto.randomUUID()} : {};
