@@ -110,6 +110,20 @@ class FakeSource:
         return sample
 
 
+class MeetingSource(FakeSource):
+    """Each read waits until two processes have come to one, for ten seconds at most."""
+
+    def read(self, number, start=None, stop=None):
+        (Path(self.marker) / f"{os.getpid()}-{number}").touch()
+        until = time.monotonic() + 10.0
+        while len(self.readers()) < 2 and time.monotonic() < until:
+            time.sleep(0.02)
+        return super().read(number, start, stop)
+
+    def readers(self):
+        return {path.name.partition("-")[0] for path in Path(self.marker).iterdir()}
+
+
 class ManySource(FakeSource):
     """Gives several samples at once, and notes how it was asked."""
 

@@ -36,7 +36,14 @@ from stoker.sources.torch_dataset import TorchSource
 from stoker.store import open_cache
 from stoker.store.use import alone
 from tests.precompute.fake_encoders import FakeEncoder
-from tests.precompute.fake_sources import ConfinedSource, FakeSource, ManySource, RaggedSource, sample_values
+from tests.precompute.fake_sources import (
+    ConfinedSource,
+    FakeSource,
+    ManySource,
+    MeetingSource,
+    RaggedSource,
+    sample_values,
+)
 
 
 def run(source, encoder, folder, name="c", **settings):
@@ -570,6 +577,16 @@ def test_two_threads_fill_one_cache_once(tmp_path):
 
     assert sorted(report.encoded for report in reports) == [0, 24]
     assert not list(Path(tmp_path).rglob("*.txt"))
+
+
+def test_two_groups_are_read_by_two_readers(tmp_path):
+    (tmp_path / "notes").mkdir()
+    source = MeetingSource((8,), marker=tmp_path / "notes")
+
+    run(source, FakeEncoder(), tmp_path, readers=2)
+
+    assert len(source.readers()) == 2
+    assert len(list((tmp_path / "notes").iterdir())) == 8
 
 
 def test_a_log_ends_with_what_the_run_came_to(tmp_path):

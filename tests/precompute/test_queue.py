@@ -92,6 +92,23 @@ def test_a_source_of_one_run_is_shared_by_all_readers():
     assert min(map(len, owners.values())) > 100
 
 
+@pytest.mark.parametrize("runs", [[range(8)], [range(4), range(4, 8)]], ids=["one-run", "a-run-each"])
+def test_two_groups_are_shared_by_two_readers(runs):
+    work_queue = WorkQueue([PartSpan(offset=0, count=8)], 4, np.arange(8), bad=lambda _: False)
+    work_queue.follow_runs(runs, 1)
+
+    assert [work_queue.take(reader, 2)[0].numbers.start for reader in (1, 2)] == [0, 4]
+
+
+def test_a_last_group_that_shares_a_run_stays_with_the_reader_that_has_decoded_it():
+    work_queue = WorkQueue([PartSpan(offset=0, count=12)], 4, np.arange(12), bad=lambda _: False)
+    work_queue.follow_runs([range(6), range(6, 12)], 64 * 1024**2)
+
+    assert [work_queue.take(1, 2)[0].numbers.start for _ in range(2)] == [0, 4]
+    assert work_queue.take(2, 2) == []
+    assert work_queue.take(1, 2)[0].numbers.start == 8
+
+
 def test_the_stretch_of_a_reader_that_left_is_taken_over_whole():
     work_queue = WorkQueue([PartSpan(offset=0, count=64)], 4, np.arange(64), bad=lambda _: False)
     work_queue.follow_runs(runs_of(8, 64), 1024**2)

@@ -128,7 +128,7 @@ class WorkQueue:
     @property
     def finished(self) -> bool:
         """Nothing left to hand out, and nothing handed out that has not come back."""
-        return self._outstanding == 0 and not self._again and not self._untaken
+        return self._outstanding == 0 and not self._again and not self.untaken
 
     def wanted(self, work: GroupWork) -> list[int]:
         """Members to store: missing, and not set aside in the meantime."""
@@ -140,15 +140,16 @@ class WorkQueue:
         return [number for number in work.numbers if self._bad(number)]
 
     @property
-    def _untaken(self) -> bool:
-        return any(stretch.next < stretch.stop for stretch in self._stretches)
+    def untaken(self) -> int:
+        """Groups that were never handed out."""
+        return sum(stretch.stop - stretch.next for stretch in self._stretches)
 
     def take(self, reader: int, readers: int) -> list[GroupWork]:
         """The next item for `reader` out of `readers`: consecutive groups; empty if there is none for it."""
         while self._again:
             suits = (i for i, work in enumerate(self._again) if self._suits(work, reader, readers))
             place = next(suits, None)
-            if place is None or (self._untaken and self._again[place].avoid >= 0):
+            if place is None or (self.untaken and self._again[place].avoid >= 0):
                 break  # what failed once comes after everything else: its storage may be back by then
             work = self._again[place]
             del self._again[place]
@@ -201,18 +202,24 @@ class WorkQueue:
         return None
 
     def _cut(self, stretch: _Stretch) -> int | None:
-        """Where to halve a stretch: at a clean edge near the middle, else while the price is low."""
+        """Where to halve a stretch: at a clean edge near the middle, else while the price is low.
+
+        A last group goes to the other reader where that decodes nothing twice.
+        """
+        if stretch.stop - stretch.next == 1:
+            free = not len(self._edges) or stretch.next in self._edges[self._clean]
+            return stretch.next if free else None
         low, high = np.searchsorted(self._edges, (stretch.next + 1, stretch.stop))
         edges, clean = self._edges[low:high], self._clean[low:high]
         middle, size = (stretch.next + stretch.stop) / 2, stretch.stop - stretch.next
         if not len(self._edges):
-            return stretch.next + size // 2 if size > 1 else None  # one run: the source has no wish
+            return stretch.next + size // 2  # one run: the source has no wish
         spent = self._shared >= max(1, (len(self._edges) + 1) // _RUNS_A_SHARED_ONE)
         if clean.any():
             nearest = int(edges[clean][np.abs(edges[clean] - middle).argmin()])
             if spent or abs(nearest - middle) <= size / 4:
                 return nearest
-        if spent or size < 2:
+        if spent:
             return None
         self._shared += 1
         return int(edges[np.abs(edges - middle).argmin()]) if len(edges) else stretch.next + size // 2

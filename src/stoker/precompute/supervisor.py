@@ -389,12 +389,16 @@ class Supervisor:
             log.warning("%s does not answer: its other %d samples are quarantined as well", name, count)
 
     def _hand_out(self) -> None:
-        """Give readers work: one item in hand and one ahead."""
+        """Give readers work: one item in hand and one ahead, unless another has none and few are left."""
         working = self._roster.active
         live = sum(worker.state == "ready" for worker in working)
+        idle = sum(worker.state in ("starting", "ready") and not worker.items for worker in working)
         for worker in working:
             while worker.state == "ready" and len(worker.items) < _ITEMS_AHEAD:
+                if worker.items and 0 < self._queue.untaken <= idle:
+                    break
                 works = self._queue.take(worker.number, live)
                 if not works:
                     break
+                idle -= not worker.items
                 worker.hand_out(works, self._queue.absent)
