@@ -88,11 +88,29 @@ def test_nothing_is_removed_for_a_device_that_is_not_there(tmp_path: Path) -> No
 
 @without_gpu
 def test_what_needs_no_gpu_is_done_without_one(tmp_path: Path) -> None:
-    """A complete cache, and samples that are stored as they are."""
-    for encoder, device in ((FakeEncoder(), "cpu"), (FakeEncoder(), "cuda"), (None, "cuda")):
-        settings = PrecomputeSettings(readers=0, progress=None, device=device)
-        report = run_precompute(FakeSource((4,)), encoder, tmp_path, name="c", settings=settings)
-        assert report.records == 4
+    """Samples that are stored as they are."""
+    settings = PrecomputeSettings(readers=0, progress=None, device="cuda")
+    assert run_precompute(FakeSource((4,)), None, tmp_path, name="c", settings=settings).records == 4
+
+
+@without_gpu
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_gpu_that_is_not_there_is_refused_where_the_cache_is_complete(tmp_path: Path, wait: bool) -> None:
+    source = FakeSource((4,))
+    precompute(source, FakeEncoder(), tmp_path, name="c", readers=0)
+
+    with pytest.raises(ResourceError, match="cuda:7"):
+        precompute(source, FakeEncoder(), tmp_path, name="c", device="cuda:7", wait=wait)
+    with pytest.raises(ResourceError, match="cuda:7"):
+        stoker.cached(
+            source,
+            FakeEncoder(),
+            cache_dir=tmp_path,
+            name="c",
+            device="cpu",
+            precompute={"device": "cuda:7"},
+            wait=wait,
+        )
 
 
 def test_the_gpus_that_are_there_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,10 @@ from stoker.pipeline.inspect import shard_bytes
 from stoker.pipeline.locate import Located, batch_size_of, locate, trajectory_steps, windows_for, windows_of
 from stoker.pipeline.served import Step, served_loads
 from stoker.pipeline.smaller import Smaller, say, smaller_dtypes
+from stoker.pipeline.together import encoders_of
 from stoker.plan import Demand, Elsewhere, Plan, Resources, measure_rates, plan_tiers, probe
 from stoker.plan.gpus import GpuRow, gpu_table, say_gpus, say_together
+from stoker.scale.ranks import ALONE
 from stoker.schema import Json, Schema, columns_of
 from stoker.sources.files import canonical_split
 from stoker.store import Cache
@@ -81,6 +83,7 @@ def plan_config(config: Config) -> PlanResult:
 def plan_located(config: Config, located: Located, resources: Resources | None = None) -> PlanResult:
     """Plan one cache, whose missing records count as stored; `resources`: None asks the machine."""
     cache_dir, device = cache_dir_of(config), device_of(config)
+    encoders_of(config, ALONE)  # one that is not there is refused before anything is measured
     demand = demand_of(config, located, device)
     cache = located.cache if located.cache is not None and not located.missing else None
     step_s = last_step_s(config, located.recipe.schema)

@@ -17,7 +17,7 @@ from stoker.errors import ConfigError
 from stoker.pipeline.build import device_of
 from stoker.pipeline.diary import run_dir_of, unfinished
 from stoker.pipeline.locate import batch_size_of, trajectory_steps
-from stoker.plan.devices import encode_on
+from stoker.plan.devices import encode_on, require_devices
 from stoker.plan.resources import use_device
 from stoker.scale.ranks import Ranks
 from stoker.scale.storage import nodes_that_share
@@ -105,7 +105,10 @@ def encoders_of(config: Config, ranks: Ranks) -> tuple[str, ...]:
         ConfigError: A device that was asked for is not there.
     """
     if config.precompute.devices:
-        return encode_on(config.precompute.devices)
+        devices = encode_on(config.precompute.devices)
+        if config.precompute.engine == "local":
+            require_devices(*devices)
+        return devices
     device, count = device_of(config), ranks.local_world
     if count == 1:
         return (config.training.device,)  # `auto` is resolved, and said, where encoding begins

@@ -156,6 +156,7 @@ def begin_precompute(
     Raises:
         SourceError: Source and encoder cannot be sent to a process.
     """
+    _require_devices(encoder, settings)
     tally, cache_dir = _Tally(), here(cache_dir, must_exist=False)
     recipe = recipe_of(source, encoder, cache_dir, settings)
     weights = None if encoder is None else encoder.weights()
@@ -181,6 +182,8 @@ def run_precompute(
     engine: Engine | None = None,
 ) -> PrecomputeReport:
     """Do the work of `precompute` and report on it; errors as there."""
+    if engine is None:
+        _require_devices(encoder, settings)
     tally = _Tally()
     cache_dir = here(cache_dir, must_exist=False)
     recipe = recipe_of(source, encoder, cache_dir, settings)
@@ -188,8 +191,6 @@ def run_precompute(
     folder = open_folder(cache_dir, name, recipe, weights=weights)
     cache = None if settings.overwrite else _ready(folder, settings)
     if cache is None:
-        if engine is None and encoder is not None:  # before `overwrite` removes anything
-            require_devices(settings.device, *settings.devices)
         with Interrupts() as interrupts, ExitStack() as turn:
             waited = take_turn(folder, turn, interrupts, quiet_s=_quiet_s(settings), shared=settings.together)
             if interrupts.signal is not None:
@@ -215,6 +216,12 @@ def run_precompute(
         source, encoder, cache_dir, name=name, settings=settings, fingerprint=recipe.fingerprint
     )
     return _report(cache, folder, tally)
+
+
+def _require_devices(encoder: Encoder | None, settings: PrecomputeSettings) -> None:
+    """Refuse devices that this machine lacks, also where the cache is complete and `overwrite` left out."""
+    if encoder is not None:
+        require_devices(settings.device, *settings.devices)
 
 
 def _ready(folder: Folder, settings: PrecomputeSettings) -> Cache | None:
