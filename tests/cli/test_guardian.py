@@ -88,16 +88,15 @@ KILLED_BETWEEN_GROUPS = """\
 
 if sys.argv[0] == "-m":
     from stoker.precompute.run import Run
-    grow = Run._grow
+    adjust = Run._adjust
 
     def killed(self, waited_s, elapsed_s, groups):
-        grow(self, waited_s, elapsed_s, groups)
-        calls = len(open("calls").read())
-        if calls <= 4:
+        adjust(self, waited_s, elapsed_s, groups)
+        if groups and (calls := len(open("calls").read())) <= 4:  # it has just encoded one
             wait_for_shards(calls)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Run._grow = killed
+    Run._adjust = killed
 """
 
 SLOW_DISK = """\
