@@ -79,7 +79,7 @@ def explain_step(problem: Mapping[str, Any]) -> str | None:
 
     >>> place = ("training", "transforms", 0)
     >>> explain_step({"type": "union_tag_invalid", "loc": place, "ctx": {"tag": "flop"}})
-    "entry 0 is of kind 'flop', which is none of flip, roll, crop, noise, normalize (did you mean flip?)"
+    "entry 0 is of kind 'flop', not one of flip, roll, crop, noise, normalize (did you mean flip?)"
     """
     _, _, *place = problem["loc"]
     if not place:
@@ -87,7 +87,7 @@ def explain_step(problem: Mapping[str, Any]) -> str | None:
     entry = f"entry {place[0]}"
     if problem["type"] == "union_tag_invalid":
         kind = problem["ctx"]["tag"]
-        return f"{entry} is of kind {kind!r}, which is none of {', '.join(KINDS)}{_meant(kind, KINDS)}"
+        return f"{entry} is of kind {kind!r}, not one of {', '.join(KINDS)}{_meant(kind, KINDS)}"
     if len(place) < 2:
         return f"{entry} has no kind. Expected a mapping with kind: one of {', '.join(KINDS)}"
     kind, *setting = (str(part) for part in place[1:])

@@ -261,7 +261,7 @@ class Supervisor:
             worker.failed = True
             said = f"the source cannot be loaded in a reader process:\n{frame['error'].rstrip()}"
             if not self._works:
-                raise SourceError(f"{said}\nMend that, or read in this process with {arg('readers', 0)}")
+                raise SourceError(f"{said}\nFix that, or read in this process with {arg('readers', 0)}")
             log.warning("reader %d: %s", worker.number, said)
             return
         if kind == "ready":
