@@ -44,12 +44,15 @@ def test_storage_dtype_and_readers_reach_precompute_and_dtype_the_loader(tmp_pat
 def test_a_broken_sample_is_an_error_until_a_part_may_be_quarantined(tmp_path: Path) -> None:
     with pytest.raises(IncompleteError, match="39 of 40 samples stored, 1 quarantined") as raised:
         cached(tmp_path, Rows(40, broken=(17,)), precompute={"readers": 0})
-    assert "cached: precompute={'nan': 'allow'}" in str(raised.value)
+    assert "cached: precompute={'nan': 'allow', 'retry_quarantined': True}" in str(raised.value)
     assert "cached: precompute={'max_quarantined': 0.05}" in str(raised.value)
 
     allowed = cached(tmp_path, Rows(40, broken=(17,)), precompute={"readers": 0, "max_quarantined": 0.1})
 
     assert torch.cat([batch["index"] for batch in allowed]).tolist() == [i for i in range(40) if i != 17]
+
+    stored = {"readers": 0, "nan": "allow", "retry_quarantined": True}
+    assert len(cached(tmp_path, Rows(40, broken=(17,)), precompute=stored).dataset) == 40
 
 
 def test_nan_is_stored_where_it_is_allowed(tmp_path: Path) -> None:
