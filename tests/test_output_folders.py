@@ -15,9 +15,10 @@ from stoker.fetch import fetch_files
 from stoker.store import pull
 from tests.cli.commands import run
 
-SOURCE = stoker.TorchSource(torch.zeros(4, 3))
+DATA: Any = torch.zeros(4, 3)
+SOURCE = stoker.TorchSource(DATA)
 WRITERS: dict[str, Callable[[Path], object]] = {
-    "cached": lambda folder: stoker.cached(torch.zeros(4, 3), cache_dir=folder, precompute={"readers": 0}),
+    "cached": lambda folder: stoker.cached(DATA, cache_dir=folder, precompute={"readers": 0}),
     "precompute": lambda folder: stoker.precompute(SOURCE, None, folder, name="x", readers=0),
     "background": lambda folder: stoker.precompute(SOURCE, None, folder, name="x", wait=False),
     "fetch": lambda folder: fetch_files([], folder),

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import stoker
 from stoker.errors import ConfigError
 from stoker.loader.windows import Windows, number_examples, time_field
 from stoker.schema import Field
@@ -70,3 +74,19 @@ def test_the_field_with_time_is_found_or_asked_for() -> None:
         time_field({"a": LATENT, "b": LATENT}, None)
     with pytest.raises(ConfigError, match="nu"):
         time_field({"nu": scalar, "u": LATENT}, "nu")
+
+
+def test_the_hint_for_windows_without_time_works_as_it_is_written(tmp_path: Path) -> None:
+    dataset: Any = torch.rand(3, 6, 4)
+    windows = stoker.Windows(horizon=2)
+    module = torch.nn.Linear(4, 2).eval().requires_grad_(False)
+    settings: dict[str, Any] = {"cache_dir": tmp_path, "windows": windows, "precompute": {"readers": 0}}
+    with pytest.raises(ConfigError) as raised:
+        stoker.cached(dataset, module, **settings)
+
+    assert "time=['data']" in str(raised.value)
+    names = {"stoker": stoker, "module": module}
+    encoder = eval('stoker.ModuleEncoder(module, time="steps")', names)
+    assert 'stoker.ModuleEncoder(module, time="steps")' in str(raised.value)
+    batch = next(iter(stoker.cached(dataset, encoder, time=["data"], **settings)))
+    assert batch.z0.shape[-1] == 2

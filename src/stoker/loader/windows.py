@@ -60,6 +60,13 @@ class Windows:
         return f"stride={self.stride} horizon={self.horizon} start_every={self.start_every}"
 
 
+_KEEP_TIME = (
+    "Leave windows= out to serve whole records, or keep the time axis: for a Dataset give cached or "
+    "TorchSource time=['data'], the field whose axis 0 is time, and as encoder "
+    'stoker.ModuleEncoder(module, time="steps")'
+)
+
+
 def time_field(schema: Schema, wanted: str | None) -> str:
     """The field that windows are cut from.
 
@@ -82,7 +89,7 @@ def time_field(schema: Schema, wanted: str | None) -> str:
             return name
     raise ConfigError(
         f"windows need one field with time; this cache has {', '.join(timed) or 'none'}. "
-        + ("Name one with Windows(field=...)" if timed else "Leave windows= out to serve whole records")
+        + ("Name one with Windows(field=...)" if timed else _KEEP_TIME)
     )
 
 
