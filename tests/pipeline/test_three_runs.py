@@ -28,7 +28,7 @@ def raw(configure: Configure, tmp_path: Path) -> Path:
         if real.is_file():
             shutil.copyfile(real, folder / name)
         else:
-            write_burgers(folder / name, nu=nu, samples=24, points=256, steps=21)
+            write_burgers(folder / name, nu=nu, samples=40, points=256, steps=21)
     return folder
 
 

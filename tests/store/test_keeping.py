@@ -25,6 +25,7 @@ def test_random_sequences_with_kills_keep_every_record(tmp_path: Path, seed: int
 
 @pytest.mark.chaos
 @pytest.mark.slow
+@pytest.mark.timeout(7300)
 def test_a_thousand_random_sequences(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.store.keep_rounds", str(tmp_path / "c"), "2", "1000"],
