@@ -27,6 +27,8 @@ def test_a_gpu_that_is_not_there_is_refused_where_the_caches_are_complete(
 def test_a_folder_without_caches_is_an_error_and_stays_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, folder: str
 ) -> None:
+    if (command, folder) == ("gc", "empty"):
+        pytest.skip("all its caches may have been removed: the next test")
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     Path("other/papers").mkdir(parents=True)
@@ -44,3 +46,5 @@ def test_a_folder_that_gc_has_emptied_is_no_error(project: Path) -> None:
     run("precompute", "c.yaml")
     for _ in range(2):
         run("gc", "data/latent_cache", "--keep", "0", "--force")
+    Path("data/empty").mkdir()
+    run("gc", "data/empty")

@@ -295,9 +295,10 @@ def test_caches_are_named_by_what_is_there(running: Running) -> None:
         for path in (f"/caches/{name}", f"/caches/{name}/why"):
             assert running.client.get(running.api(path)).status_code in (400, 404, 422), path
     answer = running.client.post(running.api("/caches/gc"), json={"keep": 0})
-    assert answer.json()["result"]["dry_run"] is True, "nothing goes unless it is said"
+    until_ended(running, answer.json()["id"])
     operation = running.client.get(running.api(f"/operations/{answer.json()['id']}")).json()
     assert operation["state"] == "completed"
+    assert operation["result"]["dry_run"] is True, "nothing goes unless it is said"
 
 
 def cache_names(running: Running) -> set[str]:

@@ -24,7 +24,6 @@ from stoker.errors import ConfigError, Conflict, FormatError, StalledError
 from stoker.schema import Json
 from stoker.store.adopt import FINGERPRINT
 from stoker.store.claims import INDEX_WAIT_S, claim, holder
-from stoker.store.digests import MEMO
 from stoker.store.gc_scan import (
     GONE,
     WEIGHTS,
@@ -131,7 +130,7 @@ def collect(cache_dir: str | Path, policy: GcPolicy | None = None, *, dry_run: b
         policy: Which fingerprints may go.
         dry_run: Only list.
     Raises:
-        FormatError: There is no such folder, it holds no cache, or is itself one.
+        FormatError: There is no such folder, it holds other things and no cache, or is itself a cache.
         ReadOnlyError: Something cannot be removed.
         StalledError: Somebody else has been cleaning up all the while.
     """
@@ -146,11 +145,13 @@ def collect(cache_dir: str | Path, policy: GcPolicy | None = None, *, dry_run: b
     inside = [cache_dir, *(path for path in cache_dir.iterdir() if FINGERPRINT.fullmatch(path.name))]
     if any((path / RECIPE_FILE).exists() for path in inside):
         raise FormatError(f"{cache_dir} is one cache. Name the folder above, which holds caches by name")
-    kept = any((cache_dir / name).exists() for name in (MEMO, WEIGHTS))  # of caches that went
-    if not kept and not scan(cache_dir) and not any(leftovers(cache_dir)):
+    # What is left when all caches were removed: hidden files, `encoders`, and empty folders.
+    visible = (path for path in cache_dir.iterdir() if path.name != WEIGHTS and path.name[0] != ".")
+    others = any(not path.is_dir() or any(path.iterdir()) for path in visible)
+    if others and not scan(cache_dir) and not any(leftovers(cache_dir)):
         raise FormatError(
-            f"{cache_dir} holds no cache: no folder two levels below it is called as a fingerprint. Name the "
-            "folder that holds caches by name"
+            f"{cache_dir} holds no cache: no folder two levels below it has the name of a fingerprint. "
+            "Name the folder that holds caches by name"
         )
     with nullcontext() if dry_run else _cleaning(cache_dir):
         return _Collection(cache_dir, policy or GcPolicy(), dry_run=dry_run).run()
