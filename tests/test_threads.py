@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -68,6 +69,7 @@ def test_a_thread_that_hangs_does_not_keep_the_process_alive() -> None:
 
 EXIT_WITH_TORCH_AT_WORK = """
 import time
+import weakref
 import torch
 from stoker.threads import Pool
 
@@ -107,3 +109,30 @@ def test_an_exit_with_an_iterator_alive_is_neither_a_hang_nor_an_abort() -> None
     """Batches are made ahead, and the module's names are cleared after the threads were told to end."""
     for _ in range(3):
         subprocess.run([sys.executable, "-c", EXIT_WITH_BATCHES_AHEAD], timeout=60, check=True)
+
+
+def test_what_is_done_is_held_by_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that was opened by a thread may be removed as soon as the caller has let go of it."""
+
+    class Slow(threading.Event):
+        def set(self) -> None:
+            super().set()
+            time.sleep(0.5)  # as if another thread were at work from here on
+
+    class Opened:
+        pass
+
+    monkeypatch.setattr("stoker.threads.threading.Event", Slow)
+    held, made = Opened(), []
+
+    def work(held: Opened = held) -> Opened:
+        made.append(weakref.ref(held))
+        made.append(weakref.ref(value := Opened()))
+        return value
+
+    ticket = Pool(1, "test").submit(work)
+    del held, work
+    ticket.result(30.0, "the work")
+    del ticket
+
+    assert [one() for one in made] == [None, None]

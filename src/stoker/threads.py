@@ -33,19 +33,26 @@ class Ticket(Generic[T]):
     __slots__ = ("_done", "_error", "_process", "_value", "_work")
 
     def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
+        self._work: Callable[[], T] | None = work
         self._done = threading.Event()
         self._process = os.getpid()
         self._value: T | None = None
         self._error: BaseException | None = None
 
-    def run(self) -> None:
-        """Do the work; its outcome waits in the ticket. Called once, by a thread of the pool."""
+    def run(self) -> threading.Event:
+        """Do the work; its outcome waits in the ticket. Called once, by a thread of the pool.
+
+        Returns:
+            To be set once the caller refers neither to the ticket nor to its work. Whoever waits may then
+            rely on nothing of it being held, such as a folder that is open.
+        """
+        work, self._work = self._work, None
+        assert work is not None
         try:
-            self._value = self._work()
+            self._value = work()
         except BaseException as error:  # noqa: BLE001 - raised again by whoever asks for the result
             self._error = error
-        self._done.set()
+        return self._done
 
     def drop(self) -> None:
         """Give it up: it will not be done any more."""
@@ -121,7 +128,7 @@ class Pool:
         """Have `work` done by one of the threads, or, once the interpreter exits, at once by this one."""
         ticket = Ticket(work)
         if ending():
-            ticket.run()
+            ticket.run().set()
             return ticket
         if self._process != os.getpid():
             self._begin()
@@ -146,8 +153,9 @@ class Pool:
                         self._threads -= 1
                         return
                 ticket = self._line.popleft()
-            ticket.run()
+            over = ticket.run()
             del ticket  # its outcome may be a large batch, which must not live until the next piece of work
+            over.set()
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
