@@ -29,8 +29,6 @@ pytestmark = [
     pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="FUSE is not for this user"),
 ]
 HERE = Path(__file__).parent
-PF_EXITING = 0x4
-"""A flag of a process (Linux, `sched.h`)."""
 CONFIG = HERE.parents[1] / "configs" / "train_burgers_32dim.yaml"
 SETTINGS = ["encoder.patch_size=4", "model.width=32", "model.depth=1", "training.batch_size=16"]
 WAIT_S = 4.0
@@ -91,31 +89,13 @@ def stoker(folder, *words, short=True):
         )  # fmt: skip
 
 
-def has_ended(command):
-    return command.poll() is not None
-
-
-def is_exiting(command):
-    """Whether it was killed or has called exit; its first thread lasts until the others are gone."""
-    if has_ended(command):
-        return True
-    status = Path(f"/proc/{command.pid}/stat").read_text()
-    return bool(int(status.rpartition(")")[2].split()[6]) & PF_EXITING)
-
-
-def wait_until(ended, command):
-    """Until `ended` says so; END_S later the command is killed and the test fails."""
-    deadline = time.monotonic() + END_S
-    while not ended(command):
-        if time.monotonic() > deadline:
-            os.killpg(command.pid, signal.SIGKILL)
-            pytest.fail(f"{command.args} did not end")
-        time.sleep(0.05)
-
-
 def finish(command, folder):
     """Exit code, and what a command that was started in a folder said on standard output and error."""
-    wait_until(has_ended, command)
+    try:
+        command.wait(END_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(command.pid, signal.SIGKILL)
+        pytest.fail(f"{command.args} did not end")
     return command.returncode, (folder / "stdout").read_text(), (folder / "stderr").read_text()
 
 
@@ -225,8 +205,7 @@ def test_a_service_whose_storage_goes_away_ends_when_it_is_told_to(mount, tmp_pa
             assert ask(state, "/datasets", body) >= 500
             assert ask(state, "/jobs") == 200
         command.send_signal(signal.SIGTERM)
-        # The kernel keeps what exits until pages of a mapped file (SQLite's) are written to a FUSE mount.
-        wait_until(is_exiting, command)
-    code, _, said = finish(command, tmp_path)
+        code, _, said = finish(command, tmp_path)
 
-    assert code == (5 if what == "its folder" else 0), said
+    assert code in ((0, 5) if what == "its folder" else (0,)), said  # 5: it still had to write there
+    assert "Traceback" not in said

@@ -16,6 +16,7 @@ import pytest
 import sqlalchemy as sa
 
 from stoker.errors import ConfigError, Degraded, FormatError
+from stoker.plan.mounts import Mount
 from stoker.service.database import Database
 from stoker.service.jobs import Jobs
 from stoker.service.schema import META
@@ -32,6 +33,31 @@ def test_a_new_database_is_for_its_owner_alone(tmp_path: Path) -> None:
     assert modes == {"stoker.db": "0o600", "stoker.db-wal": "0o600", "stoker.db-shm": "0o600"}
     assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
     database.close()
+
+
+def test_on_storage_of_another_machine_no_memory_is_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel would not end a process that maps a file there, for as long as that storage is away."""
+    remote = Mount(point="/", kind="fuse.sshfs", source="host:")
+    monkeypatch.setattr("stoker.service.database.storage_of", lambda _: remote)
+    url = f"sqlite:///{tmp_path}/state/stoker.db"
+    databases = [Database(url) for _ in range(2)]
+    threads = [
+        threading.Thread(
+            target=lambda d=database: [Jobs(d).create({}, name="n", epochs=1) for _ in range(20)]
+        )
+        for database in databases
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+    assert Jobs(databases[0]).count() == 40
+    assert not [*(tmp_path / "state").glob("*-shm")]
+    for database in databases:
+        database.close()
 
 
 def test_it_is_found_as_it_was_left(url: str) -> None:
@@ -156,6 +182,7 @@ FULL = """
 import json, sys
 from pathlib import Path
 from stoker.errors import Degraded
+from stoker.plan.mounts import Mount
 from stoker.service.database import Database
 from stoker.service.jobs import Jobs
 
@@ -196,6 +223,7 @@ FULL_SERVER = """
 import json, sys
 from pathlib import Path
 from stoker.errors import Degraded
+from stoker.plan.mounts import Mount
 from stoker.service.database import Database
 from stoker.service.jobs import Jobs
 from tests.sources.sql.server import Server

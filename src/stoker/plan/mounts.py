@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 NETWORK = frozenset({
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs",
     "orangefs", "pvfs2", "panfs", "wekafs", "ncpfs", "coda", "davfs", "ocfs2", "gfs2", "vboxsf", "prl_fs",
+    "fuse",
 })  # fmt: skip
 """Types of file systems whose data is on another machine."""
 

@@ -26,6 +26,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
 
 from stoker.errors import ConfigError, Degraded, StokerError
+from stoker.plan.resources import storage_of
 from stoker.service import upgrade
 from stoker.service.schema import META
 from stoker.service.silence import Gate, Silence
@@ -191,6 +192,10 @@ class Database:
         path = Path(self.url.database or "")
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))  # its -wal and -shm follow it
+        mount = storage_of(path)
+        # The shared memory of WAL needs a local disk. On another, the kernel also keeps a process that exits
+        # until that memory was written back, so for as long as storage does not answer.
+        self._journal = "TRUNCATE" if mount is not None and mount.network else "WAL"
         return {"timeout": self._statement_s, "isolation_level": None}
 
     def _postgres_arguments(self) -> dict[str, Any]:
@@ -207,7 +212,7 @@ class Database:
 
     def _on_connect(self, connection: Any, _record: object) -> None:
         raw: sqlite3.Connection = connection
-        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+        for pragma in (f"journal_mode={self._journal}", "synchronous=FULL", "foreign_keys=ON"):
             raw.execute(f"PRAGMA {pragma}")
         raw.create_function("since_boot", 0, lambda: time.clock_gettime(time.CLOCK_BOOTTIME))
         started = time.monotonic()

@@ -145,16 +145,19 @@ def collect(cache_dir: str | Path, policy: GcPolicy | None = None, *, dry_run: b
     inside = [cache_dir, *(path for path in cache_dir.iterdir() if FINGERPRINT.fullmatch(path.name))]
     if any((path / RECIPE_FILE).exists() for path in inside):
         raise FormatError(f"{cache_dir} is one cache. Name the folder above, which holds caches by name")
-    # What is left when all caches were removed: hidden files, `encoders`, and empty folders.
-    visible = (path for path in cache_dir.iterdir() if path.name != WEIGHTS and path.name[0] != ".")
-    others = any(not path.is_dir() or any(path.iterdir()) for path in visible)
-    if others and not scan(cache_dir) and not any(leftovers(cache_dir)):
+    if not scan(cache_dir) and not any(leftovers(cache_dir)) and _holds_others(cache_dir):
         raise FormatError(
             f"{cache_dir} holds no cache: no folder two levels below it has the name of a fingerprint. "
             "Name the folder that holds caches by name"
         )
     with nullcontext() if dry_run else _cleaning(cache_dir):
         return _Collection(cache_dir, policy or GcPolicy(), dry_run=dry_run).run()
+
+
+def _holds_others(cache_dir: Path) -> bool:
+    """Whether there is more than what stays when all caches were removed."""
+    visible = (path for path in cache_dir.iterdir() if path.name != WEIGHTS and path.name[0] != ".")
+    return any(not path.is_dir() or any(path.iterdir()) for path in visible)
 
 
 def remove_cache(path: str | Path) -> GcReport:
