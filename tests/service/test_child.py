@@ -209,7 +209,7 @@ def test_a_damaged_checkpoint_is_named_and_none_left_fails(tmp_path: Path, make:
         hurt(path)
     make_job(tmp_path, dataset, again=True, **{**more, "epochs": 5})
     assert finish(folder) == 4
-    assert "is whole" in lines(folder)[-1]["data"]["error"]
+    assert str(folder / "checkpoints") in lines(folder)[-1]["data"]["error"]
     assert lines(folder, "metrics")[-1]["data"]["epoch"] == 4, "it did not begin anew"
 
 
