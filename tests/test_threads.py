@@ -69,7 +69,6 @@ def test_a_thread_that_hangs_does_not_keep_the_process_alive() -> None:
 
 EXIT_WITH_TORCH_AT_WORK = """
 import time
-import weakref
 import torch
 from stoker.threads import Pool
 

@@ -52,6 +52,8 @@ class Ticket(Generic[T]):
             self._value = work()
         except BaseException as error:  # noqa: BLE001 - raised again by whoever asks for the result
             self._error = error
+        finally:
+            del work  # which the frames of an error would keep
         return self._done
 
     def drop(self) -> None:

@@ -92,8 +92,9 @@ if sys.argv[0] == "-m":
 
     def killed(self, waited_s, elapsed_s, groups):
         adjust(self, waited_s, elapsed_s, groups)
-        if groups and (calls := len(open("calls").read())) <= 4:  # it has just encoded one
-            wait_for_shards(calls)
+        # Each process encodes one group, and makes its first call twice.
+        if groups and (encoded := len(open("calls").read()) // 2) <= 4:
+            wait_for_shards(encoded)
             os.kill(os.getpid(), signal.SIGKILL)
 
     Run._adjust = killed
@@ -128,7 +129,7 @@ FAULTS = {
 def broken_encoder(project: Path, faults: dict[int | str, str]) -> dict[str, str]:
     """An environment in which the encoder does what `faults` says at each call, counted over restarts.
 
-    Groups are of two samples, so that there are six.
+    Groups are of two samples, so that there are six. Each process makes its first call twice.
     """
     folder = project / "site"
     folder.mkdir()
@@ -372,16 +373,16 @@ def test_a_second_signal_ends_what_hangs_with_the_interpreters_lock(project: Pat
 
 @pytest.mark.slow
 def test_what_an_overwrite_has_encoded_before_a_crash_is_kept(project: Path) -> None:
-    env = broken_encoder(project, {10: f"wait_for_shards(4)\n{FAULTS['sigkill']}"})
+    env = broken_encoder(project, {12: f"wait_for_shards(4)\n{FAULTS['sigkill']}"})
     add_to_site(project, SEALS_AT_ONCE)
     assert precompute(project, env).returncode == 0
-    assert len((project / "calls").read_text()) == 6
+    assert len((project / "calls").read_text()) == 7
 
     done = precompute(project, env, "precompute.overwrite=true")
 
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("Starting it again") == 1
-    assert len((project / "calls").read_text()) == 6 + 5 + 2  # the fifth of the second run was killed
+    assert len((project / "calls").read_text()) == 7 + 6 + 3  # the fifth group of the second run was killed
     assert len(records(project)) == 12
 
 
@@ -394,7 +395,7 @@ def test_failures_between_groups_that_are_far_apart_do_not_add_up(project: Path)
 
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("between two groups. Starting it again") == 4
-    assert len((project / "calls").read_text()) == 6
+    assert len((project / "calls").read_text()) == 4 * 2 + 3
 
 
 @pytest.mark.slow
@@ -407,7 +408,7 @@ def test_a_disk_that_is_slower_than_the_encoder_may_be_kills_nobody(project: Pat
 
     assert done.returncode == 0, done.stderr
     assert "again" not in done.stderr
-    assert len((project / "calls").read_text()) == 6
+    assert len((project / "calls").read_text()) == 7
 
 
 def test_a_process_that_cannot_be_started_is_one_line(project: Path) -> None:

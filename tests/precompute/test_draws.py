@@ -79,3 +79,15 @@ def test_an_encoder_that_gives_the_same_again_is_taken(tmp_path: Path, way: str)
     (batch,) = list(fill(tmp_path, way))
 
     assert batch["latent"].shape == (8, 8)
+
+
+@pytest.mark.parametrize("readers", [0, 1])
+def test_an_encoder_that_changes_its_input_is_taken(tmp_path: Path, readers: int) -> None:
+    """As a normalization with `inplace=True` does. Its second call needs the input of the first."""
+    values = torch.arange(1.0, 65.0).reshape(8, 8)
+    encoder = ModuleEncoder(lambda x: x.sub_(3).div_(2), field="0", version="1")
+    cache = stoker.precompute(
+        stoker.TorchSource(TensorDataset(values), identity="a"), encoder, tmp_path, name="c", readers=readers
+    )
+
+    assert torch.equal(torch.stack([cache[n]["latent"] for n in range(8)]), (values - 3) / 2)

@@ -182,7 +182,6 @@ FULL = """
 import json, sys
 from pathlib import Path
 from stoker.errors import Degraded
-from stoker.plan.mounts import Mount
 from stoker.service.database import Database
 from stoker.service.jobs import Jobs
 
@@ -223,7 +222,6 @@ FULL_SERVER = """
 import json, sys
 from pathlib import Path
 from stoker.errors import Degraded
-from stoker.plan.mounts import Mount
 from stoker.service.database import Database
 from stoker.service.jobs import Jobs
 from tests.sources.sql.server import Server

@@ -412,6 +412,25 @@ def test_caches_that_take_long_to_remove_hold_up_no_other_request(
     assert len([cache for cache in caches if not cache.exists()]) == len(begun)
 
 
+def test_a_cache_is_removed_while_others_are_verified(running: Running) -> None:
+    go_on = threading.Event()
+    cache = running.services.folder.caches / "x" / ("0" * 16)
+    cache.mkdir(parents=True)
+    (cache / "recipe.json").write_text("{}")
+    try:
+        busy = [
+            running.services.operations.start(f"verify {n}", lambda: {"waited": go_on.wait(60)})
+            for n in range(2)
+        ]
+        answer = running.client.delete(running.api(f"/caches/x/{cache.name}"), timeout=60)
+    finally:
+        go_on.set()
+
+    assert answer.status_code != 409, answer.text
+    for one in busy:
+        until_ended(running, one.id)
+
+
 def until_ended(running: Running, id: str) -> None:
     """Wait for the end of an operation."""
     deadline = time.monotonic() + 30

@@ -107,6 +107,7 @@ def in_the_library(annotation: object, value: object) -> set[str]:
         ("GET /jobs?limit=0", None, "query.limit", ['"0"', "from 1 to 500"]),
         ("GET /jobs?status=runing", None, "query.status", ['"runing"', "did you mean running?"]),
         ("GET /caches/a/zz", None, "path.fingerprint", ['"zz"', "text like"]),
+        (f"GET /operations/{'x' * 41}", None, "path.operation_id", ["x" * 41, "at most 40"]),
         ("POST /plan?wait_s=x", {"config": JOB}, "query.wait_s", ['"x"', "a number from 0 to 25"]),
     ],
 )
@@ -122,6 +123,16 @@ def test_a_wrong_field_is_named_with_its_value_and_what_is_allowed(
     assert field in said
     for fact in facts:
         assert fact in said[field]
+
+
+def test_a_body_of_another_content_type_is_not_repeated(app: Any, token: Any) -> None:
+    raw = json.dumps({"config": {"secret": "abc"}}).encode()
+    form = {**token, "content-type": "application/x-www-form-urlencoded"}
+
+    said = refused(ask(app, "POST", f"{API}/jobs", form, raw))
+
+    assert "application/json" in said[""]
+    assert "abc" not in said[""]
 
 
 REQUESTS: dict[str, tuple[str, object, dict[str, Any], str]] = {

@@ -130,7 +130,14 @@ def _text(prop: Mapping[str, Any]) -> str:
         return f"text like {_either(prop['examples'])}"
     if prop.get("format") == "uuid":
         return "a UUID, as 6f1c2a34-8c1e-4b7e-9f0a-2d1b7f0c9e55"
-    of = f" of {prop['minLength']} to {prop['maxLength']} characters" if "maxLength" in prop else ""
+    least, most = prop.get("minLength", 0), prop.get("maxLength")
+    of = (
+        ""
+        if most is None
+        else f" of {least} to {most} characters"
+        if least
+        else f" of at most {most} characters"
+    )
     return f"text{of} that matches {prop['pattern']}" if "pattern" in prop else f"text{of}"
 
 

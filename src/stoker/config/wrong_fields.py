@@ -100,6 +100,8 @@ def _meant(name: str, known: Sequence[str]) -> str:
 
 
 def _shown(value: object) -> str:
+    if isinstance(value, bytes):
+        return "something that is not JSON (is Content-Type application/json?)"
     if isinstance(value, Mapping):
         return "an object"
     if isinstance(value, list | tuple):

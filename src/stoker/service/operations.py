@@ -67,7 +67,8 @@ class Operations:
             what: What is done to which thing.
             work: Does it.
             wait_s: How long to wait.
-            raises: Raise what `work` raised within that time, in place of an operation that failed.
+            raises: Raise what `work` raised within that time, in place of an operation that failed. Work that
+                has ended by then is not remembered: the caller knows how.
         Raises:
             Conflict: The same is being done already, or the limit of operations is reached.
         """
@@ -92,8 +93,11 @@ class Operations:
                 del self._all[running.operation.id]
             raise ResourceError(f"{what} cannot be begun: {error}. Ask again later") from None
         running.done.wait(min(wait_s, self._deadline_s))
-        if raises and running.done.is_set() and running.failure is not None:
-            raise running.failure
+        if raises and running.done.is_set():
+            with self._lock:
+                self._all.pop(running.operation.id, None)
+            if running.failure is not None:
+                raise running.failure
         return self._look(running)
 
     def get(self, id: str) -> Operation:

@@ -174,7 +174,7 @@ def delete_cache(name: Name, fingerprint: Print, here: Here, wait_s: Wait = 20.0
         remove_cache(folder)
         return {}
 
-    operation = here.operations.start(f"delete {name}/{fingerprint}", remove, wait_s=wait_s, raises=True)
+    operation = here.removals.start(f"delete {name}/{fingerprint}", remove, wait_s=wait_s, raises=True)
     if operation.state == "running":
         return JSONResponse(OperationOut.of(operation).model_dump(mode="json"), 202)
     return Response(status_code=204)
@@ -183,7 +183,10 @@ def delete_cache(name: Name, fingerprint: Print, here: Here, wait_s: Wait = 20.0
 @router.get("/operations/{operation_id}", responses=faults(404))
 def get_operation(operation_id: Annotated[str, InPath(max_length=40)], here: Here) -> OperationOut:
     """How work stands that took longer than its answer."""
-    return OperationOut.of(here.operations.get(operation_id))
+    try:
+        return OperationOut.of(here.removals.get(operation_id))
+    except NotFound:
+        return OperationOut.of(here.operations.get(operation_id))
 
 
 def _answer(response: Response, operation: Operation) -> OperationOut:

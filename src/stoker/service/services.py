@@ -83,6 +83,8 @@ class Services:
     supervisor: Supervisor | None = None
     """Of the workers; None where only requests are answered."""
     operations: Operations = field(default_factory=Operations)
+    removals: Operations = field(default_factory=Operations)
+    """Of caches: apart, so that a long verify keeps nobody from making room."""
     """What takes longer than an answer may."""
     traffic: Traffic = field(default_factory=Traffic)
 

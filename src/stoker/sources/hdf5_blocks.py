@@ -235,7 +235,7 @@ class BlockReader:
             if piece.narrowed and not np.isfinite(out).all():  # HDF5 narrows without a word
                 exact = np.empty(shape, dtype=dataset.dtype)
                 fetch(dataset, tuple(selection), exact)
-                where = f"{place.path}: dataset {name!r}, sample {place.label}"
+                where = f"{place.label}: dataset {name!r}"
                 read_as(exact, out.dtype, where=where)
         return out.squeeze(axis=piece.axes.index("n")) if drop and "n" in piece.axes else out
 

@@ -155,9 +155,9 @@ def collect(cache_dir: str | Path, policy: GcPolicy | None = None, *, dry_run: b
 
 
 def _holds_others(cache_dir: Path) -> bool:
-    """Whether there is more than what stays when all caches were removed."""
+    """Whether there are folders with something in them; those of caches that were removed are empty."""
     visible = (path for path in cache_dir.iterdir() if path.name != WEIGHTS and path.name[0] != ".")
-    return any(not path.is_dir() or any(path.iterdir()) for path in visible)
+    return any(path.is_dir() and any(path.iterdir()) for path in visible)
 
 
 def remove_cache(path: str | Path) -> GcReport:

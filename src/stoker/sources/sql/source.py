@@ -174,7 +174,9 @@ class SQLSource:
         return plain(samples, self._bulk.schema)
 
     def locate(self, number: int) -> str:
-        """The database, the table and the key of the row."""
+        """The database, the table and the key of the row; its number where the rows were not read here."""
+        if not self._bulk.is_read:  # asking for a name must not read a table
+            return f"{self.where_it_is}, sample {number}"
         return self._located(int(self._rows()[number]))
 
     def _located(self, row: int) -> str:
