@@ -130,7 +130,7 @@ def test_a_second_signal_ends_at_once(tmp_path):
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=10)
 
-    assert process.returncode == 130
+    assert process.returncode in (130, -signal.SIGINT)  # the first may have ended the call by then
 
 
 @pytest.mark.chaos

@@ -99,10 +99,11 @@ def _advice(failures: Mapping[int, Failure], nan: str) -> str:
 def retry_hint(stages: set[str], nan: str) -> str:
     """Return how to have samples tried again that failed in one of `stages`, where NaN is `nan`."""
     again = f"run again with {arg('retry_quarantined', True)}"
+    cached = f"{again} (cached: precompute={{'retry_quarantined': True}})"
     if nan == "allow" or stages.isdisjoint(("check", "encode")):
-        return again
+        return cached
     return (
-        f"{again}. To store NaN and infinity as they are, run again with {arg('nan', 'allow')} and "
+        f"{cached}. To store NaN and infinity as they are, run again with {arg('nan', 'allow')} and "
         f"{arg('retry_quarantined', True)} (cached: precompute={{'nan': 'allow', 'retry_quarantined': True}})"
     )
 
