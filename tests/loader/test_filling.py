@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.errors import ConfigError, EncoderError, MissingRecordError, StaleStateError, StalledError
+from stoker.errors import (
+    ConfigError,
+    EncoderError,
+    IncompleteError,
+    MissingRecordError,
+    StaleStateError,
+    StalledError,
+)
 from stoker.loader import Loader, Windows
 from stoker.loader.fused import Normalise
 from stoker.store import Cache, make_recipe, open_cache, open_folder
@@ -256,6 +263,23 @@ def test_a_filling_that_fails_is_raised_as_what_it_was(tmp_path: Path, fields: d
         list(batches)
     with pytest.raises(EncoderError, match="has gone"):
         Loader(open_folder_again(steps), batch_size=5)
+
+
+def test_an_epoch_without_samples_that_were_too_many_to_leave_out_fails(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    """Whether they are too many is said after the last sample was read."""
+
+    class Strict(Steps):
+        def wait(self, timeout_s: float) -> None:
+            if not self.blocks:
+                self.error = IncompleteError("63 of 64 samples stored")
+            super().wait(timeout_s)
+
+    loader = Loader(Strict(tmp_path, fields, bad=[50]).cache(), batch_size=5)
+
+    with pytest.raises(IncompleteError, match="63 of 64"):
+        list(loader)
 
 
 def open_folder_again(steps: Steps) -> Cache:

@@ -194,7 +194,19 @@ class FillingPass:
             yield from self._served(reader, epoch, examples[:whole], places[:whole], last=False)
             examples, places = examples[whole:], places[whole:]
         yield from self._served(reader, epoch, examples, places, last=True)
+        self._await_verdict()
         self._check_counted()
+
+    def _await_verdict(self) -> None:
+        """Where samples were left out, wait for the end of the filling: it fails if they are too many.
+
+        Raises:
+            StokerError: Filling failed.
+        """
+        filling = self._cache.filling
+        if filling is not None and bool((self._settled & ~self._here)[self._numbers].any()):
+            while not filling.done():
+                filling.wait(LOOK_S)
 
     def _check_counted(self) -> None:
         """Say so where an epoch had no batch because no trajectory is long enough for one."""
