@@ -46,5 +46,6 @@ def test_a_folder_that_gc_has_emptied_is_no_error(project: Path) -> None:
     run("precompute", "c.yaml")
     for _ in range(2):
         run("gc", "data/latent_cache", "--keep", "0", "--force")
+        assert not [*Path("data/latent_cache").rglob("recipe.json")]
     Path("data/empty").mkdir()
     run("gc", "data/empty")

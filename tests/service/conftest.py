@@ -1,15 +1,38 @@
-"""The service's database, on both of the systems it runs on."""
+"""The service without a server, and its database on both of the systems it runs on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from stoker.service.app import create_app
 from stoker.service.database import Database
 from stoker.service.schema import COUNTERS, EVENTS, JOBS, METRICS
+from stoker.service.services import Services, open_services
 from tests.sources.sql.server import Server
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    """A service with an empty state folder."""
+    services = open_services(tmp_path_factory.mktemp("service") / "state")
+    yield services
+    services.database.close()
+
+
+@pytest.fixture(scope="module")
+def app(here: Services) -> Any:
+    """Its ASGI application."""
+    return create_app(here)
+
+
+@pytest.fixture(scope="module")
+def token(here: Services) -> dict[str, str]:
+    """The header that lets a request in."""
+    return {"authorization": "Bearer " + here.folder.token.read_text().strip()}
 
 
 @pytest.fixture(scope="session")

@@ -13,28 +13,11 @@ from starlette.routing import Mount
 
 from stoker.service.app import create_app
 from stoker.service.guard import PUBLIC, RequestLimits
-from stoker.service.services import Services, open_services
+from stoker.service.services import Services
 from tests.service.running import Answer, ask
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "PROPFIND")
 JOBS = "/api/v1/training/jobs"
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
-    services = open_services(tmp_path_factory.mktemp("guard") / "state")
-    yield services
-    services.database.close()
-
-
-@pytest.fixture(scope="module")
-def app(here: Services) -> Any:
-    return create_app(here)
-
-
-@pytest.fixture(scope="module")
-def token(here: Services) -> dict[str, str]:
-    return {"authorization": "Bearer " + here.folder.token.read_text().strip()}
 
 
 def paths_of(routes: Any, prefix: str = "") -> Iterator[tuple[str, bool]]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from stoker.service.app import create_app
 from stoker.service.dataset_requests import Generation, Registration
 from stoker.service.models import JobRequest, MoreEpochs
 from stoker.service.routes_caches import GcRequest
-from stoker.service.services import Services, open_services
 from tests.service.running import Answer, ask
 
 API = "/api/v1/training"
@@ -37,23 +34,6 @@ WRONG: tuple[object, ...] = (
     [[]],
     {},
 )
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
-    services = open_services(tmp_path_factory.mktemp("wrong") / "state")
-    yield services
-    services.database.close()
-
-
-@pytest.fixture(scope="module")
-def app(here: Services) -> Any:
-    return create_app(here)
-
-
-@pytest.fixture(scope="module")
-def token(here: Services) -> dict[str, str]:
-    return {"authorization": "Bearer " + here.folder.token.read_text().strip()}
 
 
 def refused(answer: Answer) -> dict[str, str]:

@@ -84,7 +84,7 @@ class Services:
     """Of the workers; None where only requests are answered."""
     operations: Operations = field(default_factory=Operations)
     removals: Operations = field(default_factory=Operations)
-    """Of caches: apart, so that a long verify keeps nobody from making room."""
+    """Removals of caches, with limits of their own: a long verify does not delay making room."""
     """What takes longer than an answer may."""
     traffic: Traffic = field(default_factory=Traffic)
 

@@ -219,7 +219,7 @@ class _Collection:
         return self._report
 
     def remove_one(self, path: Path) -> GcReport:
-        """Remove one folder that nobody uses, and the weights that only it needed."""
+        """Remove one unused folder, and the weights that only it needed."""
         folder = next((one for one in self._own() if one.path == path), None)
         if folder is None:
             raise FormatError(f"there is no cache {path}. Name the folder of a cache")
