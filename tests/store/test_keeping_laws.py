@@ -116,7 +116,7 @@ def policies() -> st.SearchStrategy[GcPolicy]:
 
 
 @LAWS
-@pytest.mark.slow  # ages are measured against the clock: on a busy machine plan and clean-up may see other ones
+@pytest.mark.slow  # ages are measured against the clock: on a busy machine a plan may see others
 @given(ages=st.lists(st.floats(0.01, 60), min_size=10, max_size=10), policy=policies())
 def test_what_goes_is_what_the_policy_and_the_protections_allow(
     tmp_path: Path, templates: Path, ages: list[float], policy: GcPolicy
