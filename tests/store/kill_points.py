@@ -94,6 +94,8 @@ def operation(name: str, root: Path) -> tuple[Callable[[Path], object], set[int]
     relative = path.relative_to(root)
     if name == "compact":
         return lambda work: compact(work / relative, shard_bytes=SHARD_BYTES), set()
+    if name == "compress":
+        return lambda work: compact(work / relative, shard_bytes=SHARD_BYTES, compression="zstd"), set()
     if name == "gc":
         compact(path, shard_bytes=SHARD_BYTES)
         return lambda work: collect(work, GcPolicy(keep=1)), set()
@@ -125,7 +127,7 @@ def main() -> None:
         work_on(copy)
         assert_served(copy, damaged)
         hidden = [path.name for path in copy.rglob(".*") if path.name.startswith((".tmp-", ".gone-"))]
-        if name != "compact":  # its temporaries are swept by whoever opens the folder to write next
+        if name not in ("compact", "compress"):  # the next writer of the folder sweeps their temporary files
             assert not hidden, hidden
         assert work_on(copy) is not None
         shutil.rmtree(copy)

@@ -266,9 +266,10 @@ def test_a_cache_named_from_inside_its_folder_keeps_its_name(
 
 @pytest.mark.slow  # gc, repair and folder are killed at every call in the plain run
 @pytest.mark.chaos
-def test_killed_at_every_writing_call_nothing_is_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["compact", "compress"])
+def test_killed_at_every_writing_call_nothing_is_lost(tmp_path: Path, what: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.store.kill_points", "compact", str(tmp_path)],
+        [sys.executable, "-m", "tests.store.kill_points", what, str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, timeout=150,
     )  # fmt: skip
 

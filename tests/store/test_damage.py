@@ -341,12 +341,12 @@ def test_another_format_is_refused_with_its_number(tmp_path: Path, source: FakeS
     cache = make_cache(tmp_path, source)
     import hashlib
 
-    text = canonical_json({**cache.recipe.entries, "format": 3})
+    text = canonical_json({**cache.recipe.entries, "format": 4})
     folder = cache.path.parent / hashlib.sha256(text.encode()).hexdigest()[:16]
     folder.mkdir()
     (folder / "recipe.json").write_text(text)
 
-    with pytest.raises(FormatError, match=r"format 3.*reads \(1, 2\)"):
+    with pytest.raises(FormatError, match=r"format 4.*reads \(1, 2, 3\)"):
         open_cache(folder)
 
 

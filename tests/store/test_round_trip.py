@@ -55,13 +55,20 @@ def caches(draw: st.DrawFn) -> tuple[Schema, list[tuple[str, int]], dict[str, st
 
 
 @settings(max_examples=120, deadline=None)
-@given(what=caches(), shard_bytes=st.sampled_from([1, 100, 5000, 1 << 20]), data=st.data())
-def test_records_read_back_bit_exact(what: object, shard_bytes: int, data: st.DataObject) -> None:
+@given(
+    what=caches(),
+    shard_bytes=st.sampled_from([1, 100, 5000, 1 << 20]),
+    compression=st.sampled_from(["none", "none", "zstd", "lz4", "auto"]),
+    data=st.data(),
+)
+def test_records_read_back_bit_exact(
+    what: object, shard_bytes: int, compression: Any, data: st.DataObject
+) -> None:
     schema, parts, dtypes = what  # type: ignore[misc]
     source = FakeSource(schema, parts)
     with tempfile.TemporaryDirectory() as root:
         folder = open_folder(Path(root), "x", make_recipe(source, None, dtype=dtypes))
-        writer = folder.writer(WriterSettings(shard_bytes=shard_bytes))
+        writer = folder.writer(WriterSettings(shard_bytes=shard_bytes, compression=compression))
         order = data.draw(st.permutations(range(len(source))))
         while order:
             part = folder.recipe.part_of(order[0])[0]
@@ -76,7 +83,8 @@ def test_records_read_back_bit_exact(what: object, shard_bytes: int, data: st.Da
 
         assert cache.complete
         assert_whole(cache, source)
-        assert_whole_through_safetensors(cache, source)
+        if cache.index.stored_ratio is None:
+            assert_whole_through_safetensors(cache, source)
         assert cache.verify().bad == []
         (cache.path / "index.json").unlink()
         if len(source):

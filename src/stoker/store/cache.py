@@ -25,7 +25,7 @@ from stoker.errors import (
     ResourceError,
     StalledError,
 )
-from stoker.schema import Schema
+from stoker.schema import Schema, unfolded
 from stoker.store.catalog import Catalog, build_index, is_shard_name, write_index
 from stoker.store.claims import indexing
 from stoker.store.failures import Failure
@@ -134,7 +134,8 @@ class Cache:
         return isinstance(number, SupportsIndex) and self._find(operator.index(number)) is not None
 
     def __getitem__(self, number: SupportsIndex) -> dict[str, Tensor]:
-        """The record of a sample: a copy, every byte checked; packed fields as float32.
+        """The record of a sample: a copy, every byte checked; packed fields as float32, fields of particles
+        and meshes whose steps and points vary as `(T, N, *rest)`.
 
         Raises:
             MissingRecordError: It is not stored; says whether it was quarantined, and why.
@@ -146,9 +147,8 @@ class Cache:
             raise self._missing(number)
         shard = self.shard(place[0])
         joined = {} if self.joined is None else self.joined.record(number)
-        return {
-            name: read_field(shard, name, field, place[1]) for name, field in self.schema.items()
-        } | joined
+        record = {name: read_field(shard, name, field, place[1]) for name, field in self.schema.items()}
+        return unfolded(record, self.schema) | joined
 
     def __repr__(self) -> str:
         state = f"{format_count(len(self))} of {format_count(self.index.count)}"

@@ -52,6 +52,8 @@ class ShardInfo:
     error: Mapping[str, Any]
     bad: tuple[int, ...] = ()
     """Rows known to be damaged."""
+    raw: int | None = None
+    """As in `ShardEntry`."""
 
     @property
     def numbers(self) -> NDArray[np.int64]:
@@ -83,6 +85,7 @@ def read_info(storage: LocalStorage, name: str, recipe: Recipe) -> ShardInfo:
         runs=runs_of(shard.numbers()),
         statistics=shard.described("statistics"),
         error=shard.described("error"),
+        raw=None if shard.compression == "none" else shard.raw_bytes,
     )
 
 
@@ -319,6 +322,7 @@ def build_index(
                 header=info.header,
                 segments=segments,
                 bad=info.bad,
+                raw=info.raw,
             )
             for info, segments in zip(infos, chosen, strict=True)
         ),

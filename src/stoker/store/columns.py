@@ -15,6 +15,9 @@ from stoker.store import layout
 from stoker.store.header import TENSOR_DTYPES, Header, TensorEntry
 from stoker.store.protocols import OpenFile
 
+CONTENTS = "__contents__"
+"""Tensor of a shard: for each record the digest of the raw sample that it was encoded from."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
@@ -60,7 +63,7 @@ def columns_in(header: Header, schema: Schema, rows: int, name: str) -> dict[str
         FormatError: A tensor is missing, unknown, or not where and what the schema says.
     """
     columns: dict[str, Column] = {}
-    known = {"__number__", "__marked__"}
+    known = {"__number__", "__marked__", CONTENTS}
     for field, f in schema.items():
         known |= {field, f"{field}.sums"} | ({f"{field}.offsets"} if f.ragged else set())
         entry = _entry(header, field, f.dtype, name)
@@ -91,17 +94,23 @@ def _entry(header: Header, tensor: str, dtype: str, name: str) -> TensorEntry:
     return entry
 
 
-def read_tail(file: OpenFile, header: Header, name: str) -> dict[str, NDArray[Any]]:
-    """Numbers, offsets and sums, which lie together at the end, against the digest in the metadata."""
+def read_tail(file: OpenFile, header: Header, name: str, most: int) -> dict[str, NDArray[Any]]:
+    """Numbers, offsets and sums, which are stored together at the end, against the digest in the metadata.
+
+    They are never compressed: more than `most`, the bytes of the file, are refused before they are allocated.
+    """
     begin = header.tensors["__number__"].begin
-    data = bytearray(file.size - header.data_start - begin)
+    size = file.size - header.data_start - begin
+    if size > most:
+        raise CorruptError(f"{name} claims {size:,} bytes of numbers and sums, the file has {most:,}")
+    data = bytearray(size)
     file.read_into(header.data_start + begin, memoryview(data))
     if xxhash.xxh3_128_hexdigest(data) != header.metadata["meta"]:
         raise CorruptError(f"{name}: numbers, offsets or sums do not match their digest")
     tail: dict[str, NDArray[Any]] = {}
     for tensor, entry in header.tensors.items():
-        if tensor in ("__number__", "__marked__") or tensor.endswith((".offsets", ".sums")):
-            dtype = "uint64" if tensor.endswith(".sums") else "int64"
+        if tensor in ("__number__", "__marked__", CONTENTS) or tensor.endswith((".offsets", ".sums")):
+            dtype = "uint64" if tensor == CONTENTS or tensor.endswith(".sums") else "int64"
             if entry.dtype != TENSOR_DTYPES[dtype] or entry.begin < begin:
                 raise FormatError(f"{name}: tensor {tensor!r} is not {dtype} at the end of the file")
             tail[tensor] = np.frombuffer(data, dtype, (entry.end - entry.begin) // 8, entry.begin - begin)

@@ -1,5 +1,7 @@
 """Merge short shards into full ones: a cache of many interrupted runs becomes as quick as one of one run.
 
+Shards that are not compressed as asked are written again on the way, full ones too.
+
 Records travel with everything that their shards said of them: bits, conversion errors, marks, environment
 (shards of different environments are never merged). New shards appear by the usual commit, then an index in
 which they serve; the old ones stay for whoever opened an earlier generation, until `gc` removes them.
@@ -10,21 +12,23 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import FormatError
-from stoker.schema import Json, canonical_json, numpy_dtype
+from stoker.errors import ConfigError, FormatError
+from stoker.schema import Json, canonical_json
 from stoker.store import layout
 from stoker.store.cache import Cache, open_cache
 from stoker.store.catalog import Catalog, write_index
 from stoker.store.claims import indexing, maintaining
-from stoker.store.convert import StoredRows, from_array
+from stoker.store.compressed import Compression, check_compression
+from stoker.store.copies import copy_rows
 from stoker.store.index import Index, ShardEntry
 from stoker.store.local import LocalStorage
 from stoker.store.mirror.root import address_of
@@ -57,6 +61,9 @@ class CompactReport:
     """Shards that were written."""
     records: int = 0
     """Records in them."""
+    bytes_before: int = 0
+    """Bytes of shards that served records."""
+    bytes_after: int = 0
     superseded_bytes: int = 0
     """Bytes of shards that serve nothing any more; gc removes them."""
     left: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
@@ -73,35 +80,43 @@ class CompactReport:
             "merged": self.merged,
             "written": self.written,
             "records": self.records,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
             "superseded_bytes": self.superseded_bytes,
             "left": [{"shard": shard, "why": why} for shard, why in self.left],
         }
 
 
-def compact(path: str | Path, *, shard_bytes: int = layout.SHARD_BYTES) -> CompactReport:
-    """Merge the short shards of a cache.
+def compact(
+    path: str | Path, *, shard_bytes: int = layout.SHARD_BYTES, compression: str | None = None
+) -> CompactReport:
+    """Merge the short shards of a cache, and rewrite those that are not compressed as asked.
 
-    Does nothing where merging would not lessen the number of shards, so a second call finds nothing to do.
+    Does nothing where merging would not lessen the number of shards and all are stored as asked, so a second
+    call finds nothing to do.
     Killed at any moment, the cache serves what it served; the next call begins anew with what is not merged.
 
     Args:
         path: A fingerprint's folder, or `<cache_dir>/<name>`: then the newest complete one.
         shard_bytes: Bytes of records in a full shard.
+        compression: `none`, `zstd` or `lz4`; None: merged shards are stored as most of their records were.
     Raises:
-        ConfigError: `shard_bytes` is less than 1.
+        ConfigError: `shard_bytes` is less than 1, or `compression` is not known or not installed.
         FormatError, IncompleteError: There is no cache, or a shard is lost. `verify --repair` mends that.
         ReadOnlyError, ResourceError: The folder cannot be written, or is full.
         StalledError: Somebody else has been compacting or repairing it all the while.
     """
+    kind = None if compression is None else _checked(compression)
     cache = open_cache(path, require_complete=False)
     if cache.lost:
         raise cache.lost[0].error()
     with maintaining(cache.path):
-        merge = _Merge(cache, shard_bytes)
+        merge = _Merge(cache, shard_bytes, kind)
         report = CompactReport(
             path=str(cache.path),
             address=address_of(cache.path),
-            shards_before=_serving(merge.cache.index),
+            shards_before=len(_serving(merge.cache.index)),
+            bytes_before=sum(shard.bytes for shard in _serving(merge.cache.index)),
         )
         try:
             for group in merge.groups(report.left):
@@ -111,20 +126,29 @@ def compact(path: str | Path, *, shard_bytes: int = layout.SHARD_BYTES) -> Compa
             merge.publish()
         report.written = len(merge.written)
     index = merge.cache.index
-    report.generation, report.shards_after = index.generation, _serving(index)
+    report.generation, report.shards_after = index.generation, len(_serving(index))
+    report.bytes_after = sum(shard.bytes for shard in _serving(index))
     report.superseded_bytes = sum(shard.bytes for shard in index.shards if not len(shard.segments))
     return report
 
 
-def _serving(index: Index) -> int:
-    return sum(len(shard.segments) > 0 for shard in index.shards)
+def _checked(compression: str) -> Compression:
+    kind = check_compression(compression)
+    if kind == "auto":
+        raise ConfigError("compression 'auto' is for new shards. Give none, zstd or lz4")
+    return kind
+
+
+def _serving(index: Index) -> list[ShardEntry]:
+    return [shard for shard in index.shards if len(shard.segments)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """Short shards of one part and one environment."""
+    """Shards of one part and one environment that become others."""
 
     part: int
+    compression: Compression
     environment: Mapping[str, str]
     files: frozenset[str]
 
@@ -132,7 +156,8 @@ class _Group:
 class _Merge:
     """One compaction: the cache as it is now, and the shards written so far."""
 
-    def __init__(self, cache: Cache, shard_bytes: int) -> None:
+    def __init__(self, cache: Cache, shard_bytes: int, compression: Compression | None) -> None:
+        self._compression: Compression | None = compression
         self.written: list[str] = []
         self._storage, self._recipe = LocalStorage(cache.path), cache.recipe
         self._catalog = Catalog(self._storage, self._recipe)
@@ -154,29 +179,47 @@ class _Merge:
                 left.append((entry.file, str(error)))
                 continue
             fill = self._fill(shard, int(entry.segments[:, 2].sum()))
-            if fill < 1:
+            if fill < 1 or self._differs(shard):
                 environment = canonical_json(dict(shard.described("environment")))
                 found.setdefault((entry.part, environment), {})[i] = fill
         for (part, _), fills in sorted(found.items()):
-            if not _gains(fills):
+            if not self._worth(fills):
                 continue
             sound = {i: fill for i, fill in fills.items() if _is_sound(cache, i, left)}
-            if _gains(sound):
-                files = frozenset(cache.index.shards[i].file for i in sound)
+            if places := self._worth(sound):
+                files = frozenset(cache.index.shards[i].file for i in places)
                 yield _Group(
+                    compression=self._kind(places),
                     part=part,
-                    environment=cache.shard(next(iter(sound))).described("environment"),
+                    environment=cache.shard(places[0]).described("environment"),
                     files=files,
                 )
+
+    def _differs(self, shard: Shard) -> bool:
+        """True if a shard is not stored as asked."""
+        return self._compression is not None and shard.compression != self._compression
+
+    def _worth(self, fills: Mapping[int, float]) -> list[int]:
+        """The shards to write again: all where that makes them fewer, else those that differ."""
+        if _gains(fills):
+            return [*fills]
+        return [i for i in fills if self._differs(self.cache.shard(i))]
+
+    def _kind(self, places: Sequence[int]) -> Compression:
+        """As asked, else as most of the records are stored."""
+        if self._compression is not None:
+            return self._compression
+        records = Counter[str]()
+        for i in places:
+            records[self.cache.shard(i).compression] += self.cache.index.shards[i].rows
+        return cast("Compression", records.most_common(1)[0][0])
 
     def run(self, group: _Group) -> int:
         """Write the records of a group into full shards; `publish` makes them serve, now or later."""
         # By name: another generation has other places.
         places = sorted(self._places[file] for file in group.files)
-        entries = {i: self.cache.index.shards[i] for i in places}
-        table = np.concatenate([_served_rows(entry, i) for i, entry in entries.items()])
+        table = np.concatenate([_served_rows(self.cache.index.shards[i], i) for i in places])
         table = table[np.argsort(table[:, 0], kind="stable")]
-        origins = {i: _Origin(self.cache.shard(i)) for i in entries}
         out: OpenShard | None = None
         fresh: list[str] = []
         try:
@@ -184,7 +227,7 @@ class _Merge:
             while begin < len(table):
                 out = out or self._create(group, len(self.written) + len(fresh))
                 end = begin + min(self._chunk_rows(), self._capacity.rows - out.rows, len(table) - begin)
-                _copy(out, self.cache, origins, table[begin:end])
+                copy_rows(out, self.cache, table[begin:end])
                 begin = end
                 if begin == len(table) or self._capacity.is_full(out.rows, out.size):
                     out.seal()
@@ -237,7 +280,7 @@ class _Merge:
             seq=seq,
             environment=group.environment,
         )
-        return OpenShard(self._storage, spec, capacity=self._capacity.rows)
+        return OpenShard(self._storage, spec, capacity=self._capacity.rows, compression=group.compression)
 
 
 def _gains(fills: Mapping[int, float]) -> bool:
@@ -266,42 +309,3 @@ def _served_rows(entry: ShardEntry, i: int) -> NDArray[np.int64]:
         steps = np.arange(count)
         pieces.append(np.stack([first + steps, np.full(count, i), row + steps], axis=1))
     return np.concatenate(pieces)
-
-
-class _Origin:
-    """What a shard says of its records, besides their bytes."""
-
-    def __init__(self, shard: Shard) -> None:
-        self.error = shard.described("error")
-        self.marked = frozenset(shard.marked.tolist())
-
-
-def _copy(out: OpenShard, cache: Cache, origins: Mapping[int, _Origin], table: NDArray[np.int64]) -> None:
-    """Append rows to `out`; each is checked against its sums as it is read."""
-    out.add(
-        table[:, 0].copy(),
-        {name: _read(cache, name, origins, table) for name in cache.recipe.columns},
-        0,
-        len(table),
-    )
-    out.mark([number for number, i, _ in table.tolist() if number in origins[i].marked])
-
-
-def _read(cache: Cache, name: str, origins: Mapping[int, _Origin], table: NDArray[np.int64]) -> StoredRows:
-    f, places = cache.recipe.columns[name], table[:, 1:].tolist()
-    lengths = [cache.shard(i).length(name, row) for i, row in places]
-    ends = np.cumsum([0, *(length * f.row_bytes for length in lengths)]).tolist()
-    data: Any = np.empty(ends[-1], np.uint8)
-    view = memoryview(data)
-    for (i, row), length, begin, end in zip(places, lengths, ends, ends[1:], strict=False):
-        cache.shard(i).read_into(name, row, 0, length, view[begin:end])
-    none = {"max": 0.0, "rms": 0.0}  # what is said of a packed field, not of its scales
-    errors = [origins[i].error.get(name, none) for i, _ in places]
-    return StoredRows(
-        values=from_array(data.view(numpy_dtype(f.dtype)), f.dtype),
-        starts=[end // f.itemsize for end in ends],
-        lengths=lengths,
-        # What the shard says of its worst record stands for each of them.
-        max_error=np.array([error["max"] for error in errors]),
-        rms_error=np.array([error["rms"] for error in errors]),
-    )

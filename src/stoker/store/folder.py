@@ -25,6 +25,7 @@ from stoker.store.digests import FileDigest
 from stoker.store.failures import Failure, append_failures, read_failures
 from stoker.store.local import LocalStorage
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
+from stoker.store.same_samples import SOURCES_FILE, SameSamples, changes_of_files
 from stoker.store.strict_json import as_object
 from stoker.store.use import Use, note_use
 from stoker.store.writer import RecordWriter, WriterSettings
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger("stoker")
-SOURCES_FILE = "sources.jsonl"
 CACHE_NAME = re.compile(r"\w[\w.+=-]{0,127}")
 
 
@@ -77,10 +77,22 @@ class Folder:
 
     def adopt(self) -> int:
         """Take over shards of sibling fingerprints for parts that did not change; returns records gained."""
+        for line in changes_of_files(self.path, self.recipe):
+            log.info("%s: %s", self.name, line)
         gained, failures = adopt_shards(self._storage, self.recipe, self._catalog)
         known = self.failures()
         self.quarantine_many([failure for failure in failures if failure.number not in known])
         return gained
+
+    def same_samples(self) -> SameSamples | None:
+        """Records of sibling caches by the digest of their samples; None: none is known, or none is missing.
+
+        `adopt` needs parts that did not change. This needs the samples to be read.
+        """
+        if not len(self.missing()):
+            return None
+        same = SameSamples(self.path, self.recipe)
+        return same if len(same) else None
 
     def missing(self, *, retry_quarantined: bool = False, retry_transient: bool = True) -> NDArray[np.int64]:
         """Global numbers that are neither stored nor given up, sorted.

@@ -29,7 +29,8 @@ TENSOR_DTYPES: Mapping[str, str] = {
     "uint64": "U64",
 }  # fmt: skip
 """Our dtype names to those of safetensors; uint64 appears in block sums only."""
-_ITEM_BYTES = {TENSOR_DTYPES[name]: size for name, size in DTYPE_BYTES.items()} | {"U64": 8}
+ITEM_BYTES: Mapping[str, int] = {TENSOR_DTYPES[name]: size for name, size in DTYPE_BYTES.items()} | {"U64": 8}
+"""Bytes of a number, by the dtype as safetensors spells it."""
 _BLANK = "0" * 32
 _SELF = re.compile(rb'"self":"[0-9a-f]{32}"')
 
@@ -141,7 +142,7 @@ def _tensor(name: str, value: object, where: str) -> TensorEntry:
     entry = as_object(value) or {}
     shape, offsets = as_list(entry.get("shape")), as_list(entry.get("data_offsets"))
     if len(entry) == 3 and shape is not None and offsets is not None and len(shape) <= MAX_AXES:
-        item_bytes = _ITEM_BYTES.get(str(entry.get("dtype")))
+        item_bytes = ITEM_BYTES.get(str(entry.get("dtype")))
         if item_bytes and len(offsets) == 2 and all(map(is_count, [*shape, *offsets])):
             begin, end = offsets
             if end - begin == math.prod(shape) * item_bytes:

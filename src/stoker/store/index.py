@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from stoker.errors import CorruptError, FormatError
 from stoker.schema import canonical_json
 from stoker.store.failures import Failure, failure_from_json
-from stoker.store.layout import FORMATS
+from stoker.store.layout import COMPRESSED_FORMAT, FORMATS
 from stoker.store.local import LocalStorage, check_name
 from stoker.store.recipe import Recipe
 from stoker.store.strict_json import as_object, is_count, read_strict
@@ -50,6 +50,13 @@ class ShardEntry:
     """`(k, 3)`: row, first part-local number, count. Rows that serve; another shard may hold the rest."""
     bad: tuple[int, ...] = ()
     """Rows found damaged; never served."""
+    raw: int | None = None
+    """Of a compressed shard the bytes of the ordinary one; None: it is an ordinary one."""
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the ordinary shard."""
+        return self.bytes if self.raw is None else self.raw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,6 +78,14 @@ class Index:
     quarantined: Mapping[int, Failure]
     statistics: Mapping[str, Any]
     error: Mapping[str, Any]
+
+    @property
+    def stored_ratio(self) -> float | None:
+        """Bytes on disk for each byte of the ordinary shards; None where no shard is compressed."""
+        shards = [shard for shard in self.shards if len(shard.segments)]
+        if all(shard.raw is None for shard in shards):
+            return None
+        return sum(shard.bytes for shard in shards) / sum(shard.raw_bytes for shard in shards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -113,7 +128,7 @@ def _all_segments(shards: Sequence[ShardEntry]) -> NDArray[np.int64]:
 def dump_index(index: Index, recipe: Recipe) -> bytes:
     """The bytes of `index.json`."""
     entries: dict[str, Any] = {
-        "format": recipe.entries["format"],
+        "format": _format(index.shards, recipe),
         "fingerprint": index.fingerprint,
         "name": index.name,
         "generation": index.generation,
@@ -131,6 +146,7 @@ def dump_index(index: Index, recipe: Recipe) -> bytes:
                 "header": shard.header,
                 "segments": _pack(shard.segments),
                 "bad": list(shard.bad),
+                **({} if shard.raw is None else {"raw": shard.raw}),
             }
             for shard in index.shards
         ],
@@ -147,6 +163,12 @@ def dump_index(index: Index, recipe: Recipe) -> bytes:
     return text.replace('"error":', f'"digest":"{digest}","error":', 1).encode()
 
 
+def _format(shards: Sequence[ShardEntry], recipe: Recipe) -> int:
+    """That of the recipe, unless a shard is compressed: a version that cannot read it stops at the index."""
+    compressed = any(shard.raw is not None for shard in shards)
+    return COMPRESSED_FORMAT if compressed else recipe.entries["format"]
+
+
 def load_index(folder: Path, recipe: Recipe) -> Index:
     """Read and check `index.json` of a folder.
 
@@ -157,9 +179,10 @@ def load_index(folder: Path, recipe: Recipe) -> Index:
     """
     path = folder / INDEX_FILE
     entries = read_index_entries(folder)
-    if any(entries.get(name) != recipe.entries[name] for name in ("format", "schema")) or (
-        entries.get("fingerprint") != recipe.fingerprint
-    ):
+    own = ("schema", "fingerprint")
+    expected = {"schema": recipe.entries["schema"], "fingerprint": recipe.fingerprint}
+    formats = (recipe.entries["format"], COMPRESSED_FORMAT)
+    if entries.get("format") not in formats or any(entries.get(name) != expected[name] for name in own):
         raise FormatError(
             f"{path} is of the cache {entries.get('fingerprint')}, expected {recipe.fingerprint}"
         )
@@ -241,8 +264,10 @@ def _shard_entry(
         header=_text(entry["header"]),
         segments=segments,
         bad=tuple(entry["bad"]),
+        raw=entry.get("raw"),
     )
     fits = is_count(shard.part, len(recipe.parts) - 1) and is_count(shard.rows) and is_count(shard.bytes)
+    fits = fits and (shard.raw is None or is_count(shard.raw))
     if fits and all(is_count(row, shard.rows - 1) for row in shard.bad):
         return shard
     raise CorruptError(f"{where}: the entry of {shard.file} is out of bounds")

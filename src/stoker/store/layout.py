@@ -14,8 +14,10 @@ from stoker.errors import ConfigError
 from stoker.schema import Field, Schema
 from stoker.units import KIB, MIB
 
-FORMATS = (1, 2)
-"""What this version reads; it writes the first that can hold a schema."""
+FORMATS = (1, 2, 3)
+"""Formats that this version reads; it writes the first that can hold a schema; 3: compressed shards."""
+COMPRESSED_FORMAT = 3
+"""Of a compressed shard, and of an index that names one; the ordinary shard in it keeps its own."""
 PAGE = 4096
 """Alignment of columns in bytes; part of the format, whatever the machine's own page size."""
 BLOCK_BYTES = 16 * KIB
@@ -29,8 +31,8 @@ MAX_ROWS = 1 << 20
 
 
 def format_of(schema: Schema) -> int:
-    """The format of a cache of this schema: 2 with packed or kept fields, which readers of 1 do not know."""
-    return 2 if any(field.packed or field.kept for field in schema.values()) else 1
+    """The format of a cache of this schema: 2 with marks that readers of 1 do not know."""
+    return 2 if any(field.packed or field.kept or field.axes for field in schema.values()) else 1
 
 
 def align(offset: int) -> int:

@@ -22,6 +22,7 @@ from stoker.schema import (
     FLOATS,
     PACKED_DTYPES,
     SCALE_SUFFIX,
+    SHAPE_SUFFIX,
     Field,
     Json,
     Schema,
@@ -31,6 +32,7 @@ from stoker.schema import (
     scale_field,
     schema_from_json,
     schema_to_json,
+    size_field,
 )
 from stoker.sources.protocol import FileRef, Part, Source, SourceIdentity
 from stoker.store.digests import Digester, Digests, FileDigest
@@ -146,6 +148,7 @@ def make_recipe(
     encoder: Encoder | None,
     *,
     dtype: str | Mapping[str, str] | None = None,
+    encode_batch: int | None = None,
     digests: Digester | None = None,
     ask: Callable[[Callable[[], Any]], Any] = lambda work: work(),
 ) -> Recipe:
@@ -155,15 +158,17 @@ def make_recipe(
         source: Asked for identity, schema and length; its files are digested, not its samples read.
         encoder: None stores samples as they are.
         dtype: Storage dtype of float fields, by name, or one for all that have an axis: scalars (parameters)
-            keep theirs, since 1e-8 is zero in float16. `int8` and `float8_e4m3fn` come with a scale for each
-            block of 128 on the last axis. Given for all, they leave vectors as they are where that takes more
-            bytes than float16, and kept raw fields; other fields of that kind must be named with their dtype.
-            None keeps all as encoded.
+            keep theirs, since 1e-8 is zero in float16, and so do coordinates of points. `int8` and
+            `float8_e4m3fn` come with a scale for each block of 128 on the last axis. Given for all, they
+            leave vectors as they are where that takes more bytes than float16, and kept raw fields; other
+            fields of that kind must be named with their dtype. None keeps all as encoded.
+        encode_batch: Samples in one call of the encoder; None: the encoder's own fixed number.
         digests: Who digests files; by default everything is read, and nothing remembered.
         ask: Calls what it is given; it is given calls that may run the encoder on a sample of zeros.
 
     Raises:
-        ConfigError: A dtype is unknown, named for a field that is missing or not of floats, or does not pay.
+        ConfigError: A dtype is unknown, named for a field that is missing or not of floats, or does not pay;
+            or samples that differ in length are to be encoded several at a time.
         SourceError: The source contradicts itself, or a file cannot be read.
         EncoderError: The encoder does not fit the samples, or its identity is not JSON.
     """
@@ -172,6 +177,7 @@ def make_recipe(
     _check_names(encoded)
     stored = stored_schema(encoded, dtype)
     group = _default_group(sample_schema) if encoder is None else ask(lambda: encoder.group(sample_schema))
+    group = _asked_group(group, encode_batch, sample_schema)
     identity = source.identity()
     source_entries, files = _source_entries(identity, len(source), digests or Digests())
     entries: dict[str, Json] = {
@@ -245,6 +251,12 @@ def _check_names(schema: Schema) -> None:
                 f"a field is called {name!r}; names that start with '__' or end with "
                 f"{', '.join(RESERVED_SUFFIXES)} are the store's own. Rename it"
             )
+        if schema[name].folded and schema.get(name + SHAPE_SUFFIX) != size_field(schema[name]):
+            raise EncoderError(
+                f"field {name!r} has axes {' '.join(schema[name].axes)} in its rows, and no field "
+                f"{name + SHAPE_SUFFIX!r} {size_field(schema[name]).shape} int64 with their sizes. Hand on "
+                "both"
+            )
 
 
 def stored_schema(encoded: Schema, dtype: str | Mapping[str, str] | None) -> Schema:
@@ -265,8 +277,9 @@ def _wanted_dtypes(encoded: Schema, dtype: str | Mapping[str, str] | None) -> di
     floats = [name for name, f in encoded.items() if f.dtype in FLOATS]
     if isinstance(dtype, str):
         fits = _pays if dtype in PACKED_DTYPES else _has_axis
-        wanted = {name: dtype for name in floats if fits(encoded[name])}
-        rest = [name for name in floats if name not in wanted and encoded[name].step_shape]
+        inexact = [name for name in floats if not encoded[name].exact]
+        wanted = {name: dtype for name in inexact if fits(encoded[name])}
+        rest = [name for name in inexact if name not in wanted and encoded[name].step_shape]
         large = [name for name in rest if len(encoded[name].shape) > 1 and not encoded[name].kept]
         if dtype in PACKED_DTYPES and large:
             raise ConfigError(_does_not_pay(encoded, dtype, {*wanted, *large}, large[0]))
@@ -295,7 +308,8 @@ def _wanted_dtypes(encoded: Schema, dtype: str | Mapping[str, str] | None) -> di
 
 
 def _has_axis(f: Field) -> bool:
-    return bool(f.shape)
+    """Whether a dtype for all fields is meant for this one: not for parameters and coordinates of points."""
+    return bool(f.shape) and f.axes != ("p",)
 
 
 def _pays(f: Field) -> bool:
@@ -323,6 +337,21 @@ def _default_group(sample_schema: Schema) -> Group:
         return Group(samples=1)
     size = sum(f.size_bytes() for f in sample_schema.values())
     return Group(samples=max(1, min(MAX_GROUP, GROUP_BYTES // max(1, size))))
+
+
+def _asked_group(fixed: Group, samples: int | None, sample_schema: Schema) -> Group:
+    """The group of so many samples; one sample alone may be cut over time, as in the fixed group."""
+    if samples is None or (samples == 1 and fixed.samples == 1):
+        return fixed
+    if samples < 1:
+        raise ConfigError(f"encode_batch must be at least 1 sample, got {samples}")
+    ragged = sorted(name for name, f in sample_schema.items() if f.ragged)
+    if ragged and samples > 1:
+        raise ConfigError(
+            f"{arg('encode_batch', samples)}: samples differ in length ({ragged[0]}), so each is encoded by "
+            f"itself. Leave it out, or give {arg('encode_batch', 1)}"
+        )
+    return Group(samples=samples)
 
 
 def _source_entries(

@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 from stoker.errors import CorruptError, FormatError
 from stoker.schema import Schema, columns_of
 from stoker.store.blocks import Blocks
-from stoker.store.columns import Column, check_metadata, check_offsets, columns_in, is_pad, read_tail
+from stoker.store.columns import (
+    CONTENTS,
+    Column,
+    check_metadata,
+    check_offsets,
+    columns_in,
+    is_pad,
+    read_tail,
+)
+from stoker.store.compressed import CompressedFile
 from stoker.store.field_read import MENDS
 from stoker.store.header import read_header
 from stoker.store.protocols import OpenFile
@@ -46,6 +55,8 @@ class ShardFacts:
     columns: Mapping[str, Column]
     numbers: NDArray[np.int64]
     marked: NDArray[np.int64]
+    contents: NDArray[np.uint64]
+    """Digest of each record's raw sample, `(rows, 2)`; zeros: unknown. No rows where all are."""
     offsets: Mapping[str, NDArray[np.int64]]
     blocks: Mapping[str, Blocks]
     nbytes: int
@@ -76,7 +87,8 @@ def read_facts(file: OpenFile, schema: Schema, name: str) -> ShardFacts:
     schema = columns_of(schema)
     columns = columns_in(header, schema, rows, name)
     digests = read_strict(header.metadata["columns"].encode(), where=f"the digests of {name}")
-    tail = read_tail(file, header, name)
+    most = file.stored_bytes if isinstance(file, CompressedFile) else file.size
+    tail = read_tail(file, header, name, most)
     numbers = tail["__number__"]
     offsets = {
         n: check_offsets(tail[f"{n}.offsets"], columns[n], name) for n, f in schema.items() if f.ragged
@@ -88,6 +100,9 @@ def read_facts(file: OpenFile, schema: Schema, name: str) -> ShardFacts:
             blocks[n] = Blocks(n, f, columns[n].offset, seeds, tail[f"{n}.sums"].reshape(-1), offsets.get(n))
         except FormatError as error:
             raise FormatError(f"{name}: {error}") from error
+    contents = tail.get(CONTENTS, np.empty(0, np.uint64)).reshape(-1, 2)
+    if len(contents) not in (0, rows):
+        raise FormatError(f"{name}: {len(contents)} digests of samples for {rows} rows")
     if numbers.min(initial=0) < 0:
         raise FormatError(f"{name} holds a negative sample number")
     return ShardFacts(
@@ -104,6 +119,7 @@ def read_facts(file: OpenFile, schema: Schema, name: str) -> ShardFacts:
         columns=columns,
         numbers=numbers,
         marked=tail.get("__marked__", np.empty(0, np.int64)),
+        contents=contents,
         offsets=offsets,
         blocks=blocks,
         nbytes=PARSED_BYTES + seeds.nbytes + sum(array.nbytes for array in tail.values()),

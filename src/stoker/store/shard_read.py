@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from stoker.errors import CorruptError
 from stoker.schema import Schema
 from stoker.store.blocks import Verify
+from stoker.store.compressed import CompressedFile, open_compressed
 from stoker.store.field_read import MENDS, FieldReader, ShardFile
 from stoker.store.protocols import ColumnSink, OpenFile
 from stoker.store.shard_facts import ShardFacts, facts_of
@@ -50,15 +51,23 @@ class Shard:
     ) -> None:
         self.name = path.name
         self.size = file.size
+        """Bytes of the file."""
+        file = open_compressed(file, str(path))
+        self.compression = file.compression if isinstance(file, CompressedFile) else "none"
+        """Compression of its columns: `none`, `zstd` or `lz4`."""
         self._file, self._path, self._offset = file, path, offset
         self.facts = facts = facts_of(file, schema, str(path), known)
         """All that it says of itself; good for opening it again."""
         self.header_digest, self.part, self.rows = facts.header_digest, facts.part, facts.rows
+        self.raw_bytes = facts.size
+        """Bytes of the ordinary shard; those of the file unless it is compressed."""
         self.padding = facts.padding
         """Offset and bytes of each run of zeros between columns."""
         self.columns = facts.columns
         self.marked = facts.marked
         """Part-local numbers encoded in a smaller group than the recipe's."""
+        self.contents = facts.contents
+        """Digest of each record's raw sample, `(rows, 2)`; zeros: unknown. No rows where all are."""
         self._numbers = facts.numbers
         self._bytes = ShardFile(file, path, self._numbers, offset)
         self.fields = {
@@ -201,6 +210,20 @@ class Shard:
                 raise CorruptError(
                     f"{self._path}: padding at byte {offset} is not zero. No record is affected"
                 )
+
+    def advice(self, offset: int, size: int) -> tuple[int, int, int]:
+        """Descriptor, offset and bytes of the file that hold some bytes of a column, for `posix_fadvise`."""
+        if isinstance(self._file, CompressedFile):
+            return self._file.advice(offset, size)
+        return self._file.fileno(), offset, size
+
+    def stored_extents(
+        self, begin: NDArray[np.int64], end: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where bytes `begin:end` of the ordinary shard are in the file, each an array."""
+        if isinstance(self._file, CompressedFile):
+            return self._file.stored_extents(begin, end)
+        return begin, end
 
     def fileno(self) -> int:
         """The descriptor, for mapping columns; stays open as long as the shard."""

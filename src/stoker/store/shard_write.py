@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from stoker.schema import (
     schema_to_json,
 )
 from stoker.store import layout
+from stoker.store.columns import CONTENTS
+from stoker.store.compressed import Compression, PlainShard, compress_shard
 from stoker.store.convert import StoredRows
 from stoker.store.header import TENSOR_DTYPES, TensorEntry, pack_header
 from stoker.store.packing import unpack_rows
@@ -78,9 +81,17 @@ class OpenShard:
     """A shard being filled. After an error in `add` only `discard` makes sense."""
 
     def __init__(
-        self, storage: Storage, spec: ShardSpec, *, capacity: int, absent: frozenset[str] = frozenset()
+        self,
+        storage: Storage,
+        spec: ShardSpec,
+        *,
+        capacity: int,
+        absent: frozenset[str] = frozenset(),
+        compression: Compression = "none",
     ) -> None:
         """`absent` names columns whose bytes lie elsewhere: they get sums and room, and are a hole here."""
+        self._storage = storage
+        self._compression: Compression = compression
         self.spec = spec
         self.rows = 0
         self.size = 0
@@ -95,12 +106,19 @@ class OpenShard:
         }
         self._numbers: list[NDArray[np.int64]] = []
         self._marked: list[int] = []
+        self._contents: list[NDArray[np.uint64]] = []
         self._seed = schema_seed(spec.schema)
         self._data_start = len(pack_header(self._widest_tensors(), self._metadata(widest=True), None))
         self._pending: Pending = storage.create(spec.name)
 
     def add(
-        self, numbers: NDArray[np.int64], records: Mapping[str, StoredRows], begin: int, end: int
+        self,
+        numbers: NDArray[np.int64],
+        records: Mapping[str, StoredRows],
+        begin: int,
+        end: int,
+        *,
+        contents: NDArray[np.uint64] | None = None,
     ) -> None:
         """Append records.
 
@@ -108,6 +126,7 @@ class OpenShard:
             numbers: Part-local numbers of all records in `records`.
             records: Every column.
             begin, end: Which of them to append.
+            contents: Digests of the raw samples of all records in `records`, `(n, 2)`; zeros: unknown.
         """
         numbers = numbers[begin:end]
         seeds: list[int] = record_seeds(self._seed, numbers).tolist()
@@ -140,6 +159,8 @@ class OpenShard:
             column.size += len(data)
             self.size += len(data)
         self._numbers.append(numbers)
+        unknown = np.zeros((end - begin, 2), np.uint64)
+        self._contents.append(unknown if contents is None else contents[begin:end])
         self.rows += end - begin
 
     def mark(self, numbers: Sequence[int]) -> None:
@@ -162,9 +183,20 @@ class OpenShard:
             self._pending.truncate(self._data_start + end)
             metadata = {**self._metadata(widest=False), "meta": meta.hexdigest()}
             self._pending.write_at(0, pack_header(tensors, metadata, self._data_start))
-            self._pending.commit()
+            if not self._compressed(tensors, self._data_start + end):
+                self._pending.commit()
         finally:
             self._pending.discard()
+
+    def _compressed(self, tensors: Mapping[str, TensorEntry], size: int) -> bool:
+        """Write the shard compressed, if that is asked for and pays; the ordinary one is given up then."""
+        if self._compression == "none":
+            return False
+        plain = PlainShard(
+            read=self._pending.read_at, size=size, tensors=tensors, data_start=self._data_start
+        )
+        create = partial(self._storage.create, self.spec.name)
+        return compress_shard(plain, self._compression, create)
 
     def discard(self) -> None:
         """Forget the records and remove the file."""
@@ -205,6 +237,9 @@ class OpenShard:
         ]
         if self._marked:
             tail.append(("__marked__", "int64", np.unique(np.array(self._marked, "<i8"))))
+        contents = np.concatenate(self._contents)
+        if contents.any():
+            tail.append((CONTENTS, "uint64", contents.astype("<u8")))
         for name, column in self._columns.items():
             if column.field.ragged:
                 tail.append((f"{name}.offsets", "int64", np.cumsum([0, *column.lengths]).astype("<i8")))
@@ -244,7 +279,7 @@ class OpenShard:
         }
 
     def _widest_tensors(self) -> dict[str, TensorEntry]:
-        names = ["__number__", "__marked__"]
+        names = ["__number__", "__marked__", CONTENTS]
         for i, name in enumerate(self._columns):
             names += [name, f"__pad__{i}", f"{name}.offsets", f"{name}.sums"]
         shapes = {n: (LONGEST, *c.field.shape) for n, c in self._columns.items()}

@@ -5,24 +5,29 @@ from __future__ import annotations
 import platform
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.errors import ConfigError, RecordError, arg
-from stoker.schema import Field
+from stoker.errors import ConfigError, FormatError, RecordError, arg
+from stoker.schema import Field, canonical_json
 from stoker.store import layout
+from stoker.store.cache import Cache
+from stoker.store.compressed import Compression, check_compression
 from stoker.store.convert import FieldScratch, StoredRows, torch_dtype
+from stoker.store.copies import copy_rows
 from stoker.store.packing import store_columns
 from stoker.store.protocols import Storage
 from stoker.store.recipe import Recipe
 from stoker.store.shard_write import OpenShard, ShardSpec
+from stoker.store.strict_json import read_strict
 
 EARLY_S, EARLY_SHARE = 1.0, 0.05
 """An early seal comes after a second, or a 20th of the time so far: about 200 shards in the first hour."""
@@ -50,12 +55,19 @@ class WriterSettings:
     """Where records are encoded; noted in the shards."""
     float32: str = "unknown"
     """How products of float32 are computed while encoding; noted in the shards."""
+    compression: Compression = "none"
+    """Compression of shards; the records are the same."""
 
     def __post_init__(self) -> None:
+        check_compression(self.compression)
         if self.seal_after_s <= 0:
             raise ConfigError(f"seal_after_s is {self.seal_after_s}, expected more than 0")
         if self.max_error is not None and self.max_error < 0:
             raise ConfigError(f"max_error is {self.max_error}, expected 0 at least, or None for any")
+
+
+_Key: TypeAlias = tuple[int, str]
+"""Part, and the environment that made the records as JSON; empty: this process."""
 
 
 class RecordWriter:
@@ -70,9 +82,9 @@ class RecordWriter:
         self._storage, self._recipe, self._settings = storage, recipe, settings
         self._token = secrets.token_hex(6)
         self._seq = 0
-        self._open: dict[int, OpenShard] = {}
-        self._since: dict[int, float] = {}
-        self._latest: int | None = None
+        self._open: dict[_Key, OpenShard] = {}
+        self._since: dict[_Key, float] = {}
+        self._latest: _Key | None = None
         self._begun = time.monotonic()
         self._scratch = {name: FieldScratch() for name in recipe.schema}
         self._capacity = layout.capacity(recipe.columns, settings.shard_bytes)
@@ -83,6 +95,7 @@ class RecordWriter:
         records: Mapping[str, Tensor | list[Tensor]],
         *,
         marked: Sequence[int] = (),
+        contents: NDArray[np.uint64] | None = None,
     ) -> None:
         """Store records.
 
@@ -91,6 +104,7 @@ class RecordWriter:
             records: Fixed fields `(n, *shape)`, ragged ones a list of `n` tensors; on the CPU, in the encoded
                 dtype (or already the stored one). Not kept after the call.
             marked: Those of `numbers` that were encoded in a smaller group than the recipe's.
+            contents: Digests of their raw samples, `(n, 2)`, by which a grown source finds the records again.
         Raises:
             RecordError: A record does not fit the schema, overflows its dtype, or loses more than
                 `max_error`; nothing of the call was stored.
@@ -104,33 +118,92 @@ class RecordWriter:
         marks = {self._recipe.part_of(number)[1] for number in marked}
         begin = 0
         while begin < len(numbers):
-            shard = self._shard(part)
+            shard = self._shard((part, ""))
             end = begin + self._room(shard, stored, begin)
             try:
-                shard.add(local, stored, begin, end)
+                shard.add(local, stored, begin, end, contents=contents)
             except BaseException:
                 self.abort()
                 raise
             shard.mark([number for number in local[begin:end].tolist() if number in marks])
             if self._capacity.is_full(shard.rows, shard.size):
-                self._seal(part)
+                self._seal((part, ""))
             begin = end
         self.rows += len(numbers)
         self.bytes += sum(rows.values.nbytes for rows in stored.values())
         self.tick()
+
+    def copy(
+        self,
+        numbers: Sequence[int],
+        origin: Cache,
+        places: NDArray[np.int64],
+        *,
+        marked: Sequence[int] = (),
+    ) -> list[int]:
+        """Store records of another cache as they are, bit for bit.
+
+        Args:
+            numbers: Global sample numbers of one part to store them under.
+            origin: The other cache. Its recipe differs from ours in the source alone.
+            places: Shard and row in `origin` of each, `(n, 2)`.
+            marked: Those of `numbers` that have another place in their group here than there.
+
+        Returns:
+            Those of `numbers` whose record proved damaged: they were not stored.
+        """
+        part, local = self._local([int(number) for number in numbers])
+        marks = {self._recipe.part_of(number)[1] for number in marked}
+        table = np.column_stack([local, places])
+        made_in = {int(i): _environment_of(origin, int(i)) for i in np.unique(places[:, 0])}
+        damaged: list[int] = []
+        for environment in dict.fromkeys(made_in.values()):
+            own = table[[made_in[int(i)] == environment for i in places[:, 0]]]
+            while len(own):
+                shard = self._shard((part, environment))
+                room = self._capacity.rows - shard.rows if self._capacity.fixed else 1
+                for rows in self._copied(shard, origin, own[:room], damaged):
+                    shard.mark([number for number in rows[:, 0].tolist() if number in marks])
+                    self.rows += len(rows)
+                own = own[room:]
+                if not shard.rows:
+                    self._drop((part, environment))
+                elif self._capacity.is_full(shard.rows, shard.size):
+                    self._seal((part, environment))
+        self.tick()
+        offset = self._recipe.parts[part].offset
+        return [number + offset for number in damaged]
+
+    def _copied(
+        self, shard: OpenShard, origin: Cache, table: NDArray[np.int64], damaged: list[int]
+    ) -> Iterator[NDArray[np.int64]]:
+        """Copy rows at once, or one by one where one of them is damaged; yield those that were copied."""
+        try:
+            copy_rows(shard, origin, table)
+        except FormatError:  # met while reading, before anything was appended
+            if len(table) > 1:
+                for at in range(len(table)):
+                    yield from self._copied(shard, origin, table[at : at + 1], damaged)
+            else:
+                damaged.append(int(table[0, 0]))
+        except BaseException:
+            self.abort()
+            raise
+        else:
+            yield table
 
     def tick(self) -> None:
         """Seal shards that are older than their time; call when idle."""
         now, after_s = time.monotonic(), self._settings.seal_after_s
         if self._settings.early:
             after_s = min(after_s, max(EARLY_S, EARLY_SHARE * (now - self._begun)))
-        for part in [p for p, since in self._since.items() if now - since >= after_s]:
-            self._seal(part)
+        for key in [key for key, since in self._since.items() if now - since >= after_s]:
+            self._seal(key)
 
     def seal(self) -> None:
         """Seal what is open; returns when it is durable. The writer may be used again."""
-        for part in [*self._open]:
-            self._seal(part)
+        for key in [*self._open]:
+            self._seal(key)
 
     def abort(self) -> None:
         """Drop what is not sealed."""
@@ -181,8 +254,9 @@ class RecordWriter:
                 )
         return stored
 
-    def _shard(self, part: int) -> OpenShard:
-        shard = self._open.get(part)
+    def _shard(self, key: _Key) -> OpenShard:
+        part, made_in = key
+        shard = self._open.get(key)
         if shard is None:
             if len(self._open) >= OPEN_PARTS:
                 self._seal(min(self._since, key=self._since.__getitem__))
@@ -191,13 +265,20 @@ class RecordWriter:
                 part=self._recipe.parts[part].key,
                 writer=self._token,
                 seq=self._seq,
-                environment=environment(self._settings),
+                environment=read_strict(made_in.encode(), where="an environment")
+                if made_in
+                else environment(self._settings),
             )
-            shard = OpenShard(self._storage, spec, capacity=self._capacity.rows)
+            shard = OpenShard(
+                self._storage,
+                spec,
+                capacity=self._capacity.rows,
+                compression=self._settings.compression,
+            )
             self._seq += 1
-            self._open[part] = shard
-            self._since[part] = time.monotonic()
-        self._latest = part
+            self._open[key] = shard
+            self._since[key] = time.monotonic()
+        self._latest = key
         return shard
 
     def _room(self, shard: OpenShard, stored: Mapping[str, StoredRows], begin: int) -> int:
@@ -213,9 +294,21 @@ class RecordWriter:
             taken += 1
         return taken
 
-    def _seal(self, part: int) -> None:
-        self._since.pop(part)
-        self._open.pop(part).seal()
+    def _drop(self, key: _Key) -> None:
+        self._since.pop(key)
+        self._open.pop(key).discard()
+
+    def _seal(self, key: _Key) -> None:
+        self._since.pop(key)
+        self._open.pop(key).seal()
+
+
+def _environment_of(cache: Cache, i: int) -> str:
+    """Return what made the records of a shard, as JSON; `{}` where the shard cannot be read."""
+    try:
+        return canonical_json(dict(cache.shard(i).described("environment")))
+    except (FormatError, OSError):
+        return "{}"
 
 
 def _check_shape(
