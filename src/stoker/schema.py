@@ -40,6 +40,11 @@ SCALE_BLOCK = 128
 SCALE_SUFFIX = ".scale"
 """Ends the name of the column of scales; no field of a record ends so."""
 
+SHAPE_SUFFIX = ".shape"
+"""Ends the name of the field that holds the sizes of a folded field's axes, int64."""
+AXIS_WORDS = ("t", "p", "e", "k")
+"""Axes of particles and meshes: time, points, edges, cells. Edges and cells hold numbers of points."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
@@ -57,6 +62,12 @@ class Field:
     """Floats, stored as `dtype` times a float32 scale for each block of 128 on the last axis."""
     kept: bool = False
     """Of the raw sample, kept beside what was encoded: neither a state nor a condition of a window."""
+    axes: tuple[str, ...] = ()
+    """Of particles and meshes: words (`AXIS_WORDS`) of the axes whose sizes differ from sample to sample.
+    With one, axis 0 is that axis. With two, `("t", "p")`, the field is *folded*: axis 0 is both, one row for
+    each point of each step, and their sizes are in the field `<name>.shape`."""
+    exact: bool = False
+    """Stored as it is where all floats are to be stored in fewer bits: times and coordinates."""
 
     def __post_init__(self) -> None:
         """Refuse shapes and dtypes that no store can hold."""
@@ -70,6 +81,24 @@ class Field:
             raise RecordError(f"{self.dtype} of shape {self.shape} cannot be packed with scales")
         if self.dtype == "float8_e4m3fn" and not self.packed:
             raise RecordError("float8_e4m3fn is stored with scales only")
+        known = len(set(self.axes)) == len(self.axes) and set(self.axes) <= {*AXIS_WORDS}
+        if self.axes and not (known and self.ragged and not (self.folded and self.time)):
+            raise RecordError(f"axes {self.axes} do not fit a field of shape {self.shape}")
+
+    @property
+    def folded(self) -> bool:
+        """True if axis 0 stands for several axes."""
+        return len(self.axes) > 1
+
+    @property
+    def evolves(self) -> bool:
+        """True if the field has time, as axis 0 or folded into it."""
+        return self.time or self.axes[:1] == ("t",)
+
+    @property
+    def numbers_points(self) -> bool:
+        """True if the values are numbers of points: edges or cells of a mesh."""
+        return self.axes[:1] in (("e",), ("k",))
 
     @property
     def floating(self) -> bool:
@@ -111,7 +140,7 @@ def scale_field(field: Field) -> Field:
     (101, 16, 3)
     """
     shape = (*field.shape[:-1], -(-field.shape[-1] // SCALE_BLOCK))
-    return Field(shape=shape, dtype="float32", time=field.time, ragged=field.ragged)
+    return Field(shape=shape, dtype="float32", time=field.time, ragged=field.ragged, axes=field.axes)
 
 
 def columns_of(schema: Schema) -> Schema:
@@ -124,6 +153,46 @@ def columns_of(schema: Schema) -> Schema:
     return columns
 
 
+def size_field(field: Field) -> Field:
+    """The field `<name>.shape` of a folded field: the sizes of its axes.
+
+    >>> size_field(Field(shape=(-1, 3), dtype="float32", ragged=True, axes=("t", "p"))).shape
+    (2,)
+    """
+    return Field(shape=(len(field.axes),), dtype="int64", kept=field.kept)
+
+
+def without_points(schema: Schema) -> Schema:
+    """The schema without fields of particles and meshes, and without those of their sizes."""
+    points = {name for name, field in schema.items() if field.axes}
+    sizes = {name + SHAPE_SUFFIX for name in points if schema[name].folded}
+    return {name: field for name, field in schema.items() if name not in points | sizes}
+
+
+def unfolded(record: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
+    """The record with folded fields in axes of their own, `(T, N, *rest)`, without the fields of their sizes.
+
+    Arrays or tensors; nothing is copied. Fields that the record lacks are left out.
+
+    Raises:
+        RecordError: The sizes of a field do not make up its rows.
+    """
+    folded = {name for name, field in schema.items() if field.folded and name in record}
+    sizes = {name + SHAPE_SUFFIX for name in folded}
+    found: dict[str, Any] = {}
+    for name, value in record.items():
+        if name in folded:
+            shape = [int(size) for size in record[name + SHAPE_SUFFIX]]
+            if min(shape) < 0 or math.prod(shape) != len(value):
+                raise RecordError(
+                    f"field {name!r} has {len(value)} rows, its sizes are {' x '.join(map(str, shape))}"
+                )
+            found[name] = value.reshape(*shape, *value.shape[1:])
+        elif name not in sizes:
+            found[name] = value
+    return found
+
+
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The numpy dtype that carries `name`; bfloat16 is carried as its bits in uint16, float8 in int8."""
     return np.dtype({"bfloat16": "uint16", "float8_e4m3fn": "int8"}.get(name, name))
@@ -134,7 +203,9 @@ def schema_to_json(schema: Schema) -> dict[str, Json]:
     entries: dict[str, Json] = {}
     for name, f in schema.items():
         # Said only where it is so: other schemas read as they did before there were such fields.
-        marks: dict[str, Json] = {mark: True for mark in ("packed", "kept") if getattr(f, mark)}
+        marks: dict[str, Json] = {mark: True for mark in ("packed", "kept", "exact") if getattr(f, mark)}
+        if f.axes:
+            marks["axes"] = list(f.axes)
         entries[name] = {
             "shape": list(f.shape), "dtype": f.dtype, "time": f.time, "ragged": f.ragged, **marks
         }  # fmt: skip
@@ -156,6 +227,8 @@ def schema_from_json(data: Mapping[str, Any]) -> Schema:
                 ragged=bool(f["ragged"]),
                 packed=bool(f.get("packed", False)),
                 kept=bool(f.get("kept", False)),
+                axes=tuple(str(word) for word in f.get("axes", ())),
+                exact=bool(f.get("exact", False)),
             )
             for name, f in data.items()
         }

@@ -461,3 +461,20 @@ def test_a_docstring_that_the_code_reads_is_part_of_it() -> None:
 )
 def test_comments_are_cut_out_of_any_piece_of_source(text: str, left: str) -> None:
     assert used_code._without_comments(text) == left
+
+
+def test_a_dataset_of_a_script_is_the_same_in_another_process(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import subprocess, sys\nimport cloudpickle, torch, stoker\n"
+        "class Rows(torch.utils.data.Dataset):\n"
+        "    def __len__(self):\n        return 3\n"
+        "    def __getitem__(self, i):\n        return {'x': torch.zeros(2) + i}\n"
+        "source = stoker.TorchSource(torch.utils.data.Subset(Rows(), [0, 1]))\n"
+        "there = 'import sys, cloudpickle; print(cloudpickle.load(sys.stdin.buffer).identity().settings)'\n"
+        "sent = cloudpickle.dumps(source)\n"
+        "done = subprocess.run([sys.executable, '-c', there], input=sent, stdout=subprocess.PIPE)\n"
+        "assert done.stdout.decode().strip() == str(source.identity().settings), done.stdout\n"
+    )
+
+    assert subprocess.run([sys.executable, str(script)], timeout=60, check=False).returncode == 0

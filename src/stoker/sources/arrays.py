@@ -74,7 +74,7 @@ class ArraySource:
         self._fill_missing = fill_missing
         self._containers = find_containers(path)
         self._scanned: tuple[tuple[Described, ...], tuple[ArrayField, ...]] | None = None
-        self._reader = _Reader(fill_missing=fill_missing)
+        self._reader = ArrayReader(fill_missing=fill_missing)
 
     def __repr__(self) -> str:
         """The first file, and how many there are."""
@@ -86,7 +86,7 @@ class ArraySource:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._reader = _Reader(fill_missing=self._fill_missing)
+        self._reader = ArrayReader(fill_missing=self._fill_missing)
 
     def __len__(self) -> int:
         """Samples in all containers."""
@@ -249,7 +249,7 @@ def _merged(one: ArrayField, other: ArrayField, described: Described) -> ArrayFi
     return dataclasses.replace(one, field=field)
 
 
-class _Reader:
+class ArrayReader:
     """Open containers of one process, and the last chunks read from them."""
 
     def __init__(self, *, fill_missing: bool) -> None:

@@ -54,23 +54,30 @@ class Reading:
 
 
 def find_coordinates(*groups: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the coordinate datasets in open groups and in their group `grid`.
+    """Return the shapes of the coordinate datasets (`name_coordinates`) in open groups; later groups win."""
+    return {
+        word: tuple(int(size) for size in group[path].shape or ())
+        for group in groups
+        for word, path in name_coordinates(group).items()
+    }
 
-    Names are `x`, `x-coordinate` or `x_coordinate`, also with `y`, `z`, `t` and `time`; later groups win.
+
+def name_coordinates(group: Any) -> dict[str, str]:
+    """Return the paths of the coordinate datasets in an open group and in its group `grid`, by axis word.
+
+    Names are `x`, `x-coordinate` or `x_coordinate`, also with `y`, `z`, `t` and `time`; `grid` wins.
     """
-    found: dict[str, tuple[int, ...]] = {}
-    for group in groups:
-        for name in group:
-            base = name.lower().replace("_", "-").removesuffix("-coordinate")
-            word = "t" if base == "time" else base
-            # A dataset called `T` is a temperature; times of more than two axes are data.
-            if word not in (*SPACE, "t") or name == "T" or not is_dataset(group, name):
-                continue
-            shape = tuple(int(size) for size in group[name].shape or ())
-            if word in SPACE or len(shape) in (1, 2):
-                found[word] = shape
-        if group.get("grid", getclass=True) is h5py.Group:
-            found |= find_coordinates(group["grid"])
+    found: dict[str, str] = {}
+    for name in group:
+        base = name.lower().replace("_", "-").removesuffix("-coordinate")
+        word = "t" if base == "time" else base
+        # A dataset called `T` is a temperature; times of more than two axes are data.
+        if word not in (*SPACE, "t") or name == "T" or not is_dataset(group, name):
+            continue
+        if word in SPACE or len(group[name].shape or ()) in (1, 2):
+            found[word] = name
+    if group.get("grid", getclass=True) is h5py.Group:
+        found |= {word: f"grid/{path}" for word, path in name_coordinates(group["grid"]).items()}
     return found
 
 
@@ -173,7 +180,7 @@ def _fits(axes: Axes, shape: Sequence[int], coordinates: Coordinates) -> bool:
     """Return whether no coordinate contradicts the axes; it may have one entry more (cell edges)."""
     sizes = dict(zip(axes, shape, strict=True))
     for word, stated in coordinates.items():
-        if word not in sizes:
+        if word not in sizes or _is_of_another(word, stated, axes, shape, coordinates):
             return False
         # One coordinate for all samples, or one for each sample; of space also as a mesh.
         meant = [[sizes[word]], [sizes.get("n", -1), sizes[word]]]
@@ -186,6 +193,16 @@ def _fits(axes: Axes, shape: Sequence[int], coordinates: Coordinates) -> bool:
         ):
             return False
     return True
+
+
+def _is_of_another(
+    word: str, stated: tuple[int, ...], axes: Axes, shape: Sequence[int], coordinates: Coordinates
+) -> bool:
+    """Return whether edges of cells along a space axis are the points of an axis without a coordinate."""
+    sizes = dict(zip(axes, shape, strict=True))
+    if word not in SPACE or len(stated) != 1 or stated[0] != sizes[word] + 1:
+        return False
+    return any(size == stated[0] for axis, size in sizes.items() if axis not in coordinates)
 
 
 def _grid(axes: Axes) -> list[int]:

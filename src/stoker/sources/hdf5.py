@@ -19,10 +19,19 @@ from stoker.sources.dtypes import read_as
 from stoker.sources.files import Paths, find_keyed_files
 from stoker.sources.given import check_splits
 from stoker.sources.hdf5_blocks import BlockReader, Place, block_bytes, run_length
-from stoker.sources.hdf5_layout import Piece, arrange, channel_names, layout_to_json, sample_axes
+from stoker.sources.hdf5_layout import (
+    FieldLayout,
+    FieldRole,
+    Piece,
+    arrange,
+    channel_names,
+    layout_to_json,
+    sample_axes,
+)
 from stoker.sources.hdf5_open import FilePool
 from stoker.sources.hdf5_placed import placed_part
 from stoker.sources.hdf5_scan import Scan, ScannedFile, Wanted, scan_files
+from stoker.sources.included import INCLUDABLE, finish
 from stoker.sources.placed import PlacedPart
 from stoker.sources.protocol import FileRef, Part, SourceIdentity
 from stoker.units import format_count
@@ -46,6 +55,9 @@ class HDF5Source:
         splits: Fractions, for data without a file per split; absent: 0.8/0.1/0.1.
         seed: Seed of the cut into fractions.
         subsample: Take every k-th point along axes `t x y z`, `{"t": 2, "x": 4}`.
+        include: What else the file states, as further fields: `time` (T,) and `dt` (); `coordinates`, as `x`,
+            `y`, `z`; and of The Well `boundary`, as `boundary_NAME` (0 wall, 1 open, 2 periodic) with
+            `boundary_NAME_mask` and `boundary_NAME_values`. Each is stored with each sample.
 
     Samples have `data` `(T, H, W, C)` (1D: H = 1; steady: no T) and each parameter of a file as a float32
     scalar; with `fields`, the fields named. float64 is read as float32.
@@ -66,6 +78,7 @@ class HDF5Source:
         splits: Mapping[str, float] | None = None,
         seed: int = 0,
         subsample: Mapping[str, int] | None = None,
+        include: str | Sequence[str] = (),
     ) -> None:
         if preset not in {None, "pdebench", "well"}:
             raise ConfigError(f"preset {preset!r} is unknown. Presets are 'pdebench' and 'well'")
@@ -77,6 +90,9 @@ class HDF5Source:
         strides = dict(subsample or {})
         if any(axis not in {"t", "x", "y", "z"} or step < 1 for axis, step in strides.items()):
             raise ConfigError(f"subsample {strides} must map t, x, y or z to steps of at least 1")
+        wanted = {include} if isinstance(include, str) else {*include}
+        if unknown := sorted(wanted - {*INCLUDABLE}):
+            raise ConfigError(f"include names {unknown}. It may name {', '.join(INCLUDABLE)}")
         root, paths, keys = find_keyed_files(path)
         self._wanted = Wanted(
             root=root,
@@ -88,6 +104,7 @@ class HDF5Source:
             splits=None if splits is None else dict(splits),
             seed=seed,
             strides={axis: int(step) for axis, step in sorted(strides.items()) if step > 1},
+            include=tuple(name for name in INCLUDABLE if name in wanted),
         )
         self._scanned: Scan | None = None
         self._pool = FilePool()
@@ -158,7 +175,7 @@ class HDF5Source:
             span = (low, max(low, high)) if field.time else None
             parts: list[NDArray[Any]] = []
             for piece in layout.pieces:
-                parts.append(self._read_piece(file, piece, row, slot, span))
+                parts.append(self._read_piece(file, layout, piece, row, slot, span))
                 slot += 1
             whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
             sample[layout.name] = np.asarray(whole, order="C")
@@ -168,12 +185,20 @@ class HDF5Source:
         return sample
 
     def _read_piece(
-        self, file: ScannedFile, piece: Piece, row: int, slot: int, span: tuple[int, int] | None
+        self,
+        file: ScannedFile,
+        layout: FieldLayout,
+        piece: Piece,
+        row: int,
+        slot: int,
+        span: tuple[int, int] | None,
     ) -> NDArray[Any]:
         """One sample of one dataset, in served order."""
         group = file.layout.groups[row] if file.layout.groups else ""
         place = Place(path=file.path, row=row, group=group, label=file.place(row), slot=slot)
         raw = self._reader.read(place, piece, file.blocks[slot], span)
+        if layout.role is not FieldRole.DATA:
+            return finish(layout, raw, self._wanted.strides, where=place.label)
         axes = sample_axes(piece)
         # Time was thinned while reading; thinning space there would cost HDF5 a call per point.
         steps = [1 if axis == "t" else self._wanted.strides.get(axis, 1) for axis in axes]
@@ -219,6 +244,8 @@ class HDF5Source:
             "split": scan.choice.to_json(),
             "subsample": dict(self._wanted.strides),
         }
+        if self._wanted.include:  # said only then: other recipes read as they did before
+            settings["include"] = list(self._wanted.include)
         return SourceIdentity(kind=f"hdf5/{VERSION}", parts=parts, settings=settings)
 
     def places(self) -> Sequence[PlacedPart]:

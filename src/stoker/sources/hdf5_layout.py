@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, cast
 
 import numpy as np
@@ -64,6 +65,16 @@ class Piece:
         return size // max(self.rows or 1, 1)
 
 
+class FieldRole(Enum):
+    """What a field is made of; see `stoker.sources.included` for all but data."""
+
+    DATA = "data"
+    TIME = "time"
+    DT = "dt"
+    COORDINATE = "coordinate"
+    BOUNDARY = "boundary"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldLayout:
     """One field of a sample: one dataset, or several stacked along the channel axis."""
@@ -72,6 +83,10 @@ class FieldLayout:
     """Name in the sample."""
     pieces: tuple[Piece, ...]
     """In channel order."""
+    role: FieldRole = FieldRole.DATA
+    """What is made of them."""
+    points: int = 0
+    """Of times and coordinates: entries that belong to the data; the dataset may have one more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +245,8 @@ def stacked_field(layout: FieldLayout, strides: Mapping[str, int], *, where: str
     Raises:
         SourceError: The pieces cannot be stacked.
     """
+    if layout.role is not FieldRole.DATA:
+        return _included_field(layout, strides)
     fields = [piece_field(piece, strides) for piece in layout.pieces]
     first = fields[0]
     if len(fields) == 1:
@@ -245,10 +262,25 @@ def stacked_field(layout: FieldLayout, strides: Mapping[str, int], *, where: str
     return Field(shape=shape, dtype=first.dtype, time=first.time)
 
 
+def _included_field(layout: FieldLayout, strides: Mapping[str, int]) -> Field:
+    """Return what `stoker.sources.included.finish` makes of one sample."""
+    if layout.role is FieldRole.DT:
+        return Field(shape=(), dtype="float32")
+    if layout.role is FieldRole.TIME:
+        steps = -(-layout.points // strides.get("t", 1))
+        return Field(shape=(steps,), dtype="float32", time=True, exact=True)
+    if layout.role is FieldRole.COORDINATE:
+        points = -(-layout.points // strides.get(layout.name, 1))
+        return Field(shape=(points,), dtype="float32", kept=True, exact=True)
+    (piece,) = layout.pieces
+    time = "t" in piece.axes
+    return Field(shape=sample_shape(piece, strides), dtype=piece.dtype, time=time, kept=True, exact=True)
+
+
 def channel_names(layout: FieldLayout, strides: Mapping[str, int]) -> tuple[str, ...]:
     """One name per channel of a field with space axes, in order; empty for other fields."""
     names: list[str] = []
-    for piece in layout.pieces:
+    for piece in layout.pieces if layout.role is FieldRole.DATA else ():
         if not any(axis in SPACE for axis in piece.axes):
             return ()
         count = piece_field(piece, strides).shape[-1]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from stoker.errors import SourceError, arg
-from stoker.sources.hdf5_layout import FieldLayout, piece_field, sample_axes
+from stoker.sources.hdf5_layout import FieldLayout, FieldRole, piece_field, sample_axes
 from stoker.sources.hdf5_open import FOREIGN_ERRORS, FilePool, cause_of, require_inside
 from stoker.sources.hdf5_scan import ScannedFile
 from stoker.sources.placed import PlacedField, PlacedPart, check_order, offset_of, plain_dtype, row_places
@@ -37,6 +37,10 @@ def placed_part(file: ScannedFile, pool: FilePool, strides: Mapping[str, int]) -
 
 def _placed_field(file: ScannedFile, layout: FieldLayout, pool: FilePool) -> PlacedField:
     where = f"{file.path}: field {layout.name!r}"
+    if layout.role is not FieldRole.DATA:
+        raise SourceError(
+            f"{where} is computed from the file. Leave include out where files are served in place"
+        )
     piece, *others = layout.pieces
     if others:
         raise SourceError(

@@ -24,6 +24,7 @@ from stoker.sources.files import family, refuse_together, require_listable
 from stoker.sources.hdf5_blocks import BLOCK_LIMIT_BYTES, Block, plan_block
 from stoker.sources.hdf5_layout import FileLayout, stacked_field
 from stoker.sources.hdf5_open import FOREIGN_ERRORS, cause_of, open_checked, readable_dataset, unwritten_rows
+from stoker.sources.included import with_included
 from stoker.sources.splits import SplitChoice, choose_split, split_numbers
 from stoker.units import format_bytes
 
@@ -52,6 +53,8 @@ class Wanted:
     """Of the cut into fractions."""
     strides: Mapping[str, int]
     """Subsampling by axis word; steps of 1 left out."""
+    include: tuple[str, ...]
+    """What to serve in addition to the fields, see `stoker.sources.included`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +197,7 @@ def _layout(
         if preset is None and wanted.fields is None:
             preset = _detect(file, str(path))
         layout = _described(file, wanted, path, name, preset)
+        layout = with_included(file, layout, wanted.include, where=str(path))
         for parameter, value in layout.values.items():
             if not math.isfinite(value):
                 raise SourceError(

@@ -20,7 +20,7 @@ from stoker.sources.given import check_dataset
 from stoker.sources.held import held_bytes
 from stoker.sources.protocol import Part, SourceIdentity
 from stoker.sources.torch_elsewhere import check_alike, read_elsewhere
-from stoker.sources.torch_identity import describe
+from stoker.sources.torch_identity import Description, describe
 from stoker.sources.torch_items import Item, Rule, TextRules, flatten_item, narrowed_fields
 from stoker.sources.torch_members import obstacles, random_members, uses_module
 from stoker.sources.torch_probe import (
@@ -129,6 +129,7 @@ class TorchSource:
         self._meaning = Meaning(time=tuple(time), ragged=tuple(ragged))
         self._keys = None if keys is None else [str(key) for key in keys]
         self._probed: Probed | None = None
+        self._seen: Description | None = None
         self._proved = False
         self._ahead = False
         self._elsewhere: dict[int, dict[str, str] | str] | None = None
@@ -150,8 +151,14 @@ class TorchSource:
         return f"TorchSource({self._name}, {format_count(self._count, 'sample')})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """The Dataset as it was given: handles it opened while being read stay here."""
-        return {**self.__dict__, "_live": None, "_last": None, "_elsewhere": None}
+        """The Dataset as it was given: handles it opened while being read stay here.
+
+        A class of `__main__` has no source text where it is unpickled, so what was seen of it travels along.
+        """
+        seen = None if self._identity is not None else self._seen or describe(self._dataset)
+        if seen is not None and not any(name.startswith("__main__.") for name in seen.code):
+            seen = None
+        return {**self.__dict__, "_live": None, "_last": None, "_elsewhere": None, "_seen": seen}
 
     def __len__(self) -> int:
         """The Dataset's length when the source was made."""
@@ -214,7 +221,7 @@ class TorchSource:
             settings["identity"] = self._identity
             return SourceIdentity(kind=f"torch/{VERSION}", parts=(part,), settings=settings)
         probed = self._probe()
-        seen = describe(self._dataset)
+        seen = self._seen or describe(self._dataset)
         settings.update({"class": self._name, "code": seen.code, "held": seen.held, "folders": seen.folders})
         digest = digest_json({"probes": list[Json](probed.wholes), "held": seen.held})
         self._say(seen.unseen)

@@ -4,7 +4,7 @@
 `(n, t, *space[, d[, d]])`; attributes say which of these axes a dataset has. Fields with all axes become
 the channels of `data` `(T, H, W, C)`, in the files' own order (scalars, then vectors as `velocity_x`,
 `velocity_y`, then matrices); others become fields of their own. `scalars` become scalar fields, boundary
-conditions go into the identity.
+conditions go into the identity; `stoker.sources.included` serves them as fields.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from stoker.errors import SourceError, arg
 from stoker.schema import Json
 from stoker.sources.declared import contents, rows_layout
-from stoker.sources.hdf5_layout import FieldLayout, FileLayout, Piece, as_text, make_piece
+from stoker.sources.hdf5_layout import SPACE, FieldLayout, FileLayout, Piece, as_text, make_piece
 from stoker.sources.hdf5_open import require_inside
 from stoker.sources.pdebench import attribute_words
 
@@ -40,23 +40,20 @@ def well_layout(file: Any, *, where: str) -> FileLayout:
             f"{contents(file)} Use {arg('preset', 'pdebench')}, or declare {arg('fields')}"
         )
     space = attribute_words(file["dimensions"], "spatial_dims")
-    if not space or not set(space) <= {"x", "y", "z"}:
+    if not space or not set(space) <= {*SPACE}:
         raise SourceError(
-            f"{where}: dimensions state spatial_dims {list(space)}; Cartesian x, y, z are read. Declare the "
-            f"datasets yourself: {arg('fields', {'t0_fields/<name>': 'n t x y'})}"
+            f"{where}: dimensions state spatial_dims {list(space)}; only x, y, z are read as a grid of equal "
+            f"cells. To use this grid as if it were one, declare the fields in place of "
+            f"{arg('preset', 'well')}, and call the one to train on 'data': "
+            f"{arg('fields', _declaration(file, space, where))}"
         )
     stacked: list[Piece] = []
     single: list[FieldLayout] = []
-    for rank, group in enumerate(GROUPS):
-        if group not in file:
-            continue
-        names = attribute_words(file[group], "field_names") or tuple(file[group])
-        for name in names:
-            piece = _field(file, f"{group}/{name}", rank, space, where)
-            if {"n", "t", *space} <= set(piece.axes):
-                stacked.append(piece)
-            else:
-                single.append(FieldLayout(name=name, pieces=(piece,)))
+    for name, piece in _pieces(file, space, where):
+        if {"n", "t", *space} <= set(piece.axes):
+            stacked.append(piece)
+        else:
+            single.append(FieldLayout(name=name, pieces=(piece,)))
     main = [FieldLayout(name="data", pieces=tuple(stacked))] if stacked else []
     values: dict[str, float] = {}
     for name, dataset in _scalars(file):
@@ -71,6 +68,25 @@ def well_layout(file: Any, *, where: str) -> FileLayout:
     return FileLayout(
         fields=found.fields, rows=found.rows, values=dict(sorted(values.items())), notes=_boundaries(file)
     )
+
+
+def _pieces(file: Any, space: tuple[str, ...], where: str) -> list[tuple[str, Piece]]:
+    """Return the fields of all ranks with their names."""
+    return [
+        (name, _field(file, f"{group}/{name}", rank, space, where))
+        for rank, group in enumerate(GROUPS)
+        if group in file
+        for name in attribute_words(file[group], "field_names") or tuple(file[group])
+    ]
+
+
+def _declaration(file: Any, space: tuple[str, ...], where: str) -> dict[str, str]:
+    """Return a declaration of all fields in which the axes of another geometry are called x, y, z."""
+    words = dict(zip(space or SPACE, SPACE, strict=False))
+    return {
+        name: f"{piece.dataset}: {' '.join(words.get(axis, axis) for axis in piece.axes)}"
+        for name, piece in _pieces(file, space or SPACE, where)
+    }
 
 
 def _scalars(file: Any) -> list[tuple[str, Any]]:
@@ -95,7 +111,9 @@ def _field(file: Any, name: str, rank: int, space: tuple[str, ...], where: str) 
     flags = [True] * len(space) if varying is None else [bool(flag) for flag in np.ravel(varying)]
     grid = tuple(axis for axis, flag in zip(space, flags, strict=False) if flag)
     lead = _present(dataset, ("n", "t"), where=f"{where}: {name}")
-    axes = (*lead, *grid, *("i", "j")[:rank])
+    # A matrix may be stored as one axis of its elements.
+    flat = rank == 2 and len(dataset.shape) == len(lead) + len(grid) + 1
+    axes = (*lead, *grid, *("i", "j")[: 1 if flat else rank])
     if len(axes) != len(dataset.shape):
         raise SourceError(
             f"{where}: dataset {name!r} has shape {tuple(dataset.shape)}, its attributes give the axes "

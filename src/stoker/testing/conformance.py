@@ -13,7 +13,17 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
 from stoker.encoders.protocol import Encoder, Group
 from stoker.errors import StokerError
-from stoker.schema import FLOATS, Field, Json, Sample, Schema, canonical_json, check_sample
+from stoker.schema import (
+    FLOATS,
+    SHAPE_SUFFIX,
+    Field,
+    Json,
+    Sample,
+    Schema,
+    canonical_json,
+    check_sample,
+    unfolded,
+)
 from stoker.sources.protocol import ReadsMany, Source, SourceIdentity
 
 if TYPE_CHECKING:
@@ -129,11 +139,12 @@ def _texts(value: Json) -> list[str]:
 
 def _check_ranges(source: Source, number: int, whole: Sample, schema: Schema) -> None:
     """`start:stop` is the slice of axis 0 of fields with time; other fields come whole."""
-    lengths = [whole[name].shape[0] for name, field in schema.items() if field.time]
+    whole = unfolded(whole, schema)
+    lengths = [whole[name].shape[0] for name, field in schema.items() if field.evolves]
     length = min(lengths, default=4)
     for start, stop in ((0, 1), (1, None), (None, length - 1), (length // 2, length // 2 + 2), (0, length)):
-        part = source.read(number, start, stop)
-        wanted = {name: array[start:stop] if schema[name].time else array for name, array in whole.items()}
+        part = unfolded(source.read(number, start, stop), schema)
+        wanted = {name: array[start:stop] if schema[name].evolves else array for name, array in whole.items()}
         assert _same(wanted, part), f"read({number}, {start}, {stop}) is not that slice of read({number})"
 
 
@@ -264,10 +275,12 @@ def _made_up(schema: Schema, group: Group, steps: int, seed: int) -> dict[str, T
 
     generator = torch.Generator().manual_seed(seed)
     batch: dict[str, Tensor] = {}
+    made: dict[str, Tensor] = {}
     for name, field in schema.items():
         shape = list(field.shape)
+        sizes = [steps + word.startswith("p") for word in field.axes]
         if field.ragged:
-            shape[0] = steps
+            shape[0] = math.prod(sizes) if sizes else steps
         elif field.time and group.steps is not None:
             shape[0] = min(group.steps, shape[0])
         size = (group.samples, *shape)
@@ -276,7 +289,9 @@ def _made_up(schema: Schema, group: Group, steps: int, seed: int) -> dict[str, T
             batch[name] = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
         else:
             batch[name] = torch.randint(0, 2, size, generator=generator, device="cpu").to(dtype)
-    return batch
+        if field.folded:
+            made[name + SHAPE_SUFFIX] = torch.tensor([sizes], device="cpu")
+    return batch | made
 
 
 def _rows(batch: Mapping[str, Tensor]) -> int:
