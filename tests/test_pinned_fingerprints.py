@@ -28,6 +28,10 @@ def grid() -> GridEncoder:
     return GridEncoder(channels=2, grid=(8, 8), patch=(4, 4), tokens=4, dim=8)
 
 
+def grid_3d() -> GridEncoder:
+    return GridEncoder(channels=2, grid=(4, 6, 8), patch=(2, 2, 2), tokens=12, dim=8)
+
+
 def normalized() -> Normalized:
     rule = Statistics(field="data", method="standard", shift=(0.5, -1.0), scale=(2.0, 1.0), digest="0" * 64)
     return Normalized(grid(), rule)
@@ -51,6 +55,7 @@ def identity() -> ModuleEncoder:
     ("make", "digest"),
     [
         (grid, "c56d00c15698466eb3c2c9d40438c4968fbf1cd220954639c5f25f04892e077b"),
+        (grid_3d, "b8e76f20a0a00ddbc42523212ca82f992caf6a30342fb7925b81ab32fff58179"),
         (normalized, "84c4144aeb53b0f00e7ef5fdcc0fdf2e0b73d5d035c5b3126edf85e17d0c71b3"),
         (sequential, "3ab8a2c853c43af5d15b9426cce3da47c354e625c37c37fb4dee3250282a7717"),
         (identity, "a0f1663a5a22e327a74e29454187ef54e1d96fe346ca40ef94279e7637cd2ea4"),

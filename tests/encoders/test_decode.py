@@ -31,6 +31,10 @@ def there_and_back(encoder: GridEncoder, values: torch.Tensor) -> torch.Tensor:
         pytest.param({"grid": (8, 8), "patch": (2, 2), "tokens": 4, "dim": 40}, id="more-than-enough"),
         pytest.param({"grid": (1, 32), "patch": (1, 4), "tokens": 5, "dim": 8}, id="cells-overlap"),
         pytest.param({"grid": (12, 10), "patch": (2, 2), "tokens": 12, "dim": 32}, id="cells-overlap-2d"),
+        pytest.param(
+            {"grid": (4, 6, 8), "patch": (2, 3, 2), "tokens": 16, "dim": 24, "channels": 2}, id="3d"
+        ),
+        pytest.param({"grid": (6, 4, 4), "patch": (2, 2, 2), "tokens": 8, "dim": 40}, id="cells-overlap-3d"),
     ],
 )
 def test_nothing_is_lost_where_a_token_has_as_many_numbers_as_its_cell(settings: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from stoker.schema import Field
 
 BURGERS: dict[str, Any] = {"channels": 1, "grid": (1, 256), "patch": (1, 4), "tokens": 16, "dim": 32}
 PLANE: dict[str, Any] = {"channels": 3, "grid": (8, 12), "patch": (2, 2), "tokens": 6, "dim": 48}
+SOLID: dict[str, Any] = {"channels": 2, "grid": (4, 6, 8), "patch": (2, 2, 2), "tokens": 12, "dim": 32}
 
 
 def encode(encoder: GridEncoder, data: torch.Tensor) -> torch.Tensor:
@@ -26,7 +27,7 @@ def data_of(settings: dict[str, Any], n: int = 2, steps: int = 3, seed: int = 0)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("settings", [BURGERS, PLANE], ids=["1d", "2d"])
+@pytest.mark.parametrize("settings", [BURGERS, PLANE, SOLID], ids=["1d", "2d", "3d"])
 def test_gives_tokens_per_time_step(settings: dict[str, Any]) -> None:
     encoder = GridEncoder(**settings)
 
@@ -68,7 +69,7 @@ def test_a_field_without_time_has_a_latent_without_time() -> None:
     )
 
 
-@pytest.mark.parametrize("settings", [BURGERS, PLANE], ids=["1d", "2d"])
+@pytest.mark.parametrize("settings", [BURGERS, PLANE, SOLID], ids=["1d", "2d", "3d"])
 def test_nothing_is_lost_when_dim_holds_a_cell(settings: dict[str, Any]) -> None:
     """Distances between latents are those between fields, so an error in one is an error in the other."""
     encoder = GridEncoder(**settings, fourier=())
@@ -132,12 +133,27 @@ def test_cells_overlap_where_tokens_do_not_divide_patches() -> None:
         pytest.param((8, 16), 32, (4, 8), id="cells-are-square"),
         pytest.param((12, 12), 144, (12, 12), id="as-many-as-patches"),
         pytest.param((12, 12), 1, (1, 1), id="one-token"),
+        pytest.param((4, 4, 4), 8, (2, 2, 2), id="cubes"),
+        pytest.param((4, 8, 8), 32, (2, 4, 4), id="cubes-in-a-box"),
     ],
 )
 def test_cells_are_as_square_as_can_be(
-    patches: tuple[int, int], tokens: int, layout: tuple[int, int]
+    patches: tuple[int, ...], tokens: int, layout: tuple[int, ...]
 ) -> None:
-    assert plan_cells((patches[0] * 2, patches[1] * 2), (2, 2), tokens).layout == layout
+    assert plan_cells(tuple(2 * n for n in patches), (2,) * len(patches), tokens).layout == layout
+
+
+def test_a_token_in_3d_is_one_block_of_the_grid() -> None:
+    encoder = GridEncoder(**SOLID)  # 2 x 3 x 4 patches in 12 cells
+    data = data_of(SOLID)
+    changed = data.clone()
+    changed[:, :, -1, -1, -1] += 1.0
+
+    difference = (encode(encoder, data) != encode(encoder, changed)).any(-1)
+
+    assert difference.tolist() == [[[False] * 11 + [True]] * 3] * 2
+    with pytest.raises(EncoderError, match=r"patch \(2, 2\) .*grid \(4, 6, 8\).*patch=\(4, 2, 4\)"):
+        GridEncoder(**{**SOLID, "patch": (2, 2)})
 
 
 @pytest.mark.parametrize("tokens", [8, 16])
@@ -246,7 +262,7 @@ def test_samples_that_do_not_fit_are_refused(schema: dict[str, Field], said: str
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.uint8])
-@pytest.mark.parametrize("settings", [BURGERS, PLANE], ids=["1d", "2d"])
+@pytest.mark.parametrize("settings", [BURGERS, PLANE, SOLID], ids=["1d", "2d", "3d"])
 def test_any_real_dtype_is_taken(settings: dict[str, Any], dtype: torch.dtype) -> None:
     encoder = GridEncoder(**settings)
     data = (10 * data_of(settings).abs()).to(dtype)

@@ -338,7 +338,7 @@ def test_a_module_put_back_into_training_is_refused() -> None:
     ("settings", "schema", "said"),
     [
         pytest.param({"field": "x"}, VECTOR, "'x'", id="no-such-field"),
-        pytest.param({"time": "steps"}, VECTOR, 'time="none"', id="no-time"),
+        pytest.param({"time": "steps"}, VECTOR, "time='none'", id="no-time"),
         pytest.param({"output": "label"}, VECTOR, "label", id="names-clash"),
         pytest.param({"output": ("a", "b")}, VECTOR, r"\['a', 'b'\]", id="too-few-outputs"),
     ],

@@ -10,7 +10,7 @@ exact arithmetic on the recorded weights: nothing is learnt, and nothing depends
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.encoders.keeping import KEEPING
+from stoker.encoders.steady import STEADY, weights_of
 from stoker.units import MIB
 
 if TYPE_CHECKING:
@@ -25,6 +26,17 @@ if TYPE_CHECKING:
 
 Decode: TypeAlias = "Callable[[Tensor], Tensor]"
 """From latents `(..., L, D)` to fields, float32, on the same device."""
+
+
+@runtime_checkable
+class DecodeByRecord(Protocol):
+    """Decodes states of encoders whose fields are at points that every record has of its own."""
+
+    def of(self, number: int, latents: Tensor, /) -> Tensor:
+        """Latents `(..., L, D)` of sample `number` as fields `(..., N, C)`, float32, on the same device."""
+        ...
+
+
 CHUNK_BYTES = 16 * MIB
 """Fields decoded at a time."""
 
@@ -39,7 +51,7 @@ class GridDecoder:
         self._inverse: Tensor = torch.linalg.pinv(project).float()
 
     def __call__(self, latents: Tensor) -> Tensor:
-        """Latents `(..., L, D)` as fields `(..., H, W, C)` float32; points of several cells are averaged."""
+        """Latents `(..., L, D)` as fields `(..., *grid, C)` float32; points of several cells are averaged."""
         tokens, dim = latents.shape[-2:]
         if self._inverse.device != latents.device:
             self._inverse = self._inverse.to(latents.device)
@@ -54,11 +66,14 @@ class GridDecoder:
 
     def _fields(self, latents: Tensor) -> Tensor:
         cells, channels = self._cells, self._channels
-        (down, across), (height, width) = cells.layout, cells.size
+        axes = range(len(cells.layout))
         values = (latents.float() - self._position) @ self._inverse
-        split = values.view(len(latents), down, across, height, width, channels).permute(0, 1, 3, 2, 4, 5)
-        fields = split.reshape(len(latents), down * height, across * width, channels)
-        for axis, index in ((1, cells.rows), (2, cells.cols)):
+        split = values.view(len(latents), *cells.layout, *cells.size, channels).permute(
+            0, *(1 + axis + half for axis in axes for half in (0, len(axes))), 2 * len(axes) + 1
+        )
+        sizes = (count * size for count, size in zip(cells.layout, cells.size, strict=True))
+        fields = split.reshape(len(latents), *sizes, channels)
+        for axis, index in enumerate(cells.points_of, 1):
             if index is not None:
                 fields = _averaged(fields, axis, index)
         return fields
@@ -74,8 +89,14 @@ def _averaged(fields: Tensor, axis: int, index: NDArray[np.int64]) -> Tensor:
     return summed / counts.view([-1 if i == axis else 1 for i in range(fields.ndim)])
 
 
-def decoder_of(identity: Mapping[str, Any] | None, weights: Mapping[str, Tensor]) -> Decode | None:
+def decoder_of(
+    identity: Mapping[str, Any] | None, weights: Mapping[str, Tensor], own: Decode | None = None
+) -> Decode | None:
     """The decoder of an encoder, from its identity and weights in a recipe; None: it has no decoder.
+
+    Args:
+        identity, weights: As recorded with a cache.
+        own: What decodes in place of the encoder at the center, where that is not a `GridEncoder`.
 
     Raises:
         KeyError: The weights are not those of this encoder.
@@ -86,19 +107,18 @@ def decoder_of(identity: Mapping[str, Any] | None, weights: Mapping[str, Tensor]
         return None
     kind, config = identity["class"], identity["config"]
     if kind == KEEPING:
-        return decoder_of(config["inner"], weights)
+        return decoder_of(config["inner"], weights, own)
     if kind == "stoker.Normalized":
-        inner = decoder_of(config["inner"], weights)
+        inner = decoder_of(config["inner"], weights, own)
         if inner is None and config["inner"] is not None:
             return None
         return _rescaled(inner, weights["normalize.shift"], weights["normalize.scale"])
+    if kind == STEADY:
+        return decoder_of(config["solution"], weights_of("solution", weights))
     if kind != "stoker.GridEncoder":
-        return None
-    height, width = config["grid"]
-    down, across = config["patch"]
-    return GridDecoder(
-        plan_cells((height, width), (down, across), config["tokens"]), config["channels"], weights
-    )
+        return own
+    cells = plan_cells(tuple(config["grid"]), tuple(config["patch"]), config["tokens"])
+    return GridDecoder(cells, config["channels"], weights)
 
 
 def _rescaled(inner: Decode | None, shift: Tensor, scale: Tensor) -> Decode:

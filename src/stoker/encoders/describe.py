@@ -303,8 +303,8 @@ def _place(item: object) -> str:
 
 
 _CURE = (
-    'Give stoker.ModuleEncoder(module, version="1") in place of the module, and raise the version when the '
-    "encoder changes"
+    'Give stoker.ModuleEncoder(module, version="1") in place of the module, in settings encoder.version=1, '
+    "and raise the version when the encoder changes"
 )
 
 _PLAINLY_NAMED = types.BuiltinFunctionType | logging.Logger

@@ -2,11 +2,12 @@
 
     (n, T, H, W, C) --cut into cells--> (n T L, values of a cell) --project--> (n, T, L, D)
 
-The grid is cut into patches, and neighbouring patches are pooled into `tokens` cells. A cell is projected
-on an orthonormal basis: its lowest spatial frequencies first, all of them if `dim` allows, turned by a seeded
-rotation so that every latent dimension carries a like share. So a `dim` of at least the values of a cell
-loses nothing and keeps distances, and a smaller one is a low pass; a mean over patches would lose all detail
-below a cell whatever `dim` is. Where a token lies is added as Fourier features of its patch centres. The map
+A grid has two or three axes, (H, W) or (D, H, W); one-dimensional data has H = 1. It is cut into patches, and
+neighboring patches are pooled into `tokens` cells. A cell is projected on an orthonormal basis: its lowest
+spatial frequencies first, all of them if `dim` allows, turned by a seeded rotation so that every latent
+dimension carries a like share. So a `dim` of at least the values of a cell loses nothing and keeps distances,
+and a smaller one is a low pass; a mean over patches would lose all detail below a cell whatever `dim` is.
+The place of a token is added as Fourier features of its patch centers. The map
 is linear: it costs one matrix product, and a decoder needs only the transpose.
 """
 
@@ -16,7 +17,10 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import combinations, product
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -26,11 +30,14 @@ from torch import Tensor
 from stoker.encoders.decode import GridDecoder
 from stoker.encoders.groups import fixed_group
 from stoker.encoders.protocol import Group
-from stoker.encoders.weights import digest_weights, load_weights
+from stoker.encoders.weights import digest_weights, load_weights, orthonormal, rounded, uniform
 from stoker.errors import EncoderError, arg
 from stoker.schema import Json, Schema
 from stoker.units import MIB
 
+Sizes: TypeAlias = "tuple[int, ...]"
+"""One number for each axis of a grid: `(H, W)` or `(D, H, W)`."""
+_AXES = {2: "H, W", 3: "D, H, W"}
 VERSION = 1
 """Bumped by hand whenever equal settings and weights would give other latents."""
 POSITION_GAIN = 0.1
@@ -47,6 +54,9 @@ up to 1.7 times as long.
 class GridEncoder:
     """Frozen encoder of regular grids; satisfies `Encoder`. 1D data has `H = 1` and patch `(1, p)`.
 
+    >>> GridEncoder(channels=5, grid=(16, 16, 16), patch=(4, 4, 4), tokens=64, dim=32).tokens  # 3D
+    64
+
     Raises:
         EncoderError: A setting is out of range, the patch does not divide the grid, there are more tokens
             than patches, or the checkpoint holds other weights.
@@ -54,10 +64,10 @@ class GridEncoder:
 
     channels: int
     """Channels of the field, the last axis."""
-    grid: tuple[int, int]
-    """Points along height and width."""
-    patch: tuple[int, int]
-    """Points of a patch along height and width; must divide `grid`."""
+    grid: Sizes
+    """Points along `(H, W)` or `(D, H, W)`."""
+    patch: Sizes
+    """Points of a patch along the same axes; must divide `grid`."""
     tokens: int
     """Tokens a time step; at most as many as patches. Fewer: neighbouring patches are pooled into cells of
     equal size, which overlap where the numbers do not divide."""
@@ -70,7 +80,7 @@ class GridEncoder:
     checkpoint: str | Path | None = None
     """Safetensors file with `project` and `position` to use in place of seeded weights."""
     field: str = "data"
-    """Field of the sample to encode, `(T, H, W, C)` or `(H, W, C)`; all others pass through."""
+    """Field of the sample to encode, `(T, *grid, C)` or `(*grid, C)`; all others pass through."""
     _cells: Cells = dataclasses.field(init=False, repr=False)
     _weights: dict[str, Tensor] = dataclasses.field(init=False, repr=False)
     _scratch: Tensor | None = dataclasses.field(init=False, repr=False, default=None)
@@ -78,7 +88,7 @@ class GridEncoder:
 
     def __post_init__(self) -> None:
         """Check the settings, then make or load the weights."""
-        self.grid, self.patch = _pair("grid", self.grid), _pair("patch", self.patch)
+        self.grid, self.patch = _sizes("grid", self.grid), _sizes("patch", self.patch)
         self.fourier = tuple(self.fourier)
         for name in ("channels", "tokens", "dim"):
             if getattr(self, name) < 1:
@@ -111,16 +121,22 @@ class GridEncoder:
                 f"Set GridEncoder(field=...)"
             )
         wanted = (*self.grid, self.channels)
-        if found.shape[-3:] != wanted or len(found.shape) not in (3, 4) or (found.ragged and not found.time):
+        axes = len(wanted)
+        if (
+            found.shape[-axes:] != wanted
+            or len(found.shape) not in (axes, axes + 1)
+            or (found.ragged and not found.time)
+        ):
             raise EncoderError(
                 f"field {self.field!r} has shape {found.shape}, this encoder takes {wanted}, "
-                f"with or without a time axis before. Set grid=(H, W) and channels to those of the data"
+                "with or without a time axis before. Set grid=(H, W) or (D, H, W), and channels, to those of "
+                "the data"
             )
         if "latent" in sample_schema:
             raise EncoderError(
                 "samples have a field 'latent' already, which is what this encoder would write"
             )
-        latent = replace(found, shape=(*found.shape[:-3], self.tokens, self.dim), dtype="float32")
+        latent = replace(found, shape=(*found.shape[:-axes], self.tokens, self.dim), dtype="float32")
         return {"latent": latent, **{name: f for name, f in sample_schema.items() if name != self.field}}
 
     def group(self, sample_schema: Schema) -> Group:
@@ -128,13 +144,14 @@ class GridEncoder:
         return fixed_group(sample_schema, self.schema(sample_schema), cut_time=sample_schema[self.field].time)
 
     def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
-        """Encode `(n, T, H, W, C)` of any real dtype to `latent` `(n, T, L, D)` float32, fresh memory."""
+        """Encode `(n, T, *grid, C)` of any real dtype to `latent` `(n, T, L, D)` float32, fresh memory."""
         data = batch[self.field]
         project, position = self._weights["project"], self._weights["position"]
-        shape = (*data.shape[:-3], self.tokens, self.dim)
+        axes = len(self.grid) + 1
+        shape = (*data.shape[:-axes], self.tokens, self.dim)
         latent = torch.empty(shape, dtype=torch.float32, device=data.device)
         with torch.inference_mode(), torch.autocast(data.device.type, enabled=False):
-            rows, out = data.reshape(-1, *data.shape[-3:]), latent.view(-1, self.dim)
+            rows, out = data.reshape(-1, *data.shape[-axes:]), latent.view(-1, self.dim)
             count = max(1, CHUNK_BYTES // (4 * self.tokens * sum(project.shape)))
             for first in range(0, len(rows), count):
                 cells = self._cut(rows[first : first + count])
@@ -144,7 +161,7 @@ class GridEncoder:
         return {"latent": latent, **{name: value for name, value in batch.items() if name != self.field}}
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents `(..., L, D)` as fields `(..., H, W, C)` float32, by the least-squares inverse.
+        """Latents `(..., L, D)` as fields `(..., *grid, C)` float32, by the least-squares inverse.
 
         Exact but for rounding where `dim` is at least the values of a cell; with fewer, the finest waves
         within each cell are lost. See `decode.py`.
@@ -177,13 +194,17 @@ class GridEncoder:
         return {"class": "stoker.GridEncoder", "config": config, "weights": digest, "version": VERSION}
 
     def _cut(self, rows: Tensor) -> Tensor:
-        """Rows `(r, H, W, C)` as cells `(r L, values)` float32; valid until the next call."""
+        """Rows `(r, *grid, C)` as cells `(r L, values)` float32; valid until the next call."""
         cells = self._cells
-        for axis, index in ((1, cells.rows), (2, cells.cols)):
+        for axis, index in enumerate(cells.points_of, 1):
             if index is not None:
                 rows = rows.index_select(axis, torch.as_tensor(index, device=rows.device))
-        (down, across), (height, width) = cells.layout, cells.size
-        split = rows.view(len(rows), down, height, across, width, self.channels).permute(0, 1, 3, 2, 4, 5)
+        axes = len(cells.layout)
+        pairs = (size for pair in zip(cells.layout, cells.size, strict=True) for size in pair)
+        first = range(1, 2 * axes, 2)
+        split = rows.view(len(rows), *pairs, self.channels).permute(
+            0, *first, *(axis + 1 for axis in first), 2 * axes + 1
+        )
         shape = (split.shape[0] * self.tokens, cells.points * self.channels)
         if split.is_contiguous():
             return split.view(shape).to(torch.float32)
@@ -197,68 +218,74 @@ class GridEncoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cells:
-    """How a grid is cut into one cell per token."""
+    """The cells of a grid, one per token; a tuple has an entry for each axis of the grid."""
 
-    layout: tuple[int, int]
-    """Cells down and across; their product is the number of tokens."""
-    size: tuple[int, int]
-    """Points of a cell, height and width."""
-    rows: NDArray[np.int64] | None
-    """Grid rows of the cells one after another where cells overlap, else None: the grid as it is."""
-    cols: NDArray[np.int64] | None
-    """The same for grid columns."""
-    centres: tuple[NDArray[np.float64], NDArray[np.float64]]
-    """Patch centres of each cell in [0, 1]: `(down, patches)` and `(across, patches)`."""
+    layout: Sizes
+    """Cells along each axis; their product is the number of tokens."""
+    size: Sizes
+    """Points of a cell along each axis."""
+    points_of: tuple[NDArray[np.int64] | None, ...]
+    """Grid points of the cells one after another where cells overlap, else None: the grid as it is."""
+    centres: tuple[NDArray[np.float64], ...]
+    """Patch centers of each cell in [0, 1], `(cells, patches of a cell)`."""
 
     @property
     def points(self) -> int:
         """Grid points of a cell."""
-        return self.size[0] * self.size[1]
+        return math.prod(self.size)
 
 
-def plan_cells(grid: tuple[int, int], patch: tuple[int, int], tokens: int) -> Cells:
+def plan_cells(grid: Sizes, patch: Sizes, tokens: int) -> Cells:
     """Pool the patches of a grid into `tokens` equal cells, as square as can be.
 
     Raises:
         EncoderError: The patch does not divide the grid, there are more tokens than patches, or so many
-            tokens cannot be laid out in rows and columns.
+            tokens cannot be laid out along the axes.
     """
+    if len(patch) != len(grid):
+        raise EncoderError(
+            f"patch {patch} has {len(patch)} numbers, grid {grid} has {len(grid)}. "
+            f"Use {arg('patch', tuple(max(n for n in (4, 2, 1) if points % n == 0) for points in grid))}"
+        )
     if any(points % size for points, size in zip(grid, patch, strict=True)):
         cure = tuple(
             max(n for n in range(1, size + 1) if points % n == 0)
             for points, size in zip(grid, patch, strict=True)
         )
         raise EncoderError(
-            f"patch {patch} does not divide grid {grid} (H, W). Use {arg('patch', cure)}"
+            f"patch {patch} does not divide grid {grid} ({_AXES[len(grid)]}). Use {arg('patch', cure)}"
             + (", as 1D data has H = 1" if grid[0] == 1 else "")
         )
-    high, wide = grid[0] // patch[0], grid[1] // patch[1]
-    if tokens > high * wide:
+    patches = tuple(points // size for points, size in zip(grid, patch, strict=True))
+    most, shown = math.prod(patches), " x ".join(map(str, patches))
+    if tokens > most:
         raise EncoderError(
-            f"{tokens} tokens from {high} x {wide} = {high * wide} patches would be copies of each other. "
-            f"Use {arg('tokens', high * wide)} or fewer, or a smaller patch than {patch}"
+            f"{tokens} tokens from {shown} = {most} patches would be copies of each other. "
+            f"Use {arg('tokens', most)} or fewer, or a smaller patch than {patch}"
         )
-    layouts = _layouts(tokens, high, wide)
+    layouts = _layouts(tokens, patches)
     if not layouts:
-        near = min(
-            (n for n in range(1, high * wide + 1) if _layouts(n, high, wide)), key=lambda n: abs(n - tokens)
-        )
+        nearby = (near for step in range(1, most) for near in (tokens - step, tokens + step))
+        near = next(near for near in nearby if 0 < near <= most and _layouts(near, patches))
         raise EncoderError(
-            f"{tokens} tokens cannot be laid out as rows times columns on {high} x {wide} patches. "
+            f"{tokens} tokens cannot be laid out on {shown} patches. "
             f"The nearest number that can is {arg('tokens', near)}"
         )
-    down, across = min(
-        layouts,
-        key=lambda n: abs(math.log((-(-high // n[0]) * patch[0]) / (-(-wide // n[1]) * patch[1]))),
-    )
-    rows, centres_down = _spread(high, down)
-    cols, centres_across = _spread(wide, across)
+
+    def uneven(layout: Sizes) -> float:
+        sizes = [-(-n // count) * size for n, count, size in zip(patches, layout, patch, strict=True)]
+        return sum(abs(math.log(one / other)) for one, other in combinations(sizes, 2))
+
+    layout = min(layouts, key=uneven)
+    spread = [_spread(n, count) for n, count in zip(patches, layout, strict=True)]
     return Cells(
-        layout=(down, across),
-        size=(rows.shape[1] * patch[0], cols.shape[1] * patch[1]),
-        rows=None if rows.size == high else _points(rows, patch[0]),
-        cols=None if cols.size == wide else _points(cols, patch[1]),
-        centres=(centres_down, centres_across),
+        layout=layout,
+        size=tuple(index.shape[1] * size for (index, _), size in zip(spread, patch, strict=True)),
+        points_of=tuple(
+            None if index.size == n else _points(index, size)
+            for (index, _), n, size in zip(spread, patches, patch, strict=True)
+        ),
+        centres=tuple(centres for _, centres in spread),
     )
 
 
@@ -268,38 +295,42 @@ def seeded_weights(
     """`project` `(values, dim)` with orthonormal rows (or columns, if `dim` is smaller), and `position`."""
     bits = np.random.PCG64(seed)  # raw bits: the one stream that numpy promises never to change
     basis = low_frequencies(cells.size, channels, dim)
-    turn, triangle = np.linalg.qr(_uniform(bits, dim, basis.shape[1]))
-    turn *= np.sign(np.diagonal(triangle))  # which signs a QR returns is left to the library
+    turn = orthonormal(bits, dim, basis.shape[1])
     waves = np.asarray(fourier, dtype=np.float64)[:, None, None] * 2 * np.pi
+    axes = len(cells.layout)
     parts = [
-        np.broadcast_to(wave(waves * at).mean(-1)[shape], (len(fourier), *cells.layout))
-        for at, shape in ((cells.centres[0], np.s_[:, :, None]), (cells.centres[1], np.s_[:, None, :]))
+        np.broadcast_to(
+            np.expand_dims(wave(waves * at).mean(-1), [1 + other for other in range(axes) if other != axis]),
+            (len(fourier), *cells.layout),
+        )
+        for axis, at in enumerate(cells.centres)
         for wave in (np.sin, np.cos)
     ]
-    features = np.concatenate(parts).reshape(4 * len(fourier), math.prod(cells.layout)).T
-    mix = _uniform(bits, features.shape[1], dim) * math.sqrt(3)
-    position = POSITION_GAIN * (features @ mix) / math.sqrt(max(1, 2 * len(fourier)))
-    return {"project": _rounded(basis @ turn.T), "position": _rounded(position)}
+    features = np.concatenate(parts).reshape(2 * axes * len(fourier), math.prod(cells.layout)).T
+    mix = uniform(bits, features.shape[1], dim) * math.sqrt(3)
+    position = POSITION_GAIN * (features @ mix) / math.sqrt(max(1, axes * len(fourier)))
+    return {"project": rounded(basis @ turn.T), "position": rounded(position)}
 
 
-def low_frequencies(size: tuple[int, int], channels: int, most: int) -> NDArray[np.float64]:
-    """Orthonormal cosines on a cell, lowest first, `(height width channels, min(most, all))`.
+def low_frequencies(size: Sizes, channels: int, most: int) -> NDArray[np.float64]:
+    """Orthonormal cosines on a cell, lowest first, `(points of the cell * channels, min(most, all))`.
 
     >>> basis = low_frequencies((2, 3), 1, most=4)
     >>> basis.shape, bool(np.allclose(basis.T @ basis, np.eye(4)))
     ((6, 4), True)
     """
-    high, wide = size
+    points = math.prod(size)
+    # Squared frequencies times points squared: whole numbers, so that equal ones are exactly equal.
     order = sorted(
-        ((down * wide) ** 2 + (across * high) ** 2, down, across)
-        for down in range(high)
-        for across in range(wide)
+        (sum((wave * points // n) ** 2 for wave, n in zip(waves, size, strict=True)), waves)
+        for waves in product(*map(range, size))
     )
-    count = min(most, high * wide * channels)
-    basis = np.zeros((high, wide, channels, count))
+    count = min(most, points * channels)
+    basis = np.zeros((*size, channels, count))
     for column in range(count):
-        (_, down, across), channel = order[column // channels], column % channels
-        basis[:, :, channel, column] = np.outer(_cosine(high, down), _cosine(wide, across))
+        (_, waves), channel = order[column // channels], column % channels
+        cosines = [_cosine(n, wave) for n, wave in zip(size, waves, strict=True)]
+        basis[..., channel, column] = reduce(np.multiply.outer, cosines)
     return basis.reshape(-1, count)
 
 
@@ -308,29 +339,21 @@ def _cosine(points: int, waves: int) -> NDArray[np.float64]:
     return wave * math.sqrt((1 if waves == 0 else 2) / points)
 
 
-def _uniform(bits: np.random.PCG64, rows: int, cols: int) -> NDArray[np.float64]:
-    """Uniform numbers in [-1, 1), `(rows, cols)`."""
-    raw = np.asarray(bits.random_raw(rows * cols), dtype=np.uint64)
-    return ((raw >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1).reshape(rows, cols)
+def _sizes(name: str, value: Sizes) -> Sizes:
+    if len(value) not in _AXES or min(value) < 1:
+        raise EncoderError(f"{name} must be (H, W) or (D, H, W), each at least 1, got {value}")
+    return tuple(int(size) for size in value)
 
 
-def _rounded(values: NDArray[np.float64]) -> Tensor:
-    """To float32 in steps of 2^-20: far above what another processor's last bits change.
-
-    Otherwise one seed would have one fingerprint on this machine and another on the next.
-    """
-    return torch.as_tensor(np.round(values * 2.0**20) * 2.0**-20, dtype=torch.float32, device="cpu")
-
-
-def _pair(name: str, value: tuple[int, int]) -> tuple[int, int]:
-    if len(value) != 2 or min(value) < 1:
-        raise EncoderError(f"{name} must be (H, W), both at least 1, got {value}")
-    return (int(value[0]), int(value[1]))
-
-
-def _layouts(tokens: int, high: int, wide: int) -> list[tuple[int, int]]:
+def _layouts(tokens: int, patches: Sizes) -> list[Sizes]:
+    """Return all ways to write `tokens` as a product of at most so many cells as patches along each axis."""
+    if len(patches) == 1:
+        return [(tokens,)] if tokens <= patches[0] else []
     return [
-        (down, tokens // down) for down in range(1, high + 1) if tokens % down == 0 and tokens // down <= wide
+        (first, *rest)
+        for first in range(1, patches[0] + 1)
+        if tokens % first == 0
+        for rest in _layouts(tokens // first, patches[1:])
     ]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from stoker.encoders.protocol import Encoder, Group
 from stoker.errors import EncoderError
-from stoker.schema import Json, Schema
+from stoker.schema import SHAPE_SUFFIX, Json, Schema
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ class Keeping:
                     f"keep names {name!r}, which the encoder hands on: it is in the record already. "
                     "Leave it out of keep"
                 )
-        kept = {name: replace(sample_schema[name], kept=True) for name in self._fields}
+        kept = {name: replace(sample_schema[name], kept=True) for name in self._with_sizes(sample_schema)}
         names = {f"{name}{k}" for name in kept for k in (0, 1)}
         if twice := sorted(names & (record.keys() | kept.keys())):
             raise EncoderError(
@@ -77,7 +77,12 @@ class Keeping:
 
     def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
         """Encode, and pass the kept fields through."""
-        return {**self.inner.encode(batch), **{name: batch[name] for name in self._fields}}
+        return {**self.inner.encode(batch), **{name: batch[name] for name in self._with_sizes(batch)}}
+
+    def _with_sizes(self, sample: Mapping[str, object]) -> list[str]:
+        """The kept fields, and those that hold their sizes."""
+        sizes = [name + SHAPE_SUFFIX for name in self._fields]
+        return [*self._fields, *(name for name in sizes if name in sample)]
 
     def to(self, device: torch.device) -> None:
         """Move the weights of `inner`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast
 
@@ -13,8 +15,8 @@ from stoker.encoders.describe import bound_module, describe_function, qualified_
 from stoker.encoders.groups import fixed_group
 from stoker.encoders.protocol import Group
 from stoker.encoders.weights import digest_weights, module_weights, named_parts, weights_device
-from stoker.errors import EncoderError
-from stoker.schema import DTYPE_BYTES, Field, Json, Schema
+from stoker.errors import EncoderError, arg
+from stoker.schema import DTYPE_BYTES, SHAPE_SUFFIX, Field, Json, Schema
 from stoker.units import format_count
 
 _log = logging.getLogger("stoker")
@@ -23,6 +25,9 @@ Time: TypeAlias = Literal["none", "steps", "whole"]
 """What a module does with time. `none`: its output has no time axis. `steps`: it is given single time steps
 `(n T, *shape of a step)`, and axis 0 of the output is time. `whole`: it is given `(n, T, ...)` and its output
 has time as axis 0."""
+
+DECODED = 64
+"""Steps that a module decodes in one call."""
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -33,7 +38,8 @@ class ModuleEncoder:
     The module is called with the fields in order, each `(n, *shape)`, and returns one tensor `(n, *shape)`,
     or a tuple of them. It is frozen in place: `eval()`, and its parameters no longer require gradients.
     It may be on a GPU already; after encoding it is where it was before.
-    Fields that it does not take stay in the record.
+    Fields that it does not take stay in the record. Particles and meshes come as `(1, T, N, C)`, with edges
+    `(1, E, 2)` and coordinates `(1, N, d)`, one sample a call; take them with `time="whole"`.
 
     Args:
         module: What encodes: a module, a method of one (`vae.encode`), or a function. Each sample's output
@@ -77,6 +83,16 @@ class ModuleEncoder:
         self._parts = [] if self._owner is None else list(self._owner.modules())
         self._code: Json = describe_function(module) if version is None else version
 
+    def decoder(self, ndim: int) -> ModuleDecoder | None:
+        """Back to the first of its fields, by the module's own `decode`; None where it has none.
+
+        Args:
+            ndim: Axes of the latents of one step.
+        """
+        if self._owner is None or self._time == "whole" or not callable(getattr(self._owner, "decode", None)):
+            return None
+        return ModuleDecoder(self._owner, ndim)
+
     @property
     def independent_steps(self) -> bool:
         """True when the module is given single time steps."""
@@ -92,15 +108,16 @@ class ModuleEncoder:
             if name not in sample_schema:
                 raise EncoderError(
                     f"samples have no field {name!r}, only {sorted(sample_schema)}. "
-                    f"Set ModuleEncoder(field=...) to one of them"
+                    f"Set {_argument('field')} to one of them"
                 )
-            if self._time != "none" and not sample_schema[name].time:
-                raise EncoderError(f'field {name!r} has no time axis. Use ModuleEncoder(time="none")')
-        passed = {name: f for name, f in sample_schema.items() if name not in self._fields}
+        timeless = [name for name in self._fields if not sample_schema[name].evolves]
+        if (self._time == "steps" and timeless) or (self._time == "whole" and timeless == [*self._fields]):
+            raise EncoderError(f"field {timeless[0]!r} has no time axis. Use {_argument('time', 'none')}")
+        passed = {name: f for name, f in sample_schema.items() if name not in self._taken(sample_schema)}
         if clash := passed.keys() & set(self._outputs):
             raise EncoderError(
                 f"outputs {sorted(clash)} are called like fields that pass through. "
-                f"Set ModuleEncoder(output=...) to another name"
+                f"Set {_argument('output')} to another name"
             )
         ragged = any(sample_schema[name].ragged for name in self._fields)
         probed = self._probe(sample_schema, length=4)
@@ -123,7 +140,7 @@ class ModuleEncoder:
             raise EncoderError(
                 "the encoder's module is in training mode. Call `module.eval()` and keep it in eval mode"
             )
-        inputs = [batch[name] for name in self._fields]
+        inputs = [_in_own_axes(batch, name) for name in self._fields]
         lead = inputs[0].shape[: 2 if self._time == "steps" else 1]
         with torch.inference_mode(), torch.autocast(self._device.type, enabled=False):
             result = self._module(*[x.reshape(-1, *x.shape[len(lead) :]) for x in inputs])
@@ -135,7 +152,11 @@ class ModuleEncoder:
                     f"Axis 0 must count the inputs, also when there is one"
                 )
         shaped = {name: tensor.reshape(*lead, *tensor.shape[1:]) for name, tensor in outputs.items()}
-        return {**shaped, **{name: value for name, value in batch.items() if name not in self._fields}}
+        return {**shaped, **{name: v for name, v in batch.items() if name not in self._taken(batch)}}
+
+    def _taken(self, sample: Mapping[str, object]) -> set[str]:
+        """The fields that the module takes, with the sizes of those of particles and meshes."""
+        return {*self._fields, *({name + SHAPE_SUFFIX for name in self._fields} & sample.keys())}
 
     def to(self, device: torch.device) -> None:
         """Move the module to `device`; a plain function must follow the device of its inputs."""
@@ -175,7 +196,7 @@ class ModuleEncoder:
         if not len(tensors) == len(found) == len(self._outputs):
             raise EncoderError(
                 f"the module returned ({', '.join(type(item).__name__ for item in found)}) for the outputs "
-                f"{list(self._outputs)}. It must return one tensor for each name in ModuleEncoder(output=...)"
+                f"{list(self._outputs)}. It must return one tensor for each name in {_argument('output')}"
             )
         return dict(zip(self._outputs, tensors, strict=True))
 
@@ -184,7 +205,10 @@ class ModuleEncoder:
         zeros: dict[str, Tensor] = {}
         for name in self._fields:
             field = sample_schema[name]
-            shape = (length, *field.shape[1:]) if field.ragged else field.shape
+            sizes = [length + word.startswith("p") for word in field.axes] or [length]
+            shape = (math.prod(sizes), *field.shape[1:]) if field.ragged else field.shape
+            if field.folded:
+                zeros[name + SHAPE_SUFFIX] = torch.tensor([sizes], device=self._device)
             zeros[name] = torch.zeros((1, *shape), dtype=getattr(torch, field.dtype), device=self._device)
         try:
             return self.encode(zeros)
@@ -200,8 +224,60 @@ class ModuleEncoder:
         if dtype not in DTYPE_BYTES:
             raise EncoderError(f"the module returns {dtype}, which cannot be stored. Cast it in the module")
         ragged = tensor.shape != longer.shape
+        if tensor.shape[2:] != longer.shape[2:]:
+            raise EncoderError(
+                f"the module returns {tuple(tensor.shape)} and {tuple(longer.shape)} for samples of two "
+                "sizes. Only axis 0 of a record may vary: pool over points in the module"
+            )
         shape = (-1, *tensor.shape[2:]) if ragged else tuple(tensor.shape[1:])
         return Field(shape=shape, dtype=dtype, time=self._time != "none", ragged=ragged)
+
+
+class ModuleDecoder:
+    """Latents back to fields by a module's `decode`, which takes `(n, *latents of a step)`.
+
+    Each device has a copy of the module, so that several threads may decode on devices of their own.
+    """
+
+    def __init__(self, module: nn.Module, ndim: int) -> None:
+        self._module, self._ndim = copy.deepcopy(module), ndim
+        self._on: dict[torch.device, nn.Module] = {}
+
+    def __call__(self, latents: Tensor) -> Tensor:
+        """Latents `(..., *latents of a step)` as fields `(..., *field of a step)` float32.
+
+        Raises:
+            EncoderError: `decode` gives something else than one field for each step.
+        """
+        module = self._on.get(latents.device)
+        if module is None:
+            module = self._on[latents.device] = copy.deepcopy(self._module).to(latents.device)
+        lead = latents.shape[: latents.ndim - self._ndim]
+        steps = latents.float().reshape(-1, *latents.shape[len(lead) :])
+        pieces: list[Tensor] = []
+        with torch.inference_mode(), torch.autocast(latents.device.type, enabled=False):
+            for at in range(0, len(steps), DECODED):
+                piece: object = cast("Any", module).decode(steps[at : at + DECODED])
+                if not isinstance(piece, Tensor) or piece.shape[:1] != steps[at : at + DECODED].shape[:1]:
+                    raise EncoderError(
+                        f"{qualified_name(module)}.decode gives {getattr(piece, 'shape', type(piece))} for "
+                        f"latents {tuple(steps.shape)}. It must return one tensor with a field for each"
+                    )
+                pieces.append(piece.float())
+        fields = torch.cat(pieces)
+        return fields.reshape(*lead, *fields.shape[1:])
+
+
+def _argument(name: str, *value: str) -> str:
+    return arg(name, *(value or (...,)), call="ModuleEncoder", setting=f"encoder.{name}")
+
+
+def _in_own_axes(batch: Mapping[str, Tensor], name: str) -> Tensor:
+    """A field of a group; one of time and points as `(1, T, N, *rest)`, by the sizes in its size field."""
+    sizes = batch.get(name + SHAPE_SUFFIX)
+    if sizes is None:
+        return batch[name]
+    return batch[name].reshape(1, *map(int, sizes[0]), *batch[name].shape[2:])
 
 
 def _freeze(module: nn.Module) -> None:

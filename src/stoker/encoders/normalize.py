@@ -107,7 +107,7 @@ class Normalized:
     """
 
     def __init__(self, inner: Encoder | None, statistics: Statistics) -> None:
-        self._inner = inner
+        self.inner = inner
         self._statistics = statistics
         self._shift = torch.tensor(statistics.shift, dtype=torch.float32, device="cpu")
         self._scale = torch.tensor(statistics.scale, dtype=torch.float32, device="cpu")
@@ -115,7 +115,7 @@ class Normalized:
     @property
     def independent_steps(self) -> bool:
         """As `inner`; without one, normalising is by element."""
-        return self._inner is None or self._inner.independent_steps
+        return self.inner is None or self.inner.independent_steps
 
     def schema(self, sample_schema: Schema) -> Schema:
         """The schema of `inner` for the normalised samples.
@@ -124,37 +124,37 @@ class Normalized:
             EncoderError: The field is missing or has another number of channels.
         """
         normalised = self._normalised(sample_schema)
-        return normalised if self._inner is None else self._inner.schema(normalised)
+        return normalised if self.inner is None else self.inner.schema(normalised)
 
     def group(self, sample_schema: Schema) -> Group:
         """The group of `inner`; without one about 8 MiB."""
         normalised = self._normalised(sample_schema)
-        if self._inner is None:
+        if self.inner is None:
             return fixed_group(sample_schema, normalised, cut_time=True)
-        return self._inner.group(normalised)
+        return self.inner.group(normalised)
 
     def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
         """Normalise to fresh memory, then encode."""
         name = self._statistics.field
         values = batch[name].to(torch.float32)
         scaled = {**batch, name: (values - self._shift_for(values)).div_(self._scale_for(values))}
-        return scaled if self._inner is None else self._inner.encode(scaled)
+        return scaled if self.inner is None else self.inner.encode(scaled)
 
     def to(self, device: torch.device) -> None:
         """Move statistics and `inner` to `device`."""
         self._shift, self._scale = self._shift.to(device), self._scale.to(device)
-        if self._inner is not None:
-            self._inner.to(device)
+        if self.inner is not None:
+            self.inner.to(device)
 
     def weights(self) -> Mapping[str, Tensor]:
         """`normalize.shift` and `normalize.scale` per channel, then the weights of `inner`."""
-        inner: Mapping[str, Tensor] = {} if self._inner is None else self._inner.weights()
+        inner: Mapping[str, Tensor] = {} if self.inner is None else self.inner.weights()
         return {"normalize.shift": self._shift, "normalize.scale": self._scale, **inner}
 
     def identity(self) -> dict[str, Json]:
         """The rule, the training samples it was fitted on, and the identity of `inner`."""
         rule = self._statistics
-        inner: dict[str, Json] | None = None if self._inner is None else self._inner.identity()
+        inner: dict[str, Json] | None = None if self.inner is None else self.inner.identity()
         config: dict[str, Json] = {"field": rule.field, "method": rule.method, "fitted_on": rule.digest}
         return {
             "class": "stoker.Normalized",

@@ -1,4 +1,4 @@
-"""Weights of encoders: digest by content, save, load, and refuse what is not there yet."""
+"""Weights of encoders: make from a seed, digest by content, save, load, and refuse what is not there yet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
@@ -50,7 +52,8 @@ def module_weights(module: nn.Module) -> dict[str, Tensor]:
             raise EncoderError(
                 f"weight {name!r} of {type(module).__qualname__} has no value yet: every process would "
                 f"make its own. Run the module once on a sample (`module(sample)`) or load a checkpoint with "
-                f"`module.load_state_dict(...)`, then build the encoder"
+                f"`module.load_state_dict(...)`, then build the encoder; in settings, name a function that "
+                f"does so, or give encoder.checkpoint"
             )
     return {name: tensor.detach() for name, tensor in weights.items()}
 
@@ -98,3 +101,27 @@ def load_weights(path: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> dic
             f"Give the settings that the weights were saved with, or other weights"
         )
     return loaded
+
+
+def uniform(bits: np.random.PCG64, rows: int, cols: int) -> NDArray[np.float64]:
+    """Return the next uniform numbers in [-1, 1), `(rows, cols)`, the same with every version of numpy.
+
+    >>> uniform(np.random.PCG64(0), 1, 2).round(3).tolist()
+    [[0.274, -0.46]]
+    """
+    raw = np.asarray(bits.random_raw(rows * cols), dtype=np.uint64)
+    return ((raw >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1).reshape(rows, cols)
+
+
+def orthonormal(bits: np.random.PCG64, rows: int, cols: int) -> NDArray[np.float64]:
+    """Return a random `(rows, min(rows, cols))` matrix with orthonormal columns."""
+    turn, triangle = np.linalg.qr(uniform(bits, rows, cols))
+    return turn * np.sign(np.diagonal(triangle))  # which signs a QR returns is left to the library
+
+
+def rounded(values: NDArray[np.float64]) -> Tensor:
+    """Return float32 in steps of 2^-20: far above what another processor's last bits change.
+
+    Otherwise one seed would have one fingerprint on this machine and another on the next.
+    """
+    return torch.as_tensor(np.round(values * 2.0**20) * 2.0**-20, dtype=torch.float32, device="cpu")
