@@ -144,6 +144,10 @@ def test_a_complete_cache_returns_at_once(tmp_path, no_readers):
     assert (report.encoded, report.reused, encoder.calls) == (0, 9, [])
 
 
+def test_progress_may_be_switched_on_with_true(tmp_path):
+    assert len(precompute(FakeSource((9,)), FakeEncoder(), tmp_path, name="c", readers=0, progress=True)) == 9
+
+
 @pytest.mark.parametrize("place", ["{}/caches", "file://{}/caches"], ids=["path", "address"])
 def test_overwrite_encodes_again(tmp_path, monkeypatch, place):
     monkeypatch.chdir(tmp_path)  # where an address has its mirror

@@ -27,7 +27,7 @@ class FakeWriter:
         self.numbers = []
         self.ended = []
 
-    def append(self, numbers, records, *, marked=()):
+    def append(self, numbers, records, *, marked=(), contents=None):
         if self.gate is not None:
             self.gate.wait(10)
         if self.error is not None and len(self.numbers) >= 1:

@@ -15,7 +15,9 @@ this process, `stages.py` builds its stages, `run.py` is the loop over them (pac
 `clock.py` says where the encoder stands: to it, or through `guarded.py` to the guardian.
 `filler.py` encodes single groups for a loader, `spot_check.py` compares some with what is stored.
 `trial.py` times the stages one after another on a few samples, `probe_encoder.py` tries an encoder on zeros.
-`draws.py` tells an encoder that draws random numbers.
+`encode_batch.py` measures how many samples a call of an encoder should have.
+`draws.py` tells an encoder that draws random numbers; `recognize.py` keeps back samples that another cache
+has the records of.
 `background.py` runs all of it in `fill_process.py`, beside a training that serves what is there.
 
 `reader.py` must start in a tenth of a second, so importing this package imports none of the rest.
@@ -27,6 +29,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from stoker.precompute.encode_batch import EncodeBatch, measure_encode_batch
     from stoker.precompute.engine import begin_precompute, precompute, run_precompute
     from stoker.precompute.filler import EncodeFiller
     from stoker.precompute.progress import LineProgress, ProgressSink, Snapshot
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Deadlines",
+    "EncodeBatch",
     "EncodeFiller",
     "LineProgress",
     "PrecomputeReport",
@@ -41,6 +45,7 @@ __all__ = [
     "ProgressSink",
     "Snapshot",
     "begin_precompute",
+    "measure_encode_batch",
     "precompute",
     "run_precompute",
 ]
@@ -49,6 +54,8 @@ _HOMES = {
     "begin_precompute": "engine",
     "precompute": "engine",
     "run_precompute": "engine",
+    "EncodeBatch": "encode_batch",
+    "measure_encode_batch": "encode_batch",
     "EncodeFiller": "filler",
     "LineProgress": "progress",
     "ProgressSink": "progress",

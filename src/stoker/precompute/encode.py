@@ -9,6 +9,7 @@ the other records of the group as they were.
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,7 +27,8 @@ from stoker.precompute.clock import EncodeClock
 from stoker.precompute.draws import random_states, refuse_random
 from stoker.precompute.fill import SampleFault
 from stoker.precompute.parcel import Parcel
-from stoker.schema import FLOATS, Schema
+from stoker.schema import FLOATS, SHAPE_SUFFIX, Schema
+from stoker.store.cache import Cache
 from stoker.store.convert import view_bytes
 from stoker.store.recipe import Recipe
 
@@ -38,17 +40,34 @@ _BITS = {"bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """Places of the records of recognized samples in another cache."""
+
+    origin: Cache
+    places: NDArray[np.int64]
+    """Shard and row of each, `(n, 2)`."""
+    moved: list[int]
+    """Numbers of those that have another place in their group there."""
+    lost: Callable[[NDArray[np.uint64]], object]
+    """Told the digests of samples whose record proved damaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
     """Records of one group, ready for the writer."""
 
     numbers: list[int]
     """Sample numbers, ascending."""
-    records: dict[str, Tensor | list[Tensor]]
+    records: dict[str, Tensor | list[Tensor]] = dataclasses.field(default_factory=dict[str, Any])
     """`(len(numbers), *shape)` on the CPU in the encoded dtype; a list of tensors for a ragged field."""
-    marked: list[int]
+    marked: list[int] = dataclasses.field(default_factory=list[int])
     """Those encoded in a smaller group than the recipe names, for lack of memory."""
-    size_bytes: int
+    size_bytes: int = 0
     """Bytes of the tensors."""
+    contents: NDArray[np.uint64] | None = None
+    """Digests of the samples, `(len(numbers), 2)`."""
+    copied: Copied | None = None
+    """The records are those of another cache, and nothing was encoded."""
 
 
 class GroupEncoder:
@@ -138,7 +157,7 @@ class GroupEncoder:
         self, batch: Batch, parcel: Parcel, error: Exception, fault: Callable[[SampleFault], object]
     ) -> tuple[Batch | None, bool]:
         """Report the members on which the encoder fails, and encode the others with zeros in their place."""
-        nothing = {name: torch.zeros_like(value) for name, value in batch.items()}
+        nothing = {name: self._zeros(name, value) for name, value in batch.items()}
         if self._fails(nothing) and not self._succeeded:
             raise EncoderError(
                 f"the encoder failed on samples {_span(parcel.work.numbers)} and fails on zeros of the same "
@@ -162,6 +181,12 @@ class GroupEncoder:
             return None, False
         return self._call_with_halving(rest)
 
+    def _zeros(self, name: str, value: Tensor) -> Tensor:
+        """Zeros of the same shape; sizes of axes stay, since rows are as many as they say."""
+        folded = self._sample_schema.get(name.removesuffix(SHAPE_SUFFIX))
+        sizes = name.endswith(SHAPE_SUFFIX) and folded is not None and folded.folded
+        return value.clone() if sizes else torch.zeros_like(value)
+
     def _fails(self, batch: Batch) -> bool:
         try:
             self._call_with_halving(batch)
@@ -184,7 +209,7 @@ class GroupEncoder:
                         f"the encoder lost its device at samples {_span(self.clock.numbers)}: {error}. No "
                         f"process can use the device again after that; a new one resumes with what is stored"
                     ) from error
-                if not _out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 last = str(error)
             if self._device.type == "cuda":
@@ -394,14 +419,14 @@ def _within(value: Tensor, parcel: Parcel) -> bool:
     return False
 
 
-def _out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Torch's own class on a device; on a CPU a RuntimeError of the allocator, or Python's MemoryError."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def _device_lost(error: Exception) -> bool:
     """Whether a CUDA context is beyond use: any CUDA error but out of memory, by class or by message."""
-    if _out_of_memory(error):
+    if is_out_of_memory(error):
         return False
     kind = getattr(torch, "AcceleratorError", None)
     return (kind is not None and isinstance(error, kind)) or str(error).startswith("CUDA error")

@@ -34,6 +34,7 @@ from stoker.sources.given import check_source
 from stoker.sources.protocol import Source
 from stoker.store import Cache, Folder, open_folder
 from stoker.store.claims import INDEX_WAIT_S, claim
+from stoker.store.compressed import Compression
 from stoker.store.index import INDEX_FILE
 from stoker.store.local import LocalStorage
 from stoker.store.mirror.attach import here
@@ -62,6 +63,7 @@ class _Tally:
     def add(self, done: Done) -> None:
         """Count what came of a share."""
         self.encoded += done.encoded
+        self.adopted += done.adopted
         self.encode_seconds += done.encode_seconds
         self.readers, self.lost_readers = done.readers, done.lost_readers
         self.abandoned_readers = done.abandoned_readers
@@ -74,6 +76,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     *,
     name: str,
     dtype: str | Mapping[str, str] | None = None,
+    encode_batch: int | None = None,
     readers: int | None = None,
     device: str | torch.device | Sequence[str | torch.device] | None = None,
     deadlines: Deadlines | Mapping[str, float] | None = None,
@@ -82,9 +85,10 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     nan: Literal["reject", "allow"] = "reject",
     overwrite: bool = False,
     max_error: float | None = None,
+    compression: Compression = "none",
     part: tuple[int, int] = (0, 1),
     keep: str | Sequence[str] = (),
-    progress: ProgressSink | Literal["auto", False] | None = "auto",
+    progress: ProgressSink | Literal["auto"] | bool | None = "auto",
     wait: bool = True,
     engine: Engine | None = None,
 ) -> Cache:
@@ -94,13 +98,15 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         source, encoder: What to read, and what to apply; None stores samples as they are.
         cache_dir, name: The cache goes to `<cache_dir>/<name>/<fingerprint>/`, here or at an address.
         dtype: Storage dtype of float fields, for all or by field name.
+        encode_batch: Samples in one call of the encoder, a part of the recipe; None: about 8 MiB of samples
+            and records. `stoker.precompute.encode_batch` finds a good number on a device.
         readers: Reader processes; None: automatic; 0: read in this process, without deadlines.
         device: Where the encoder runs: `cpu`, `cuda[:i]`, or `auto`, which takes a GPU where there is one;
             None: where its weights are. Of several, as `["cuda:0", "cuda:1"]` or `"all"`, on each of them,
             in processes of their own.
         deadlines: Seconds by stage, as `{"read": 120}`, or `Deadlines`.
         keep: Fields of the raw sample to store beside what the encoder makes of it.
-        max_quarantined, retry_quarantined, nan, overwrite, max_error, progress: See
+        max_quarantined, retry_quarantined, nan, overwrite, max_error, compression, progress: See
             `PrecomputeSettings`.
         part: This rank and the number of ranks, where each of them makes this call: all help, and each
             returns the whole cache.
@@ -124,6 +130,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
     devices = encode_on(device)
     settings = PrecomputeSettings(
         dtype=dtype,
+        encode_batch=encode_batch,
         readers=readers,
         device=devices[0],
         devices=devices,
@@ -133,8 +140,9 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         nan=nan,
         overwrite=overwrite,
         max_error=max_error,
+        compression=compression,
         part=part,
-        progress=progress or None,
+        progress="auto" if progress is True else progress or None,
     )
     encoder = keeping(encoder, keep)
     if wait:
@@ -240,6 +248,7 @@ def _fill(whole: Share, engine: Engine, tally: _Tally) -> Cache:
     if not settings.overwrite:
         with claim(folder.path, "adopt", wait_s=INDEX_WAIT_S):  # or each rank would count the same records
             tally.adopted = folder.adopt()
+        whole = replace(whole, same=folder.same_samples() if whole.encoder is not None else None)
     again = {settings.part[0]}
     """The parts of which this run tries again what failed for a passing reason: once, and its own."""
 

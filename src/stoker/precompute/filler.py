@@ -30,7 +30,14 @@ def recipe_of(
     """Return the recipe of what `settings` ask for; the encoder may be run for it, within its deadline."""
     watchdog = EncodeWatchdog.of_settings(settings, cache_dir / LOG_FOLDER)
     digests = Digests(cache_dir, settings.identity)
-    return make_recipe(source, encoder, dtype=settings.dtype, digests=digests, ask=watchdog.ask)
+    return make_recipe(
+        source,
+        encoder,
+        dtype=settings.dtype,
+        encode_batch=settings.encode_batch,
+        digests=digests,
+        ask=watchdog.ask,
+    )
 
 
 class EncodeFiller:
@@ -67,6 +74,11 @@ class EncodeFiller:
     def source(self) -> Source:
         """Where raw samples come from."""
         return self._source
+
+    @property
+    def encoder(self) -> Encoder | None:
+        """Makes records of them."""
+        return self._encoder
 
     def fill(self, numbers: Sequence[int], deadline_s: float) -> None:
         """Encode and store these samples unless they are stored, and write the index.

@@ -92,8 +92,7 @@ def _encode(bench: Bench, sink: ProgressSink | None, share: Share, pace: Pace) -
     """Start the stages, run them, and end them in an order that keeps what was encoded."""
     if guard_page() is not None:  # a process of ours
         keep_freed_memory()
-    settings = bench.settings
-    feed = bench.feed(cores=pace.most // _READERS_A_CORE)
+    settings, feed = bench.settings, bench.feed(cores=pace.most // _READERS_A_CORE)
     pace.most = min(pace.most, bench.most_readers)
     writer = encoding = None
     try:
@@ -134,6 +133,7 @@ def _encode(bench: Bench, sink: ProgressSink | None, share: Share, pace: Pace) -
     return Done(
         finished=finished,
         encoded=run.encoded,
+        adopted=writer.copied,
         encode_seconds=encoding.clock.seconds,
         readers=feed.readers if supervised else 0,
         lost_readers=feed.losses if supervised else 0,
@@ -144,9 +144,9 @@ def _encode(bench: Bench, sink: ProgressSink | None, share: Share, pace: Pace) -
 
 def _encoding(bench: Bench, feed: Feed, share: Share) -> Encoding:
     """Whoever encodes; a feed that waits for readers wakes up for it, and for signals."""
-    encoding = bench.encoding(feed, compare_first=share.compare_first)
-    if isinstance(encoding, Crew):
-        encoding.watch(share.interrupts.fd)
+    inner = bench.encoding(feed, compare_first=share.compare_first)
+    if isinstance(inner, Crew):
+        inner.watch(share.interrupts.fd)
     if isinstance(feed, Supervisor):
-        feed.wake_fd = encoding.fd if isinstance(encoding, Crew) else share.interrupts.fd
-    return encoding
+        feed.wake_fd = inner.fd if isinstance(inner, Crew) else share.interrupts.fd
+    return inner if share.encoder is None else bench.recognizing(inner, share.same)

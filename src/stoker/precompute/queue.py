@@ -84,6 +84,8 @@ class WorkQueue:
             base + (missing - base) // group_samples * group_samples, return_index=True
         )
         self._group_parts = self._part_of[index]
+        self.settled: set[int] = set()
+        """Members that are stored without being encoded."""
         self._again: deque[GroupWork] = deque()
         self.on_hold: frozenset[int] = frozenset()
         """Parts of which nothing is handed out: whether their storage answers is about to be known."""
@@ -131,9 +133,10 @@ class WorkQueue:
         return self._outstanding == 0 and not self._again and not self.untaken
 
     def wanted(self, work: GroupWork) -> list[int]:
-        """Members to store: missing, and not set aside in the meantime."""
+        """Members to encode: missing, and neither set aside nor settled in the meantime."""
         low, high = np.searchsorted(self._missing, (work.numbers.start, work.numbers.stop))
-        return [number for number in self._missing[low:high].tolist() if not self._bad(number)]
+        settled = self.settled
+        return [n for n in self._missing[low:high].tolist() if not self._bad(n) and n not in settled]
 
     def absent(self, work: GroupWork) -> list[int]:
         """Members that are zeros: they have been set aside."""

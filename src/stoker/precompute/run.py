@@ -73,7 +73,9 @@ class Run:
         self._shown = 0.0
         self._rate = Rate(self._begun)
         self.encoded = 0
-        """Records handed to the writer."""
+        """Records handed to the writer that were encoded."""
+        self.copied = 0
+        """Records handed to the writer that another cache has already."""
 
     @full_precision()
     def go(self, until: float = float("inf"), lasts_s: float = float("inf")) -> bool:
@@ -126,7 +128,10 @@ class Run:
                 if isinstance(self._stages.feed, Supervisor):
                     self._parcels.extend(self._stages.feed.poll(0.0))
                 self._show()
-            self.encoded += len(encoded.numbers)
+            if encoded.copied is None:
+                self.encoded += len(encoded.numbers)
+            else:
+                self.copied += len(encoded.numbers)
         return bool(results)
 
     def _wait(self, timeout_s: float) -> None:
@@ -179,7 +184,7 @@ class Run:
 
     def _snapshot(self, now: float) -> Snapshot:
         standing, clock, failures = self._standing, self._stages.encoding.clock, self._stages.ledger.failures
-        done = standing.total - standing.missing + self.encoded + len(failures)
+        done = standing.total - standing.missing + self.encoded + self.copied + len(failures)
         last = (
             f"sample {failures[-1].number:,} ({failures[-1].stage}: {failures[-1].error})" if failures else ""
         )
@@ -189,7 +194,7 @@ class Run:
             done=done,
             encoded=self.encoded,
             seconds=now - self._begun,
-            rate=self._rate(now, self.encoded),
+            rate=self._rate(now, self.encoded + self.copied),
             written_bytes=self._stages.writer.bytes,
             readers=tuple(self._stages.feed.views()),
             device=standing.device,

@@ -11,6 +11,7 @@ from stoker.errors import ConfigError
 if TYPE_CHECKING:
     from stoker.precompute.progress import ProgressSink
     from stoker.store.cache import Cache
+    from stoker.store.compressed import Compression
 
 Nan: TypeAlias = Literal["reject", "allow"]
 Identity: TypeAlias = Literal["auto", "full"]
@@ -71,12 +72,14 @@ def as_deadlines(given: Deadlines | Mapping[str, float] | None) -> Deadlines:
 class PrecomputeSettings:
     """How to fill a cache.
 
-    `dtype` and `identity` go into the recipe, `nan` decides which samples are stored, and the last bits of a
-    record may depend on `device`. Nothing else here changes what is stored.
+    `dtype`, `encode_batch` and `identity` go into the recipe, `nan` decides which samples are stored, and the
+    last bits of a record may depend on `device`. Nothing else here changes what is stored.
     """
 
     dtype: str | Mapping[str, str] | None = None
     """Storage dtype of float fields, for all or by field; None: as encoded."""
+    encode_batch: int | None = None
+    """Samples in one call of the encoder; None: the encoder's own fixed number, about 8 MiB of samples."""
     readers: int | None = None
     """Reader processes, on Linux; None: one (without an encoder: one for each core), and more while
     the encoder waits for data; 0, and None elsewhere: read in this process, without deadlines."""
@@ -100,6 +103,8 @@ class PrecomputeSettings:
     when this one began: then what that one stored is kept."""
     max_error: float | None = None
     """Largest rounding error that the storage dtype may cause, as a fraction of a record's largest value."""
+    compression: Compression = "none"
+    """Lossless compression of shards, not part of the recipe. `auto`: zstd where it saves a tenth."""
     memory_bytes: int = 1024**3
     """Bytes in flight between source and store, what the encoder itself needs not counted. A group that is
     larger by itself goes alone."""
@@ -122,6 +127,10 @@ class PrecomputeSettings:
         """Refuse values that mean nothing."""
         if self.readers is not None and self.readers < 0:
             raise ConfigError(f"readers must be 0 or more, got {self.readers}. Leave it out for automatic")
+        if self.compression != "none":
+            from stoker.store.compressed import check_compression  # the store imports torch
+
+            check_compression(self.compression)
         if not 0 <= self.max_quarantined <= 1:
             raise ConfigError(
                 f"precompute.max_quarantined is a fraction in [0, 1], got {self.max_quarantined}"
@@ -167,7 +176,7 @@ class PrecomputeReport:
     reused: int
     """Records that were there before."""
     adopted: int
-    """Records taken over from a sibling cache whose parts are the same."""
+    """Records taken over from another cache of the folder: of the same parts or samples."""
     quarantined: int
     """Samples set aside, each listed with its stage and error."""
     bytes: int

@@ -19,6 +19,7 @@ from stoker.precompute.progress import ProgressSink
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.sources.protocol import Source
 from stoker.store import Failure, Folder
+from stoker.store.same_samples import SameSamples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,8 @@ class Share:
     """Time from the first group on after which the work ends early in the same way."""
     compare_first: bool = True
     """See `GroupEncoder`; False where the same process has done so for an earlier share."""
+    same: SameSamples | None = None
+    """Records of sibling caches that samples may be recognized in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +50,9 @@ class Done:
     finished: bool = True
     """False: a signal came first, or the time was up."""
     encoded: int = 0
-    """Records handed to the store."""
+    """Records that were encoded and handed to the store."""
+    adopted: int = 0
+    """Records of sibling caches that were stored for samples which were recognized."""
     encode_seconds: float = 0.0
     """Time inside the encoder, of all that there were."""
     readers: int = 0

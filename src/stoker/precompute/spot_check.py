@@ -25,7 +25,7 @@ from stoker.precompute.encode import Encoded, GroupEncoder
 from stoker.precompute.parcel import Feed
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.stages import Bench
-from stoker.schema import Json
+from stoker.schema import Json, unfolded
 from stoker.sources.protocol import Source
 from stoker.store import Cache, Digests, Folder, make_recipe
 
@@ -161,7 +161,13 @@ class SpotCheck:
     def _check_all(self) -> None:
         cache, settings = self._cache, self._settings
         digests = Digests(cache.path.parent.parent, settings.identity)
-        recipe = make_recipe(self._source, self._encoder, dtype=settings.dtype, digests=digests)
+        recipe = make_recipe(
+            self._source,
+            self._encoder,
+            dtype=settings.dtype,
+            encode_batch=settings.encode_batch,
+            digests=digests,
+        )
         if recipe.fingerprint != cache.fingerprint:
             raise SourceError(
                 f"source and encoder give {recipe.fingerprint} now: they changed since the cache was made. "
@@ -191,10 +197,11 @@ class SpotCheck:
     def _compare(self, encoded: Encoded) -> None:
         for place, number in enumerate(encoded.numbers):
             stored = self._cache[number]
-            for name, values in encoded.records.items():
+            fresh = {name: values[place] for name, values in encoded.records.items()}
+            for name, values in unfolded(fresh, self._cache.schema).items():
                 floats = self._cache.schema[name].floating
                 limit = float(self._cache.index.error[name]["max"]) + TOLERANCE if floats else 0.0
-                error = distance(stored[name], values[place])
+                error = distance(stored[name], values)
                 if not error <= limit:
                     self._report.different.append(
                         Difference(

@@ -32,6 +32,7 @@ from stoker.precompute.parcel import Feed
 from stoker.precompute.precision import PRECISION
 from stoker.precompute.process import Launch
 from stoker.precompute.queue import PartSpan, WorkQueue
+from stoker.precompute.recognize import Recognizing
 from stoker.precompute.run import Stages
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.supervisor import Supervisor
@@ -43,6 +44,7 @@ from stoker.sources.protocol import Locating, Source
 from stoker.sources.travel import packed
 from stoker.store import Failure, Folder, WriterSettings
 from stoker.store.growing import fill_blocks
+from stoker.store.same_samples import SameSamples
 
 LOG_FOLDER = ".readers"
 _LOGS_KEPT_S = 24 * 3600
@@ -217,6 +219,11 @@ class Bench:
         encoder.compare_first = compare_first
         return InPlace(encoder, self._watchdog, feed, self.queue, self.ledger)
 
+    def recognizing(self, inner: Encoding, same: SameSamples | None) -> Encoding:
+        """The same, which keeps back samples that sibling caches have records of."""
+        recipe = self.folder.recipe
+        return Recognizing(inner, same, queue=self.queue, recipe=recipe, schema=self._schema)
+
     def _crew(self, encoder: Encoder, feed: Feed) -> Crew:
         self._make_logs()
         recipe, limits = self.folder.recipe, self.settings.deadlines
@@ -248,6 +255,7 @@ class Bench:
         settings = self.settings
         kept = WriterSettings(
             max_error=settings.max_error,
+            compression=settings.compression,
             device=settings.device,
             float32=PRECISION,
             early=settings.by_blocks,

@@ -148,7 +148,11 @@ def try_stages(
     cache_dir, name, whole = place
     own = replace(settings, readers=0, progress=None, overwrite=False, by_blocks=False, identity="auto")
     chosen = _Chosen(source, spread(whole, SAMPLES), trial)
-    folder = open_folder(cache_dir, name, make_recipe(chosen, encoder, dtype=settings.dtype))
+    folder = open_folder(
+        cache_dir,
+        name,
+        make_recipe(chosen, encoder, dtype=settings.dtype, encode_batch=settings.encode_batch),
+    )
     bench = Bench(chosen, encoder, folder, own, missing=np.arange(len(chosen)), rehearsal=True)
     done = _go(bench, folder, trial)
     trial.failures = [

@@ -12,7 +12,7 @@ from collections import deque
 from pathlib import Path
 
 from stoker.errors import ResourceError, StalledError, StokerError
-from stoker.precompute.encode import Encoded
+from stoker.precompute.encode import Copied, Encoded
 from stoker.store.writer import RecordWriter
 from stoker.units import format_count
 
@@ -36,6 +36,8 @@ class WriteThread:
         self._begun: float | None = None
         self.written = 0
         """Records handed to the store."""
+        self.copied = 0
+        """Those of them that another cache had."""
         self._thread = threading.Thread(target=self._run, name="stoker-writer", daemon=True)
         self._thread.start()
 
@@ -126,8 +128,12 @@ class WriteThread:
 
     def _step(self, encoded: Encoded) -> None:
         self._begin()
-        if encoded.numbers:
-            self._writer.append(encoded.numbers, encoded.records, marked=encoded.marked)
+        if encoded.copied is not None:
+            self._copy(encoded, encoded.copied)
+        elif encoded.numbers:
+            self._writer.append(
+                encoded.numbers, encoded.records, marked=encoded.marked, contents=encoded.contents
+            )
             self.written += len(encoded.numbers)
         else:
             self._writer.tick()
@@ -135,6 +141,14 @@ class WriteThread:
             self._begun = None
             self._waiting_bytes -= encoded.size_bytes
             self._changed.notify_all()
+
+    def _copy(self, encoded: Encoded, copied: Copied) -> None:
+        damaged = self._writer.copy(encoded.numbers, copied.origin, copied.places, marked=copied.moved)
+        if damaged and encoded.contents is not None:
+            copied.lost(encoded.contents[[encoded.numbers.index(number) for number in damaged]])
+        stored = len(encoded.numbers) - len(damaged)
+        self.written += stored
+        self.copied += stored
 
     def _begin(self) -> None:
         self._begun = time.monotonic()
@@ -146,7 +160,7 @@ class WriteThread:
                 self._changed.wait(_TICK_S)
             if self._queue:
                 return self._queue.popleft()
-            return None if self._closing else Encoded(numbers=[], records={}, marked=[], size_bytes=0)
+            return None if self._closing else Encoded(numbers=[])
 
     def _fail(self, error: Exception) -> None:
         """Keep what the store still can (a refused record does not spoil those before it), then report."""

@@ -151,7 +151,13 @@ def _prepare(order: dict[str, Any], payload: list[Any], node: str) -> _Kept:
     load = _load(payload)
     digests = Agreed(load.files, Digests(cache_dir, load.settings.identity))
     try:
-        recipe = make_recipe(load.source, load.encoder, dtype=load.settings.dtype, digests=digests)
+        recipe = make_recipe(
+            load.source,
+            load.encoder,
+            dtype=load.settings.dtype,
+            encode_batch=load.settings.encode_batch,
+            digests=digests,
+        )
     except SourceError as error:
         raise SourceError(
             f"node {node} cannot make the recipe of {told['name']}: {error.marked}. All nodes read the data "
