@@ -12,7 +12,7 @@ import torch
 
 from stoker.schema import Field, Schema
 from stoker.sources.protocol import Part, SourceIdentity
-from stoker.store import Cache, make_recipe, open_folder
+from stoker.store import Cache, WriterSettings, make_recipe, open_folder
 from stoker.store.failures import Failure
 
 
@@ -65,10 +65,12 @@ def write_cache(
     quarantine: bool = True,
     name: str = "c",
     dtype: Any = None,
+    compression: Sequence[str] = ("none",),
 ) -> Cache:
     """Store tensors (or lists of tensors, for varying length) as a cache with shards of these many rows.
 
-    Samples in `skip` are quarantined, or left missing with `quarantine=False`.
+    Shards take turns at the kinds of `compression`. Samples in `skip` are quarantined, or left missing with
+    `quarantine=False`.
     """
     source = Arrays(fields, timed, parts)
     recipe = make_recipe(source, None, dtype=dtype)
@@ -78,8 +80,9 @@ def write_cache(
     if bounds[-1] < len(numbers):
         bounds.append(len(numbers))
     part_ends = np.cumsum(source.parts).tolist()
-    for begin, end in pairwise(bounds):
-        writer = target.writer()
+    for i, (begin, end) in enumerate(pairwise(bounds)):
+        kind: Any = compression[i % len(compression)]
+        writer = target.writer(WriterSettings(compression=kind))
         own = numbers[begin:end]
         for low, high in zip([0, *part_ends], part_ends, strict=False):
             piece = [n for n in own if low <= n < high]

@@ -7,7 +7,7 @@ import torch
 
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
-from tests.loader.layouts import COUNT, LAYOUTS, STEPS, TIMED
+from tests.loader.layouts import COMPRESSION, COUNT, LAYOUTS, STEPS, TIMED
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,13 @@ def fields() -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def caches(tmp_path_factory: pytest.TempPathFactory, fields: dict[str, torch.Tensor]) -> dict[str, Cache]:
     return {
-        name: write_cache(tmp_path_factory.mktemp(name), fields, timed=TIMED, shards=shards)
+        name: write_cache(
+            tmp_path_factory.mktemp(name),
+            fields,
+            timed=TIMED,
+            shards=shards,
+            compression=COMPRESSION.get(name, ("none",)),
+        )
         for name, shards in LAYOUTS.items()
     }
 

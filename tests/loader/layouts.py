@@ -11,7 +11,15 @@ from stoker.loader import Loader, WindowBatch
 TIMED = ("latent", "time")
 
 
-LAYOUTS: dict[str, tuple[int, ...]] = {"one": (), "unequal": (5, 7, 1), "many": (2,) * 11}
+LAYOUTS: dict[str, tuple[int, ...]] = {
+    "one": (),
+    "unequal": (5, 7, 1),
+    "many": (2,) * 11,
+    "compressed": (9, 8),
+    "mixed": (6, 6, 6),
+}
+"""Rows of the shards; see `COMPRESSION`."""
+COMPRESSION = {"compressed": ("zstd",), "mixed": ("lz4", "none")}
 COUNT, STEPS = 24, 9
 
 

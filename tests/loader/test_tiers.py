@@ -31,7 +31,8 @@ def joined(batches: list[Any]) -> list[torch.Tensor]:
 
 def same_bytes_everywhere(caches: dict[str, Cache], data: st.DataObject) -> None:
     """Tier x layout of shards x resume at any step x world size: one stream of global batches."""
-    windows = data.draw(st.sampled_from([None, Windows(field="latent"), Windows(field="latent", horizon=2)]))
+    cuts = [{}, {"horizon": 2}, {"stride": (1, 3), "horizon": (1, 2)}]
+    windows = data.draw(st.sampled_from([None, *(Windows(field="latent", **cut) for cut in cuts)]))
     order = data.draw(st.sampled_from(["full", "block(3,12)", "static(4)"]))
     world = data.draw(st.sampled_from([1, 2, 4]))
     tier = data.draw(st.sampled_from(["host", "disk"]))

@@ -15,7 +15,7 @@ residency.py   which shards are in memory now (memory.py, mapped.py: host, devic
 watch.py       when that should change; partial.py: batches for a device that does not hold everything
 mixture.py     several caches as one stream: turns.py says whose step it is, members.py has their loaders,
                conditions.py aligns what examples carry along, mixture_state.py
-ragged.py      fields of varying length as one tensor: padded, or packed
+ragged.py      fields of varying length as one tensor: padded, or packed; points.py: particles and meshes
 buffers.py     memory of large batches; batch.py, transform.py, arguments.py
 keyed.py       random numbers for transforms, by example; draws.py, subsets.py: which examples, and how often
 """
@@ -25,6 +25,7 @@ from stoker.loader.draws import Weights
 from stoker.loader.fused import Normalise
 from stoker.loader.loader import Loader
 from stoker.loader.mixture import Mixture
+from stoker.loader.points import PointBatch
 from stoker.loader.ragged import Pad
 from stoker.loader.subsets import subset
 from stoker.loader.windows import Windows
@@ -34,6 +35,7 @@ __all__ = [
     "Mixture",
     "Normalise",
     "Pad",
+    "PointBatch",
     "RecordBatch",
     "TaskBatch",
     "Weights",

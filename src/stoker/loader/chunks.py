@@ -96,6 +96,16 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cuts:
+    """Windows over points: consecutive steps of a folded field are consecutive rows of its record."""
+
+    steps: int
+    """Steps from the first of a window to its last."""
+    rows: Mapping[str, NDArray[np.int64]]
+    """By column the rows of one step in each record, which are its points."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Locator:
     """Everything that turns examples into rows, on one device."""
 
@@ -111,6 +121,16 @@ class Locator:
     """Fields of varying length that are handed out as whole records."""
     lengths: Mapping[str, NDArray[np.int64]]
     """Per ragged field its steps in each record."""
+    cuts: Cuts | None = None
+    """How windows are cut from fields whose steps are many rows; None: they are not."""
+
+    def extent(self, field: str, records: Any, starts: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """First row within the record, and number of rows, that examples take of a ragged field."""
+        own = host(records)
+        if self.cuts is not None and field in self.cuts.rows:
+            rows = self.cuts.rows[field][own]
+            return host(starts) * rows, self.cuts.steps * rows
+        return np.zeros(len(own), np.int64), self.lengths[field][own]
 
     def locate(self, examples: Any) -> tuple[Any, Any, Tensor]:
         """Records, starts and `index` of examples, as in `Chunk`."""
@@ -131,8 +151,8 @@ class Locator:
             rows[name] = _tensor(own * length + starts)
         for name, table in memory.steps.items():
             if name in self.ragged:
-                rows[f"starts:{name}"] = host(table[records])
-                rows[f"lengths:{name}"] = self.lengths[name][host(records)]
+                first, rows[f"lengths:{name}"] = self.extent(name, records, starts)
+                rows[f"starts:{name}"] = host(table[records]) + first
             else:
                 rows[f"steps:{name}"] = _tensor(table[records] + starts)
         return rows

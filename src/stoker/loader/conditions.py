@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stoker.errors import ConfigError
 from stoker.loader.engine import Design
-from stoker.loader.outputs import RECORD, Output, Role
+from stoker.loader.outputs import RECORD, Compute, Output, Role
 from stoker.store.join import served_schema
 
 OURS = ("task", "tasks", "mask")
@@ -119,6 +119,12 @@ def find_conditions(designs: Mapping[str, Design]) -> Conditions:
     Raises:
         ConfigError: A field of whole records has a name that batches of a mixture give to something else.
     """
+    for name, design in designs.items():
+        if design.windows is not None and isinstance(design.windows.field, tuple):
+            raise ConfigError(
+                f"windows of {name!r} have several state fields, {', '.join(design.windows.field)}, which a "
+                "mixture cannot line up with those of other caches. Name one field in Windows(field=...)"
+            )
     found = [_outputs_of(design) for design in designs.values()]
     for name, design in designs.items():
         taken = [own for own in OURS if not design.windowed and own in served_schema(design.cache)]
@@ -133,9 +139,13 @@ def find_conditions(designs: Mapping[str, Design]) -> Conditions:
 
 
 def _kept_by(design: Design) -> list[str]:
-    """Names under which batches of windows give kept raw fields."""
+    """Names under which batches of windows give what is no condition: kept raw fields, a mask."""
     schema = design.cache.schema
-    return [o.name for o in design.outputs if design.windowed and schema[o.field].kept]
+    return [
+        o.name
+        for o in design.outputs
+        if design.windowed and (schema[o.field].kept or o.compute is Compute.MASK)
+    ]
 
 
 def _outputs_of(design: Design) -> dict[str, Output]:

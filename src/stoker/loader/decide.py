@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, IncompleteError, arg
 from stoker.loader import state as states
 from stoker.loader.arguments import check_share, check_static
+from stoker.loader.chunks import Cuts
 from stoker.loader.disk import READ_DEADLINE_S, Reading
 from stoker.loader.draws import Weights
 from stoker.loader.engine import Design
@@ -26,8 +27,9 @@ from stoker.loader.fused import Normalise
 from stoker.loader.lowering import lowered
 from stoker.loader.order import Draws, Order, parse_order
 from stoker.loader.order_device import table_bytes
-from stoker.loader.outputs import Output, Role, make_outputs
+from stoker.loader.outputs import Output, Role, gathered_bytes, make_outputs
 from stoker.loader.places import Places, find_places, lengths_of, weighted
+from stoker.loader.points import cuts_of, cuts_points, make_joiner
 from stoker.loader.ragged import LENGTHS, MASK, OFFSETS, Ragged, check_lengths, make_join
 from stoker.loader.ranks import Share, own_records
 from stoker.loader.read_ahead import elsewhere_of
@@ -88,6 +90,8 @@ class Found:
     demand: Demand
     shards: tuple[int, ...]
     """Those that it lies in, as far as they are there."""
+    cuts: Cuts | None = None
+    """How windows are cut from fields of points."""
 
 
 def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Ledger = LEDGER) -> Design:
@@ -103,10 +107,13 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
     """
     outputs = outputs_of(cache, wishes)
     places = find_places(cache, wishes.indices)
+    make_joiner(wishes.ragged, outputs, cache.schema, wishes.windows)  # refuses what the first batch would
     check_lengths(make_join(wishes.ragged, outputs), cache, places)
-    examples = _number(cache, places, wishes.windows)
+    cuts, examples = _number(cache, places, wishes.windows)
     draws = None if wishes.weights is None else weighted(wishes.weights, places, examples)
     lengths = _sizes(cache, places, outputs) if wishes.order.startswith("bucket") else None
+    if lengths is not None and cuts is not None:  # windows: as long as their records
+        lengths = lengths[examples.locate(np.arange(examples.count), examples.first)[0]]
     order = order_of(wishes, outputs, examples.count, draws, lengths)
     places = replace(places, own=own_records(order, examples, wishes.rank, wishes.world))
     found = Found(
@@ -121,11 +128,12 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
                 cache,
                 order.kind,
                 examples=order.positions,
-                example_bytes=sum(output.example_bytes for output in outputs),
+                example_bytes=gathered_bytes(outputs),
                 step_examples=order.global_batch,
             ),
         ),
         shards=tuple(places.shards()),
+        cuts=cuts,
     )
     made = design(cache, wishes, found, plan or partial(_planned, cache, wishes), ledger=ledger)
     claim_plan(made.claim, cache, made.places, made.plan, made.ask.demand)
@@ -160,7 +168,7 @@ def order_of(
     lengths: NDArray[np.int64] | None = None,
 ) -> Order:
     """The order of `count` examples that was asked for; `lengths`: of each, where they differ."""
-    example_bytes = sum(output.example_bytes for output in outputs)
+    example_bytes = gathered_bytes(outputs)
     return Order(
         kind=parse_order(wishes.order, world=wishes.world, example_bytes=example_bytes),
         count=count,
@@ -199,7 +207,7 @@ def design(
         places=found.places,
         examples=found.examples,
         outputs=found.outputs,
-        windowed=wishes.windows is not None,
+        windows=wishes.windows,
         order=found.order,
         share=share,
         plan=(plan if isinstance(plan, Plan) else plan(demand, resources)).holding(demand.records),
@@ -215,6 +223,7 @@ def design(
         threads=max(1, min(MAX_GATHER_THREADS, int(resources.cpus))),
         reading=Reading(deadline_s=wishes.timeout_s or READ_DEADLINE_S, verify=wishes.verify),
         meter=wishes.meter,
+        cuts=found.cuts,
         lowered=lowered(early, found.outputs, wishes.seed, windowed=wishes.windows is not None),
     )
 
@@ -233,6 +242,10 @@ def check_beside(cache: Cache, wishes: Wishes) -> None:
         f"world={wishes.world}": (
             wishes.world > 1,
             "ranks would have to agree on what is quarantined before each batch, and loaders do not talk",
+        ),
+        "windows over points": (
+            cuts_points(cache.schema, wishes.windows),
+            "how many steps and points a record has is known once it is stored",
         ),
         "static=True": (wishes.static, "batches at fixed addresses are gathered on a device that holds all"),
         f"order={wishes.order!r}": (
@@ -293,11 +306,13 @@ def opened_anew(cache: Cache) -> Cache:
     return filled
 
 
-def _number(cache: Cache, places: Places, windows: Windows | None) -> Examples:
-    lengths = None
-    if windows is not None:
+def _number(cache: Cache, places: Places, windows: Windows | None) -> tuple[Cuts | None, Examples]:
+    lengths, cuts = None, None
+    if windows is not None and cuts_points(cache.schema, windows):
+        cuts, lengths = cuts_of(cache, places, windows)
+    elif windows is not None:
         lengths = trajectory_lengths(cache, places, windows)
-    return number_examples(lengths, len(places.numbers), windows)
+    return cuts, number_examples(lengths, len(places.numbers), windows)
 
 
 def _sizes(cache: Cache, places: Places, outputs: tuple[Output, ...]) -> NDArray[np.int64] | None:
@@ -379,8 +394,9 @@ def _demand(
         records=sum(cache.index.shards[shard].rows for shard in places.shards()),
         record_bytes=record_bytes,
         batch_examples=batch_size,
-        example_bytes=record_bytes if whole else sum(output.example_bytes for output in outputs),
+        example_bytes=record_bytes if whole else gathered_bytes(outputs),
         device=device,
+        stored_ratio=cache.index.stored_ratio,
     )
 
 

@@ -108,6 +108,8 @@ class DiskBatches:
         self._pieces = Pieces(cache.recipe.columns, outputs, READ_THREADS)
         self._twins = [twin_for(output, torch.device("cpu")) for output in outputs]
         self._views: tuple[Memory, list[Tensor]] | None = None
+        cut = {} if locator.cuts is None else locator.cuts.rows
+        self._cut = [(i, output.field) for i, output in enumerate(outputs) if output.field in cut]
 
     def over(self, cache: Cache, places: Places) -> None:
         """Read from another handle of the same cache from now on; not while batches are being made."""
@@ -150,7 +152,8 @@ class DiskBatches:
         missing = np.flatnonzero(rest)
         missing = missing[np.lexsort((row[missing], shard[missing]))]  # neighbours on disk one after another
         spaces = [None if isinstance(v, list) else bytes_of(v) for v in values]
-        wanted = Wanted(shard=shard, row=row, starts=starts, values=values, spaces=spaces)
+        cuts = {i: self._locator.extent(name, records, starts) for i, name in self._cut}
+        wanted = Wanted(shard=shard, row=row, starts=starts, values=values, spaces=spaces, cuts=cuts)
         tickets = [
             self._pool.submit(partial(self._pieces.read, self._cache, piece, wanted, self._reading.verify))
             for piece in np.array_split(missing, self._count(len(missing)))

@@ -12,13 +12,13 @@ import torch
 
 from stoker.errors import StalledError
 from stoker.loader import residency
-from stoker.loader.chunks import Chunk, Chunks, Locator
+from stoker.loader.chunks import Chunk, Chunks, Cuts, Locator
 from stoker.loader.disk import DiskBatches, Reading
 from stoker.loader.gather import STRIP_BATCHES, MemoryBatches, record_batches, window_batches
 from stoker.loader.lowering import NOTHING, Lowered
 from stoker.loader.memory import Memory
 from stoker.loader.order import Order
-from stoker.loader.outputs import Output, step_lengths
+from stoker.loader.outputs import Output, gathered_outputs, step_lengths
 from stoker.loader.packed import stored_outputs, unpacker
 from stoker.loader.partial import PartialBatches
 from stoker.loader.places import Places
@@ -27,7 +27,8 @@ from stoker.loader.reach import Reach
 from stoker.loader.read_ahead import fetching_of, read_ahead_of
 from stoker.loader.residency import Held, Residency
 from stoker.loader.watch import Ask
-from stoker.loader.windows import Examples
+from stoker.loader.window_parts import parts_of
+from stoker.loader.windows import Examples, Windows
 from stoker.plan import Claim, Plan
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Design:
     places: Places
     examples: Examples
     outputs: tuple[Output, ...]
-    windowed: bool
+    windows: Windows | None
     order: Order
     share: Share
     plan: Plan
@@ -66,8 +67,15 @@ class Design:
     """Seconds that filling the device may take where nothing else can serve."""
     meter: StallMeter | None = None
     """Told what a batch was waited for."""
+    cuts: Cuts | None = None
+    """How windows are cut from fields of points; their batches are put together by `points.py`."""
     lowered: Lowered = NOTHING
     """Transforms that the device tier does while it gathers."""
+
+    @property
+    def windowed(self) -> bool:
+        """Whether examples are windows of trajectories."""
+        return self.windows is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +122,9 @@ class Engine:
         self.residency = Residency(design)
         self.device = design.device
         """Where batches are."""
-        self._outputs = stored_outputs(design.outputs)
+        gathered = gathered_outputs(design.outputs)
+        self._outputs = stored_outputs(gathered)
+        self._parts = parts_of(design.outputs, design.windows, design.order.seed, static=design.static)
         self._pace = Pace()
         self._locators: dict[str, Locator] = {}
         self._chunked: dict[str, Chunks] = {}
@@ -125,7 +135,7 @@ class Engine:
         self._reading_ahead = read_ahead_of(
             design.cache, self._reach, design.share, lambda epoch: self._chunks(cpu).order(epoch)
         )
-        self._unpack = unpacker(design.outputs, design.share.batch_size, static=design.static)
+        self._unpack = unpacker(gathered, design.share.batch_size, static=design.static)
         self._names = (*(output.name for output in design.outputs), "index")
         # Fixed addresses exist where batches are gathered, so nothing can be served before memory is filled.
         self.residency.fill(design.fill_s if design.static else residency.FIRST_WAIT_S)
@@ -185,6 +195,7 @@ class Engine:
             step_lengths=step_lengths(self._outputs, design.cache.recipe.columns),
             ragged=whole_ragged,
             lengths={name: design.places.of_all(design.cache.lengths(name)) for name in whole_ragged},
+            cuts=design.cuts,
         )
 
     def strips(self, epoch: int, position: int) -> Iterator[Strip]:
@@ -290,10 +301,12 @@ class Engine:
         positions = chunk.span.positions(number, count)
         if self._unpack is not None:
             columns = self._unpack(columns)
-        if self._design.windowed:
-            batches: Iterable[Any] = window_batches(self._design.outputs, columns, positions)
-        else:
-            batches = record_batches(self._names, columns, positions)
         size = chunk.span.batch
         own = chunk.examples[number * size : (number + count) * size]
+        if self._parts is not None:
+            batches: Iterable[Any] = self._parts.batches(columns, positions, own, chunk.span.epoch, size)
+        elif self._design.windowed and self._design.cuts is None:
+            batches = window_batches(self._design.outputs, columns, positions)
+        else:
+            batches = record_batches(self._names, columns, positions)
         return Strip(batches=batches, count=count, size=size, examples=own, tier=tier, after=positions[-1])

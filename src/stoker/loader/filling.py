@@ -40,9 +40,11 @@ from stoker.loader.engine import Design, Strip
 from stoker.loader.fill_order import KIND, FillOrder, Window
 from stoker.loader.gather import record_batches, window_batches
 from stoker.loader.mend import Mender
+from stoker.loader.outputs import gathered_bytes, gathered_outputs
 from stoker.loader.packed import stored_outputs, unpacker
 from stoker.loader.places import find_places
 from stoker.loader.ragged import make_join
+from stoker.loader.window_parts import parts_of
 from stoker.plan import Demand, Plan, Resources, plan_tiers
 from stoker.units import format_count
 
@@ -79,7 +81,9 @@ class FillingPass:
         self._cache, self._wishes, self._mender, self._process = cache, wishes, mender, os.getpid()
         self._outputs = outputs_of(cache, wishes)
         make_join(wishes.ragged, self._outputs)  # refuses now what the first batch would
-        self._unpack = unpacker(self._outputs, wishes.batch_size, static=False)
+        gathered = gathered_outputs(self._outputs)
+        self._unpack = unpacker(gathered, wishes.batch_size, static=False)
+        self._parts = parts_of(self._outputs, wishes.windows, wishes.seed, static=False)
         self._order = FillOrder(
             cache.recipe,
             wishes.windows,
@@ -213,9 +217,9 @@ class FillingPass:
         counted, windows = self._counted.values(), self._wishes.windows
         if windows is not None and len(counted) == len(self._order.windows) and not any(counted):
             raise ConfigError(
-                f"no trajectory of {self._cache.path} is long enough for a window of stride {windows.stride} "
-                f"and horizon {windows.horizon}, which spans {windows.span + 1} steps. Choose a smaller "
-                f"{arg('stride')} or {arg('horizon')}"
+                f"no trajectory of {self._cache.path} is long enough for a window of stride "
+                f"{windows.strides[1]} and horizon {windows.horizons[1]}, which spans {windows.span + 1} "
+                f"steps. Choose a smaller {arg('stride')} or {arg('horizon')}"
             )
 
     def _served(
@@ -241,13 +245,17 @@ class FillingPass:
             chunk = self._chunk(reader, examples[first:stop], count, length)
             for k, values in enumerate(reader.batches(chunk, 0)):
                 columns: list[Iterable[Any]] = [[value] for value in values]
-                yield self._strip(columns, chunk.examples[k * length : (k + 1) * length], after[k])
+                yield self._strip(columns, chunk.examples[k * length : (k + 1) * length], epoch, after[k])
 
-    def _strip(self, columns: list[Iterable[Any]], examples: Any, after: tuple[int, int]) -> Strip:
+    def _strip(
+        self, columns: list[Iterable[Any]], examples: Any, epoch: int, after: tuple[int, int]
+    ) -> Strip:
         if self._unpack is not None:
             columns = self._unpack(columns)
-        if self._design.windowed:
-            batches: Iterable[Any] = window_batches(self._outputs, columns, [after])
+        if self._parts is not None:
+            batches: Iterable[Any] = self._parts.batches(columns, [after], examples, epoch, len(examples))
+        elif self._design.windowed:
+            batches = window_batches(self._outputs, columns, [after])
         else:
             names = (*(output.name for output in self._outputs), "index")
             batches = record_batches(names, columns, [after])
@@ -286,7 +294,7 @@ class FillingPass:
             ragged=(),
             lengths={},
         )
-        outputs = stored_outputs(self._outputs)
+        outputs = stored_outputs(gathered_outputs(self._outputs))
         reader = DiskBatches(self._cache, design.places, outputs, locator, lambda: None, design.reading)
         reader.meter = self._wishes.meter
         return reader
@@ -376,7 +384,7 @@ class FillingPass:
             records=len(self._numbers),
             record_bytes=float(sum(sizes)),
             batch_examples=wishes.batch_size,
-            example_bytes=sum(output.example_bytes for output in self._outputs),
+            example_bytes=gathered_bytes(self._outputs),
             device=str(wishes.device),
             missing_records=len(self._numbers) - here,
         )

@@ -29,7 +29,8 @@ from stoker.loader.fused import Normalise
 from stoker.loader.mend import Mender
 from stoker.loader.place import EpochSetter, Place
 from stoker.loader.places import joined_indices
-from stoker.loader.ragged import Ragged, make_join
+from stoker.loader.points import make_joiner
+from stoker.loader.ragged import Ragged
 from stoker.loader.ranks import check_ranks
 from stoker.loader.transform import Columns, Finish, FixedBatch, Transform
 from stoker.loader.whole import Serving, Whole
@@ -287,7 +288,9 @@ class Loader:
     def _finish(self, serving: Serving) -> Finish:
         wanted = self._wishes.device
         return Finish(
-            join=make_join(self._wishes.ragged, serving.design.outputs),
+            join=make_joiner(
+                self._wishes.ragged, serving.design.outputs, serving.design.cache.schema, self._wishes.windows
+            ),
             device=None if wanted == serving.device else wanted,
             pin=self._pin and wanted.type == "cpu",
             transforms=self._wishes.transforms,

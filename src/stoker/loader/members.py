@@ -195,6 +195,11 @@ def _check_together(members: Members) -> None:
     designs = members.designs
     first = next(iter(designs))
     for name, design in designs.items():
+        if design.cuts is not None:
+            raise ConfigError(
+                f"the loader of {name!r} cuts windows from fields of points, whose batches no mixture joins. "
+                "Iterate over that Loader by itself, or mix caches of latents (encoder.kind=mesh)"
+            )
         for what, a, b in (
             ("rank", designs[first].share.rank, design.share.rank),
             ("world", designs[first].share.world, design.share.world),

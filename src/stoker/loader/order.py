@@ -57,6 +57,7 @@ class Salt(IntEnum):
     SUBSET = 3
     TURNS = 4
     FILLING = 5
+    WINDOW = 6
 
 
 def mix(value: int) -> int:

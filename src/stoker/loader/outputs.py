@@ -17,8 +17,8 @@ from torch import Tensor
 
 from stoker.errors import ConfigError
 from stoker.loader.fused import Fused, check_normalise, fused_of
-from stoker.loader.windows import Windows, check_conditions, condition_width, time_field
-from stoker.schema import FLOATS, SCALE_SUFFIX, Field, Schema, scale_field
+from stoker.loader.windows import Windows, check_conditions, condition_width, state_fields
+from stoker.schema import FLOATS, SCALE_SUFFIX, Field, Schema, scale_field, without_points
 
 RECORD = "record"
 """The index that counts virtual rows of records; others are `steps:<length or field>`."""
@@ -33,6 +33,21 @@ class Role(Enum):
     """`z0` or `z1`."""
     FUTURE = "future"
     """The states after `z1`."""
+
+
+class Compute(Enum):
+    """How a part of a window is made of gathered ones (`window_parts.py`)."""
+
+    PICK = "pick"
+    """The steps `picks`, counted in the example's own strides, of the gathered run of steps."""
+    DIFFERENCE = "difference"
+    """The second source minus the first."""
+    TIMES_STRIDE = "times stride"
+    """The source times the example's stride."""
+    STRIDE = "stride"
+    """The example's stride."""
+    MASK = "mask"
+    """1 for the states of `future` that are within the example's horizon, else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +79,11 @@ class Output:
     """Dtype that a packed field is stored as, else empty."""
     parts: tuple[Output, ...] = ()
     """What is gathered in its place for a packed field: its bits, as int8, and its scales."""
+    compute: Compute | None = None
+    """Set when it is not gathered itself but made of `sources`."""
+    sources: tuple[Output, ...] = ()
+    picks: range = range(0)
+    """Of `PICK`: steps of a window, in strides from `z0`."""
 
     @property
     def example_bytes(self) -> int:
@@ -120,25 +140,133 @@ def make_outputs(
     if windows is None:
         check_names(schema)
         return tuple(_output(name, name, field, fused[name]) for name, field in schema.items())
-    main = time_field(schema, windows.field)
-    check_conditions(schema, main)
-    field, stride = schema[main], windows.stride
-    outputs = [
-        replace(_output(name, main, field, fused[main], lag=lag), role=Role.STATE)
-        for name, lag in (("z0", 0), ("z1", stride))
-    ]
-    if windows.horizon > 1:
-        count = windows.horizon - 1
-        future = _output("future", main, field, fused[main], lag=2 * stride, count=count, every=stride)
-        outputs.append(replace(future, role=Role.FUTURE))
-    for name, f in schema.items():
+    states = state_fields(schema, windows)
+    for main in states:
+        check_conditions(schema, main)
+    if any(schema[main].folded for main in states):
+        return _point_outputs(schema, fused)
+    outputs = [output for main in states for output in _states(main, schema[main], fused[main], windows)]
+    for name, f in without_points(schema).items():
         if f.kept:
-            outputs += _kept_outputs(name, f, fused[name], stride)
-        elif name != main:
+            outputs += _kept_outputs(name, f, fused[name], windows)
+        elif name not in states:
             lag, width = 0 if f.time else None, condition_width(f)
             outputs.append(_output(name, name, f, fused[name], lag=lag, width=width))
+    outputs = _with_time_step(outputs, schema, states, fused, windows)
+    if isinstance(windows.stride, tuple):
+        outputs.append(_drawn("stride", states[0], Compute.STRIDE, (1,), torch.int64))
+    if isinstance(windows.horizon, tuple) and windows.horizons[1] > 1:
+        shape = (windows.horizons[1] - 1, 1)
+        outputs.append(_drawn("future_mask", states[0], Compute.MASK, shape, torch.bool))
     _check_distinct(outputs)
     return tuple(outputs)
+
+
+def _point_outputs(schema: Schema, fused: Mapping[str, Fused | None]) -> tuple[Output, ...]:
+    """The outputs of windows over points: rows of each window as a list, which `points.py` puts together."""
+    points = tuple(
+        _output(name, name, field, fused[name])
+        for name, field in schema.items()
+        if field.axes and not field.kept
+    )
+    others = tuple(
+        _output(name, name, field, fused[name], lag=0 if field.time else None, width=condition_width(field))
+        for name, field in without_points(schema).items()
+        if not field.kept
+    )
+    return points + others
+
+
+def gathered_outputs(outputs: Sequence[Output]) -> tuple[Output, ...]:
+    """Return the outputs to gather: each as it is, and of computed ones what they are made of, each once."""
+    found = {
+        (part.name, part.field): part
+        for output in outputs
+        for part in ((output,) if output.compute is None else gathered_outputs(output.sources))
+    }
+    return tuple(found.values())
+
+
+def gathered_bytes(outputs: Sequence[Output]) -> int:
+    """Bytes that are gathered for one example."""
+    return sum(output.example_bytes for output in gathered_outputs(outputs))
+
+
+def _states(main: str, field: Field, fused: Fused | None, windows: Windows) -> list[Output]:
+    """`z0`, `z1` and, above horizon 1, `future` of one field."""
+    horizon = windows.horizons[1]
+    z0 = replace(_output("z0", main, field, fused, lag=0), role=Role.STATE)
+    later = [replace(_later("z1", main, field, fused, windows, range(1, 2), horizon), role=Role.STATE)]
+    if horizon > 1:
+        future = _later("future", main, field, fused, windows, range(2, horizon + 1), horizon, axis=True)
+        later.append(replace(future, role=Role.FUTURE))
+    return [z0, *later]
+
+
+def _later(  # noqa: PLR0913, PLR0917 - as `_output`
+    name: str,
+    field_name: str,
+    field: Field,
+    fused: Fused | None,
+    windows: Windows,
+    picks: range,
+    reach: int,
+    *,
+    axis: bool = False,
+) -> Output:
+    """Steps `picks` of a window, in strides from `z0`. Drawn strides pick them from a run of steps, which
+    serves all picks up to step `reach`."""
+    least, most = windows.strides
+    if not windows.draws:
+        lag, count = picks[0] * least, len(picks) if axis else None
+        return _output(name, field_name, field, fused, lag=lag, count=count, every=least)
+    every = least if least == most else 1
+    count = (reach * most - least) // every + 1
+    run = _output(f"steps of {field_name}", field_name, field, fused, lag=least, count=count, every=every)
+    shape = field.shape[1:] if not axis else (len(picks), *field.shape[1:])
+    return replace(
+        run, name=name, shape=shape, count=None, packed="", parts=(), compute=Compute.PICK, picks=picks,
+        sources=(run,),
+    )  # fmt: skip
+
+
+def _drawn(name: str, main: str, compute: Compute, shape: tuple[int, ...], dtype: torch.dtype) -> Output:
+    return Output(name=name, field=main, index=RECORD, shape=shape, dtype=dtype, compute=compute)
+
+
+def _with_time_step(
+    outputs: Sequence[Output],
+    schema: Schema,
+    states: Sequence[str],
+    fused: Mapping[str, Fused | None],
+    windows: Windows,
+) -> list[Output]:
+    """The outputs with the condition `dt`, the time from z0 to z1.
+
+    It is a difference of `time` where records have that field with a time axis; else a field `dt` without
+    one times the stride. Times are subtracted as they are stored: in a narrower dtype nothing might be left.
+    """
+    time, step = schema.get("time"), schema.get("dt")
+    if time is not None and time.time and condition_width(time) == 1 and not (time.kept or time.packed):
+        if "time" in states:
+            return [*outputs]
+        first = _output("time at z0", "time", time, None, lag=0)
+        second = replace(_later("time at z1", "time", time, None, windows, range(1, 2), 1), shape=(1,))
+        own = fused["time"]
+        found = replace(
+            _drawn("dt", "time", Compute.DIFFERENCE, (1,), first.dtype),
+            cast=None if own is None else own.dtype,
+            sources=(first, second),
+        )
+        return [*(output for output in outputs if output.name != "dt"), found]
+    if step is None or step.time or step.kept or windows.strides == (1, 1):
+        return [*outputs]
+    return [
+        replace(output, compute=Compute.TIMES_STRIDE, sources=(output,), packed="", parts=())
+        if output.name == "dt" and output.role is Role.FIELD
+        else output
+        for output in outputs
+    ]
 
 
 def _check_distinct(outputs: Sequence[Output]) -> None:
@@ -152,14 +280,17 @@ def _check_distinct(outputs: Sequence[Output]) -> None:
             )
 
 
-def _kept_outputs(name: str, field: Field, fused: Fused | None, stride: int) -> list[Output]:
+def _kept_outputs(name: str, field: Field, fused: Fused | None, windows: Windows) -> list[Output]:
     """A raw field beside the latents: at z0 and at z1, or as it is where it has no time.
 
     It keeps its axes, with at least two of them, so that nobody takes it for a condition `(B, C)`: at z1 it
     would tell what is to be predicted.
     """
     if field.time:
-        found = [_output(f"{name}{k}", name, field, fused, lag=lag) for k, lag in enumerate((0, stride))]
+        found = [
+            _output(f"{name}0", name, field, fused, lag=0),
+            _later(f"{name}1", name, field, fused, windows, range(1, 2), 1),
+        ]
     else:
         found = [_output(name, name, field, fused)]
     return [replace(o, shape=(*o.shape, 1, 1)[: max(2, len(o.shape))]) for o in found]

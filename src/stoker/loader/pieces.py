@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -69,6 +71,10 @@ class Wanted:
     """Per output a CPU tensor, or a list to be filled with tensors."""
     spaces: list[memoryview[Any] | None]
     """The bytes of the tensors; None for lists."""
+    cuts: Mapping[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = dataclass_field(
+        default_factory=dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]]
+    )
+    """By output that takes some rows of a ragged field: per example the first of them, and how many."""
 
 
 class Rows:
@@ -99,7 +105,7 @@ class Rows:
     def extent(self, verify: Verify) -> tuple[int, int, int]:
         """Descriptor, offset and bytes of what is read."""
         offset, _ = self._field.extent(self._first, 0, 0, verify)
-        return self._shard.fileno(), offset, self._bytes
+        return self._shard.advice(offset, self._bytes)
 
 
 class Steps:
@@ -132,7 +138,32 @@ class Steps:
         run, first = self._run, self._first
         stop = first + run.stop - run.first
         extent = self._shard.fields[run.field].extent(self._row, first, stop, verify)
-        return self._shard.fileno(), *extent
+        return self._shard.advice(*extent)
+
+
+class Cut:
+    """Consecutive rows of one record of a ragged field."""
+
+    __slots__ = ("_field", "_first", "_out", "_row", "_shard", "_stop")
+
+    def __init__(
+        self, shard: Shard, field: str, row: int, extent: tuple[int, int], out: memoryview[Any]
+    ) -> None:
+        """`extent`: the first of the rows, and how many."""
+        self._shard, self._field, self._row, self._out = shard, shard.fields[field], row, out
+        self._first, self._stop = extent[0], sum(extent)
+
+    def read(self, verify: Verify, *, wait: bool) -> bool:
+        """As `Rows.read`."""
+        data = self._field.steps(self._row, self._first, self._stop, verify, wait=wait)
+        if data is None:
+            return False
+        self._out[:] = data
+        return True
+
+    def extent(self, verify: Verify) -> tuple[int, int, int]:
+        """As `Rows.extent`."""
+        return self._shard.fileno(), *self._field.extent(self._row, self._first, self._stop, verify)
 
 
 class Pieces:
@@ -174,10 +205,10 @@ class Pieces:
             read.read(verify, wait=True)
         return len(later)
 
-    def _reads(self, cache: Cache, piece: NDArray[np.int64], wanted: Wanted) -> list[Rows | Steps]:
+    def _reads(self, cache: Cache, piece: NDArray[np.int64], wanted: Wanted) -> list[Rows | Steps | Cut]:
         shards = wanted.shard[piece].tolist()
         rows, starts = wanted.row[piece].tolist(), wanted.starts[piece].tolist()
-        found: list[Rows | Steps] = []
+        found: list[Rows | Steps | Cut] = []
         shard, last = None, -1
         open_rows: dict[int, Rows] = {}
         for j, number, row, start in zip(piece.tolist(), shards, rows, starts, strict=True):
@@ -187,14 +218,23 @@ class Pieces:
                 if self._alone and shard not in self._told:
                     self._told.add(shard)
                     with suppress(OSError):
-                        os.posix_fadvise(shard.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+                        os.posix_fadvise(shard.advice(0, 0)[0], 0, 0, os.POSIX_FADV_RANDOM)
             for i in self._whole:
+                if i in wanted.cuts:
+                    found.append(self._cut(shard, i, row, wanted, j))
+                    continue
                 out = self._place(shard, i, row, wanted, j)
                 if i not in open_rows or not open_rows[i].took(row, out):
                     open_rows[i] = Rows(shard, self._outputs[i].field, row, out)
                     found.append(open_rows[i])
             found += [Steps(shard, row, start, run, wanted.spaces, j) for run in self._runs]
         return found
+
+    def _cut(self, shard: Shard, i: int, row: int, wanted: Wanted, j: int) -> Cut:
+        """What reads the rows that the batch's example `j` takes of output `i`."""
+        output, (first, count) = self._outputs[i], (int(values[j]) for values in wanted.cuts[i])
+        wanted.values[i][j] = torch.empty((count, *output.row_shape), dtype=output.dtype, device="cpu")
+        return Cut(shard, output.field, row, (first, count), bytes_of(wanted.values[i][j]))
 
     def _place(self, shard: Shard, i: int, row: int, wanted: Wanted, j: int) -> memoryview[Any]:
         """Where output `i` of the batch's example `j` belongs, which is a record."""

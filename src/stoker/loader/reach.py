@@ -47,6 +47,8 @@ class Reach:
         ends = np.cumsum(-(-sizes // block_bytes))
         self.first: NDArray[np.int64] = np.concatenate([np.zeros(1, np.int64), ends])
         """First block of each shard, and how many blocks there are, `(shards + 1,)`."""
+        entries = enumerate(cache.index.shards)
+        self._compressed = {i for i, entry in entries if entry.raw is not None}
         schema = cache.recipe.columns
         whole = dict.fromkeys(output.field for output in outputs if output.index == RECORD)
         self._taken = [Taken(name=name, field=schema[name]) for name in whole] + [
@@ -66,6 +68,7 @@ class Reach:
         owners: list[NDArray[np.int64]] = []
         for one in self._taken:
             begin, end = self._extent(one, shard, row, starts)
+            self._to_file(shard, begin, end)
             low = begin // self.block_bytes
             count = np.where(end > begin, -(-end // self.block_bytes) - low, 0)
             owner = np.repeat(np.arange(len(shard)), count)
@@ -90,7 +93,7 @@ class Reach:
     def _extent(
         self, one: Taken, shard: NDArray[np.int32], row: NDArray[np.int64], starts: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """First byte in the file, and one past the last, of what each example reads of a field."""
+        """First byte, and one past the last, of what each example reads of a field, in the ordinary shard."""
         before, length = self._lengths(one, shard, row)
         low, high = np.zeros_like(row), length
         if one.stop is not None:  # whole blocks of sums, within the record
@@ -99,6 +102,12 @@ class Reach:
             high = np.minimum(-(-(starts + one.stop) // steps) * steps, length)
         begin, size = self._begins[one.name][shard], one.field.row_bytes
         return begin + (before + low) * size, begin + (before + high) * size
+
+    def _to_file(self, shard: NDArray[np.int32], begin: NDArray[np.int64], end: NDArray[np.int64]) -> None:
+        """Put the places in the file in place of those in the ordinary shard, where shards are compressed."""
+        for number in self._compressed.intersection(np.unique(shard).tolist()):
+            own = shard == number
+            begin[own], end[own] = self._cache.shard(number).stored_extents(begin[own], end[own])
 
     def _lengths(
         self, one: Taken, shard: NDArray[np.int32], row: NDArray[np.int64]

@@ -278,7 +278,7 @@ def elsewhere_of(
         room_bytes=min(rooms, default=None),
         block_bytes=BLOCK_BYTES,
         examples=examples,
-        example_bytes=example_bytes,
+        example_bytes=example_bytes * (cache.index.stored_ratio or 1.0),
         step_examples=step_examples,
         order=str(kind),
     )

@@ -19,6 +19,7 @@ from stoker.errors import ConfigError, arg
 from stoker.loader.batch import RecordBatch, WindowBatch
 from stoker.loader.buffers import lasting, sent
 from stoker.loader.keyed import child_keys, example_keys
+from stoker.loader.points import PointBatch, PointJoin
 from stoker.loader.ragged import Join
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Columns:
 
     def added(self, batch: Any) -> Any:
         """The batch with the columns of its examples; beside windows they are conditions, `(B, C)`."""
-        windowed = isinstance(batch, WindowBatch)
+        windowed = isinstance(batch, WindowBatch | PointBatch)
         found = self._of(batch.index[:, 0].contiguous() if windowed else batch["index"])
         if windowed:
             return batch._replace(cond={**batch.cond, **{n: v.reshape(len(v), -1) for n, v in found.items()}})
@@ -175,7 +176,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 class Finish:
     """What happens to a batch after it was gathered; nothing, unless asked for."""
 
-    join: Join | None
+    join: Join | PointJoin | None
     """What is done to fields of varying length; None: they stay lists."""
     device: torch.device | None
     """Where batches go when they were not made there; None: they stay."""
@@ -255,8 +256,8 @@ def _each(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         changed = RecordBatch((name, _each(value, change)) for name, value in batch.items())
         changed.position = batch.position
         return changed
-    if isinstance(batch, WindowBatch):
-        return WindowBatch(*(_each(value, change) for value in batch[:-1]), position=batch.position)
+    if isinstance(batch, WindowBatch | PointBatch):
+        return type(batch)(*(_each(value, change) for value in batch[:-1]), position=batch.position)
     if isinstance(batch, dict):
         conditions = cast("dict[str, Any]", batch)
         return {name: _each(value, change) for name, value in conditions.items()}
@@ -266,4 +267,4 @@ def _each(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _device_of(batch: Any) -> torch.device:
-    return (batch.index if isinstance(batch, WindowBatch) else batch["index"]).device
+    return (batch.index if isinstance(batch, WindowBatch | PointBatch) else batch["index"]).device

@@ -1,11 +1,13 @@
 """Cut trajectories into training examples: a start, a stride, a horizon.
 
 Trajectories are stored once, unstrided; stride and horizon are settings of the loader alone. An example is
-`(record, start)`, and takes rows `start + k * stride` for `k` in `0 .. horizon`.
+`(record, start)`, and takes rows `start + k * stride` for `k` in `0 .. horizon`. Of a range of
+strides or horizons each example draws its own in each epoch (`window_parts.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, cast
@@ -20,28 +22,67 @@ from stoker.schema import Field, Schema
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """How a trajectory becomes examples `(z0, z1, future)`."""
+    """How a trajectory becomes examples `(z0, z1, future)`.
 
-    stride: int = 1
-    """Stored steps between one state and the next."""
-    horizon: int = 1
-    """States after `z0`: `z1` is the first, `future` the `horizon - 1` others."""
+    Example:
+        >>> windows = Windows(stride=(1, 4), horizon=2)
+        >>> windows.span, windows.count(101)
+        (8, 93)
+
+    Raises:
+        ConfigError: A number is below 1, a range is empty, or fields are named twice.
+    """
+
+    stride: int | tuple[int, int] = 1
+    """Stored steps between one state and the next. A range `(1, 4)`, both ends included: each example draws
+    its own stride in each epoch, and `cond["stride"]` `(B, 1)` int64 says which. Every window fits at the
+    largest stride."""
+    horizon: int | tuple[int, int] = 1
+    """States after `z0`: `z1` is the first, `future` the `horizon - 1` others. A range: each example draws
+    its own. `future` then has the states of the largest, zeros behind the example's own, and
+    `cond["future_mask"]` `(B, H - 1, 1)` bool says which are there."""
     start_every: int = 1
     """Stored steps between the starts of consecutive windows of one trajectory."""
-    field: str | None = None
-    """The field that has time; None: the only one, or `latent`, or `data`."""
+    field: str | tuple[str, ...] | None = None
+    """The field that has time; None: the only one, or `latent`, or `data`. Several: `z0`, `z1` and `future`
+    are dicts by field."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers below one."""
-        for name in ("stride", "horizon", "start_every"):
+        """Refuse numbers below one and empty ranges."""
+        for name in ("stride", "horizon"):
             value = getattr(self, name)
-            if not isinstance(value, Integral) or value < 1:
-                raise ConfigError(f"windows.{name} is {value!r}. Expected a whole number of at least 1")
+            if isinstance(value, list | tuple):
+                ends = tuple(cast("Sequence[object]", value))
+                _check_range(name, ends)
+                object.__setattr__(self, name, ends)
+            else:
+                _check_count(name, value)
+        _check_count("start_every", self.start_every)
+        if isinstance(self.field, list | tuple):
+            names = tuple(self.field)
+            if not names or len({*names}) < len(names):
+                raise ConfigError(f"windows.field is {list(names)}. Expected one or more names, each once")
+            object.__setattr__(self, "field", names)
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """The smallest and the largest stride."""
+        return self.stride if isinstance(self.stride, tuple) else (self.stride, self.stride)
+
+    @property
+    def horizons(self) -> tuple[int, int]:
+        """The smallest and the largest horizon."""
+        return self.horizon if isinstance(self.horizon, tuple) else (self.horizon, self.horizon)
+
+    @property
+    def draws(self) -> bool:
+        """True if each example has a stride or a horizon of its own."""
+        return isinstance(self.stride, tuple) or isinstance(self.horizon, tuple)
 
     @property
     def span(self) -> int:
-        """Steps from the first row of a window to its last."""
-        return self.horizon * self.stride
+        """Steps from the first row of a window to its last, at the largest stride and horizon."""
+        return self.horizons[1] * self.strides[1]
 
     def count(self, length: int) -> int:
         """Windows in a trajectory of `length` steps; one that is too short has none.
@@ -57,7 +98,26 @@ class Windows:
 
     def text(self) -> str:
         """What the loader's state keeps of it."""
-        return f"stride={self.stride} horizon={self.horizon} start_every={self.start_every}"
+        stride, horizon = (
+            f"{value[0]}..{value[1]}" if isinstance(value, tuple) else str(value)
+            for value in (self.stride, self.horizon)
+        )
+        fields = f" field={'+'.join(self.field)}" if isinstance(self.field, tuple) else ""
+        return f"stride={stride} horizon={horizon} start_every={self.start_every}{fields}"
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, Integral) or value < 1:
+        raise ConfigError(f"windows.{name} is {value!r}. Expected a whole number of at least 1")
+
+
+def _check_range(name: str, ends: tuple[object, ...]) -> None:
+    whole = [int(end) for end in ends if isinstance(end, Integral)]
+    if len(ends) != 2 or len(whole) != 2 or not 1 <= whole[0] <= whole[1]:
+        raise ConfigError(
+            f"windows.{name} is {list(ends)}. Expected a whole number of at least 1, or a range of two, the "
+            "smaller first, as (1, 4)"
+        )
 
 
 _KEEP_TIME = (
@@ -67,14 +127,17 @@ _KEEP_TIME = (
 )
 
 
-def time_field(schema: Schema, wanted: str | None) -> str:
-    """The field that windows are cut from.
+def time_field(schema: Schema, wanted: str | tuple[str, ...] | None) -> str:
+    """The field that windows are cut from, the first of several.
 
     Raises:
         ConfigError: There is none, `wanted` is not one, or there are several and none is called
             `latent` or `data`.
     """
-    timed = [name for name, field in schema.items() if field.time and not field.kept]
+    timed = [name for name, field in schema.items() if field.evolves and not field.kept]
+    if isinstance(wanted, tuple):
+        first, *_ = [time_field(schema, name) for name in wanted]
+        return first
     if wanted is not None:
         if wanted not in timed:
             raise ConfigError(
@@ -87,6 +150,8 @@ def time_field(schema: Schema, wanted: str | None) -> str:
     for name in ("latent", "data"):
         if name in timed:
             return name
+    if len(points := [name for name in timed if schema[name].folded]) == 1:
+        return points[0]
     raise ConfigError(
         f"windows need one field with time; this cache has {', '.join(timed) or 'none'}. "
         + ("Name one with Windows(field=...)" if timed else _KEEP_TIME)
@@ -101,6 +166,8 @@ def check_conditions(schema: Schema, main: str) -> None:
     """
     steps = (schema[main].ragged, schema[main].shape[0])
     for name, field in schema.items():
+        if field.axes:  # of particles and meshes: see points.py
+            continue
         if field.time and (field.ragged, field.shape[0]) != steps:
             raise ConfigError(
                 f"fields {main!r} {schema[main].shape} and {name!r} {field.shape} have time axes of "
@@ -111,6 +178,12 @@ def check_conditions(schema: Schema, main: str) -> None:
                 f"field {name!r} has another length in every record and no time, so it cannot be given "
                 "with windows. Serve whole records (no windows=), or store the cache without that field"
             )
+
+
+def state_fields(schema: Schema, windows: Windows) -> tuple[str, ...]:
+    """The fields that become `z0`, `z1` and `future`, in the order in which they were named."""
+    first = time_field(schema, windows.field)
+    return windows.field if isinstance(windows.field, tuple) else (first,)
 
 
 def condition_width(field: Field) -> int:
@@ -170,9 +243,9 @@ def number_examples(lengths: NDArray[np.int64] | None, records: int, windows: Wi
     total = int(counts.sum())
     if records and not total:
         raise ConfigError(
-            f"the longest trajectory has {int(lengths.max())} steps, but a window of stride {windows.stride} "
-            f"and horizon {windows.horizon} spans {windows.span + 1}. Choose a smaller "
-            f"{arg('stride')} or {arg('horizon')}"
+            f"the longest trajectory has {int(lengths.max())} steps, but a window of stride "
+            f"{windows.strides[1]} and horizon {windows.horizons[1]} spans {windows.span + 1}. "
+            f"Choose a smaller {arg('stride')} or {arg('horizon')}"
         )
     if records and int(counts.min()) == int(counts.max()):
         return Examples(count=total, per_record=int(counts[0]), first=none, start_every=windows.start_every)

@@ -63,6 +63,8 @@ class Rates:
     """Copying within host memory, one thread, into memory that is already there."""
     disk_bytes_s: float = 500e6
     """Reading blocks of 1 MiB at random places with 4 threads, past the page cache."""
+    unpack_bytes_s: float = 1e9
+    """Decompressing records of compressed shards, one thread, from the page cache."""
     network_bytes_s: float = 100e6
     """From an object store or shared storage, several requests at a time; not timed."""
     h2d_bytes_s: float = 12e9
@@ -88,10 +90,12 @@ def measure_rates(path: Path | None = None, *, device: str = "cpu") -> Rates:
     """
     typical = Rates()
     disk = None if path is None else within(lambda: _disk_rate(path), DEADLINE_S, f"reading {path}")
+    unpack = None if path is None else within(lambda: _unpack_rate(path), DEADLINE_S, f"reading {path}")
     h2d, inside = (None, None) if device == "cpu" else _device_rates(device)
     return Rates(
         copy_bytes_s=_copy_rate(),
         disk_bytes_s=disk or typical.disk_bytes_s,
+        unpack_bytes_s=unpack or typical.unpack_bytes_s,
         h2d_bytes_s=h2d or typical.h2d_bytes_s,
         device_bytes_s=inside or typical.device_bytes_s,
         measured=True,
@@ -131,6 +135,14 @@ def _disk_rate(path: Path) -> float | None:
     jobs = [pool.submit(partial(_read_blocks, file, places[n::THREADS], end)) for n in range(THREADS)]
     read = sum(job.result(DEADLINE_S, f"reading {file} for its rate") for job in jobs)
     return read / max(time.perf_counter() - started, 1e-9)
+
+
+def _unpack_rate(path: Path) -> float | None:
+    """None where the largest file is no compressed shard."""
+    from stoker.store.compressed import decompression_rate  # the store imports torch
+
+    file = _largest(path)
+    return None if file is None else decompression_rate(file, BUDGET_S / 2)
 
 
 def _read_blocks(file: Path, places: list[int], end: float) -> int:

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias, get_args
 
 from stoker.errors import ConfigError, ResourceError
 from stoker.plan.elsewhere import Elsewhere
-from stoker.plan.rates import Load, Rates
+from stoker.plan.rates import THREADS, Load, Rates
 from stoker.plan.resources import Resources
 from stoker.plan.words import Facts, explain, say_need, table
 from stoker.schema import Json
@@ -59,6 +59,8 @@ class Demand:
     """How many of the others are to be encoded before anything is served; they are placed as stored ones."""
     elsewhere: Elsewhere | None = None
     """Where the cache lies if not on this machine; None: it does."""
+    stored_ratio: float | None = None
+    """Bytes on disk for each of these bytes, where shards are compressed; None: they are not."""
     table_bytes: int = 0
     """Bytes that a GPU needs in addition to the records: where they are, and the order of an epoch."""
 
@@ -334,9 +336,15 @@ def _loads(tier: Tier, facts: Facts) -> tuple[float, float] | None:
     if tier == "device":
         return DEVICE_CALL_S + size / rates.device_bytes_s, 0.0
     copy_s = HOST_CALL_S + size / rates.copy_bytes_s + (0.0 if demand.on_cpu else size / rates.h2d_bytes_s)
-    disk_s = DISK_CALL_S + size / rates.disk_bytes_s if tier == "disk" else 0.0
-    if tier == "disk" and demand.elsewhere is not None:
-        disk_s += demand.elsewhere.fetched_for(size) / rates.network_bytes_s
+    disk_s = 0.0
+    if tier == "disk":
+        stored = size if demand.stored_ratio is None else size * demand.stored_ratio
+        disk_s = DISK_CALL_S + stored / rates.disk_bytes_s
+        if demand.elsewhere is not None:
+            disk_s += demand.elsewhere.fetched_for(stored) / rates.network_bytes_s
+        if demand.stored_ratio is not None:
+            threads = max(1.0, min(THREADS, facts.resources.cpus - demand.step_cpus))
+            disk_s += size / (threads * rates.unpack_bytes_s)
     if not spare_core:
         return copy_s + disk_s, 0.0
     return (copy_s, disk_s) if demand.on_cpu else (0.0, copy_s + disk_s)
@@ -352,12 +360,14 @@ def _note(tier: Tier, records: int, facts: Facts) -> str:
             f"{resources.device_name}, reserve {format_bytes(reserve['device'])}"
         )
     if tier == "host":
+        copies = "for all processes of this node" if facts.demand.stored_ratio is None else "in each process"
         return (
-            f"one copy for all processes of this node; {format_bytes(resources.host_bytes)} usable "
+            f"one copy {copies}; {format_bytes(resources.host_bytes)} usable "
             f"({resources.host_limit}), reserve {format_bytes(reserve['host'])}"
         )
     if tier == "disk":
-        return "read and verified at each use"
+        unpacked = "" if facts.demand.stored_ratio is None else ", decompressed"
+        return f"read{unpacked} and verified at each use"
     first = facts.demand.encoded_first
     if not records and not first:
         return "nothing is missing"

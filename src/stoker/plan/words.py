@@ -39,6 +39,8 @@ def explain(plan: Plan, facts: Facts, asked: str) -> str:
     parts += [_budget(row, facts) for row in plan.rows if row.tier in facts.budgets and row.records]
     if facts.demand.on_cpu and asked in ("auto", "device"):
         parts.append("with device cpu the device tier is the host tier")
+    if facts.demand.stored_ratio is not None:
+        parts.append(_compressed(facts.demand.stored_ratio, facts.rates))
     if facts.demand.elsewhere is not None:
         parts.append(facts.demand.elsewhere.say())
     if facts.demand.missing_records:
@@ -48,6 +50,14 @@ def explain(plan: Plan, facts: Facts, asked: str) -> str:
     if not facts.rates.measured:
         parts.append("speeds are typical ones, not measured here")
     return "; ".join(part for part in parts if part)
+
+
+def _compressed(ratio: float, rates: Rates) -> str:
+    return (
+        f"shards are compressed to {format_percent(ratio)} of their bytes, and decompressed at "
+        f"{format_bytes(rates.unpack_bytes_s)}/s: on the disk tier at each use, in memory once. They cannot "
+        "be mapped, so each process holds a copy in host memory"
+    )
 
 
 def say_need(facts: Facts, tier: str, stored: int) -> str:

@@ -72,6 +72,11 @@ def tensors_of(batch: Any) -> dict[TensorKey, Any]:
     """The tensors of a batch by role and name, without `index`; a list for a field of varying length."""
     if isinstance(batch, WindowBatch):
         states = {key: getattr(batch, key.name) for key in STATES}
+        if isinstance(batch.z0, dict):
+            raise ConfigError(
+                f"windows have the states {', '.join(batch.z0)}, and transforms of stoker.transforms change "
+                "one. Write a function (batch, keys) -> batch, or name one field in Windows(field=...)"
+            )
         present = {key: values for key, values in states.items() if values is not None}
         return present | {TensorKey(Role.FIELD, name): values for name, values in batch.cond.items()}
     if isinstance(batch, Mapping):

@@ -133,8 +133,8 @@ def test_conditions_are_the_union_by_name_with_masks(abc: list[Cache], fields: A
     for mixture in (forth, back):
         for batch in mixture:
             number = batch.index[:, 0]
-            assert list(batch.cond) == list(batch.mask) == ["bc", "nu", "re", "time"]
-            assert [batch.cond[name].shape[1] for name in batch.cond] == [3, 2, 1, 1]
+            assert list(batch.cond) == list(batch.mask) == ["bc", "dt", "nu", "re", "time"]
+            assert [batch.cond[name].shape[1] for name in batch.cond] == [3, 1, 2, 1, 1]
             if batch.task == "b":
                 assert torch.equal(batch.cond["bc"], torch.zeros(len(number), 3))
                 assert not batch.mask["bc"].any()

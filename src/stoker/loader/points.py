@@ -1,0 +1,290 @@
+"""Batches of particles and meshes: trajectories, or windows of them, whose points differ in number.
+
+A folded field (`stoker.schema.Field.axes`) is stored in a shard as one row for each point of each step, so a
+window is consecutive rows: every tier gathers those as a list, and what is here gives them their axes and
+joins them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stoker.errors import ConfigError
+from stoker.loader.batch import RecordBatch
+from stoker.loader.buffers import sent
+from stoker.loader.chunks import Cuts
+from stoker.loader.memory import Into, read_column
+from stoker.loader.outputs import Output
+from stoker.loader.places import lengths_of
+from stoker.loader.ragged import LENGTHS, MASK, OFFSETS, Join, Pad, Ragged, make_join, pack, pad
+from stoker.loader.windows import Windows, time_field
+from stoker.schema import SCALE_SUFFIX, SHAPE_SUFFIX, Schema
+
+if TYPE_CHECKING:
+    from stoker.loader.places import Places
+    from stoker.store import Cache
+
+POINTS = "points"
+"""Prefix of the names that say which point belongs to which window."""
+BATCH = ".batch"
+
+
+class PointBatch(NamedTuple):
+    """One batch of windows over points; B counts windows, N points of one, S those of the batch together.
+
+    Shapes are those of `ragged="list"` (lists of B tensors), `"pad"`, and `"pack"`.
+    """
+
+    z0: Any
+    """States at `start`: `(N, *rest)` each, `(B, N, *rest)`, or `(S, *rest)`."""
+    z1: Any
+    """States one stride later."""
+    future: Any
+    """The `horizon - 1` states after `z1`: `(horizon - 1, N, *rest)` each, `(B, horizon - 1, N, *rest)`, or
+    `(horizon - 1, S, *rest)`; None at horizon 1."""
+    cond: dict[str, Tensor]
+    """Every other field of a fixed shape as `(B, C)`: a parameter as it is, a field with time at `start`."""
+    nodes: dict[str, Any]
+    """Coordinates, edges, cells; other fields of points and time as `<name>0`, `<name>1`, `<name>.future`.
+    Padded: `points.mask (B, N)` and `points.lengths (B,)`. Packed: `points.offsets (B + 1,)`, `points.batch
+    (S,)`, and edges and cells number the points of the batch."""
+    index: Tensor  # pyright: ignore[reportIncompatibleMethodOverride] - as in WindowBatch
+    """Sample number and start, `(B, 2)` int64."""
+    position: tuple[int, int]
+    """Epoch and example at which a loader resumes after this batch: `loader.state_dict(batch.position)`."""
+
+
+def has_points(schema: Schema) -> bool:
+    """Return True if records hold particles or meshes."""
+    return any(field.axes for field in schema.values())
+
+
+def cuts_points(schema: Schema, windows: Windows | None) -> bool:
+    """Return True if windows are cut from a field of points."""
+    return windows is not None and schema[time_field(schema, windows.field)].folded
+
+
+def sizes_of(cache: Cache, places: Places, field: str) -> NDArray[np.int64]:
+    """Return the sizes of the axes of a folded field in each record, `(records, axes)`, read and verified.
+
+    Raises:
+        CorruptError: The bytes do not match their checksums.
+    """
+    name, axes = field + SHAPE_SUFFIX, len(cache.schema[field].axes)
+    found = np.zeros((len(places.numbers), axes), np.int64)
+    for shard, own in places.by_shard():
+        column = torch.empty((cache.shard(shard).rows, axes), dtype=torch.int64, device="cpu")
+        read_column(cache, shard, name, Into(column))
+        found[own] = column.numpy()[places.row[own]]
+    return found
+
+
+def cuts_of(cache: Cache, places: Places, windows: Windows) -> tuple[Cuts, NDArray[np.int64]]:
+    """Return how windows are cut from fields of points, and the steps of each record `(records,)`.
+
+    Raises:
+        ConfigError: Windows draw their stride or have several fields, or fields with time differ in steps.
+    """
+    main = time_field(cache.schema, windows.field)
+    if windows.draws or isinstance(windows.field, tuple):
+        raise ConfigError(
+            f"windows of {main!r}, whose points differ in number, take one stride, horizon and field; "
+            f"given are {windows.text()}. Use stoker.Windows(stride=1, horizon=1, field={main!r}): other "
+            "fields of points come with it, in batch.nodes"
+        )
+    sizes = sizes_of(cache, places, main)
+    rows: dict[str, NDArray[np.int64]] = {}
+    for name, field in cache.schema.items():
+        if not field.evolves or field.kept:
+            continue
+        own = sizes_of(cache, places, name) if field.folded else None
+        steps = lengths_of(cache, places, name) if own is None else own[:, 0]
+        if (differ := steps != sizes[:, 0]).any():
+            number = int(places.numbers[int(np.argmax(differ))])
+            raise ConfigError(
+                f"sample {number} has time axes of different lengths in {main!r} and {name!r}, so no "
+                "window of one matches the other. Store them in caches of their own"
+            )
+        if own is not None:
+            rows[name] = rows[name + SCALE_SUFFIX] = own[:, 1]
+    return Cuts(steps=windows.span + 1, rows=rows), sizes[:, 0]
+
+
+def make_joiner(
+    ragged: Ragged, outputs: tuple[Output, ...], schema: Schema, windows: Windows | None
+) -> Join | PointJoin | None:
+    """Return what joins the lists of a batch; None: they stay lists, without axes to restore.
+
+    Raises:
+        ConfigError: `ragged` is unknown, or `Pad(to=...)` is asked for of fields with several axes.
+    """
+    join = make_join(ragged, outputs)
+    if not has_points({output.field: schema[output.field] for output in outputs if output.field in schema}):
+        return join
+    how = ragged if isinstance(ragged, Pad) else Pad() if ragged == "pad" else None
+    if how is not None and how.to is not None:
+        raise ConfigError(
+            f"ragged={how!r} gives one length, and particles and meshes have several axes that vary. Use "
+            f"ragged='pad', or Pad(multiple=...)"
+        )
+    return PointJoin(
+        schema=schema,
+        outputs=outputs,
+        pad=how,
+        pack=ragged == "pack",
+        windows=windows,
+        main=None if windows is None else time_field(schema, windows.field),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PointJoin:
+    """Gives the fields of a batch their axes, and joins them as asked."""
+
+    schema: Schema
+    outputs: tuple[Output, ...]
+    pad: Pad | None
+    pack: bool
+    windows: Windows | None
+    main: str | None
+    """The field that windows are cut from; None: records are served entire."""
+
+    def __call__(self, batch: RecordBatch) -> Any:
+        """The batch as handed out: a `RecordBatch`, or a `PointBatch` of windows."""
+        return self._records(batch) if self.windows is None else self._windows(batch, self.windows)
+
+    # ------------------------------------------------------------------ entire records
+
+    def _records(self, batch: RecordBatch) -> RecordBatch:
+        counts = None
+        made = RecordBatch()
+        made.position = batch.position
+        for name, value in batch.items():
+            field = self.schema.get(name.removesuffix(SHAPE_SUFFIX))
+            if name.endswith(SHAPE_SUFFIX) and field is not None and field.folded:
+                if self.pad is not None or self.pack:
+                    made[name] = value
+                continue
+            field = self.schema.get(name)
+            if field is None or not isinstance(value, list):
+                made[name] = value
+                continue
+            tensors = cast("list[Tensor]", value)
+            if field.folded and not self.pack:
+                shapes = batch[name + SHAPE_SUFFIX].tolist()
+                tensors = [t.view(*s, *t.shape[1:]) for t, s in zip(tensors, shapes, strict=True)]
+            if field.numbers_points and self.pack:
+                counts = self._counts(batch) if counts is None else counts
+                tensors = _shifted(tensors, counts)
+            self._put(made, name, tensors, axes=max(1, len(field.axes)))
+        return made
+
+    def _counts(self, batch: RecordBatch) -> list[int]:
+        """Points of each record."""
+        for name, field in self.schema.items():
+            if field.axes == ("p",) and name in batch:
+                return [len(tensor) for tensor in batch[name]]
+            if "p" in field.axes and name + SHAPE_SUFFIX in batch:
+                return batch[name + SHAPE_SUFFIX][:, field.axes.index("p")].tolist()
+        raise ConfigError("records number points and have no field of points. Serve them as lists")
+
+    def _put(self, made: dict[str, Any], name: str, tensors: list[Tensor], *, axes: int) -> None:
+        """Add a field to what is handed out, joined as asked."""
+        if self.pack:
+            made[name], made[name + OFFSETS] = pack(tensors)
+        elif self.pad is None:
+            made[name] = tensors
+        elif axes == 1:
+            length = self.pad.length(max(map(len, tensors)))
+            found = pad(tensors, length, self.pad.value_of(name))
+            made[name], made[name + LENGTHS], made[name + MASK] = found
+        else:
+            made[name], made[name + MASK] = self._padded(name, tensors, range(axes))
+
+    def _padded(self, name: str, tensors: Sequence[Tensor], varying: range) -> tuple[Tensor, Tensor]:
+        """One tensor of tensors that differ along the axes `varying`, padded, and a mask of what is real."""
+        assert self.pad is not None
+        first, axes = tensors[0], varying.stop
+        most = [
+            self.pad.length(max(t.shape[axis] for t in tensors)) if axis in varying else first.shape[axis]
+            for axis in range(axes)
+        ]
+        out = first.new_full((len(tensors), *most, *first.shape[axes:]), self.pad.value_of(name))
+        mask = torch.zeros((len(tensors), *most), dtype=torch.bool, device=first.device)
+        for place, tensor in enumerate(tensors):
+            own = (place, *(slice(size) for size in tensor.shape[:axes]))
+            out[own], mask[own] = tensor, True
+        return out, mask
+
+    # ------------------------------------------------------------------ windows
+
+    def _windows(self, batch: RecordBatch, windows: Windows) -> PointBatch:
+        main, schema = cast(str, self.main), self.schema
+        steps = windows.span + 1
+        states: dict[str, list[Tensor]] = {}
+        cond: dict[str, Tensor] = {}
+        nodes: dict[str, Any] = {}
+        rest: dict[str, list[Tensor]] = {}
+        for output in self.outputs:
+            value, field = batch[output.name], schema[output.field]
+            if field.folded:
+                states[output.name] = [t.view(steps, -1, *t.shape[1:]) for t in cast("list[Tensor]", value)]
+            elif output.ragged:
+                rest[output.name] = cast("list[Tensor]", value)
+            else:
+                cond[output.name] = value
+        counts = [tensor.shape[1] for tensor in states[main]]
+        for name, tensors in rest.items():
+            shift = self.pack and schema[name].numbers_points
+            of_points = schema[name].axes == ("p",)
+            self._put(nodes, name, _shifted(tensors, counts) if shift else tensors, axes=1)
+            if of_points:  # told by `points.*`
+                for end in (LENGTHS, MASK, OFFSETS):
+                    nodes.pop(name + end, None)
+        self._tell_apart(nodes, counts, states[main][0].device)
+        made = {name: self._states(name, tensors, windows) for name, tensors in states.items()}
+        for name, (first, second, future) in made.items():
+            if name != main:
+                nodes |= {f"{name}0": first, f"{name}1": second}
+                nodes |= {} if future is None else {f"{name}.future": future}
+        return PointBatch(*made[main], cond, nodes, batch["index"], batch.position)
+
+    def _states(self, name: str, tensors: list[Tensor], windows: Windows) -> tuple[Any, Any, Any]:
+        """z0, z1 and future of windows `(steps, N, *rest)`."""
+        stride = windows.stride
+        future = None if windows.horizon == 1 else [tensor[2 * stride :: stride] for tensor in tensors]
+        pairs = [[tensor[at] for tensor in tensors] for at in (0, stride)]
+        if self.pack:
+            packed = None if future is None else torch.cat(future, dim=1)
+            return torch.cat(pairs[0]), torch.cat(pairs[1]), packed
+        if self.pad is None:
+            return pairs[0], pairs[1], future
+        length = self.pad.length(max(tensor.shape[1] for tensor in tensors))
+        value = self.pad.value_of(name)
+        sides = [pad(pair, length, value)[0] for pair in pairs]
+        if future is None:
+            return sides[0], sides[1], None
+        return sides[0], sides[1], self._padded(name, future, range(1, 2))[0]
+
+    def _tell_apart(self, nodes: dict[str, Any], counts: list[int], device: torch.device) -> None:
+        sizes = np.array(counts, np.int64)
+        if self.pack:
+            nodes[POINTS + OFFSETS] = sent(np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]), device)
+            nodes[POINTS + BATCH] = sent(np.repeat(np.arange(len(sizes)), sizes), device)
+        elif self.pad is not None:
+            length = self.pad.length(max(counts))
+            nodes[POINTS + LENGTHS] = sent(sizes, device)
+            nodes[POINTS + MASK] = sent(np.arange(length)[None] < sizes[:, None], device)
+
+
+def _shifted(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+    """Numbers of points within each record as numbers of points of the batch."""
+    before = np.cumsum([0, *counts[:-1]]).tolist()
+    return [tensor + first for tensor, first in zip(tensors, before, strict=True)]

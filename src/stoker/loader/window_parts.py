@@ -1,0 +1,165 @@
+"""Parts of a window that are not gathered as they are: steps of a drawn stride, time steps, several states.
+
+A drawn stride is known only when the example is, so the gather takes the run of steps that any stride may
+need, and the example's own are picked from it. That is the same on every tier, for the price of a longer
+gather: `horizon * largest stride` steps where a fixed stride takes `horizon`. Strides and horizons are a pure
+function of seed, epoch and example, as the order is, so that ranks, resuming and tiers change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from stoker.loader.batch import WindowBatch
+from stoker.loader.buffers import lasting, sent
+from stoker.loader.keyed import child_keys, integers, keys_of
+from stoker.loader.order import Salt, stream
+from stoker.loader.outputs import Compute, Output, Role, gathered_outputs
+from stoker.loader.windows import Windows
+
+
+def drawn_windows(windows: Windows, seed: int, epoch: int, examples: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the stride and the horizon of each example in this epoch, both `(n,)` int64 on its device.
+
+    Args:
+        windows: The ranges; a fixed number is given to all.
+        seed, epoch: Of the loader.
+        examples: Example numbers, `(n,)` int64.
+    """
+    keys = keys_of(stream(seed, epoch, Salt.WINDOW), examples)
+    found: list[Tensor] = []
+    for place, (least, most) in enumerate((windows.strides, windows.horizons)):
+        drawn = integers(child_keys(keys, place), 1, most - least + 1)[:, 0]
+        found.append(drawn + least)
+    return found[0], found[1]
+
+
+class WindowParts:
+    """Puts batches of windows together, one loader's in one process."""
+
+    def __init__(self, outputs: tuple[Output, ...], windows: Windows, seed: int, *, static: bool) -> None:
+        self._outputs, self._windows, self._seed, self._static = outputs, windows, seed, static
+        self._keys = [(output.name, output.field) for output in gathered_outputs(outputs)]
+        self._fixed: dict[tuple[str, str], Tensor] = {}
+
+    def batches(
+        self,
+        columns: Sequence[Iterable[Any]],
+        positions: Iterable[tuple[int, int]],
+        examples: Any,
+        epoch: int,
+        size: int,
+    ) -> Iterator[WindowBatch]:
+        """Yield the windows of consecutive batches.
+
+        Args:
+            columns: Of `gathered_outputs`, then `index`.
+            positions: As `WindowBatch.position`.
+            examples: Numbers of all their examples, numpy or torch.
+            epoch, size: The epoch, and how many examples a batch has.
+        """
+        draws: tuple[Any, ...] | None = None
+        for number, (values, position) in enumerate(
+            zip(zip(*columns, strict=False), positions, strict=False)
+        ):
+            *gathered, index = values
+            if self._windows.draws and draws is None:
+                every = drawn_windows(self._windows, self._seed, epoch, sent(examples, index.device))
+                draws = tuple(cast(Any, drawn).split(size) for drawn in every)
+            own = None if draws is None else (draws[0][number], draws[1][number])
+            yield self._batch(dict(zip(self._keys, gathered, strict=True)), own, index, position)
+
+    def _batch(
+        self,
+        gathered: dict[tuple[str, str], Tensor],
+        draws: tuple[Tensor, Tensor] | None,
+        index: Tensor,
+        position: tuple[int, int],
+    ) -> WindowBatch:
+        cond: dict[str, Tensor] = {}
+        states: dict[str, dict[str, Tensor]] = {"z0": {}, "z1": {}, "future": {}}
+        for output in self._outputs:
+            value = self._value(output, gathered, draws, len(index))
+            if output.role is Role.FIELD:
+                cond[output.name] = value
+            else:
+                states[output.name][output.field] = value
+        if isinstance(self._windows.field, tuple):
+            parts: list[Any] = [states["z0"], states["z1"], states["future"] or None]
+        else:
+            parts = [next(iter(states[name].values()), None) for name in ("z0", "z1", "future")]
+        return WindowBatch(*parts, cond=cond, index=index, position=position)
+
+    def _value(
+        self,
+        output: Output,
+        gathered: dict[tuple[str, str], Tensor],
+        draws: tuple[Tensor, Tensor] | None,
+        count: int,
+    ) -> Tensor:
+        if output.compute is None:
+            return gathered[output.name, output.field]
+        if output.compute is Compute.PICK:
+            assert draws is not None
+            value = self._picked(output, gathered, draws, count)
+        elif output.compute is Compute.DIFFERENCE:
+            first, second = (
+                self._value(source, gathered, draws, count).reshape(count, -1) for source in output.sources
+            )
+            value = second - first
+        elif output.compute is Compute.TIMES_STRIDE:
+            (source,) = output.sources
+            value = gathered[source.name, source.field]
+            value = value * (self._windows.strides[0] if draws is None else draws[0][:, None].to(value.dtype))
+        else:
+            assert draws is not None
+            strides, horizons = draws
+            value = strides[:, None] if output.compute is Compute.STRIDE else self._mask(horizons)[..., None]
+        return self._kept(output, value if output.cast is None else value.to(output.cast))
+
+    def _picked(
+        self,
+        output: Output,
+        gathered: dict[tuple[str, str], Tensor],
+        draws: tuple[Tensor, Tensor],
+        count: int,
+    ) -> Tensor:
+        (run,) = output.sources
+        steps, (strides, horizons) = gathered[run.name, run.field], draws
+        picks = torch.arange(output.picks.start, output.picks.stop, device=strides.device)
+        places = (strides[:, None] * picks - run.lag).div_(run.every, rounding_mode="floor")
+        begins = torch.arange(count, device=strides.device)[:, None] * steps.shape[1]
+        rows = steps.reshape(-1, *steps.shape[2:]).index_select(0, (places + begins).reshape(-1))
+        value = rows.reshape(count, *output.shape)
+        if output.role is Role.FUTURE and isinstance(self._windows.horizon, tuple):
+            outside = ~self._mask(horizons)
+            value.masked_fill_(outside.reshape(*outside.shape, *[1] * (value.ndim - 2)), 0)
+        return value
+
+    def _mask(self, horizons: Tensor) -> Tensor:
+        """True for the states after z1 that are within the example's horizon, `(B, H - 1)` bool."""
+        return torch.arange(2, self._windows.horizons[1] + 1, device=horizons.device) <= horizons[:, None]
+
+    def _kept(self, output: Output, value: Tensor) -> Tensor:
+        """The value, with `static` always in the same memory."""
+        if not self._static:
+            return value.contiguous()
+        key = (output.name, output.field)
+        if key not in self._fixed:
+            self._fixed[key] = lasting(tuple(value.shape), value.dtype, value.device)
+        return self._fixed[key].copy_(value)
+
+
+def parts_of(
+    outputs: tuple[Output, ...], windows: Windows | None, seed: int, *, static: bool
+) -> WindowParts | None:
+    """Return what puts windows together; None: they are gathered as they are."""
+    if windows is None:
+        return None
+    if isinstance(windows.field, tuple) or any(output.compute is not None for output in outputs):
+        return WindowParts(outputs, windows, seed, static=static)
+    return None
