@@ -407,8 +407,10 @@ def test_shipped_configurations_load_without_a_note(path: Path) -> None:
 def test_a_patch_of_one_number_is_square_except_in_one_dimension() -> None:
     square = load_config(None, ["encoder.patch_size=4"]).encoder
     given = load_config(None, ["encoder.patch_size=[1, 8]"]).encoder
+    grids = (1, 64), (64, 64), (16, 16, 16)
 
-    assert (square.patch(1), square.patch(64), given.patch(64)) == ((1, 4), (4, 4), (1, 8))
+    assert [square.patch(grid) for grid in grids] == [(1, 4), (4, 4), (4, 4, 4)]
+    assert given.patch((1, 64)) == (1, 8)
 
 
 def test_an_order_that_is_none_is_answered_with_those_there_are() -> None:

@@ -119,7 +119,8 @@ def test_a_change_is_a_miss_and_why_names_it(
 
     after = fill(configure(one, change), ["train"])[0]
 
-    assert after.encoded == len(after.cache) > 0
+    assert (after.reused, after.encoded + after.adopted) == (0, len(after.cache))
+    assert entry.startswith("source.") or not after.adopted, "records of another encoder were taken over"
     differences = {d.entry: d for d in explain(before.cache.path, after.cache.path).differences}
     assert entry in differences, list(differences)
     assert open_cache(before.cache.path).verify().bad == []
@@ -135,7 +136,7 @@ def test_a_changed_byte_is_a_miss_and_why_names_the_file(configure: Configure, r
 
     after = fill(config, ["train"])[0]
 
-    assert after.encoded == len(after.cache)
+    assert (after.encoded, after.adopted) == (1, len(after.cache) - 1)  # that of the byte alone
     differences = explain(before.cache.path, after.cache.path).differences
     assert [d.entry for d in differences] == ["source.parts[0].digest"]
     assert "1D_Burgers_Sols_Nu0.01.hdf5" in differences[0].note

@@ -26,6 +26,7 @@ def test_conditions_stand_side_by_side_by_name() -> None:
 @pytest.mark.parametrize(
     ("shape", "tokens"),
     [
+        pytest.param((4,), 1, id="numbers"),
         pytest.param((4, 3), 1, id="vectors"),
         pytest.param((4, 5, 3), 5, id="tokens"),
         pytest.param((4, 2, 6, 3), 12, id="grid"),
@@ -34,8 +35,9 @@ def test_conditions_stand_side_by_side_by_name() -> None:
 def test_any_state_becomes_tokens(shape: tuple[int, ...], tokens: int) -> None:
     pairs = to_pairs(batch(shape), {}, CPU)
 
-    assert pairs.z0.shape == (4, tokens, 3)
-    assert pairs.states.shape == (4, 1, tokens, 3)
+    width = shape[-1] if len(shape) > 1 else 1
+    assert pairs.z0.shape == (4, tokens, width)
+    assert pairs.states.shape == (4, 1, tokens, width)
     assert pairs.cond.shape == (4, 0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stoker.config.earlier import IGNORED, REFUSED, RENAMED, SWITCHES
+from stoker.config.earlier import IGNORED, RENAMED, SWITCHES
 from stoker.config.names import Section, Setting, every_node, shown
 
 HEAD = """# Settings
@@ -45,7 +45,8 @@ def describe_settings() -> str:
 
 
 def _row(setting: Setting) -> str:
-    return f"| `{setting.name}` | {setting.expects} | `{shown(setting.default)}` | {setting.text} |\n"
+    text = " ".join(setting.text.split())
+    return f"| `{setting.name}` | {setting.expects} | `{shown(setting.default)}` | {text} |\n"
 
 
 def _earlier() -> list[tuple[str, str]]:
@@ -54,7 +55,6 @@ def _earlier() -> list[tuple[str, str]]:
         ((position, (target, value)),) = positions.items()
         rows.append((name, f"`{shown(position)}` sets `{target}` to `{value}`; else nothing"))
     rows += [(name, f"no effect: {why}") for name, why in IGNORED.items()]
-    rows += [(name, f"refused unless off: {what} are not offered") for name, what in REFUSED.items()]
     return rows
 
 

@@ -10,8 +10,8 @@ from stoker.config.section import Flag, SettingsSection
 class ArraysConfig(SettingsSection):
     """Trajectories of varying length in HDF5 or Zarr, grids in Zarr, `.npy` files."""
 
-    layout: Literal["rows", "groups", "offsets"] | None = None
-    """Samples along axis 0, a group each, or flat with offsets; null: by what the first file holds."""
+    layout: Literal["rows", "groups", "offsets", "particles", "mesh", "grid"] | None = None
+    """Samples along axis 0, a group each, or flat with offsets; null: as in the first (docs/meshes.md)."""
     offsets: str | None = None
     """The array that says where each trajectory begins; null: `offsets`, `ptr` or the like."""
     attributes: tuple[str, ...] = ()

@@ -22,6 +22,7 @@ TAKEN_BY: Mapping[str, tuple[str, ...]] = {
     "files": ("hdf5", "arrays", "tar", "parquet"),
     "preset": ("hdf5",),
     "fields": ("hdf5", "arrays"),
+    "include": ("hdf5",),
     "normalize": ("hdf5",),
     "dataset": ("torch",),
 }
@@ -33,9 +34,15 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = {
 """Defaults that are others for a kind, by dotted name: the grid encoder is for fields on a grid."""
 
 ENCODER_DEFAULTS: Mapping[str, Mapping[str, object]] = {
-    encoder: {"training.latent_cache_dtype": None} for encoder in ("identity", "features")
+    encoder: {"training.latent_cache_dtype": None} for encoder in ("identity", "features", "module")
 }
 """Those that are others for an encoder: latents bear 16 bits; keys, boxes and metres do not."""
+
+
+OF_MODULE = (
+    *("target", "arguments", "checkpoint_key", "checkpoint_prefix", "field", "output", "time", "version"),
+)
+"""Settings of `encoder` that are for `encoder.kind=module` alone."""
 
 
 def with_defaults(given: Mapping[str, object]) -> dict[str, object]:
@@ -46,8 +53,16 @@ def with_defaults(given: Mapping[str, object]) -> dict[str, object]:
     """
     kind = {"data.kind": "torch"} if given.get("data.dataset") is not None else {}
     known = {**kind, **given}
-    known = {**DEFAULTS.get(str(known.get("data.kind")), {}), **known}
+    own = {"encoder.kind": "module"} if given.get("encoder.target") is not None else {}
+    known = {**DEFAULTS.get(str(known.get("data.kind")), {}), **own, **known}
     return {**ENCODER_DEFAULTS.get(str(known.get("encoder.kind")), {}), **known}
+
+
+def misplaced_in_encoder(encoder: BaseModel, kind: str) -> Iterator[str]:
+    """Settings of `encoder` that are given though its kind takes no notice of them."""
+    for name in OF_MODULE if kind != "module" else ():
+        if getattr(encoder, name) != type(encoder).model_fields[name].get_default():
+            yield name
 
 
 def misplaced(data: BaseModel, kind: str) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -15,50 +15,77 @@ from pydantic import ValidationError
 from yaml import MarkedYAMLError, YAMLError
 from yaml.reader import ReaderError
 
-from stoker.config.earlier import EARLIER, Layer, translate
+from stoker.config.earlier import (
+    EARLIER,
+    Layer,
+    counts_windows_now,
+    is_earlier,
+    lift_sequential,
+    modernize,
+    of_then,
+    translate,
+)
 from stoker.config.engines import beside_engine
-from stoker.config.kinds import misplaced, with_defaults
+from stoker.config.kinds import misplaced, misplaced_in_encoder, with_defaults
 from stoker.config.models import Config
 from stoker.config.names import all_sections, all_settings, as_name, nearest, shown
+from stoker.config.stages import Stages
 from stoker.config.tasks import blocks_of, check_weights, task_settings, unused_blocks
 from stoker.config.transforms import explain_step
+from stoker.config.wrong_fields import schema_of, wrong_fields
 from stoker.errors import ConfigError
 from stoker.sources.sql.address import has_password
 
 COMMAND_LINE = "command line"
 
 
-def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: Path | str | None, overrides: Sequence[str] = (), *, earlier: bool = False) -> Config:
     """The settings of a file, overridden by `key.sub=value`, over the defaults.
 
     Args:
         path: A YAML file; None: defaults and overrides alone.
         overrides: Values are YAML (`1e-4`, `[a, b]`, `null`); what is not YAML is text (`*.h5`).
+        earlier: File and overrides are of the earlier latent cache, and mean what they did there.
 
     Raises:
         ConfigError: No such file, not YAML (with the line), an unknown name (with the nearest), a wrong
             value (with what was expected), or one setting given twice.
     """
-    given = {} if path is None else _read(Path(path))
-    return _build(given, _parse(overrides), "defaults" if path is None else str(path))
+    given = {} if path is None else read_settings(Path(path))
+    where = "defaults" if path is None else str(path)
+    return _build(given, _parse(overrides), where, earlier=earlier)
 
 
-def make_config(settings: Mapping[str, object], *, where: str) -> Config:
+def make_config(settings: Mapping[str, object], *, where: str, earlier: bool = False) -> Config:
     """Settings from a nested mapping, as `Config.to_dict` gives; `where` begins every message.
+
+    `earlier` as in `load_config`.
 
     Raises:
         ConfigError: As for `load_config`.
     """
-    return _build(settings, {}, where)
+    return _build(settings, {}, where, earlier=earlier)
 
 
-def _build(settings: Mapping[str, object], overrides: Mapping[str, object], where: str) -> Config:
+def _build(
+    settings: Mapping[str, object], overrides: Mapping[str, object], where: str, *, earlier: bool = False
+) -> Config:
+    notes: list[str] = []
+    if earlier:
+        settings, notes = modernize(settings, where)
+        overrides, more = modernize(overrides, COMMAND_LINE)
+        notes += [*more, *of_then(settings, overrides, where)]
     unknown: list[str] = []
     flat = _flatten(settings, "", where, unknown)
+    if unknown:
+        unknown += _say_earlier(settings, where, earlier)
     _check_names(overrides, unknown)
     if unknown:
         raise ConfigError("\n".join(unknown))
+    if not earlier and counts_windows_now(flat):
+        notes.append(f"{where}: training.batch_size counts windows; `stoker compat` counts trajectories")
     file, command = translate(flat, where), translate(overrides, COMMAND_LINE)
+    lift_sequential(file, overrides)
     for layer in (file, command):
         _check_batch(layer)
     merged = _merge(file, command)
@@ -67,7 +94,7 @@ def _build(settings: Mapping[str, object], overrides: Mapping[str, object], wher
         merged.setdefault("data.task", list(own))
     config = _validated(merged, where, file, command)
     check_weights(config, where)
-    notes = [*file.notes, *command.notes, *unused_blocks(config, where)]
+    notes += [*file.notes, *command.notes, *unused_blocks(config, where)]
     if "precompute.engine" not in {**file.values, **command.values}:
         notes += [
             f"{where}: {name} has no effect: precompute.engine is not given, and local"
@@ -95,8 +122,12 @@ def _validated(merged: Mapping[str, object], where: str, file: Layer, command: L
     return config
 
 
-def _read(path: Path) -> dict[str, object]:
-    """A file's content, interpolations still as they were written."""
+def read_settings(path: Path) -> dict[str, object]:
+    """Return a file's content, nested, interpolations still as they were written.
+
+    Raises:
+        ConfigError: No such file, or not YAML.
+    """
     _require_file(path)
     try:
         content = OmegaConf.load(path)
@@ -253,6 +284,17 @@ def _say_unknown(name: str, where: str) -> str:
     return f"{where}: {name} is not a setting ({hint})"
 
 
+def _say_earlier(settings: Mapping[str, object], where: str, earlier: bool) -> list[str]:
+    """Where to go with a file of the earlier latent cache that a command of today cannot read."""
+    if earlier or not is_earlier(settings):
+        return []
+    return [
+        f"{where}: this looks like a file of the earlier latent cache. "
+        f"`stoker compat train --config {where}` reads it as it was meant; so do `stoker compat precompute` "
+        "and `stoker compat validate`"
+    ]
+
+
 def _example(section: str) -> str:
     name = next(name for name in all_settings() if name.startswith(f"{section}."))
     return f"{name}={shown(all_settings()[name].default)}"
@@ -322,10 +364,22 @@ def _explain(error: ValidationError, merged: Mapping[str, object], file: Layer, 
         from_command = any(key == name or _mapping_of(key) == name for key in command.values)
         layer = command if from_command else file
         detail = explain_step(problem) if name == "training.transforms" else None
+        if name == "stages":
+            detail = _explain_stage(problem)
         lines[name] = f"{layer.where}: {layer.spelled.get(name, name)} " + (
             f"is {shown(merged[name])}. Expected {all_settings()[name].expects}" if detail is None else detail
         )
     return list(lines.values())
+
+
+def _explain_stage(problem: Mapping[str, Any]) -> str | None:
+    """What is wrong with one stage, from an error of pydantic; None where it is the list that is wrong."""
+    place = problem["loc"][1:]
+    if not place and problem["type"] != "value_error":
+        return None
+    ((path, detail),) = wrong_fields([{**problem, "loc": place}], schema_of(Stages))
+    entry, _, field = path.partition(".")
+    return ": ".join([f"entry {entry}" if entry else "holds a wrong name", *filter(None, [field]), detail])
 
 
 def _check_batch(layer: Layer) -> None:
@@ -345,6 +399,12 @@ def _check_together(config: Config, file: Layer, command: Layer) -> None:
         raise ConfigError(
             f"{layer.where}: data.{name} is given, but data.kind={kind} has no use for it. Leave it out, or "
             f"give data.kind={' or '.join(kinds)}"
+        )
+    for name in misplaced_in_encoder(config.encoder, config.encoder.kind):
+        layer = command if f"encoder.{name}" in command.values else file
+        raise ConfigError(
+            f"{layer.where}: encoder.{name} is given, but encoder.kind={config.encoder.kind} has no use for "
+            "it. Leave it out, or give encoder.kind=module"
         )
     engine = config.precompute.engine
     # A file may hold what another engine needs, for the day that one is asked for.

@@ -33,6 +33,7 @@ from stoker.config.section import (
     SettingsSection,
     as_names,
 )
+from stoker.config.stages import Stages
 from stoker.config.transforms import Steps
 from stoker.schema import Json
 
@@ -86,6 +87,12 @@ class DataConfig(SettingsSection):
     """Layout of the files; null: recognised from what they hold."""
     fields: dict[str, str] | None = None
     """Datasets and their axes, as `{latent: "n t x c"}`, in place of a preset."""
+    include: Annotated[
+        tuple[Literal["time", "dt", "coordinates", "boundary"], ...], BeforeValidator(_of_one)
+    ] = ()
+    """Serve these as fields too, where HDF5 files state them: times, time step, coordinates, boundaries."""
+    input: str | None = None
+    """In samples without time, the field that training maps to `data`, as `nu` of Darcy flow; null: none."""
     normalize: Flag = False
     """Shift and scale each channel by mean and deviation of the train split, before encoding."""
     limit: PositiveInt | None = None
@@ -127,16 +134,36 @@ class LatentConfig(SettingsSection):
 class EncoderConfig(SettingsSection):
     """The frozen encoder."""
 
-    kind: Literal["grid", "features", "identity"] = "grid"
-    """`grid` cuts time steps into patches; `features` takes images; `identity` stores samples as they are."""
-    patch_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 4
-    """Points of a patch along each axis, or `[height, width]`; on one-dimensional data along x."""
+    kind: Literal["grid", "features", "module", "mesh", "identity"] = "grid"
+    """`grid` and `mesh` take simulations, `features` images, `module` what you choose; `identity`: as is."""
+    patch_size: (
+        PositiveInt | tuple[PositiveInt, PositiveInt] | tuple[PositiveInt, PositiveInt, PositiveInt]
+    ) = 4
+    """Points of a patch along each axis, or `[height, width]` or `[depth, height, width]`; in 1D along x."""
     fourier: tuple[PositiveInt, ...] = (1, 2)
     """Waves across the domain that tell the encoder where a patch lies; `[]` for none."""
     seed: CountInt = 0
     """Decides the weights where no checkpoint is given."""
     checkpoint: Place | None = None
-    """A safetensors file with the weights."""
+    """A file with the weights: safetensors; of `module` also `.pt` or `.pth`, read without running code."""
+    target: str | None = None
+    """Of `module`: an `nn.Module` class, or a function that makes one: `package.module:Class`,
+    `path/file.py:Class`."""
+    arguments: dict[str, JsonValue] | None = None
+    """Of `module`: keyword arguments that the target is called with."""
+    checkpoint_key: str | None = None
+    """Of `module`: the entry of the checkpoint that holds the weights, as `state_dict`; dots go deeper."""
+    checkpoint_prefix: str = ""
+    """Of `module`: take the weights whose names begin with this, and cut it off, as `encoder.`."""
+    field: Names = "data"
+    """Of `module`: the field, or fields, of a sample that it is given."""
+    output: Names = "latent"
+    """Of `module`: the name, or names, of what it returns."""
+    time: Literal["none", "steps", "whole"] | None = None
+    """Of `module`: it takes time steps one by one, trajectories (`whole`), or knows no time (`none`); null:
+    `steps` where the field has time."""
+    version: str | None = None
+    """Of `module`: stands for its code in the recipe; null: source text and settings do."""
     folder: Place | None = None
     """Of `features`: the local folder of a vision model of transformers (docs/images.md)."""
     pooling: Literal["cls", "mean", "tokens"] = "cls"
@@ -144,11 +171,11 @@ class EncoderConfig(SettingsSection):
     processor: Literal["device", "pil"] = "device"
     """Of `features`: images as they are stored, or resized and cropped by the model's own processor."""
 
-    def patch(self, height: int) -> tuple[int, int]:
-        """The patch as (height, width) on a grid of `height` points; one-dimensional data has 1."""
+    def patch(self, grid: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the patch on a grid `(H, W)` or `(D, H, W)`; one-dimensional data has height 1."""
         if isinstance(self.patch_size, tuple):
             return self.patch_size
-        return (1 if height == 1 else self.patch_size, self.patch_size)
+        return tuple(1 if points == 1 else self.patch_size for points in grid)
 
 
 class ModelConfig(SettingsSection):
@@ -179,16 +206,24 @@ class TrainingConfig(SettingsSection):
     """AdamW's weight decay."""
     grad_clip: PositiveFloat | None = 1.0
     """Largest norm of the gradient; null: not clipped."""
+    use_inverse_losses: Flag | None = None
+    """Train a decoder with the operator, on raw fields that caches then keep; null: if a weight is set."""
+    lambda_inv_enc: NonNegativeFloat | None = None
+    """Weight of the inverse-encoding loss, decoded states against raw fields; null: 1 if it is used."""
+    lambda_inv_dec: NonNegativeFloat | None = None
+    """Weight of the inverse-decoding loss, predictions against encoded decoded ones; null: 0.1 if used."""
     early_stop_patience: CountInt = 0
     """Epochs without a better validation error before training ends; 0: never."""
     checkpoint_every: PositiveInt = 1
     """Epochs between checkpoints."""
     amp: Flag | None = None
     """Mixed precision; null: on a GPU."""
-    time_stride: PositiveInt = 1
-    """Steps of the trajectory between z0 and z1."""
-    rollout_horizon: PositiveInt = 1
-    """Strides that a window reaches ahead; above 1 a batch carries `future`."""
+    time_stride: PositiveInt | tuple[PositiveInt, PositiveInt] = 1
+    """Steps of the trajectory between z0 and z1; of a range, as `[1, 4]`, each example draws its own."""
+    rollout_horizon: PositiveInt | tuple[PositiveInt, PositiveInt] = 1
+    """Strides that a window reaches ahead, or a range to draw from; above 1 a batch carries `future`."""
+    state_fields: Annotated[tuple[str, ...] | None, BeforeValidator(_of_one)] = None
+    """Fields with time that make up the state, side by side; null: the only one, or `latent`, or `data`."""
     start_every: PositiveInt = 1
     """Steps between the starts of windows; equal to `time_stride`: the pairs of the earlier systems."""
     device: Annotated[
@@ -269,6 +304,8 @@ class PrecomputeConfig(SettingsSection):
     """Whether a sample with a NaN or an infinity is quarantined or stored."""
     max_error: PositiveFloat | None = None
     """Largest rounding error of the storage dtype, relative to a record's largest value; null: no bound."""
+    compression: Literal["none", "zstd", "lz4", "auto"] = "none"
+    """How shards are compressed, without loss (docs/caches.md); `auto`: zstd where it saves a tenth."""
     keep: str | tuple[str, ...] = ()
     """Fields of the raw samples to store with the latents, as `data` or `[data]`, for losses on them."""
     overwrite: Flag = False
@@ -277,6 +314,9 @@ class PrecomputeConfig(SettingsSection):
     """Try quarantined samples again, those with errors of their own as well."""
     wait: Flag = True
     """Whether `train` encodes what is missing before it begins; `false`: it encodes while it trains."""
+    encode_batch: PositiveInt | Literal["auto"] | None = None
+    """Samples in one call of the encoder, a part of the recipe; null: about 8 MiB of them; `auto`: measured
+    once, then kept (docs/encoders.md)."""
     engine: Literal["local", "ray"] = "local"
     """Who encodes: this machine, or a Ray cluster (docs/ray.md)."""
     ray: RayConfig = RayConfig()
@@ -300,6 +340,8 @@ class Config(SettingsSection):
     encoder: EncoderConfig = EncoderConfig()
     model: ModelConfig = ModelConfig()
     training: TrainingConfig = TrainingConfig()
+    stages: Stages = ()
+    """Parts of a training run, as `[{name: operator, epochs: 20}, {name: decoder}]` (docs/training.md)."""
     precompute: PrecomputeConfig = PrecomputeConfig()
     verify: VerifyConfig = VerifyConfig()
     fetch: FetchConfig = FetchConfig()

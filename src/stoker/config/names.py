@@ -145,6 +145,8 @@ def _list_of(prop: Mapping[str, Any]) -> str:
     if "prefixItems" in prop:
         return f"a list of {len(prop['prefixItems'])}, each {expectation(prop['prefixItems'][0])}"
     item = prop["items"]
+    if "$ref" in item:
+        return "a list of objects, each with a name"
     if "discriminator" in item:
         return f"a list, each with a kind: {_either([*item['discriminator']['mapping']])}"
     of = f" of {prop['minItems']} to {prop['maxItems']}" if {"minItems", "maxItems"} <= prop.keys() else ""

@@ -302,7 +302,7 @@ def _example_bytes(job: Job) -> int:
         return sum(path.stat().st_size for path in job.files) // max(1, len(job.cache))
     if job.windows is None:
         return record_bytes(schema)
-    steps = job.windows.horizon + 1
+    steps = job.windows.horizons[1] + 1
     return sum(f.row_bytes * steps if f.time else f.size_bytes() for f in schema.values())
 
 

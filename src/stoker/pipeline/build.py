@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,13 +16,18 @@ from stoker.config import Config
 from stoker.encoders.features import FeatureEncoder
 from stoker.encoders.grid import GridEncoder
 from stoker.encoders.keeping import keeping
+from stoker.encoders.mesh import mesh_encoder_for
 from stoker.encoders.normalize import Normalized
 from stoker.encoders.protocol import Encoder
+from stoker.encoders.steady import SteadyEncoder
 from stoker.errors import ConfigError
+from stoker.pipeline.encode_batch import settled_batch
 from stoker.pipeline.folders import cache_dir_of
 from stoker.pipeline.kinds import BUILDERS
+from stoker.pipeline.stages import kept_fields
 from stoker.pipeline.staging import staged_data
 from stoker.pipeline.statistics import train_statistics
+from stoker.pipeline.user_encoder import user_encoder
 from stoker.plan.devices import automatic_device
 from stoker.schema import Schema, digest_json
 from stoker.sources.protocol import Source, Splitting
@@ -39,6 +44,8 @@ class Job:
     split: str
     source: Source
     encoder: Encoder | None
+    encode_batch: int | None = None
+    """Samples in one call of the encoder; None: by the fixed rule."""
 
 
 def build_jobs(config: Config, task: str, splits: Sequence[str]) -> list[Job]:
@@ -53,9 +60,11 @@ def build_jobs(config: Config, task: str, splits: Sequence[str]) -> list[Job]:
     if config.data.normalize:
         fitted_on = sources.get("train") or build_source(config, task, "train")
     encoder = build_encoder(config, next(iter(sources.values())).schema(), fitted_on=fitted_on)
-    encoder = keeping(encoder, config.precompute.keep)
+    encoder = keeping(encoder, kept_fields(config))
+    settled = settled_batch(config, task, encoder, next(iter(sources.values())))
+    batch = None if settled is None else settled.samples
     return [
-        Job(name=f"{task}_{split}", split=split, source=source, encoder=encoder)
+        Job(name=f"{task}_{split}", split=split, source=source, encoder=encoder, encode_batch=batch)
         for split, source in sources.items()
     ]
 
@@ -143,11 +152,19 @@ def build_encoder(config: Config, schema: Schema, *, fitted_on: Source | None) -
         ConfigError: The samples have no grid.
         EncoderError: The patch does not divide the grid.
     """
-    encoder: Encoder | None = None
-    if config.encoder.kind == "features":
-        encoder = feature_encoder(config)
-    elif config.encoder.kind == "grid":
-        encoder = grid_encoder(config, schema)
+    encoder = ENCODERS[config.encoder.kind](config, schema)
+    if config.data.input is not None:
+        if config.data.input == "data":
+            raise ConfigError(
+                "data.input is 'data', which is the solution that is to be predicted. Name the field that it "
+                f"follows from. Samples have {', '.join(schema)}"
+            )
+        if not isinstance(encoder, GridEncoder):
+            raise ConfigError(
+                f"data.input is {config.data.input!r}, which the grid encoder encodes as it does 'data', and "
+                f"encoder.kind is {config.encoder.kind}. Set encoder.kind=grid, or leave data.input out"
+            )
+        encoder = SteadyEncoder(grid_encoder(config, schema, config.data.input), encoder)
     if fitted_on is None:
         return encoder
     cache_dir = cache_dir_of(config)
@@ -155,7 +172,7 @@ def build_encoder(config: Config, schema: Schema, *, fitted_on: Source | None) -
     return Normalized(encoder, train_statistics(fitted_on, "data", digests=digests, cache_dir=cache_dir))
 
 
-def feature_encoder(config: Config) -> FeatureEncoder:
+def feature_encoder(config: Config, _schema: Schema) -> FeatureEncoder:
     """The vision model of `encoder.folder`.
 
     Raises:
@@ -170,26 +187,57 @@ def feature_encoder(config: Config) -> FeatureEncoder:
     return FeatureEncoder(own.folder, own.pooling, processor=own.processor)
 
 
-def grid_encoder(config: Config, schema: Schema) -> GridEncoder:
-    """`GridEncoder` for the field `data` of `schema`; see `build_encoder`."""
-    data = schema.get("data")
-    if data is None or len(data.shape) not in (3, 4):
+def grid_encoder(config: Config, schema: Schema, name: str = "data") -> GridEncoder:
+    """Return the `GridEncoder` of one field of `schema`; see `build_encoder`."""
+    field = schema.get(name)
+    axes = 0 if field is None else len(field.shape)
+    if field is None or axes not in (3, 4, 5):
         shown = {name: field.shape for name, field in schema.items()}
-        raise ConfigError(
-            f"the grid encoder takes a field 'data' of shape (T, H, W, C), samples have {shown}. "
+        hint = (
             "Set encoder.kind=identity to store samples as they are, or name the dataset with data.fields"
+            if name == "data"
+            else "Name one that has such a shape in data.input"
         )
-    height, width, channels = data.shape[-3:]
+        raise ConfigError(
+            f"the grid encoder takes a field {name!r} of shape (T, H, W, C) or (T, D, H, W, C), samples have "
+            f"{shown}. {hint}"
+        )
+    patch = config.encoder.patch_size
+    # Four axes without time are steps all the same, unless three numbers of the patch say otherwise.
+    deep = axes == 5 or (axes == 4 and not field.time and isinstance(patch, tuple) and len(patch) == 3)
+    *grid, channels = field.shape[-4 if deep else -3 :]
     return GridEncoder(
         channels=channels,
-        grid=(height, width),
-        patch=config.encoder.patch(height),
+        grid=tuple(grid),
+        patch=config.encoder.patch(tuple(grid)),
+        field=name,
         tokens=config.latent.tokens,
         dim=config.latent.dim,
         fourier=config.encoder.fourier,
         seed=config.encoder.seed,
         checkpoint=config.encoder.checkpoint,
     )
+
+
+def _mesh_encoder(config: Config, schema: Schema) -> Encoder:
+    own = config.encoder
+    return mesh_encoder_for(
+        schema,
+        tokens=config.latent.tokens,
+        dim=config.latent.dim,
+        seed=own.seed,
+        checkpoint=own.checkpoint,
+    )
+
+
+ENCODERS: Mapping[str, Callable[[Config, Schema], Encoder | None]] = {
+    "grid": grid_encoder,
+    "features": feature_encoder,
+    "mesh": _mesh_encoder,
+    "module": lambda config, schema: user_encoder(config.encoder, schema),
+    "identity": lambda _config, _schema: None,
+}
+"""By `encoder.kind`, the function that makes the encoder from the settings and the fields of the samples."""
 
 
 def device_of(config: Config) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from stoker.config import Config
 from stoker.errors import FormatError
 from stoker.pipeline.build import device_of, tasks_of
-from stoker.pipeline.locate import batch_size_of, trajectory_steps
+from stoker.pipeline.locate import batch_size_of, trajectory_steps, windows_of
 from stoker.schema import Json, Schema, canonical_json, digest_json, schema_to_json
 from stoker.store.local import LocalStorage
 from stoker.store.remote import local_path
@@ -39,6 +39,9 @@ def settings_digest(config: Config, fingerprints: Mapping[str, str]) -> str:
     settings: dict[str, Any] = config.to_dict()
     training = {k: v for k, v in settings["training"].items() if k not in _FREE}
     kept: dict[str, Json] = {"training": training, "model": settings["model"], "caches": dict(fingerprints)}
+    if settings["stages"]:  # how long each is may change from one to the next
+        kept["stages"] = [{k: v for k, v in own.items() if k != "epochs"} for own in settings["stages"]]
+        del training["epochs"]
     if settings["tasks"] is not None:
         kept["tasks"] = settings["tasks"]
     return digest_json(kept)
@@ -66,7 +69,7 @@ def work_digest(config: Config, schema: Schema) -> str:
         "model": config.to_dict()["model"],
         "fields": schema_to_json(schema),
         "batch_size": batch_size_of(config, trajectory_steps(schema)),
-        "horizon": training.rollout_horizon,
+        "horizon": windows_of(config).horizons[1],
         "device": device_of(config),
         "amp": training.amp,
     }

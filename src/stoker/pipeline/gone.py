@@ -4,10 +4,14 @@ A cache outlives its source: raw files are deleted for space, or the cache alone
 The fingerprint cannot be made then, so the caches of the right name are compared entry by entry with what
 the settings say: split rule, file names, declared layout, encoder with its weights, storage dtype. What only
 the data could tell (its bytes, its grid) is taken from the recipe.
+
+A cache that `stoker import-pt` made never had raw data or a recorded encoder. It is taken by its
+name, if the latents have the size that the settings give, and a line says what cannot be checked.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -17,9 +21,12 @@ from typing import Any
 
 from stoker.config import Config
 from stoker.encoders.grid import GridEncoder
-from stoker.encoders.keeping import KEEPING, field_names
+from stoker.encoders.keeping import KEEPING
+from stoker.encoders.steady import STEADY
 from stoker.errors import ConfigError, StokerError
 from stoker.pipeline.folders import cache_dir_of
+from stoker.pipeline.stages import kept_fields
+from stoker.pipeline.user_encoder import user_encoder
 from stoker.sources.declared import declared_fields
 from stoker.sources.files import SUFFIXES, canonical_split, split_of
 from stoker.sources.splits import DEFAULT_SPLITS, RULE
@@ -27,6 +34,10 @@ from stoker.store import Cache, Recipe
 from stoker.store.cache import open_unnoted
 from stoker.store.recipe import stored_schema
 from stoker.store.use import note_use
+
+_log = logging.getLogger("stoker")
+IMPORTED = "import-pt/"
+"""Prefix of the kind of a source whose cache was imported."""
 
 
 def find_without_source(config: Config, task: str, splits: Sequence[str]) -> dict[str, Cache] | None:
@@ -36,13 +47,56 @@ def find_without_source(config: Config, task: str, splits: Sequence[str]) -> dic
     found: dict[str, Cache] = {}
     for split in splits:
         folder = cache_dir_of(config) / f"{task}_{split}"
-        matching = [cache for cache in _complete(folder) if matches(config, cache.recipe, task, split)]
+        complete = _complete(folder)
+        matching = [cache for cache in complete if matches(config, cache.recipe, task, split)]
         if not matching:
+            _say_unused(config, folder, complete)
             return None
         found[split] = max(matching, key=lambda cache: cache.index.sequence)
     for cache in found.values():
         note_use(cache.path)
+        if is_imported(cache.recipe):
+            _log.warning(
+                "%s was imported with `stoker import-pt`: which data, encoder, normalization and split made "
+                "it is recorded nowhere and cannot be checked",
+                cache.path,
+            )
     return found
+
+
+def is_imported(recipe: Recipe) -> bool:
+    """Return True for a cache that `stoker import-pt` made of earlier files."""
+    return str(recipe.entries["source"]["kind"]).startswith(IMPORTED)
+
+
+def _imported_otherwise(config: Config, recipe: Recipe) -> str:
+    """What of an imported cache contradicts the settings; empty: nothing that can be told."""
+    given, latent = config.latent.model_fields_set, recipe.encoded["latent"]
+    wanted = {"tokens": config.latent.tokens, "dim": config.latent.dim}
+    for name, there in zip(wanted, latent.shape[-2:], strict=True):
+        if name in given and wanted[name] != there:
+            return f"latent.{name} is {wanted[name]}, and it has {there}"
+    limit = config.data.limit
+    if limit is not None and recipe.count > limit:
+        return f"data.limit is {limit}, and it has {recipe.count} samples"
+    return ""
+
+
+def _say_unused(config: Config, folder: Path, complete: Sequence[Cache]) -> None:
+    """Why an earlier cache of the right name is not taken: of another size, or never imported."""
+    for cache in complete:
+        if is_imported(cache.recipe):
+            why = _imported_otherwise(config, cache.recipe)
+            _log.warning("the imported cache %s is not used: %s", cache.path, why)
+    if not complete and next(folder.glob("sample_*.pt"), None) is not None:
+        _log.warning(
+            "%s holds sample_*.pt files of the earlier cache. `stoker import-pt %s --out %s --name %s` makes "
+            "a cache of them, which is used where the raw data is gone",
+            folder,
+            folder,
+            folder.parent,
+            folder.name,
+        )
 
 
 def data_is_gone(config: Config, task: str) -> bool:
@@ -62,6 +116,8 @@ def data_is_gone(config: Config, task: str) -> bool:
 
 def matches(config: Config, recipe: Recipe, task: str, split: str) -> bool:
     """Whether `recipe` is what `config` asks for, as far as can be told without the data."""
+    if is_imported(recipe):
+        return not _imported_otherwise(config, recipe)
     source = recipe.entries["source"]
     settings: Mapping[str, Any] = source["settings"]
     return (
@@ -70,6 +126,7 @@ def matches(config: Config, recipe: Recipe, task: str, split: str) -> bool:
         and _same_files(config, recipe, task)
         and _same_limit(config, recipe)
         and _same_encoder(config, recipe)
+        and config.precompute.encode_batch in ("auto", None, recipe.group.samples)
         and _same_dtypes(config, recipe)
     )
 
@@ -137,6 +194,8 @@ def _same_layout(config: Config, source: Mapping[str, Any]) -> bool:
     """Whether preset and declared datasets agree; axes that only the files tell are taken as they are."""
     settings = source["settings"]
     preset, found = config.data.preset, str(settings.get("preset"))
+    if {*settings.get("include", ())} != {*config.data.include}:
+        return False
     if config.data.fields is None:
         return found != "fields" if preset is None else found == preset
     declared = declared_fields(config.data.fields)
@@ -185,7 +244,7 @@ def _same_limit(config: Config, recipe: Recipe) -> bool:
 
 
 def _same_encoder(config: Config, recipe: Recipe) -> bool:
-    entry, keep = recipe.entries["encoder"], field_names(config.precompute.keep)
+    entry, keep = recipe.entries["encoder"], kept_fields(config)
     if entry is not None and entry["class"] == KEEPING:
         if entry["config"]["fields"] != list(keep):
             return False
@@ -198,15 +257,26 @@ def _same_encoder(config: Config, recipe: Recipe) -> bool:
         entry = entry["config"]["inner"]
     if config.encoder.kind == "identity" or entry is None:
         return entry is None and config.encoder.kind == "identity"
+    if config.encoder.kind == "module":
+        return _same_module(config, entry)
+    if config.data.input is None:
+        return _same_grid_encoder(config, entry, "data")
+    if entry["class"] != STEADY:
+        return False
+    parts, fields = entry["config"], {"input": config.data.input, "solution": "data"}
+    return all(_same_grid_encoder(config, parts[part], field) for part, field in fields.items())
+
+
+def _same_grid_encoder(config: Config, entry: Mapping[str, Any], field: str) -> bool:
     if entry["class"] != "stoker.GridEncoder":
         return False
     made = entry["config"]
-    height, width = made["grid"]
     try:
         encoder = GridEncoder(
             channels=made["channels"],
-            grid=(height, width),
-            patch=config.encoder.patch(height),
+            grid=tuple(made["grid"]),
+            patch=config.encoder.patch(tuple(made["grid"])),
+            field=field,
             tokens=config.latent.tokens,
             dim=config.latent.dim,
             fourier=config.encoder.fourier,
@@ -216,6 +286,16 @@ def _same_encoder(config: Config, recipe: Recipe) -> bool:
     except StokerError:
         return False
     return encoder.identity() == entry
+
+
+def _same_module(config: Config, entry: Mapping[str, Any]) -> bool:
+    """Whether the module of the settings, made again, is the one that encoded."""
+    time = config.encoder.time or entry["config"].get("time")
+    try:
+        encoder = user_encoder(config.encoder.model_copy(update={"time": time}), {})
+        return encoder.identity() == entry
+    except StokerError:
+        return False
 
 
 def _same_dtypes(config: Config, recipe: Recipe) -> bool:

@@ -33,6 +33,8 @@ class CacheSummary:
     shards: int
     bytes: int
     """Bytes of all shards on disk."""
+    raw_bytes: int
+    """Bytes of all shards uncompressed."""
     complete: bool
     quarantined: tuple[dict[str, Json], ...]
     """Number, stage and error of each sample set aside."""
@@ -53,6 +55,7 @@ class CacheSummary:
             "fields": schema_to_json(self.fields),
             "shards": self.shards,
             "bytes": self.bytes,
+            "raw_bytes": self.raw_bytes,
             "complete": self.complete,
             "quarantined": [*self.quarantined],
             "statistics": dict(self.statistics),
@@ -122,6 +125,7 @@ def inspect_cache(path: str | Path) -> CacheSummary:
         fields=cache.schema,
         shards=len(cache.index.shards),
         bytes=shard_bytes(cache),
+        raw_bytes=raw_bytes(cache),
         complete=cache.complete,
         quarantined=tuple(list_quarantined(cache)),
         statistics=cache.statistics,
@@ -140,6 +144,11 @@ def list_quarantined(cache: Cache) -> list[dict[str, Json]]:
 def shard_bytes(cache: Cache) -> int:
     """Bytes of all shards on disk."""
     return sum(shard.bytes for shard in cache.index.shards)
+
+
+def raw_bytes(cache: Cache) -> int:
+    """Bytes of all shards uncompressed."""
+    return sum(shard.raw_bytes for shard in cache.index.shards)
 
 
 def worst_error(cache: Cache) -> float | None:

@@ -16,6 +16,7 @@ from stoker.errors import ConfigError
 from stoker.pipeline.user_dataset import torch_source
 from stoker.sources.files import resolve_files
 from stoker.sources.hdf5 import HDF5Source
+from stoker.sources.meshes import MeshLayout, MeshSource
 from stoker.sources.protocol import Source
 from stoker.sources.split_of import SplitOf
 
@@ -27,7 +28,13 @@ def hdf5_source(data: DataConfig, task: str, split: str) -> Source:
     """Simulations in HDF5 files."""
     paths = data.files if data.files is not None else resolve_files(data.root, task)
     return HDF5Source(
-        paths, preset=data.preset, fields=data.fields, split=split, splits=data.splits, seed=data.seed
+        paths,
+        preset=data.preset,
+        fields=data.fields,
+        split=split,
+        splits=data.splits,
+        seed=data.seed,
+        include=data.include,
     )
 
 
@@ -81,6 +88,8 @@ def arrays_source(data: DataConfig, task: str, split: str) -> Source:
     from stoker.sources.arrays import ArraySource
 
     own = data.arrays
+    if own.layout in ("particles", "mesh", "grid"):
+        return SplitOf(_mesh_source(data, own.layout), split, splits=data.splits, seed=data.seed)
     source = ArraySource(
         _files(data),
         layout=own.layout,
@@ -90,6 +99,22 @@ def arrays_source(data: DataConfig, task: str, split: str) -> Source:
         fill_missing=own.fill_missing,
     )
     return SplitOf(source, split, splits=data.splits, seed=data.seed)
+
+
+def _mesh_source(data: DataConfig, layout: MeshLayout) -> MeshSource:
+    """Particles, meshes, and grids with a group `fields`."""
+    own = data.arrays
+    if own.offsets is not None:
+        raise ConfigError(
+            f"data.arrays.offsets is for data.arrays.layout=offsets, and it is {layout}. Remove it"
+        )
+    return MeshSource(
+        _files(data),
+        layout=layout,
+        fields=data.fields,
+        attributes=own.attributes or None,
+        fill_missing=own.fill_missing,
+    )
 
 
 def tar_source(data: DataConfig, task: str, split: str) -> Source:

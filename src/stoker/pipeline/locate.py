@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from stoker.config import Config
+from stoker.encoders.steady import is_steady
 from stoker.errors import ConfigError, SourceError, StokerError
 from stoker.loader import Windows
 from stoker.loader.outputs import make_outputs
@@ -79,28 +80,36 @@ def job_recipe(config: Config, job: Job) -> Recipe:
     """As `recipe_of`, of sources and an encoder that are made already."""
     digests = Digests(cache_dir_of(config), config.identity)
     dtype = config.training.latent_cache_dtype
-    return make_recipe(job.source, job.encoder, dtype=dtype, digests=digests)
+    return make_recipe(job.source, job.encoder, dtype=dtype, encode_batch=job.encode_batch, digests=digests)
 
 
 def windows_of(config: Config) -> Windows:
     """How trajectories are cut; pairs of the earlier systems began `time_stride` steps apart."""
     training = config.training
     start_every = training.start_every
+    windows = Windows(
+        stride=training.time_stride,
+        horizon=training.rollout_horizon,
+        start_every=start_every,
+        field=training.state_fields,
+    )
     if training.batch_trajectories is not None and "start_every" not in training.model_fields_set:
-        start_every = training.time_stride
-    return Windows(stride=training.time_stride, horizon=training.rollout_horizon, start_every=start_every)
+        return replace(windows, start_every=windows.strides[0])
+    return windows
 
 
 def windows_for(config: Config, schema: Schema) -> Windows | None:
     """How records of `schema` are cut; None where no field has time, so that each is an example."""
-    return windows_of(config) if any(field.time for field in schema.values()) else None
+    timed = any(field.evolves and not field.kept for field in schema.values())
+    return windows_of(config) if timed else None
 
 
 def no_operator(schema: Schema) -> str:
     """Why `stoker train` has nothing to train on records without time, and what to do instead."""
     return (
         f"records have {', '.join(schema)}, none with time, and `stoker train` trains an operator that "
-        "goes from one step to the next. Fill the cache with `stoker precompute`, and train in Python on "
+        "goes from one step to the next. For a steady problem name the field that data follows from, as "
+        "data.input=nu. Else fill the cache with `stoker precompute`, and train in Python on "
         "stoker.Loader(stoker.open_cache(FOLDER), 64)"
     )
 
@@ -108,12 +117,22 @@ def no_operator(schema: Schema) -> str:
 def windows_in(config: Config, schema: Schema) -> int | None:
     """Windows that training cuts from one record of `schema`; None where records differ in length.
 
+    A record of a steady problem is one example.
+
     Raises:
         ConfigError: None, so that no loader could serve them; or the records have no time.
     """
     windows = windows_for(config, schema)
     if windows is None:
-        raise ConfigError(no_operator(schema))
+        if not is_steady(schema):
+            raise ConfigError(no_operator(schema))
+        return 1
+    if schema[main := time_field(schema, windows.field)].folded:
+        raise ConfigError(
+            f"field {main!r} has other points in every record, and `stoker train` trains an operator on "
+            "latents of one shape. Set encoder.kind=mesh; or train in Python on stoker.Loader(..., "
+            "windows=stoker.Windows(), ragged='pack') (docs/meshes.md)"
+        )
     make_outputs(schema, windows, None)
     field = schema[time_field(schema, windows.field)]
     if field.ragged:
@@ -126,6 +145,8 @@ def batch_size_of(config: Config, steps: int) -> int:
     training = config.training
     if training.batch_trajectories is None:
         return training.batch_size
+    if steps <= 1:
+        return training.batch_trajectories
     return max(1, training.batch_trajectories * windows_of(config).count(steps))
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from stoker.config import Config
+from stoker.encoders.steady import is_steady
 from stoker.errors import ConfigError
 from stoker.loader import Loader, Mixture, TaskBatch
 from stoker.loader.windows import time_field
@@ -136,6 +137,11 @@ def check_together(schemas: Mapping[str, Schema]) -> None:
         ConfigError: Their states differ in tokens or width, or a condition has a name that is needed; says
             which, and what would help.
     """
+    if steady := [task for task, schema in schemas.items() if is_steady(schema)]:
+        raise ConfigError(
+            f"{', '.join(steady)} has an input and a solution for each sample, and no time (data.input). "
+            f"Such a task is trained alone: data.task={steady[0]}"
+        )
     _check_names({name for schema in schemas.values() for name in schema.keys() - {time_field(schema, None)}})
     by_size: dict[tuple[int, int], list[str]] = {}
     for task, schema in schemas.items():

@@ -1,6 +1,7 @@
 """Validation in physical space: the decoder of a cache, and what its encoder loses.
 
-Everything is made from the recipe and the weights stored beside the cache, so it is there without raw data.
+For the grid encoder all is made from the recipe and the weights stored next to the cache, so it is there
+without raw data. A module of the user's own decodes itself, by its method `decode`, if its code is at hand.
 What the encoder loses is measured on a few records against raw fields: those that the cache keeps, else
 those of the source, which a thread reads while training goes on; storage that does not answer costs the
 figure, and nothing else.
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,21 +22,29 @@ from safetensors.torch import load
 from torch import Tensor
 
 from stoker.encoders.decode import Decode, decoder_of
-from stoker.encoders.keeping import KEEPING
-from stoker.errors import StokerError
+from stoker.encoders.differentiable import encode_of
+from stoker.encoders.keeping import KEEPING, Keeping
+from stoker.encoders.mesh import MESH_ENCODER, PointDecoder
+from stoker.encoders.module import ModuleEncoder
+from stoker.encoders.normalize import Normalized
+from stoker.encoders.steady import STEADY
+from stoker.errors import ConfigError, StokerError
 from stoker.precompute import EncodeFiller
+from stoker.schema import unfolded
 from stoker.store import Cache
 from stoker.store.convert import from_array
 from stoker.store.local import LocalStorage
 from stoker.store.strict_json import as_object
 from stoker.threads import Pool, ending
-from stoker.train.config import PhysicalSpace
+from stoker.train.config import FieldSpace, PhysicalSpace
 from stoker.units import MIB
 
 log = logging.getLogger("stoker")
 SAMPLES = 4
 """Records that are compared with their raw fields."""
 MAX_WEIGHTS_BYTES = 1024 * MIB
+MAX_BASES_BYTES = 256 * MIB
+"""Of waves at the points of records that validation keeps."""
 MAX_FIELD_BYTES = 32 * MIB
 """Of each of them the first steps, up to so many bytes of the field."""
 WAIT_S = 5.0
@@ -44,39 +54,146 @@ WAIT_S = 5.0
 def physical_space(cache: Cache) -> PhysicalSpace | None:
     """How to get from latents of `cache` to fields; None where its encoder has no decoder."""
     identity = as_object(cache.recipe.entries["encoder"])
+    if identity is not None and (mesh := _mesh_identity(identity)) is not None:
+        weights = _weights(cache, identity)
+        return None if weights is None else mesh_space(cache, mesh, weights)
     decode = _decoder(cache, identity)
     if identity is None or decode is None or "latent" not in cache.schema:
         return None
-    lost = _Reconstruction(cache, decode, _field(identity))
+    lost = _GridReconstruction(cache, decode, _field(identity))
     return PhysicalSpace(decode=decode, reconstruction=lost.finish)
 
 
-def _decoder(cache: Cache, identity: Mapping[str, Any] | None) -> Decode | None:
+def field_space(cache: Cache) -> FieldSpace:
+    """Return the raw field and the encoder's maps that a decoder on latents of `cache` is trained with.
+
+    Raises:
+        ConfigError: It holds samples as they are, so that there is nothing to decode; or no raw field.
+    """
+    identity = as_object(cache.recipe.entries["encoder"])
     if identity is None:
+        raise ConfigError(
+            f"{cache.path} holds samples as they are, and a decoder is trained on what an encoder made. "
+            "Leave training.use_inverse_losses and the stage decoder out, or set encoder.kind=grid"
+        )
+    name = _field(identity)
+    kept = cache.schema.get(name)
+    if kept is None or not kept.kept:
+        raise ConfigError(
+            f"{cache.path} keeps no raw field {name!r}, which a decoder is trained on. Encode with "
+            f"precompute.keep={name}"
+        )
+    return FieldSpace(
+        field=name,
+        decode=_made(cache, identity, decoder_of),
+        encode=_made(cache, identity, encode_of),
+    )
+
+
+def _decoder(cache: Cache, identity: Mapping[str, Any] | None) -> Decode | None:
+    return None if identity is None else _made(cache, identity, decoder_of, _own_decoder(cache))
+
+
+def _made(
+    cache: Cache, identity: Mapping[str, Any], make: Callable[..., Decode | None], *more: Any
+) -> Decode | None:
+    """The map that `make` gives from the weights stored next to the caches; None: they cannot be read."""
+    weights = _weights(cache, identity)
+    try:
+        return None if weights is None else make(identity, weights, *more)
+    except KeyError as error:
+        log.info("no validation in physical space: the encoder's weights lack %s", error)
         return None
+
+
+def _weights(cache: Cache, identity: Mapping[str, Any]) -> dict[str, Tensor] | None:
     storage = LocalStorage(cache.path.parent.parent / "encoders")
     try:
-        weights = load(storage.read(f"{identity['weights']}.safetensors", limit_bytes=MAX_WEIGHTS_BYTES))
-        return decoder_of(identity, weights)
-    except (OSError, StokerError, SafetensorError, KeyError) as error:
+        return load(storage.read(f"{identity['weights']}.safetensors", limit_bytes=MAX_WEIGHTS_BYTES))
+    except (OSError, StokerError, SafetensorError) as error:
         log.info("no validation in physical space: the encoder's weights cannot be read (%s)", error)
         return None
 
 
-def _field(identity: Mapping[str, Any]) -> str:
-    """The field of the sample that the latents stand for."""
+def _own_decoder(cache: Cache) -> Decode | None:
+    """The decoder of a module of the user's own, if it gives fields as they are in the samples."""
+    filler = cache.filler
+    if not isinstance(filler, EncodeFiller) or "latent" not in cache.schema:
+        return None
+    encoder = filler.encoder
+    while isinstance(encoder, Keeping | Normalized):
+        encoder = encoder.inner
+    if not isinstance(encoder, ModuleEncoder):
+        return None
+    field = _field(as_object(cache.recipe.entries["encoder"]) or {})
+    decode = encoder.decoder(len(cache.schema["latent"].step_shape))
+    if decode is None or field != _field(encoder.identity()):  # another field than what is normalized
+        return None
+    try:
+        found = decode(torch.zeros(1, *cache.schema["latent"].step_shape)).shape[1:]
+    except Exception as error:  # noqa: BLE001 - the user's code: the report goes without these figures
+        log.warning("no validation in physical space: the encoder's decode fails on zeros: %s", error)
+        return None
+    wanted = filler.source.schema()[field].step_shape
+    if tuple(found) == wanted:
+        return decode
+    log.warning(
+        "no validation in physical space: the encoder's decode gives %s for a step, field %s has %s",
+        *(tuple(found), field, wanted),
+    )
+    return None
+
+
+def _mesh_identity(identity: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The identity of the mesh encoder that made the latents; None: another one did."""
+    if identity["class"] == KEEPING:
+        return _mesh_identity(identity["config"]["inner"])
+    return identity if identity["class"] == MESH_ENCODER else None
+
+
+def mesh_space(cache: Cache, identity: Mapping[str, Any], weights: Mapping[str, Tensor]) -> PhysicalSpace:
+    """Return the maps from latents of the mesh encoder to fields at the points of each record."""
     config = identity["config"]
+    decoder = PointDecoder(weights, config["channels"])
+    lost = _PointReconstruction(cache, decoder, config)
+    return PhysicalSpace(decode=_AtPoints(cache, decoder), reconstruction=lost.finish)
+
+
+class _AtPoints:
+    """Decodes at the points of each record; keeps the waves at the points of the last ones."""
+
+    def __init__(self, cache: Cache, decoder: PointDecoder) -> None:
+        self._cache = Cache(cache.path, cache.recipe, cache.index)  # a handle of its own, as below
+        self._decoder = decoder
+        self._bases: OrderedDict[int, Tensor] = OrderedDict()
+
+    def of(self, number: int, latents: Tensor) -> Tensor:
+        """As `DecodeByRecord.of`."""
+        if number not in self._bases:
+            self._bases[number] = self._decoder.basis(self._cache[number]["coords"]).to(latents.device)
+            while len(self._bases) > 1 and sum(b.nbytes for b in self._bases.values()) > MAX_BASES_BYTES:
+                self._bases.popitem(last=False)
+        self._bases.move_to_end(number)
+        return self._decoder.at(latents, self._bases[number])
+
+
+def _field(identity: Mapping[str, Any]) -> str:
+    """The field of the sample that the latents stand for: of several, the first."""
+    config = identity["config"]
+    if identity["class"] == STEADY:
+        return _field(config["solution"])
     inner = as_object(config.get("inner"))
-    return str(config["field"]) if inner is None or identity["class"] != KEEPING else _field(inner)
+    if inner is not None and identity["class"] == KEEPING:
+        return _field(inner)
+    return config["field"] if isinstance(config["field"], str) else str(config["field"][0])
 
 
 class _Reconstruction:
     """Decoded records against raw fields, measured in a thread."""
 
-    def __init__(self, cache: Cache, decode: Decode, field: str) -> None:
+    def __init__(self, cache: Cache) -> None:
         # A handle of its own: the loader's closes and opens shards as it needs them.
         self._cache = Cache(cache.path, cache.recipe, cache.index)
-        self._decode, self._field = decode, field
         filler = cache.filler
         # A copy, with files of its own: whoever mends the cache may be reading through the other one.
         self._source = copy.deepcopy(filler.source) if isinstance(filler, EncodeFiller) else None
@@ -103,18 +220,36 @@ class _Reconstruction:
         for number in np.unique(chosen).tolist():
             if ending():  # the exit waits for one sample, not for all of them
                 return None
-            record = self._cache[number]
-            latents = record["latent"]
-            if latents.ndim > 2:
-                latents = latents[: max(1, MAX_FIELD_BYTES // self._decode(latents[:1]).nbytes)]
-            raw = self._raw(number, record, len(latents))
-            if raw is None:
+            pair = self.pair(number)
+            if pair is None:
                 return None
-            if latents.ndim > 2:
-                raw = raw[: len(latents)]
-            wrong += float((self._decode(latents).double() - raw).square().sum())
+            decoded, raw = pair
+            wrong += float((decoded.double() - raw).square().sum())
             size += float(raw.square().sum())
         return (wrong / size) ** 0.5 if size else None
+
+    def pair(self, number: int) -> tuple[Tensor, Tensor] | None:
+        """A record decoded, and its raw field as float64; None: no raw field is at hand."""
+        raise AssertionError("each kind of encoder has its own")
+
+
+class _GridReconstruction(_Reconstruction):
+    """Of fields that a decoder gives on a grid."""
+
+    def __init__(self, cache: Cache, decode: Decode, field: str) -> None:
+        self._decode, self._field = decode, field
+        super().__init__(cache)
+
+    def pair(self, number: int) -> tuple[Tensor, Tensor] | None:
+        """The first steps, as many as memory is spent on."""
+        record = self._cache[number]
+        latents = record["latent"]
+        if latents.ndim > 2:
+            latents = latents[: max(1, MAX_FIELD_BYTES // self._decode(latents[:1]).nbytes)]
+        raw = self._raw(number, record, len(latents))
+        if raw is None:
+            return None
+        return self._decode(latents), raw[: len(latents)] if latents.ndim > 2 else raw
 
     def _raw(self, number: int, record: Mapping[str, Tensor], steps: int) -> Tensor | None:
         if self._field in record:
@@ -124,3 +259,38 @@ class _Reconstruction:
         spec = self._source.schema()[self._field]
         sample = self._source.read(number, 0, steps) if spec.time else self._source.read(number)
         return from_array(np.ascontiguousarray(sample[self._field]), spec.dtype).double()
+
+
+class _PointReconstruction(_Reconstruction):
+    """Of fields at points: raw ones are displacement from the first step in place of positions."""
+
+    def __init__(self, cache: Cache, decoder: PointDecoder, config: Mapping[str, Any]) -> None:
+        self._decoder, self._config = decoder, config
+        super().__init__(cache)
+
+    def pair(self, number: int) -> tuple[Tensor, Tensor] | None:
+        """The first steps, as many as memory is spent on."""
+        record = self._cache[number]
+        basis = self._decoder.basis(record["coords"])
+        step = 4 * len(basis) * self._config["channels"]
+        latents = record["latent"][: max(1, MAX_FIELD_BYTES // max(1, step))]
+        raw = self._raw(number, record, len(latents))
+        return None if raw is None else (self._decoder.at(latents, basis), raw)
+
+    def _raw(self, number: int, record: Mapping[str, Tensor], steps: int) -> Tensor | None:
+        """Fields `(steps, N, C)` of the raw sample, as the encoder was given them."""
+        names = self._config["fields"]
+        found = record
+        if not all(name in record for name in names):
+            if self._source is None:
+                return None
+            schema = self._source.schema()
+            sample = self._source.read(number, 0, steps)
+            own = {n: from_array(np.ascontiguousarray(a), schema[n].dtype) for n, a in sample.items()}
+            found = unfolded(own, schema)
+        parts: list[Tensor] = []
+        for name in names:
+            values = found[name][:steps].double()
+            values = values - values[:1] if name == self._config["moving"] else values
+            parts.append(values.reshape(*values.shape[:2], -1))
+        return torch.cat(parts, dim=-1)

@@ -13,7 +13,7 @@ from stoker.loader.read_ahead import elsewhere_of
 from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import last_step_s
 from stoker.pipeline.folders import cache_dir_of
-from stoker.pipeline.inspect import shard_bytes
+from stoker.pipeline.inspect import raw_bytes
 from stoker.pipeline.locate import Located, batch_size_of, locate, trajectory_steps, windows_for, windows_of
 from stoker.pipeline.served import Step, served_loads
 from stoker.pipeline.smaller import Smaller, say, smaller_dtypes
@@ -130,9 +130,10 @@ def demand_of(config: Config, located: Located, device: str) -> Demand:
     if is_fixed(schema):
         size = float(record_bytes(columns_of(schema)))
     else:
-        size = shard_bytes(cache) / len(cache) if cache is not None and len(cache) else 0.0
+        size = raw_bytes(cache) / len(cache) if cache is not None and len(cache) else 0.0
     quarantined = 0 if cache is None else len(cache.index.quarantined)
     return Demand(
+        stored_ratio=None if cache is None else cache.index.stored_ratio,
         elsewhere=None if cache is None else _elsewhere(config, cache, size),
         records=located.recipe.count - quarantined,
         record_bytes=size,
@@ -163,5 +164,5 @@ def example_bytes(config: Config, schema: Schema, size: float) -> float:
     """Bytes of one window: its steps of the fields with time, and the other fields whole."""
     if not is_fixed(schema):
         return size
-    steps = windows_of(config).horizon + 1
+    steps = windows_of(config).horizons[1] + 1
     return float(sum(f.row_bytes * steps if f.time else f.size_bytes() for f in columns_of(schema).values()))

@@ -33,6 +33,7 @@ from stoker.pipeline.build import (
     share_encoders,
     tasks_of,
 )
+from stoker.pipeline.encode_batch import measured_jobs
 from stoker.pipeline.engines import engine_of
 from stoker.pipeline.folders import cache_dir_of, is_open, require_writable
 from stoker.pipeline.gone import find_without_source
@@ -73,7 +74,7 @@ class CacheResult:
     reused: int = 0
     """Records that were there before."""
     adopted: int = 0
-    """Records taken over from a cache whose source lacked some files."""
+    """Records taken over from a cache of the source as it was before."""
     seconds: float = 0.0
     """Wall time, the check of the source included."""
     encode_seconds: float = 0.0
@@ -269,6 +270,7 @@ def fill_caches(
             if own.data.stage != "never":
                 stage_task(own, task)
             jobs = share_encoders(build_jobs(own, task, splits), known)
+            jobs = measured_jobs(own, task, jobs, encoders_of(own, ranks)[0], ranks)
         except SourceError as error:
             found = find_without_source(own, task, splits)
             if found is None:
@@ -324,6 +326,7 @@ def settings_of(
     wanted, devices = config.precompute, encoders_of(config, ranks)
     return PrecomputeSettings(
         dtype=config.training.latent_cache_dtype,
+        encode_batch=job.encode_batch,
         readers=wanted.readers,
         device=devices[0] if len(devices) == 1 else device_of(config),
         devices=devices,
@@ -334,6 +337,7 @@ def settings_of(
         identity=config.identity,
         overwrite=wanted.overwrite,
         max_error=wanted.max_error,
+        compression=wanted.compression,
         progress="auto" if ranks.leads else None,
         part=(nodes.index(ranks.node), len(nodes)),
         among="alone" if ranks.local_world == 1 else "first" if ranks.local_rank == 0 else "rest",

@@ -27,8 +27,8 @@ from stoker.pipeline.locate import (
     locate,
     locate_job,
     trajectory_steps,
+    windows_for,
     windows_in,
-    windows_of,
 )
 from stoker.pipeline.plan import demand_of
 from stoker.pipeline.precompute import settings_of
@@ -108,7 +108,9 @@ def profile_config(
         demand, resources = demand_of(own, located, device), probe(device=device, path=Path(folder))
         step = Step(seconds=loop.compute_s, cpus=demand.step_cpus)
         served = (
-            served_loads(cache, windows_of(own), loop.batch_examples, step=step) if device == "cpu" else {}
+            served_loads(cache, windows_for(own, cache.schema), loop.batch_examples, step=step)
+            if device == "cpu"
+            else {}
         )
         rates = replace(measure_rates(cache.path, device=device), served=served)
     stages = _stages(tried.trial)
@@ -181,7 +183,7 @@ def _loader(config: Config, cache: Cache, *, complete: bool) -> Loader:
     return Loader(
         cache,
         batch,
-        windows=windows_of(config),
+        windows=windows_for(config, cache.schema),
         indices=list(cache.numbers),
         device=device_of(config),
         tier=training.tier if training.tier != "encode" else "disk",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stoker.config import Config
@@ -13,13 +13,15 @@ from stoker.monitor import StallMeter
 from stoker.pipeline.augment import chosen_of, transforms_of
 from stoker.pipeline.build import build_source, device_of, tasks_of
 from stoker.pipeline.diary import run_dir_of
-from stoker.pipeline.locate import batch_size_of, trajectory_steps, windows_of
+from stoker.pipeline.locate import batch_size_of, trajectory_steps, windows_for
 from stoker.pipeline.mixed import OneTask, TaskPairs, apart, mix
+from stoker.pipeline.stages import horizon_of
 from stoker.pipeline.together import Shared, own_trajectories, share_steps
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.sources.files import canonical_split
 from stoker.store import Cache
 from stoker.store.join import join_table
+from stoker.train.config import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,7 @@ def serve(
     digest: str = "",
     meter: StallMeter | None = None,
     ranks: Ranks = ALONE,
+    horizon: int | None = None,
 ) -> Served:
     """Loaders over ready caches; of several tasks, mixed for training and apart for validation.
 
@@ -50,6 +53,7 @@ def serve(
         caches: For training and for validation, of each task in turn.
         digest: Of the run's settings: one that was interrupted keeps its global batch.
         meter, ranks: Told how long batches were waited for; the processes that train together.
+        horizon: Of training windows; None: `training.rollout_horizon`.
     Raises:
         ConfigError: The settings of the mixture do not fit the tasks, or the ranks the batch.
     """
@@ -61,7 +65,7 @@ def serve(
     owns = {task: _in_run_of(config, config.for_task(task)) for task in tasks_of(config)}
     parts = [share_steps(o, digest, c, ranks) for o, c in zip(owns.values(), caches[::2], strict=True)]
     train_loaders = {
-        task: make_loader(own, cache, meter=meter, ranks=ranks, shared=part)
+        task: make_loader(_reaching(own, horizon), cache, meter=meter, ranks=ranks, shared=part)
         for (task, own), cache, part in zip(owns.items(), caches[::2], parts, strict=True)
     }
     val_loaders = {
@@ -86,6 +90,35 @@ def serve(
         shared=parts[0],
         reason="; ".join(f"{task}: {loader.plan.reason}" for task, loader in train_loaders.items()),
     )
+
+
+@dataclass(slots=True)
+class StageLoaders:
+    """The loaders of the stage that a run is in: made again where a stage cuts other windows.
+
+    The loop holds those that it began with, so others are planned into the memory that these leave.
+    """
+
+    config: Config
+    make: Callable[[Config, int | None], Served]
+    """Makes loaders; the number is the horizon of training windows, None: that of the settings."""
+    _served: list[Served] = field(default_factory=list[Served])
+    _horizon: int | None = None
+
+    @property
+    def served(self) -> Served:
+        """Those in use."""
+        if not self._served:
+            self._served.append(self.make(self.config, self._horizon))
+        return self._served[0]
+
+    def loader_of(self, stage: Stage) -> Loader | TaskPairs:
+        """The training loader of a stage."""
+        horizon = horizon_of(self.config, stage)
+        if horizon != self._horizon:
+            self._served.clear()
+            self._horizon = horizon
+        return self.served.train
 
 
 def each_twice(config: Config) -> list[str]:
@@ -116,6 +149,14 @@ def _in_run_of(config: Config, own: Config) -> Config:
     return own if own is config else own.model_copy(update={"training": training})
 
 
+def _reaching(config: Config, horizon: int | None) -> Config:
+    """The settings with another horizon of windows."""
+    if horizon is None:
+        return config
+    training = config.training.model_copy(update={"rollout_horizon": horizon})
+    return config.model_copy(update={"training": training})
+
+
 def make_loader(
     config: Config,
     cache: Cache,
@@ -127,7 +168,7 @@ def make_loader(
     """The loader of the training cache that the settings describe; `shared`: this rank's part of it."""
     return Loader(
         cache,
-        windows=windows_of(config),
+        windows=windows_for(config, cache.schema),
         order=config.training.order if shared is None else shared.order,
         batch_size=_batch_size(config, cache) if shared is None else shared.batch_size,
         drop_last=None if shared is None else shared.drop_last,
@@ -148,12 +189,17 @@ def make_val_loader(
     It is normalized as training is, by the statistics of `train_cache`.
 
     At horizon 1 windows begin `time_stride` apart whatever `start_every` says: one begins where the last
-    ended, so that they chain to the whole trajectories that are rolled out. Ranks have whole trajectories,
+    ended, so that they chain to the whole trajectories that are rolled out. Of a range of strides it is the
+    smallest, of a range of horizons the largest. Ranks have whole trajectories,
     each its own; None: there is none for this one.
     """
-    windows = windows_of(config)
-    if windows.horizon == 1:
-        windows = replace(windows, start_every=windows.stride)
+    windows = windows_for(config, cache.schema)
+    if windows is not None and windows.draws:  # at the smallest stride, whose windows chain
+        least, most = windows.strides[0], windows.horizons[1]
+        stride = (least, least) if isinstance(windows.stride, tuple) else least
+        windows = replace(windows, stride=stride, horizon=most)  # with the conditions of training
+    if windows is not None and windows.horizons[1] == 1:
+        windows = replace(windows, start_every=windows.strides[0])
     own = own_trajectories(cache, ranks)
     if own is not None and not len(own):
         return None

@@ -85,7 +85,7 @@ def served_loads(
     who loads takes turns with them at cores and at the interpreter's lock, which no sum of parts tells.
     """
     found: dict[str, Load] = {}
-    size = sum(shard.bytes for shard in cache.index.shards)  # of a mirror they may not be here yet
+    size = sum(shard.raw_bytes for shard in cache.index.shards)  # of a mirror they may not be here yet
     numbers = list(cache.numbers)
     part = numbers[:: max(1, round(size / SERVED_BYTES))]
     for tier in tiers:

@@ -7,8 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from stoker.config import Config
 from stoker.errors import ConfigError
@@ -19,12 +20,13 @@ from stoker.pipeline.budget import verdict_of
 from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import run_dir_of, settings_digest, work_digest, write_diary
 from stoker.pipeline.folders import require_writable
-from stoker.pipeline.locate import locate
+from stoker.pipeline.locate import locate, windows_of
 from stoker.pipeline.mixed import check_together
-from stoker.pipeline.physical import physical_space
+from stoker.pipeline.physical import field_space, physical_space
 from stoker.pipeline.precompute import CacheResult, fill_caches
 from stoker.pipeline.run_page import sections
-from stoker.pipeline.serve import Served, serve
+from stoker.pipeline.serve import Served, StageLoaders, serve
+from stoker.pipeline.stages import kept_fields, needs_fields, only_stage, stages_of
 from stoker.pipeline.together import on_own_device
 from stoker.pipeline.tracking import GPU, Phase, RunTracking, Startup, tracking
 from stoker.precompute import EncodeFiller
@@ -34,7 +36,7 @@ from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
 from stoker.sources.files import canonical_split
 from stoker.store import Cache
-from stoker.train.config import EventSink, PhysicalSpace, TrainConfig, TrainReport
+from stoker.train.config import EventSink, FieldSpace, PhysicalSpace, TrainConfig, TrainReport
 from stoker.train.loop import train
 from stoker.train.run import own_folder
 from stoker.units import format_count
@@ -122,6 +124,7 @@ class TrainResult:
             "physical_rollout_nrmse": report.physical_rollout_nrmse,
             "physical_rollout_persistence_nrmse": report.physical_rollout_persistence_nrmse,
             "reconstruction_nrmse": report.reconstruction_nrmse,
+            "stages": [dict(stage) for stage in report.stages],
             "run_dir": str(report.run_dir),
             "startup": {
                 **report.startup,
@@ -181,10 +184,12 @@ def train_config(
     started: float | None = None,
     on_event: EventSink | None = None,
     ranks: Ranks = ALONE,
+    stage: str | None = None,
 ) -> TrainResult:
     """Encode what is missing, then train; an interrupted run with the same settings goes on.
 
     Args:
+        stage: Do this stage alone, by its name; None or `all`: all that are left.
         config: The settings.
         started: When the process began, on the clock of `time.monotonic`; None: now.
         on_event: Told of what happens in the training loop.
@@ -195,7 +200,9 @@ def train_config(
     """
     started = time.monotonic() if started is None else started
     config = on_own_device(config, ranks)
-    return train_prepared(config, prepare(config, ranks), started=started, on_event=on_event, ranks=ranks)
+    only_stage(config, stage)
+    prepared = prepare(config, ranks)
+    return train_prepared(config, prepared, started=started, on_event=on_event, ranks=ranks, stage=stage)
 
 
 def prepare(config: Config, ranks: Ranks = ALONE, *, progress: ProgressSink | None = None) -> Prepared:
@@ -208,6 +215,11 @@ def prepare(config: Config, ranks: Ranks = ALONE, *, progress: ProgressSink | No
     check_trackers(config.training.trackers)
     splits = training_splits(config)
     tasks = tasks_of(config)
+    if needs_fields(config):
+        log.info(
+            "a decoder is trained on raw fields, so caches keep %s: they are others than without",
+            ", ".join(kept_fields(config)),
+        )
     if len(tasks) > 1:
         check_together({task: locate(config, task, splits[0]).recipe.schema for task in tasks})
     run_dir = require_writable(run_dir_of(config), "training.run_dir")
@@ -238,58 +250,70 @@ def train_prepared(
     started: float,
     on_event: EventSink | None = None,
     ranks: Ranks = ALONE,
+    stage: str | None = None,
 ) -> TrainResult:
     """Train on ready caches; see `train_config`."""
     run_dir, meter = run_dir_of(config), StallMeter(rank=ranks.rank)
     digest = settings_digest(config, prepared.fingerprints)
     work = work_digest(config, prepared.caches[0].cache.schema)
-    served = serve(config, [r.cache for r in prepared.caches], digest=digest, meter=meter, ranks=ranks)
-    shared = served.shared
+    caches, space = [r.cache for r in prepared.caches], _field_space(config, prepared)
+    make = partial(serve, caches=caches, digest=digest, meter=meter, ranks=ranks)
+    loaders = StageLoaders(config, lambda own, horizon: make(own, horizon=horizon))
+    served = loaders.served
+    shared, epoch_steps = served.shared, len(served.train)
 
     def note(kind: str, facts: Mapping[str, Json]) -> None:
-        if kind == "start":
-            write_diary(run_dir, digest=digest, finished=False, work=work, step_s=None, ranks=shared.begun)
-        elif kind == "done":  # said while the folder is still ours
-            step_s = cast("float | None", facts["step_s"])
-            write_diary(run_dir, digest=digest, finished=True, work=work, step_s=step_s)
+        if kind in ("start", "done"):  # said while the folder is still ours; another stage may take it up
+            over, step_s = facts.get("finished") is True, cast("float | None", facts.get("step_s"))
+            write_diary(run_dir, digest=digest, finished=over, work=work, step_s=step_s, ranks=shared.begun)
         if on_event is not None:
             on_event(kind, facts)
         tracked.listen(kind, facts)
 
     _tell_before(run_dir, prepared, served, on_event if ranks.leads else None)
-    checks = begin_spot_checks(config, [r.cache for r in prepared.caches[::2]]) if ranks.leads else None
+    checks = begin_spot_checks(config, caches[::2]) if ranks.leads else None
     began = time.monotonic()
     with tracking(RunTracking(config, _startup(prepared, started, began), tell=on_event)) as tracked:
         try:
             report = train(
                 served.train,
                 served.val,
-                loop_settings(config, len(served.train), resume=shared.resume),
+                loop_settings(config, epoch_steps, resume=shared.resume),
                 run_dir,
                 meter=meter,
                 on_event=note,
                 ranks=ranks,
                 physical=_physical(config, prepared),
-                about=lambda: sections(config, prepared, served.loaders, tracked),
+                about=lambda: sections(config, prepared, loaders.served.loaders, tracked),
+                space=space,
+                loader_of=loaders.loader_of,
+                only=only_stage(config, stage),
             )
         finally:
             checked = None if checks is None else checks.finish()
         train_s = time.monotonic() - began
     return TrainResult(
         report=report,
-        phases=tuple(tracked.startup.phases),
-        metrics=tracked.values,
-        gpu=None if tracked.gpu is None else tracked.gpu.reason,
-        caches=_now(prepared.caches, served),
         cache_s=prepared.seconds,
         total_s=began - started + report.startup.get("first_batch_s", 0.0),
         train_s=train_s,
-        reason=served.reason,
-        epoch_steps=len(served.train),
-        mended=sum(loader.mended for loader in served.loaders),
+        epoch_steps=epoch_steps,
+        **_at_the_end(prepared, loaders.served, tracked),
         spot_check=checked,
         over_budget=verdict_of(config, prepared.caches[0].cache, report),
     )
+
+
+def _at_the_end(prepared: Prepared, served: Served, tracked: Any) -> dict[str, Any]:
+    """What became of the caches and what was tracked, by the names of `TrainResult`."""
+    return {
+        "phases": tuple(tracked.startup.phases),
+        "metrics": tracked.values,
+        "gpu": None if tracked.gpu is None else tracked.gpu.reason,
+        "caches": _now(prepared.caches, served),
+        "reason": served.reason,
+        "mended": sum(loader.mended for loader in served.loaders),
+    }
 
 
 def _startup(prepared: Prepared, started_s: float, now_s: float) -> Startup:
@@ -351,6 +375,28 @@ def _physical(config: Config, prepared: Prepared) -> dict[str, PhysicalSpace]:
     return found
 
 
+def _field_space(config: Config, prepared: Prepared) -> FieldSpace | None:
+    """What stages that train a decoder need; None where there is none.
+
+    Raises:
+        ConfigError: There are several tasks, or states do not reach the loop as they were encoded.
+    """
+    if not needs_fields(config):
+        return None
+    tasks = tasks_of(config)
+    if len(tasks) > 1:
+        raise ConfigError(
+            "inverse losses and the stage decoder train one decoder, and there are the tasks "
+            f"{', '.join(tasks)}. Train each alone with data.task, or leave them out"
+        )
+    if normalized(config):
+        raise ConfigError(
+            "training.transforms normalizes states, and a decoder is trained on states as they were encoded. "
+            "Use data.normalize, which scales samples before they are encoded"
+        )
+    return field_space(prepared.caches[0].cache)
+
+
 def loop_settings(config: Config, batches: int, *, resume: bool) -> TrainConfig:
     """`training` and `model` in the loop's terms; `batches` is the length of an epoch."""
     training, model = config.training, config.model
@@ -368,6 +414,8 @@ def loop_settings(config: Config, batches: int, *, resume: bool) -> TrainConfig:
         heads=model.heads,
         checkpoint_every=max(1, training.checkpoint_every * batches),
         patience=training.early_stop_patience or None,
-        stride=training.time_stride,
+        stride=windows_of(config).strides[0],
+        most_stride=windows_of(config).strides[1],
+        stages=stages_of(config),
         resume=resume,
     )

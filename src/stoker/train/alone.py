@@ -14,7 +14,6 @@ from stoker.train.batches import PairLoader
 from stoker.train.config import TrainConfig
 from stoker.train.guard import FiniteGuard
 from stoker.train.loop import Session
-from stoker.train.operator import Objective
 from stoker.train.run import begin
 from stoker.train.stop import StopFlag
 
@@ -36,7 +35,7 @@ def steps_of(loader: PairLoader, config: TrainConfig, folder: Path) -> Callable[
     session = Session(
         train_loader=loader,
         val_loader=None,
-        config=replace(config, resume=False, lr=LEAST_LR),
+        config=replace(config, resume=False, lr=LEAST_LR, stages=(), lambda_inv_enc=0.0, lambda_inv_dec=0.0),
         folder=folder,
         stop=StopFlag(),
         meter=None,
@@ -46,8 +45,8 @@ def steps_of(loader: PairLoader, config: TrainConfig, folder: Path) -> Callable[
         about=tuple,
     )
     session.run = begin(folder, session.config, loader, lambda: None, ALONE)
-    session.objective = Objective(session.run.model)
+    session.objective = session.run.objective()
     session.guard = FiniteGuard(session.run.device)
-    session.total = 1 << 31
+    session.total, session.rates = 1 << 31, session.config
     recent = torch.zeros_like(session.run.loss_sum)
     return lambda batch: session.step(batch, recent)

@@ -39,16 +39,16 @@ def worth_measuring(steps_left: int) -> bool:
 
 def twin_of(run: Run) -> Run:
     """The same run with a copy of everything that a step changes."""
-    model = copy.deepcopy(run.model)
-    optimizer = make_optimizer(model, run.config)
-    optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-    return replace(
+    twin = replace(
         run,
-        model=model,
-        optimizer=optimizer,
+        model=copy.deepcopy(run.model),
+        decoder=copy.deepcopy(run.decoder),
         progress=copy.deepcopy(run.progress),
         loss_sum=run.loss_sum.clone(),
     )
+    twin.optimizer = make_optimizer(twin.trained, run.config)
+    twin.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    return twin
 
 
 def time_steps(step: Callable[[], object], device: torch.device) -> float | None:

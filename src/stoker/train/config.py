@@ -6,15 +6,77 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias, get_args
 
-from stoker.encoders.decode import Decode
+from torch import Tensor
+
+from stoker.encoders.decode import Decode, DecodeByRecord
 from stoker.errors import ConfigError, arg
 from stoker.schema import Json
 
 EventSink: TypeAlias = Callable[[str, Mapping[str, Json]], None]
-"""Told what happens: a kind (`ready start resume skip step stall epoch checkpoint best stop done`), and
+"""Told what happens: a kind (`ready start resume skip stage step stall epoch checkpoint
+best stop done`), and
 its facts."""
+
+
+StageName: TypeAlias = Literal["operator", "decoder", "consistency"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A part of a run with a loss, a length and a learning rate of its own.
+
+    - `operator`: the operator learns the next states.
+    - `decoder`: a decoder from states to fields learns from stored raw fields, on true states and on those
+      that the operator predicts.
+    - `consistency`: the operator is unrolled over the loader's horizon, and its predictions of one state from
+      different starts and step splits are made to agree (`objective.py`).
+
+    Raises:
+        ConfigError: A number is out of range, or the name is unknown.
+    """
+
+    name: StageName = "operator"
+    epochs: int = 10
+    """Passes over its loader."""
+    lr: float = 1e-3
+    """Peak learning rate; rise and decay are those of the stage."""
+    patience: int | None = None
+    """Epochs without a better error after which it ends; of `decoder` in physical space, else of states."""
+    freeze_operator: bool = True
+    """Of `decoder`: the operator stays as it is."""
+    lambda_inv_enc: float = 0.0
+    """Weight of the inverse-encoding loss; a `decoder` stage has 1 if this is 0."""
+    lambda_inv_dec: float = 0.0
+    """Weight of the inverse-decoding loss."""
+    lambda_consistency: float = 1.0
+    """Of `consistency`: weight of the agreement between predictions."""
+
+    def __post_init__(self) -> None:
+        """Check names and ranges."""
+        if self.name not in get_args(StageName):
+            raise ConfigError(f"stage {self.name!r} is unknown. Known: {', '.join(get_args(StageName))}")
+        for name in ("epochs", "patience"):
+            value = getattr(self, name)
+            if not (isinstance(value, int) and value >= 1) and not (name == "patience" and value is None):
+                raise ConfigError(f"Stage.{name} is {value!r}. Expected a whole number of at least 1")
+        if not (_finite(self.lr) and self.lr > 0):
+            raise ConfigError(f"Stage.lr is {self.lr!r}. Expected a number above 0")
+        for name in ("lambda_inv_enc", "lambda_inv_dec", "lambda_consistency"):
+            value = getattr(self, name)
+            if not (_finite(value) and value >= 0):
+                raise ConfigError(f"Stage.{name} is {value!r}. Expected a number of at least 0")
+
+    @property
+    def trains_operator(self) -> bool:
+        """True if the stage changes the operator's weights."""
+        return self.name != "decoder" or not self.freeze_operator
+
+    @property
+    def trains_decoder(self) -> bool:
+        """True if the stage changes the decoder's weights."""
+        return self.name == "decoder" or self.lambda_inv_enc > 0 or self.lambda_inv_dec > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +123,30 @@ class TrainConfig:
     """Stored steps between z0 and z1, as in the loader's windows; whole trajectories are chained by it."""
     rollout_samples: int = 8
     """Trajectories rolled out in validation when windows carry no `future`; 0 for none."""
+    most_stride: int = 1
+    """The largest stride where loaders draw it; in a `consistency` stage two steps are then one of twice the
+    stride, up to this one."""
+    lambda_inv_enc: float = 0.0
+    """Weight of the inverse-encoding loss where there are no `stages`."""
+    lambda_inv_dec: float = 0.0
+    """Weight of the inverse-decoding loss there."""
+    stages: tuple[Stage, ...] = ()
+    """Parts of the run, in order; none: one of `operator` with the `epochs`, `lr` and `patience` above."""
     resume: bool = False
     """Continue from the newest valid checkpoint of the run's folder, if there is one."""
+
+    @property
+    def all_stages(self) -> tuple[Stage, ...]:
+        """The stages, at least one."""
+        return self.stages or (
+            Stage(
+                epochs=self.epochs,
+                lr=self.lr,
+                patience=self.patience,
+                lambda_inv_enc=self.lambda_inv_enc,
+                lambda_inv_dec=self.lambda_inv_dec,
+            ),
+        )
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
@@ -87,11 +171,13 @@ class TrainConfig:
                 f"TrainConfig.width {self.width} is not a multiple of heads {self.heads}. "
                 f"Use {arg('width', -(-self.width // self.heads) * self.heads)}"
             )
+        _ = self.all_stages  # checked as they are made
 
 
 _WHOLE = {
     "epochs": 1, "max_steps": 1, "patience": 1, "seed": 0, "width": 1, "depth": 1, "heads": 1,
-    "scale_batches": 1, "log_every": 1, "checkpoint_every": 1, "stride": 1, "rollout_samples": 0,
+    "most_stride": 1, "scale_batches": 1, "log_every": 1, "checkpoint_every": 1, "stride": 1,
+    "rollout_samples": 0,
 }  # fmt: skip
 """Settings that are whole numbers, and their least value."""
 
@@ -104,10 +190,23 @@ def _finite(value: object) -> bool:
 class PhysicalSpace:
     """How validation gets from states to the fields they stand for."""
 
-    decode: Decode
-    """From states `(..., L, D)` to fields."""
+    decode: Decode | DecodeByRecord
+    """From states `(..., L, D)` to fields; by record where its points decide where the fields are."""
     reconstruction: Callable[[], float | None]
     """What encoder and storage lose, asked once when training is over; None where it is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldSpace:
+    """Data that a decoder is trained with: the raw field, and the encoder's maps to states and back."""
+
+    field: str
+    """Name of the raw field. Batches carry it as `cond[field + "0"]` at z0 and `cond[field + "1"]` at z1."""
+    decode: Decode | None = None
+    """The encoder's exact decoder, which training begins with; None: it begins with the mean field."""
+    encode: Callable[[Tensor], Tensor] | None = None
+    """From fields `(B, *field)` to states `(B, L, D)`, with gradients; None: there is no
+    inverse-decoding loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +239,10 @@ class TrainReport:
     """Seconds from the call: `first_batch_s` until the first batch was there."""
     tasks: dict[str, dict[str, float | None]] = field(default_factory=dict[str, "dict[str, float | None]"])
     """The errors above for each task, where several are trained on; those above are then their means."""
+    stages: list[dict[str, Json]] = field(default_factory=list["dict[str, Json]"])
+    """Each stage that ended: `name`, `epochs`, `steps`, and the errors above as they were at its end."""
+    finished: bool = True
+    """True if no stage is left to do."""
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     """Seconds waited for data, by what for: `fetch`, `read`, `gather`, `copy`, `transform`, `wait`."""
     ceiling_step_s: float | None = None

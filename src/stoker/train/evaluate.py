@@ -1,9 +1,9 @@
 """Validation: the error of one step, that of predicting no change, and those of complete roll-outs.
 
 An error is always `sqrt(sum |prediction - truth|^2 / sum |truth|^2)` over the whole set, in latent space,
-summed in float64; with a decoder also of the decoded fields, in their own units. Doing nothing (persistence,
-z1 = z0) is the guess that a model must beat to have learnt anything: with short time steps its error is
-small, so an error alone says little.
+summed in float64; with a decoder also of the decoded fields, in their own units. Doing nothing
+(persistence, z1 = z0; of a steady problem the mean solution of the training data) is the guess that a model
+must beat to have learnt anything: with short time steps its error is small, so an error alone says little.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.encoders.decode import Decode
+from stoker.encoders.decode import Decode, DecodeByRecord
 from stoker.scale.ranks import ALONE, Ranks
-from stoker.train.batches import PairBatch, Pairs, to_pairs
+from stoker.train.batches import PairBatch, Pairs, raw_field, to_pairs
 from stoker.train.operator import LatentOperator
+from stoker.units import MIB
 
 ERRORS = (
     "val_nrmse", "persistence_nrmse", "rollout_nrmse", "rollout_persistence_nrmse",
@@ -28,6 +29,8 @@ ERRORS = (
     "physical_rollout_persistence_nrmse",
 )  # fmt: skip
 """What an evaluation is written down as: in latent space, then in physical space."""
+FIELD_BYTES = 256 * MIB
+"""Decoded fields compared at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,8 @@ def evaluate(  # noqa: PLR0913  what to judge, on what, and the rest by name
     samples: int,
     amp: bool = False,
     ranks: Ranks = ALONE,
-    decode: Decode | None = None,
+    decode: Decode | DecodeByRecord | None = None,
+    raw: str | None = None,
 ) -> Evaluation:
     """Go once over the batches, which are this rank's part of the set; the errors are those of the whole set.
 
@@ -86,6 +90,8 @@ def evaluate(  # noqa: PLR0913  what to judge, on what, and the rest by name
             are the first of all ranks together. Those whose windows lie on two ranks are left out.
         ranks: The processes that go over the set together.
         decode: From states to fields, to judge those as well.
+        raw: The raw field that decoded predictions of one step are compared with, as batches call it at
+            z1; None: decoded states. Roll-outs are always compared with those.
     """
     device = next(model.parameters()).device
     one, still, far, far_still = (_Errors(decode) for _ in range(4))
@@ -97,23 +103,28 @@ def evaluate(  # noqa: PLR0913  what to judge, on what, and the rest by name
             windows += len(pairs.z0)
             z1 = pairs.states[:, 0]
             predicted = model(pairs.z0, pairs.cond)
-            one.add(predicted, z1)
-            still.add(pairs.z0, z1)
+            numbers = pairs.index[:, 0]
+            field = None if raw is None else raw_field(batch, raw, device)
+            one.add(predicted, z1, numbers, field)
+            still.add(model.guess(pairs.z0), z1, numbers, field)
             if pairs.states.shape[1] == 1:
-                chains.add(pairs)
+                if not pairs.steady:
+                    chains.add(pairs)
                 continue
             steps = max(steps, pairs.states.shape[1])
+            cond = pairs.cond
             for k in range(pairs.states.shape[1]):
-                predicted = model(predicted, pairs.cond) if k else predicted
-                far.add(predicted, pairs.states[:, k])
-                far_still.add(pairs.z0, pairs.states[:, k])
-        for start, truth, conds in chains.whole(_share(len(chains), samples, ranks)):
+                predicted = model(predicted, cond) if k else predicted
+                cond = model.later(cond)
+                far.add(predicted, pairs.states[:, k], numbers)
+                far_still.add(pairs.z0, pairs.states[:, k], numbers)
+        for start, truth, conds, numbers in chains.whole(_share(len(chains), samples, ranks)):
             steps = max(steps, len(truth))
             state = start
             for target, cond in zip(truth, conds, strict=True):
                 state = model(state, cond)
-                far.add(state, target)
-                far_still.add(start, target)
+                far.add(state, target, numbers)
+                far_still.add(start, target, numbers)
     halves = [half for error in (one, still, far, far_still) for half in (error.latent, error.physical)]
     parts = [float(part) for half in halves for part in (half.wrong, half.size)]
     *sums, windows = ranks.sums([*parts, windows], "the end of an evaluation")
@@ -160,14 +171,26 @@ def _nrmse(wrong: float, size: float) -> float:
 class _Errors:
     """One error in latent space and, with a decoder, in physical space."""
 
-    def __init__(self, decode: Decode | None) -> None:
+    def __init__(self, decode: Decode | DecodeByRecord | None) -> None:
         self.latent, self.physical = _Error(), _Error()
         self._decode = decode
 
-    def add(self, guess: Tensor, truth: Tensor) -> None:
+    def add(self, guess: Tensor, truth: Tensor, numbers: Tensor, field: Tensor | None = None) -> None:
+        """Guesses and truth `(n, L, D)` of samples with these numbers `(n,)`; their raw fields, if given."""
         self.latent.add(guess, truth)
-        if self._decode is not None:
-            self.physical.add(self._decode(guess), self._decode(truth))
+        if isinstance(self._decode, DecodeByRecord):
+            host = numbers.cpu()
+            for number in host.unique().tolist():
+                own = (host == number).nonzero()[:, 0].to(guess.device)
+                pair = (self._decode.of(number, states.index_select(0, own)) for states in (guess, truth))
+                self.physical.add(*pair)
+        elif self._decode is not None and len(truth):
+            # Fields in three dimensions can be a thousand times larger than their states.
+            count = max(1, FIELD_BYTES // self._decode(truth[:1]).nbytes)
+            for at in range(0, len(truth), count):
+                part = slice(at, at + count)
+                true = self._decode(truth[part]) if field is None else field[part]
+                self.physical.add(self._decode(guess[part]), true)
 
 
 class _Error:
@@ -214,22 +237,25 @@ class _Chains:
         """Trajectories met, up to as many as are wanted."""
         return len(self._chains)
 
-    def whole(self, count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def whole(self, count: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """The first `count` of them, by length: states `(n, L, D)` that they begin with, truth
-        `(steps, n, L, D)` and conditions `(steps, n, C)`.
+        `(steps, n, L, D)`, conditions `(steps, n, C)` and sample numbers `(n,)`.
 
         A chain with a gap is left out: its first steps alone would look like a complete roll-out.
         """
         by_length: dict[int, list[_Chain]] = {}
-        for chain in islice(self._chains.values(), count):
+        numbers: dict[int, list[int]] = {}
+        for number, chain in islice(self._chains.items(), count):
             length = next(k for k in range(len(chain.states) + 1) if k not in chain.states)
             if chain.first is not None and length == len(chain.states):
                 by_length.setdefault(length, []).append(chain)
+                numbers.setdefault(length, []).append(number)
         return [
             (
                 torch.stack([chain.first for chain in chains if chain.first is not None]),
                 torch.stack([torch.stack([chain.states[k] for k in range(length)]) for chain in chains], 1),
                 torch.stack([torch.stack([chain.conds[k] for k in range(length)]) for chain in chains], 1),
+                torch.tensor(numbers[length], device="cpu"),
             )
             for length, chains in by_length.items()
         ]

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stoker.errors import Interrupted
+from stoker.errors import ConfigError, Interrupted
 from stoker.monitor.meter import StallMeter
 from stoker.plan.resources import give_back
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
-from stoker.train.batches import PairBatch, PairLoader, to_pairs
+from stoker.train.batches import PairBatch, PairLoader, raw_field, to_pairs
 from stoker.train.ceiling import time_steps, twin_of, worth_measuring
 from stoker.train.checkpoint import Kind, newest_checkpoint
-from stoker.train.config import EventSink, PhysicalSpace, TrainConfig, TrainReport
+from stoker.train.config import (
+    EventSink,
+    FieldSpace,
+    PhysicalSpace,
+    Stage,
+    StageName,
+    TrainConfig,
+    TrainReport,
+)
 from stoker.train.evaluate import ERRORS, errors_of, evaluate
 from stoker.train.guard import FiniteGuard, StepFacts
 from stoker.train.judge import LOST, Errors, Validation, by_task, judge, with_lost
-from stoker.train.operator import Objective
 from stoker.train.pace import Pace
 from stoker.train.report import Section, write_report
 from stoker.train.run import Run, begin, changed, check_same, check_validation, own_folder, take_up
@@ -54,8 +61,12 @@ def train(  # noqa: PLR0913  the face: two loaders, and all else by name
     ranks: Ranks = ALONE,
     physical: PhysicalSpace | Mapping[str, PhysicalSpace] | None = None,
     about: Callable[[], Sequence[Section]] = tuple,
+    space: FieldSpace | None = None,
+    loader_of: Callable[[Stage], PairLoader] | None = None,
+    only: StageName | None = None,
 ) -> TrainReport:
-    """Train an operator; leave metrics, curves, a report and checkpoints in `run_dir`.
+    """Train an operator, in stages if `config` has some; leave metrics, curves, a report and checkpoints in
+    `run_dir`.
 
     Args:
         train_loader: Latent pairs.
@@ -70,15 +81,20 @@ def train(  # noqa: PLR0913  the face: two loaders, and all else by name
         physical: Validation decodes states with it, and reports errors of fields as well as of states; by
             task where there are several.
         about: More for the run's page, asked for when it is over.
+        space: What stages that train a decoder need.
+        loader_of: The training loader of a stage, asked for as it begins; None: all have `train_loader`,
+            as a stage has that gets the same one again.
+        only: Do this stage alone: the first one begins a run, a later one continues the run in `run_dir`.
 
     Raises:
-        ConfigError: The training loader has no batch, or another training is writing to `run_dir`.
+        ConfigError: The training loader has no batch, another training is writing to `run_dir`, or the
+            stages before `only` are not done.
         DivergedError: The loss or a gradient is not finite; names epoch, step and sample.
         Interrupted: SIGTERM or SIGINT; a checkpoint was written first.
         StaleStateError: The run to resume has another operator, or the loader refuses its place.
         StalledError: Another rank ended, or did not come within the deadline.
     """
-    check_validation(val_loader, config.patience, ranks)
+    check_validation(val_loader, max(s.patience or 0 for s in config.all_stages) or None, ranks)
     folder = Path(run_dir)
     with StopFlag() as stop, own_folder(folder) if ranks.leads else nullcontext():
         session = Session(
@@ -92,6 +108,9 @@ def train(  # noqa: PLR0913  the face: two loaders, and all else by name
             ranks=ranks,
             physical={"": physical} if isinstance(physical, PhysicalSpace) else physical or {},
             about=about,
+            space=space,
+            loader_of=loader_of,
+            only=only,
         )
         session.train()
         return session.finish()
@@ -112,6 +131,10 @@ class Session:
     physical: Mapping[str, PhysicalSpace]
     """By task; of one alone under an empty name."""
     about: Callable[[], Sequence[Section]]
+    space: FieldSpace | None = None
+    """See `train`; so are the two that follow."""
+    loader_of: Callable[[Stage], PairLoader] | None = None
+    only: StageName | None = None
     begun_s: float = field(default_factory=time.perf_counter)
     """Clock at the call."""
     startup: dict[str, float] = field(default_factory=dict[str, float])
@@ -124,7 +147,9 @@ class Session:
     guard: FiniteGuard = field(init=False)
     pace: Pace = field(init=False)
     total: int = field(init=False)
-    """Steps that the learning rate is laid out for."""
+    """Steps of the run when this stage is over, for which its learning rate is laid out."""
+    rates: TrainConfig = field(init=False)
+    """The settings with the learning rate of this stage."""
     log_every: int = field(init=False)
     """Steps between two `step` lines."""
     rehearsed: bool = False
@@ -135,21 +160,82 @@ class Session:
     """The loader's place after `run.progress.step` steps, as far as it was asked for."""
 
     def train(self) -> None:
-        """Begin or resume, then pass after pass until epochs, steps or patience are used up."""
-        config = self.config
-        self.run = self._resumed() or begin(
-            self.folder, config, self.train_loader, self._first_batch, self.ranks
-        )
-        self.objective = self.ranks.wrapped(Objective(self.run.model))
+        """Begin or resume, then stage after stage, each pass after pass until its epochs, steps or patience
+        are used up.
+        """
+        stages = self.config.all_stages
+        self.run = self._resumed() or self._begun()
+        last = self._last_stage()
         self.validates = self.ranks.any(self.val_loader is not None, "the start of training")
         self.guard = FiniteGuard(self.run.device, self.ranks, lambda: self.stop.signal_name is not None)
         self.pace = Pace(self.meter, self.folder, self._tell, self.ranks)
+        begun = False
+        for number in range(self.run.progress.stage, last + 1):
+            if number != self.run.progress.stage:
+                self._use_loader(stages[number])
+                self.run.begin_stage(number)
+            self._enter(stages[number], "stage" if begun else "start")
+            begun = True
+            while self._goes_on():
+                begun_s = time.perf_counter()
+                over = self._pass()
+                self._evaluate(time.perf_counter() - begun_s, over=over)
+            self._leave(number)
+
+    def _begun(self) -> Run:
+        """A new run.
+
+        Raises:
+            ConfigError: A later stage alone was asked for.
+        """
+        stages = self.config.all_stages
+        if self.only is not None and self.only != stages[0].name:
+            raise ConfigError(
+                f"stage {self.only} continues a run of the same settings, and {self.folder} has no "
+                f"unfinished one. Begin with `stoker train CONFIG --stage {stages[0].name}`, or do all "
+                "stages without --stage"
+            )
+        self._use_loader(stages[0])
+        return begin(self.folder, self.config, self.train_loader, self._first_batch, self.ranks, self.space)
+
+    def _last_stage(self) -> int:
+        """Place of the last stage that this call does.
+
+        Raises:
+            ConfigError: The stage asked for is done, or one before it is not.
+        """
+        stages, progress = self.config.all_stages, self.run.progress
+        if self.only is None:
+            return len(stages) - 1
+        wanted = [stage.name for stage in stages].index(self.only)
+        done = len(progress.stages)
+        if done < wanted:
+            raise ConfigError(
+                f"stage {self.only} comes after {stages[done].name}, which is not done in {self.folder}. Do "
+                f"that first: `stoker train CONFIG --stage {stages[done].name}`"
+            )
+        if done > wanted:
+            rest = f"--stage {stages[done].name}" if done < len(stages) else "another training.run_dir"
+            raise ConfigError(f"stage {self.only} is done in {self.folder}. Continue with {rest}")
+        return wanted
+
+    def _use_loader(self, stage: Stage) -> None:
+        if self.loader_of is not None:
+            self.train_loader = self.loader_of(stage)
+
+    def _enter(self, stage: Stage, event: str) -> None:
+        """Prepare the loss, the learning rate and the length of a stage, and say so."""
+        config, progress = self.config, self.run.progress
+        self.objective = self.ranks.wrapped(self.run.objective())
         self.place = self.train_loader.state_dict()
-        self.total = min(config.epochs * len(self.train_loader), config.max_steps or 1 << 62)
-        self.log_every = config.log_every or max(1, min(MOST_BETWEEN_LINES, self.total // LINES))
-        progress = self.run.progress
+        self.rates = replace(config, lr=stage.lr)
+        steps = progress.stage_step + stage.epochs * len(self.train_loader)
+        self.total = min(steps, config.max_steps or 1 << 62)
+        own = self.total - progress.stage_step
+        self.log_every = config.log_every or max(1, min(MOST_BETWEEN_LINES, own // LINES))
         facts: dict[str, Json] = {
             "step": progress.step,
+            "stage": stage.name,
             "total": self.total,
             "batches": len(self.train_loader),
             "parameters": sum(p.numel() for p in self.run.model.parameters()),
@@ -157,12 +243,24 @@ class Session:
             "ranks": self.ranks.world,
             **self.run.numerics,
         }
-        self.run.log.append({"kind": "start", **facts})
-        self._tell("start", facts)
-        while self._goes_on():
-            begun_s = time.perf_counter()
-            over = self._pass()
-            self._evaluate(time.perf_counter() - begun_s, over=over)
+        self.run.log.append({"kind": event, **facts})
+        self._tell(event, facts)
+
+    def _leave(self, number: int) -> None:
+        """Note what a stage came to."""
+        progress, stage = self.run.progress, self.config.all_stages[number]
+        if len(progress.stages) == number:
+            progress.stages.append(
+                {
+                    "name": stage.name,
+                    "epochs": progress.epoch - progress.stage_epoch,
+                    "steps": progress.step - progress.stage_step,
+                    **progress.errors,
+                }
+            )
+            if len(self.config.all_stages) > 1:
+                self.place = self.train_loader.state_dict()
+                self._save()
 
     def finish(self) -> TrainReport:
         """Draw the curves, write the page, and report."""
@@ -175,7 +273,9 @@ class Session:
             step_s=progress.step_s / progress.timed if progress.timed else None,
             epochs=progress.epoch,
             steps=progress.step,
-            best_val_nrmse=progress.best,
+            best_val_nrmse=progress.best if progress.best_val is None else progress.best_val,
+            stages=progress.stages,
+            finished=len(progress.stages) == len(self.config.all_stages),
             tasks=by_task(errors),
             run_dir=self.folder,
             startup=self.startup,
@@ -199,7 +299,9 @@ class Session:
         check_same(checkpoint, root, self.ranks)
         if checkpoint is None:
             return None
-        run = take_up(self.folder, self.config, self.train_loader, checkpoint, self.ranks)
+        number = min(int(checkpoint.state["progress"].get("stage", 0)), len(self.config.all_stages) - 1)
+        self._use_loader(self.config.all_stages[number])
+        run = take_up(self.folder, self.config, self.train_loader, checkpoint, self.ranks, self.space)
         differs = changed(run, checkpoint.state)
         self._tell("resume", {"step": checkpoint.step, "epoch": run.progress.epoch + 1, "changed": differs})
         return run
@@ -244,7 +346,7 @@ class Session:
             return
         begin, twin = time.perf_counter(), copy.copy(self)
         twin.run, twin.guard = twin_of(self.run), FiniteGuard(self.run.device)
-        twin.ranks, twin.objective = ALONE, Objective(twin.run.model)
+        twin.ranks, twin.objective = ALONE, twin.run.objective()
         recent = torch.zeros_like(self.run.loss_sum)
         progress.ceiling_step_s = time_steps(partial(twin.step, batch, recent), self.run.device)
         if progress.ceiling_step_s is not None:
@@ -257,16 +359,19 @@ class Session:
         """Move the weights once; returns the norm of the gradient."""
         run, progress = self.run, self.run.progress
         pairs = to_pairs(batch, run.widths, run.device)
-        rate = learning_rate(self.config, progress.step, self.total)
+        rate = self._rate(progress.step)
         for group in run.optimizer.param_groups:
             group["lr"] = rate
         with torch.autocast(run.device.type, torch.bfloat16, enabled=run.amp):
-            errors = self.objective(pairs.z0, pairs.states, pairs.cond)
+            errors = self.objective(pairs.z0, pairs.states, pairs.cond, pairs.mask, self._fields(batch))
         loss: Any = errors.mean()
         run.optimizer.zero_grad(set_to_none=True)
         with self.ranks.waiting(self._where()):
             loss.backward()
-        norm = nn.utils.clip_grad_norm_(run.model.parameters(), self.config.grad_clip or math.inf)
+        # Each model by itself: what the decoder learns must not shorten the operator's steps.
+        limit = self.config.grad_clip or math.inf
+        norms = [nn.utils.clip_grad_norm_(model.parameters(), limit) for model in run.trained]
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         facts = StepFacts(
             epoch=progress.epoch + 1,
             step=progress.step + 1,
@@ -284,6 +389,18 @@ class Session:
         for total in (run.loss_sum, recent):
             total.add_(loss.detach())
         return norm
+
+    def _rate(self, step: int) -> float:
+        begun = self.run.progress.stage_step
+        return learning_rate(self.rates, step - begun, self.total - begun)
+
+    def _fields(self, batch: PairBatch) -> tuple[Tensor, Tensor] | None:
+        """Raw fields of a batch at z0 and z1, where this stage trains on them."""
+        run = self.run
+        if run.decoder is None or run.space is None or not run.stage.trains_decoder:
+            return None
+        first, second = (raw_field(batch, f"{run.space.field}{k}", run.device) for k in (0, 1))
+        return first, second
 
     def _after_step(self) -> None:
         """Save when it is time to, or asked for from outside."""
@@ -332,7 +449,10 @@ class Session:
         if over:
             progress.epoch, progress.batch, progress.whole = progress.epoch + 1, 0, False
         progress.unjudged = False
-        error = progress.errors.get("val_nrmse")
+        latent = progress.errors.get("val_nrmse")
+        if latent is not None:
+            progress.best_val = latent if progress.best_val is None else min(progress.best_val, latent)
+        error = progress.errors.get("physical_nrmse") if run.stage.name == "decoder" else latent
         if error is not None and (progress.best is None or error < progress.best):
             progress.best, progress.best_epoch = error, progress.epoch
             self._save("best")
@@ -340,6 +460,8 @@ class Session:
 
     def _errors(self, loader: PairLoader | None, task: str) -> Errors:
         """The errors of the weights as they are on one validation set."""
+        decoder, space = self.run.decoder, self.run.space
+        decode = self.physical[task].decode if task in self.physical else None
         found = evaluate(
             self.run.model,
             self._until_stopped(loader),
@@ -348,7 +470,8 @@ class Session:
             samples=self.config.rollout_samples,
             amp=self.run.amp,
             ranks=self.ranks,
-            decode=self.physical[task].decode if task in self.physical else None,
+            decode=decode if decoder is None else decoder,
+            raw=None if decoder is None or space is None else f"{space.field}1",
         )
         return errors_of(found)
 
@@ -379,7 +502,7 @@ class Session:
             "step": progress.step,
             "epoch": progress.epoch + 1,
             "loss": float(self.ranks.mean(recent, self._where())) / (progress.step - self.logged),
-            "lr": learning_rate(self.config, progress.step - 1, self.total),
+            "lr": self._rate(progress.step - 1),
             "grad_norm": float(norm),
         }
         recent.zero_()
@@ -393,12 +516,11 @@ class Session:
             self._tell("ready", {"seconds": seconds})
 
     def _goes_on(self) -> bool:
-        """Steps are left, or those done are not evaluated yet (a signal came in between)."""
-        progress, config = self.run.progress, self.config
-        patient = config.patience is None or progress.epoch - progress.best_epoch < config.patience
-        return progress.unjudged or (
-            progress.epoch < config.epochs and progress.step < self.total and patient
-        )
+        """Steps of the stage are left, or those done are not evaluated yet (a signal came in between)."""
+        progress, stage = self.run.progress, self.run.stage
+        patient = stage.patience is None or progress.epoch - progress.best_epoch < stage.patience
+        passes = progress.epoch - progress.stage_epoch
+        return progress.unjudged or (passes < stage.epochs and progress.step < self.total and patient)
 
     def _tell(self, kind: str, facts: Mapping[str, Json]) -> None:
         if self.sink is not None:

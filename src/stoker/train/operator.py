@@ -1,7 +1,9 @@
-"""The latent operator: z1 = z0 + f(z0, cond), a small transformer conditioned layer by layer.
+"""The latent operator: z1 = guess + f(z0, cond), a small transformer conditioned layer by layer.
 
-f begins as zero, so that an untrained operator is the persistence guess, and it works in the units of the
-training data: states to deviation one going in, steps in units of the usual step coming out.
+The guess is that nothing changes, z0. In a steady problem z0 is an input and not a state, and the guess is
+the mean solution of the training data. f begins as zero, so that an untrained operator is that guess, and
+it works in the units of the training data: states to deviation one going in, steps in units of the usual
+step coming out.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ class OperatorShape:
     """Layers."""
     heads: int
     """Attention heads; divide `width`."""
+    steady: bool = False
+    """From the input of a steady problem to its solution."""
 
 
 class LatentOperator(nn.Module):
@@ -56,6 +60,11 @@ class LatentOperator(nn.Module):
         nn.init.zeros_(self.leave.weight)
         nn.init.zeros_(self.leave.bias)
         self._width = shape.width
+        self.steady = shape.steady
+        if shape.steady:
+            self.register_buffer("mean_solution", torch.zeros(shape.tokens, shape.dim))
+        self.clock: tuple[int, int] | None = None
+        """Places of `time` and `dt` in the condition, where it has both: a roll-out moves the time on."""
         for name, size in (("z_mean", shape.dim), ("cond_mean", shape.cond)):
             self.register_buffer(name, torch.zeros(size))
         for name, size in (("z_std", shape.dim), ("step_std", shape.dim), ("cond_std", shape.cond)):
@@ -65,6 +74,12 @@ class LatentOperator(nn.Module):
         """Take over the sizes of the training data; they are saved with the weights."""
         for name in ("z_mean", "z_std", "step_std", "cond_mean", "cond_std"):
             self.get_buffer(name).copy_(getattr(scales, name))
+        if scales.guess is not None:
+            self.get_buffer("mean_solution").copy_(scales.guess)
+
+    def guess(self, z0: Tensor) -> Tensor:
+        """Return what a model must beat to have learned anything, `(B, L, D)`."""
+        return self.get_buffer("mean_solution").expand_as(z0) if self.steady else z0
 
     def forward(self, z0: Tensor, cond: Tensor) -> Tensor:
         """The next states, `(B, L, D)`."""
@@ -77,32 +92,29 @@ class LatentOperator(nn.Module):
         for layer in self.layers:
             x = layer(x, F.silu(hint))
         step = self.leave(F.layer_norm(x, (self._width,)))
-        return z0 + buffer("step_std") * step
+        return self.guess(z0) + buffer("step_std") * step
 
-    def errors(self, z0: Tensor, states: Tensor, cond: Tensor) -> Tensor:
-        """Mean squared error per example in units of the usual step, `(B,)`, unrolled over all `states`.
+    def later(self, cond: Tensor) -> Tensor:
+        """The condition one step later, `(B, C)`: its time moved on by `dt`, if it has both."""
+        if self.clock is None:
+            return cond
+        time, step = self.clock
+        moved = cond.clone()
+        moved[:, time] += cond[:, step]
+        return moved
 
-        Args:
-            z0, states, cond: `(B, L, D)`, `(B, H, L, D)`, `(B, C)`.
-        """
-        total = z0.new_zeros(len(z0))
-        z = z0
-        for k in range(states.shape[1]):
-            z = self(z, cond)
-            total = total + ((z - states[:, k]) / self.get_buffer("step_std")).square().mean((1, 2))
-        return total / states.shape[1]
+    def unrolled(self, z0: Tensor, cond: Tensor, steps: int) -> list[Tensor]:
+        """The states after 1 to `steps` steps, each `(B, L, D)`, every one predicted from the one before."""
+        found: list[Tensor] = []
+        for _ in range(steps):
+            z0 = self(z0, cond)
+            cond = self.later(cond)
+            found.append(z0)
+        return found
 
-
-class Objective(nn.Module):
-    """`LatentOperator.errors` as a module's call, which is what data parallel training wraps."""
-
-    def __init__(self, operator: LatentOperator) -> None:
-        super().__init__()
-        self.operator = operator
-
-    def forward(self, z0: Tensor, states: Tensor, cond: Tensor) -> Tensor:
-        """Mean squared error per example, `(B,)`."""
-        return self.operator.errors(z0, states, cond)
+    def distance(self, a: Tensor, b: Tensor) -> Tensor:
+        """Mean squared difference of states per example in units of the usual step, `(B,)`."""
+        return ((a - b) / self.get_buffer("step_std")).square().mean((1, 2))
 
 
 class _Layer(nn.Module):

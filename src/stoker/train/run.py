@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,28 @@ from stoker.plan.resources import use_device
 from stoker.scale.ranks import Ranks
 from stoker.schema import Json
 from stoker.store.claims import claim, holder
-from stoker.train.batches import PairBatch, PairLoader, Pairs, cond_widths, measure_scales, to_pairs
+from stoker.train.batches import (
+    PairBatch,
+    PairLoader,
+    Pairs,
+    cond_widths,
+    measure_scales,
+    raw_field,
+    to_pairs,
+)
 from stoker.train.checkpoint import Checkpoint, Kind, save_checkpoint
-from stoker.train.config import TrainConfig
+from stoker.train.config import FieldSpace, Stage, TrainConfig
+from stoker.train.decoder import DecoderShape, FieldDecoder, field_scales
 from stoker.train.guard import check_finite
 from stoker.train.judge import Validation
 from stoker.train.metrics import MetricsLog
 from stoker.train.numerics import numerics_of
+from stoker.train.objective import Objective
 from stoker.train.operator import LatentOperator, OperatorShape
 from stoker.train.optimizer_state import dump_optimizer, restore_optimizer
+
+DECODER = "decoder."
+"""Begins the names of the decoder's weights in a checkpoint."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +61,7 @@ class Progress:
     loss_sum: float = 0.0
     """Sum of the losses of those batches."""
     best: float | None = None
-    """Lowest validation error."""
+    """Lowest validation error of this stage."""
     best_epoch: int = 0
     """Passes finished when it was measured."""
     unjudged: bool = False
@@ -66,6 +80,16 @@ class Progress:
     """Seconds of a step that never waits, measured last."""
     errors: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
     """The last evaluation, by the names of `TrainReport`."""
+    best_val: float | None = None
+    """Lowest `val_nrmse` of all stages."""
+    stage: int = 0
+    """Place of the stage among the run's."""
+    stage_step: int = 0
+    """Steps done when it began."""
+    stage_epoch: int = 0
+    """Passes finished when it began."""
+    stages: list[dict[str, Json]] = field(default_factory=list["dict[str, Json]"])
+    """The stages that ended, as in `TrainReport`."""
 
     @property
     def lost(self) -> float | None:
@@ -93,6 +117,52 @@ class Run:
     loss_sum: Tensor
     """`progress.loss_sum` on the device, float64; of this rank's examples."""
     ranks: Ranks
+    decoder: FieldDecoder | None = None
+    """From states to fields, in a run some stage of which trains it."""
+    space: FieldSpace | None = None
+    """Data that the decoder is trained with."""
+
+    @property
+    def stage(self) -> Stage:
+        """The stage that the run is in."""
+        return self.config.all_stages[self.progress.stage]
+
+    @property
+    def trained(self) -> nn.ModuleList:
+        """The models whose weights move in this stage."""
+        stage = self.stage
+        found: list[nn.Module] = [self.model] if stage.trains_operator else []
+        return nn.ModuleList([*found, *([self.decoder] if self.decoder and stage.trains_decoder else [])])
+
+    def objective(self) -> Objective:
+        """The loss of this stage."""
+        at, columns = 0, dict[str, int]()
+        for name, width in self.widths.items():
+            if width == 1:
+                columns[name] = at
+            at += width
+        return Objective(
+            self.model,
+            self.stage,
+            decoder=self.decoder if self.stage.trains_decoder else None,
+            encode=None if self.space is None else self.space.encode,
+            columns=columns,
+            most_stride=self.config.most_stride,
+        )
+
+    def begin_stage(self, number: int) -> None:
+        """Have the weights of stage `number` move, by an optimizer of its own."""
+        progress = self.progress
+        progress.stage, progress.stage_step, progress.stage_epoch = number, progress.step, progress.epoch
+        progress.best, progress.best_epoch = None, progress.epoch
+        self.free()
+        self.optimizer = make_optimizer(self.trained, self.config)
+
+    def free(self) -> None:
+        """Give the weights of this stage gradients, and others none."""
+        self.model.requires_grad_(self.stage.trains_operator)
+        if self.decoder is not None:
+            self.decoder.requires_grad_(self.stage.trains_decoder)
 
     @property
     def device(self) -> torch.device:
@@ -114,6 +184,18 @@ class Run:
         """The run's metrics."""
         return MetricsLog(self.folder / "metrics.jsonl", writes=self.ranks.leads)
 
+    def weights(self) -> dict[str, Tensor]:
+        """Those of the operator by name, and of the decoder under `decoder.`."""
+        own = {} if self.decoder is None else self.decoder.state_dict()
+        return {**self.model.state_dict(), **{DECODER + name: value for name, value in own.items()}}
+
+    def load_weights(self, found: Mapping[str, Tensor]) -> None:
+        """Take over what `weights` gave."""
+        self.model.load_state_dict({n: v for n, v in found.items() if not n.startswith(DECODER)})
+        if self.decoder is not None:
+            own = {n.removeprefix(DECODER): v for n, v in found.items() if n.startswith(DECODER)}
+            self.decoder.load_state_dict(own)
+
     def save(self, kind: Kind, place: Mapping[str, Any]) -> Path:
         """Write a checkpoint, on rank 0; `place` is the loader's, taken at this step."""
         self.progress.loss_sum = float(self.ranks.mean(self.loss_sum, "a checkpoint"))
@@ -124,16 +206,16 @@ class Run:
             "progress": asdict(self.progress),
             "loader": dict(place),
             "config": asdict(self.config),
+            "stage": self.stage.name,
             "shape": asdict(self.shape),
+            "decoder": None if self.decoder is None else asdict(self.decoder.shape),
             "widths": self.widths,
             "numerics": self.numerics,
         }
         return save_checkpoint(
             self.folder / "checkpoints",
             kind,
-            Checkpoint(
-                step=self.progress.step, model=self.model.state_dict(), optimizer=optimizer, state=state
-            ),
+            Checkpoint(step=self.progress.step, model=self.weights(), optimizer=optimizer, state=state),
         )
 
 
@@ -182,12 +264,17 @@ def own_folder(folder: Path) -> Generator[None]:
 
 
 def begin(
-    folder: Path, config: TrainConfig, loader: PairLoader, on_batch: Callable[[], None], ranks: Ranks
+    folder: Path,
+    config: TrainConfig,
+    loader: PairLoader,
+    on_batch: Callable[[], None],
+    ranks: Ranks,
+    space: FieldSpace | None = None,
 ) -> Run:
     """A run at step 0, its scales learnt from the first batches; an earlier run there is moved aside.
 
     Raises:
-        ConfigError: The loader has no batch.
+        ConfigError: The loader has no batch, or a stage trains a decoder without `space`.
         DivergedError: A value in the first batches is not finite.
         ResourceError: The device is not there.
     """
@@ -206,16 +293,28 @@ def begin(
         )
     widths = cond_widths(batches[0])
     scales = measure_scales(_finite_pairs(batches, widths, device), ranks)
+    first = to_pairs(batches[0], widths, device)
     shape = OperatorShape(
-        tokens=to_pairs(batches[0], widths, device).z0.shape[1],
+        tokens=first.z0.shape[1],
         dim=len(scales.z_mean),
         cond=len(scales.cond_mean),
         width=config.width,
         depth=config.depth,
         heads=config.heads,
+        steady=first.steady,
     )
-    run = _make(folder, config, shape, widths, ranks)
+    fields = None
+    if any(stage.trains_decoder for stage in config.all_stages):
+        space = _checked(space, config)
+        fields = [raw_field(batch, f"{space.field}0", device) for batch in batches]
+    decoder = None if fields is None else DecoderShape(
+        tokens=shape.tokens, dim=shape.dim, field=tuple(fields[0].shape[1:]), width=config.width
+    )  # fmt: skip
+    run = _make(folder, config, shape, widths, ranks, decoder, space)
     run.model.set_scales(scales)
+    if run.decoder is not None and fields is not None:
+        run.decoder.set_scales(scales.z_mean, scales.z_std, *field_scales(fields, ranks))
+    run.begin_stage(0)
     if ranks.leads:
         _set_aside(folder)
     return run
@@ -236,7 +335,12 @@ def check_same(checkpoint: Checkpoint | None, root: Path, ranks: Ranks) -> None:
 
 
 def take_up(
-    folder: Path, config: TrainConfig, loader: PairLoader, checkpoint: Checkpoint, ranks: Ranks
+    folder: Path,
+    config: TrainConfig,
+    loader: PairLoader,
+    checkpoint: Checkpoint,
+    ranks: Ranks,
+    space: FieldSpace | None = None,
 ) -> Run:
     """The run of a checkpoint, with the loader, the metrics and the random state where they were.
 
@@ -253,10 +357,24 @@ def take_up(
             f"the checkpoint of step {checkpoint.step} in {folder} has an operator of {found}, the settings "
             f"say {wanted}. Resume with the settings it was begun with, or train in another training.run_dir"
         )
-    run = _make(folder, config, shape, dict(saved["widths"]), ranks)
-    run.model.load_state_dict(dict(checkpoint.model))
-    restore_optimizer(run.optimizer, run.device, checkpoint.optimizer)
+    number, name = int(saved["progress"].get("stage", 0)), saved.get("stage", "operator")
+    names = [stage.name for stage in config.all_stages]
+    if names[number : number + 1] != [name]:
+        raise StaleStateError(
+            f"the checkpoint of step {checkpoint.step} in {folder} is of stage {number + 1}, {name}; the "
+            f"settings have the stages {', '.join(names)}. Resume with the stages it was begun with, or "
+            "train in another training.run_dir"
+        )
+    found = saved.get("decoder")
+    decoder = None if found is None else replace(DecoderShape(**found), field=tuple(found["field"]))
+    if decoder is not None:
+        space = _checked(space, config)
+    run = _make(folder, config, shape, dict(saved["widths"]), ranks, decoder, space)
+    run.load_weights(checkpoint.model)
     run.progress = Progress(**saved["progress"])
+    run.free()
+    run.optimizer = make_optimizer(run.trained, config)
+    restore_optimizer(run.optimizer, run.device, checkpoint.optimizer)
     run.loss_sum.fill_(run.progress.loss_sum)
     loader.load_state_dict(saved["loader"])
     done = run.progress
@@ -270,11 +388,8 @@ def take_up(
 
 def changed(run: Run, saved: Mapping[str, Any]) -> dict[str, Json]:
     """What differs from when a checkpoint was written, as `{name: [before, now]}`: settings and numerics."""
-    pairs = {
-        name: [saved["config"].get(name), value]
-        for name, value in asdict(run.config).items()
-        if name != "resume"
-    }
+    config: dict[str, Json] = json.loads(json.dumps(asdict(run.config)))
+    pairs = {name: [saved["config"].get(name), value] for name, value in config.items() if name != "resume"}
     before = saved.get("numerics", {})
     pairs |= {name: [before.get(name, value), value] for name, value in run.numerics.items()}
     return {name: [was, now] for name, (was, now) in pairs.items() if was != now}
@@ -289,12 +404,41 @@ def _finite_pairs(
         yield pairs
 
 
-def _make(
-    folder: Path, config: TrainConfig, shape: OperatorShape, widths: dict[str, int], ranks: Ranks
+def _checked(space: FieldSpace | None, config: TrainConfig) -> FieldSpace:
+    """What decoders are trained with, which the stages need.
+
+    Raises:
+        ConfigError: `space` is None, or the inverse-decoding loss lacks an encoder with gradients.
+    """
+    if space is None:
+        raise ConfigError(
+            "a stage trains a decoder, and nothing tells which raw field it decodes to. From Python give "
+            'train(..., space=FieldSpace(field="data"))'
+        )
+    if space.encode is None and any(stage.lambda_inv_dec for stage in config.all_stages):
+        raise ConfigError(
+            "lambda_inv_dec is above 0, and this encoder has no form that gradients pass. Set it to 0; "
+            "inverse encoding works with any encoder"
+        )
+    return space
+
+
+def _make(  # noqa: PLR0913, PLR0917 - as `begin`
+    folder: Path,
+    config: TrainConfig,
+    shape: OperatorShape,
+    widths: dict[str, int],
+    ranks: Ranks,
+    decoder: DecoderShape | None,
+    space: FieldSpace | None,
 ) -> Run:
     device = resolve_device(config.device)
     use_device(device)
     model = LatentOperator(shape, seed=config.seed).to(device)
+    model.clock = _clock(widths)
+    made = None
+    if decoder is not None and space is not None:
+        made = FieldDecoder(decoder, space.decode, seed=config.seed).to(device)
     return Run(
         folder=folder,
         config=config,
@@ -305,7 +449,18 @@ def _make(
         progress=Progress(),
         loss_sum=torch.zeros((), dtype=torch.float64, device=device),
         ranks=ranks,
+        decoder=made,
+        space=space,
     )
+
+
+def _clock(widths: Mapping[str, int]) -> tuple[int, int] | None:
+    """Places of `time` and `dt` among the numbers of the condition, if each is one number."""
+    names = list(widths)
+    if any(widths.get(name) != 1 for name in ("time", "dt")):
+        return None
+    time, step = (sum(widths[name] for name in names[: names.index(own)]) for own in ("time", "dt"))
+    return time, step
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> Any:
