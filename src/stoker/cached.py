@@ -70,7 +70,8 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
         batch_size: Samples, or windows, in a batch.
         device: Where the encoder runs and batches are wanted; `auto`: a GPU where there is one.
         precompute: How to fill the cache, by the names of `stoker.precompute`: `readers`, `nan`,
-            `max_quarantined`, `retry_quarantined`, `deadlines`, `max_error`, `dtype` (of storage), ...
+            `max_quarantined`, `retry_quarantined`, `deadlines`, `max_error`, `compression`, `dtype` (of
+            storage), ...
         wait: False: serve at once, while another process reads and encodes; see `stoker.precompute`.
         identity, random, text, time: Of a dataset that is no `Source`; see `stoker.TorchSource`.
         **loader: Further arguments of `Loader`; its `dtype` is that of batches.

@@ -306,3 +306,18 @@ def test_export_says_what_is_wrong(cache: Path) -> None:
     damage(cache)
     assert "sample 7" in run_json("export", CACHE, "o", "--to", "tensordict", exit_code=4)["error"]
     assert not Path("o").exists()
+
+
+def test_a_cache_is_made_compressed_and_later_not(project: Path) -> None:
+    run("precompute", "c.yaml", "--splits", "train", "--compression", "zstd")
+    made = run_json("inspect", CACHE)
+    assert made["bytes"] < made["raw_bytes"]
+    assert "uncompressed" in run("inspect", CACHE)
+    assert run_json("plan", "c.yaml")["bytes"] > 0
+
+    report = run_json("compact", CACHE, "--compression", "none")
+
+    assert (report["bytes_before"], report["written"]) == (made["bytes"], made["shards"])
+    assert report["bytes_after"] > report["bytes_before"]
+    run("verify", CACHE)
+    run("compact", CACHE, "--compression", "gzip", exit_code=3)

@@ -10,13 +10,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from stoker.cli.edge import edge
-from stoker.cli.flags import Debug, Json, tell_settings
+from stoker.cli.flags import Debug, Json, config_and_overrides, tell_settings
 from stoker.cli.render import Cells, bold, table
 from stoker.errors import ConfigError
 from stoker.units import format_percent, format_seconds
 
 if TYPE_CHECKING:
     from stoker.pipeline.bench import BenchResult, Figure, Job
+    from stoker.pipeline.bench_encode import EncodeBench
 
 PICTURE = Path("runs/bench.png")
 BATCH_SIZE = 256
@@ -31,7 +32,7 @@ def bench(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CONFIG | CACHE] [KEY=VALUE]",
+            metavar="[encode] [CONFIG | CACHE] [KEY=VALUE]",
             help="Settings, or a cache's folder: serve its batches. Left out: measure the machine alone.",
         ),
     ] = None,
@@ -53,11 +54,45 @@ def bench(
     Example:
       stoker bench configs/train_burgers_32dim.yaml
       stoker bench data/latent_cache/burgers1d_train --seconds 10
+      stoker bench encode configs/train_burgers_32dim.yaml
     """
     with edge(as_json=as_json, debug=debug) as out:
+        if words and words[0] == "encode":
+            out.show(_encode(words[1:]), show_encode)
+            return
         from stoker.pipeline.bench import run_bench
 
         out.show(run_bench(_job(words or [], batch_size), seconds=seconds, picture=picture), show)
+
+
+def _encode(words: list[str]) -> EncodeBench:
+    from stoker.config import load_config
+    from stoker.pipeline.bench_encode import bench_encode
+
+    return bench_encode(load_config(*config_and_overrides(words)))
+
+
+def show_encode(result: EncodeBench, console: Console) -> None:
+    """The sizes that were tried, and the setting."""
+    found = result.found
+    rows: list[Cells] = [bold("samples a call", "a call", "samples/s", "of the fastest")]
+    best = max((trial.samples_s for trial in found.trials), default=1.0)
+    rows += [
+        (
+            str(one.samples),
+            format_seconds(one.call_s),
+            f"{one.samples_s:.4g}",
+            format_percent(one.samples_s / best),
+        )
+        for one in found.trials
+    ]
+    if found.trials:
+        table(console, rows, fixed=4, right=range(4), gap=2)
+    console.print(escape(f"{found.device}: {found.why}"), soft_wrap=True)
+    force = result.in_force
+    now = "auto, nothing known yet" if force is None else f"{force.samples or result.fixed} ({force.where})"
+    console.print(escape(f"in force: {now}; the fixed rule gives {result.fixed}"), soft_wrap=True)
+    console.print(escape(result.setting), soft_wrap=True)
 
 
 def _job(words: list[str], batch_size: int | None) -> Job | None:

@@ -77,10 +77,12 @@ class PrecomputeFlags:
     root: Path | None = None
     cache_dir: str | None = None
     cache_dtype: str | None = None
+    compression: str | None = None
     latent_dim: int | None = None
     latent_len: int | None = None
     device: str | None = None
     devices: str | None = None
+    batch_size: int | None = None
     num_workers: int | None = None
     parallel: bool | None = None
     pin_memory: bool | None = None
@@ -116,8 +118,10 @@ class PrecomputeFlags:
             "latent.tokens": self.latent_len,
             "training.latent_cache_dir": self.cache_dir,
             "training.latent_cache_dtype": self.cache_dtype,
+            "precompute.compression": self.compression,
             "training.device": self.device,
             "precompute.devices": None if self.devices is None else _list([self.devices]),
+            "precompute.encode_batch": self.batch_size,
             "training.num_workers": workers,
             "training.pin_memory": self.pin_memory,
             "precompute.overwrite": self.overwrite,

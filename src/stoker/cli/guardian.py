@@ -36,11 +36,13 @@ from stoker.precompute.guarded import GUARD_VARIABLE, Lifeline, started_ns
 from stoker.precompute.interrupts import TOGETHER_S
 from stoker.precompute.oom import oom_kills
 
-GUARDED = frozenset({"demo", "precompute", "train"})
+GUARDED = frozenset({
+    "demo", "precompute", "train", "compat precompute", "compat precompute_latent_cache", "compat train",
+})  # fmt: skip
 """Commands that may encode."""
 WATCHED = frozenset(
     "compact export gc import-pt inspect plan pull push stage validate verify why".split()  # noqa: SIM905
-)
+) | {"compat validate", "compat validate_config"}
 """Others that wait for storage."""
 STORAGE_S = 600.0
 """How long one call on a file may get no answer, as long as `store.concurrently` waits for one item."""
@@ -116,13 +118,14 @@ def main() -> None:
     words = sys.argv[1:]
     linux = sys.platform.startswith("linux")
     guarded = GUARDED | WATCHED if linux else GUARDED
-    if not words or words[0] not in guarded or "--help" in words or GUARD_VARIABLE in os.environ:
+    name = " ".join(words[: 1 + (words[:1] == ["compat"])])
+    if name not in guarded or "--help" in words or GUARD_VARIABLE in os.environ:
         from stoker.cli.main import main as command
 
         command()
         return
     if not linux:
-        needed = f"`stoker {words[0]}` needs Linux (memfd, pidfd), and this is {sys.platform}. Run it there"
+        needed = f"`stoker {name}` needs Linux (memfd, pidfd), and this is {sys.platform}. Run it there"
         sys.exit(_fail(needed, ConfigError.exit_code, words))
     sys.exit(guard(words))
 

@@ -83,8 +83,18 @@ def _repair(out: Edge, path: str, config: Path | None, overrides: list[str]) -> 
         raise typer.Exit(IncompleteError.exit_code)
 
 
-def compact(path: CachePath, as_json: Json = False, debug: Debug = False) -> None:
-    """Merge short shards of a cache into full ones.
+def compact(
+    path: CachePath,
+    compression: Annotated[
+        str | None,
+        typer.Option(
+            metavar="none|zstd|lz4", help="Also rewrite shards that are stored in another way than this."
+        ),
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Merge short shards, or compress a cache.
 
     Reads and checks every record that moves. The old shards stay until `stoker gc`, for whoever has them
     open. Exit code 4 when a shard with a damaged record was left as it is.
@@ -92,12 +102,13 @@ def compact(path: CachePath, as_json: Json = False, debug: Debug = False) -> Non
     \b
     Example:
       stoker compact data/latent_cache/burgers1d_train
+      stoker compact data/latent_cache/burgers1d_train --compression zstd
     """
     with edge(as_json=as_json, debug=debug) as out:
         from stoker.cli import render_keeping
         from stoker.store.compact import compact as merge
 
-        report = merge(path)
+        report = merge(path, compression=compression)
         out.show(report, render_keeping.compact)
         if report.left:
             raise typer.Exit(FormatError.exit_code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -88,26 +89,33 @@ def launch(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         if where == "vast" and verb in ("status", "logs", "down"):
             _look_after(out, verb, files[0], overrides, (instance, lines, destroy))
             return
-        plan = _plan(out, files[0], overrides, target, auto_shutdown)
+        plan = planned(out, files[0], overrides, target, auto_shutdown)
         if where == "script":
             _write(out, plan, out_file)
         elif verb == "search":
             from stoker.launch import vast
 
-            out.show(vast.search(_client(), plan), render_offers)
+            out.show(vast.search(vast_client(), plan), render_offers)
         else:
-            _rent(out, plan, offer, dry_run=dry_run)
+            rent(out, plan, offer, dry_run=dry_run)
 
 
-def _plan(
-    out: Edge, config: Path, overrides: list[str], target: Target, auto_shutdown: bool | None
+def planned(
+    out: Edge,
+    config: Path,
+    overrides: list[str],
+    target: Target,
+    auto_shutdown: bool | None,
+    *,
+    environment: Mapping[str, str] = os.environ,
 ) -> Launch:
+    """Return what would run elsewhere, checked; what the machine will not have is said."""
     from stoker.launch.plan import plan_launch
     from stoker.launch.preflight import changed_files
     from stoker.launch.script import API
 
     api = os.environ.get("VAST_API_URL", API)
-    plan = plan_launch(config, overrides, os.environ, target=target, auto_shutdown=auto_shutdown, api=api)
+    plan = plan_launch(config, overrides, environment, target=target, auto_shutdown=auto_shutdown, api=api)
     for note in plan.config.notes:
         out.note(note)
     changed = changed_files(Path.cwd())
@@ -119,7 +127,12 @@ def _plan(
     return plan
 
 
-def _client() -> VastClient:
+def vast_client() -> VastClient:
+    """Return the provider, with the key of the environment or of its own command.
+
+    Raises:
+        ConfigError: There is no key.
+    """
     from stoker.launch.client import VastClient
     from stoker.launch.script import API
 
@@ -133,13 +146,14 @@ def _client() -> VastClient:
     return VastClient(key, api=os.environ.get("VAST_API_URL", API))
 
 
-def _rent(out: Edge, plan: Launch, offer: int | None, *, dry_run: bool) -> None:
+def rent(out: Edge, plan: Launch, offer: int | None, *, dry_run: bool) -> None:
+    """Rent a machine and show it, or show what would be sent."""
     from stoker.launch import vast
 
     if dry_run:
         out.show(vast.DryRun(launch=plan), render_dry_run)
     else:
-        out.show(vast.up(_client(), plan, offer), render_rented)
+        out.show(vast.up(vast_client(), plan, offer), render_rented)
 
 
 def _look_after(
@@ -151,7 +165,7 @@ def _look_after(
 
     instance, lines, destroy = wanted
     label = label_of(load_config(config, overrides), config)
-    client = _client()
+    client = vast_client()
     if verb == "status":
         out.show(vast.status(client, label), render_machines)
     elif verb == "logs":

@@ -55,7 +55,7 @@ class Screen:
         known = cast("Mapping[str, Any]", facts)
         if kind == "serve":
             self.tiers, self.reason, self.name = known["tiers"], known["reason"], known["name"]
-        elif kind == "start":
+        elif kind in ("start", "stage"):
             self.step, self.total = known["step"], known["total"]
         elif kind == "step":
             self.step, self.loss, self.epoch = known["step"], known["loss"], known["epoch"]
@@ -172,12 +172,12 @@ class Watcher:
     def listen(self, kind: str, facts: Mapping[str, Json]) -> None:
         """Take in one event, and show what is due."""
         now_s = self._clock()
-        if kind == "start":
+        if kind in ("start", "stage"):
             self._begun_s, self._first = now_s, cast(int, facts["step"])
         done = cast(int, facts["step"]) - self._first if kind == "stall" else 0
         self._screen.take(kind, facts, now_s - self._begun_s, done)
         if self._show is not None:
-            if kind in ("serve", "start", "stall", "epoch"):
+            if kind in ("serve", "start", "stage", "stall", "epoch"):
                 self._show(self._screen)
         elif kind == "stall" and now_s >= self._due_s:
             self._due_s = now_s + LINE_S

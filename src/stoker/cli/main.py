@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli import bench, demo, fetching, keeping, launching, moving, profile, serving
+from stoker.cli import (
+    bench,
+    compat,
+    demo,
+    fetching,
+    keeping,
+    launching,
+    moving,
+    profile,
+    serving,
+)
 from stoker.cli.edge import Edge, edge, run, stop_on_sigterm
 from stoker.cli.flags import (
     CachePath,
@@ -29,11 +38,11 @@ from stoker.cli.flags import (
     split_words,
     tell_settings,
 )
-from stoker.cli.runs import judge
+from stoker.cli.runs import run_training
 from stoker.cli.streams import INTERRUPTED
 from stoker.cli.together import joined
 from stoker.errors import ConfigError, FormatError, Interrupted
-from stoker.precompute.guarded import GUARD_VARIABLE, Lifeline, attach, started_ns
+from stoker.precompute.guarded import GUARD_VARIABLE, Lifeline, attach
 
 if TYPE_CHECKING:
     from stoker.config.models import Config as Settings
@@ -105,6 +114,9 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
     root: Annotated[Path | None, typer.Option(help="data.root: folder of the raw files.")] = None,
     cache_dir: Annotated[str | None, typer.Option(help="training.latent_cache_dir.")] = None,
     cache_dtype: Annotated[str | None, typer.Option(help="training.latent_cache_dtype.")] = None,
+    compression: Annotated[
+        str | None, typer.Option(metavar="none|zstd|lz4|auto", help="precompute.compression.")
+    ] = None,
     latent_dim: Annotated[int | None, typer.Option(help="latent.dim.")] = None,
     latent_len: Annotated[int | None, typer.Option(help="latent.tokens.")] = None,
     device: Annotated[str | None, typer.Option(help="training.device: auto, cpu or cuda[:i].")] = None,
@@ -112,7 +124,7 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
         str | None, typer.Option(help="precompute.devices: an encoder on each, as cuda:0,cuda:1, or all.")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="Accepted and ignored: groups are fixed, so that records never vary.")
+        int | None, typer.Option(help="precompute.encode_batch: samples in one call of the encoder.")
     ] = None,
     num_workers: Annotated[int | None, typer.Option(help="training.num_workers; 0 reads in process.")] = None,
     parallel: Annotated[
@@ -165,15 +177,14 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
     with edge(as_json=as_json, debug=debug) as out:
         path, overrides = config_and_overrides(words or [], config)
         flags = PrecomputeFlags(
-            tasks=tasks, root=root, cache_dir=cache_dir, cache_dtype=cache_dtype, latent_dim=latent_dim,
-            latent_len=latent_len, device=device, devices=devices, num_workers=num_workers, parallel=parallel,
-            pin_memory=pin_memory, overwrite=overwrite, retry_quarantined=retry_quarantined, limit=limit,
+            tasks=tasks, root=root, cache_dir=cache_dir, cache_dtype=cache_dtype, compression=compression,
+            latent_dim=latent_dim, latent_len=latent_len, device=device, devices=devices,
+            batch_size=batch_size, num_workers=num_workers, parallel=parallel, pin_memory=pin_memory,
+            overwrite=overwrite, retry_quarantined=retry_quarantined, limit=limit,
             hdf5_timeout=hdf5_timeout, dataloader_timeout=dataloader_timeout,
             cache_write_timeout=cache_write_timeout, watchdog_timeout=watchdog_timeout,
             engine=engine, address=address,
         )  # fmt: skip
-        if batch_size is not None:
-            out.note("--batch-size has no effect: samples are encoded in fixed groups, whatever the machine")
         settings = _load(out, path, flags.settings(overrides))
         from stoker.cli import render_tasks
         from stoker.pipeline.precompute import precompute_config
@@ -235,8 +246,16 @@ def plan(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 
 @app.command()
 def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
-    config: Config,
-    overrides: Overrides = None,
+    words: Words = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", readable=False, help="The settings file, as a flag.")
+    ] = None,
+    stage: Annotated[
+        str | None, typer.Option(help="One of the stages alone: operator, decoder, consistency; or all.")
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="training.epochs; with --stage the epochs of that stage.")
+    ] = None,
     no_wait: Annotated[
         bool, typer.Option("--no-wait", help="precompute.wait=false: begin at once, encode meanwhile.")
     ] = False,
@@ -260,28 +279,19 @@ def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     Example:
       stoker train configs/train_burgers_32dim.yaml training.epochs=10
       stoker train configs/train_burgers_32dim.yaml --max-stall 2%
+      stoker train configs/train_burgers_32dim.yaml --stage operator --epochs 5
       torchrun --nproc-per-node 2 -m stoker train configs/train_burgers_32dim.yaml
     """
     with edge(as_json=as_json, debug=debug) as out:
         asked = ["precompute.wait=false"] if no_wait else []
         asked += [] if max_stall is None else [f"training.max_stall={max_stall}"]
-        settings = _load(out, config, [*(overrides or []), *asked])
-        from stoker.cli import render, render_tasks
-        from stoker.cli.live import watching
-        from stoker.pipeline.train import train_config
+        asked += [] if epochs is None else [f"training.epochs={epochs}"]
+        path, overrides = config_and_overrides(words or [], config)
+        settings = _load(out, path, [*overrides, *asked])
+        from stoker.pipeline.stages import with_epochs
 
-        drawn = out.notes.is_terminal if live is None else live
-        started = started_ns() / 1e9
-        with joined(settings) as ranks, watching(out.notes, out.note, live=drawn) as watch:
-            listeners = (watch, render.events(out.note))
-
-            def listen(kind: str, facts: Mapping[str, Any]) -> None:
-                for listener in listeners:
-                    listener(kind, facts)
-
-            result = train_config(settings, started=started, on_event=listen, ranks=ranks)
-        out.show(result, render_tasks.train)
-        judge(out, result)
+        settings = with_epochs(settings, stage, epochs)
+        run_training(out, settings, live=live, stage=stage)
 
 
 @app.command()
@@ -315,6 +325,7 @@ bench.register(app)
 profile.register(app)
 launching.register(app)
 serving.register(app)
+compat.register(app)
 
 
 @app.command()

@@ -156,6 +156,13 @@ def inspect_folder(result: CacheFolder, console: Console) -> None:
         console.print(f"{escape(name)}: {escape(why)}", soft_wrap=True)
 
 
+def _compressed(result: CacheSummary) -> str:
+    if result.bytes == result.raw_bytes:
+        return ""
+    part = format_percent(result.bytes / result.raw_bytes)
+    return f" ({part} of {format_bytes(result.raw_bytes)} uncompressed)"
+
+
 def inspect(result: CacheSummary, console: Console) -> None:
     """Print one line per fact, then one per field."""
     missing = result.count - result.records - len(result.quarantined)
@@ -167,7 +174,7 @@ def inspect(result: CacheSummary, console: Console) -> None:
         ("address" if result.address else "path", escape(result.address or result.path)),
         ("fingerprint", result.fingerprint),
         ("records", ", ".join(counts)),
-        ("shards", f"{format_count(result.shards)}, {format_bytes(result.bytes)}"),
+        ("shards", f"{format_count(result.shards)}, {format_bytes(result.bytes)}{_compressed(result)}"),
     ]
     table(console, facts)
     console.print()
@@ -206,14 +213,17 @@ def cache_rows(label: str, cache: CacheResult, *, named: bool) -> list[Cells]:
     """Two rows; `named` repeats the cache's name where the label is another word."""
     if cache.encoded:
         counts = f"{format_count(cache.encoded)} of {format_count(cache.count)} encoded"
-        reused = cache.reused + cache.adopted
-        counts += f", {format_count(reused)} reused" if reused else ""
+        counts += f", {format_count(cache.reused)} reused" if cache.reused else ""
+        counts += f", {format_count(cache.adopted)} adopted" if cache.adopted else ""
         rate = cache.encoded / cache.seconds if cache.seconds > 0 else 0.0
         busy = cache.encode_seconds / cache.seconds if cache.seconds > 0 else 0.0
         more = f"{format_count(rate)} samples/s · encoder busy {format_percent(min(1.0, busy))}"
     else:
         counts = f"{format_count(len(cache.cache), 'record')} ready, nothing to encode"
         more = "source gone, cache used" if cache.source_gone else "same recipe"
+        if cache.adopted:
+            counts += f", {format_count(cache.adopted)} adopted"
+            more = "their samples are unchanged"
     counts += f", {format_count(len(cache.failures))} quarantined"
     counts = f"{cache.name}: {counts}" if named else counts
     error = "" if not cache.error else f" · largest rounding error {cache.error:.1e}"

@@ -83,9 +83,10 @@ def compact(result: CompactReport, console: Console) -> None:
     """Shards before and after, and what is left behind."""
     if result.merged:
         console.print(
-            f"{format_count(result.merged)} short shards became {format_count(result.written)}: "
+            f"{format_count(result.merged, 'shard')} became {format_count(result.written)}: "
             f"{format_count(result.records, 'record')} moved, {format_count(result.shards_before, 'shard')} "
-            f"before, {format_count(result.shards_after)} now",
+            f"before, {format_count(result.shards_after)} now, {format_bytes(result.bytes_before)} became "
+            f"{format_bytes(result.bytes_after)}",
             soft_wrap=True,
         )
     else:

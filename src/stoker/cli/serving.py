@@ -75,6 +75,12 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
             help="A PostgreSQL server that data sets may name (local: the default socket); may be repeated.",
         ),
     ] = None,
+    allow_encoder: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE:CLASS", help="An encoder that jobs may name (encoder.target); may be repeated."
+        ),
+    ] = None,
     allow_host: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A further name by which browsers call it.")
     ] = None,
@@ -129,6 +135,7 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
             workers=workers,
             roots=tuple(root or ()),
             database_hosts=tuple(database_host or ()),
+            encoders=tuple(allow_encoder or ()),
             hosts=tuple(allow_host or ()),
             public_url=public_url,
             ray=cluster,

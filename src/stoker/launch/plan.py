@@ -63,24 +63,29 @@ class Launch:
 
     def query(self) -> dict[str, Any]:
         """The filters of the search for offers."""
-        own = self.config.launch
-        query: dict[str, Any] = {
-            "verified": {"eq": True},
-            "num_gpus": {"eq": own.gpus},
-            "disk_space": {"gte": own.disk},
-            "reliability2": {"gte": own.reliability},
-            "type": "on-demand",
-            "allocated_storage": own.disk,
-        }
-        if own.gpu is not None:
-            query["gpu_name"] = {"eq": own.gpu.replace("_", " ")}
-        if own.gpu_memory:
-            query["gpu_ram"] = {"gte": own.gpu_memory * 1024}
-        if own.max_price is not None:
-            query["dph_total"] = {"lte": own.max_price}
-        if own.region is not None:
-            query["geolocation"] = {"in": [own.region]}
-        return query
+        return offers_query(self.config)
+
+
+def offers_query(config: Config) -> dict[str, Any]:
+    """Return the filters of the search for offers, as `launch` of a configuration has them."""
+    own = config.launch
+    query: dict[str, Any] = {
+        "verified": {"eq": True},
+        "num_gpus": {"eq": own.gpus},
+        "disk_space": {"gte": own.disk},
+        "reliability2": {"gte": own.reliability},
+        "type": "on-demand",
+        "allocated_storage": own.disk,
+    }
+    if own.gpu is not None:
+        query["gpu_name"] = {"eq": own.gpu.replace("_", " ")}
+    if own.gpu_memory:
+        query["gpu_ram"] = {"gte": own.gpu_memory * 1024}
+    if own.max_price is not None:
+        query["dph_total"] = {"lte": own.max_price}
+    if own.region is not None:
+        query["geolocation"] = {"in": [own.region]}
+    return query
 
 
 def plan_launch(

@@ -69,6 +69,17 @@ def changed_files(where: Path) -> list[str]:
     return [line[3:] for line in lines if line.strip()]
 
 
+def is_checked_out(where: Path, branch: str) -> bool:
+    """Return True if a branch, as git knows it here, is at the commit that is checked out.
+
+    Raises:
+        ConfigError: There is no such branch, or no repository.
+        StalledError: git does not answer.
+    """
+    wanted = _git(where, "rev-parse", "--verify", "--end-of-options", f"{branch}^{{commit}}")
+    return wanted == _git(where, "rev-parse", "HEAD")
+
+
 def _address(url: str) -> str:
     """An address that a machine without our keys can use.
 

@@ -1,0 +1,252 @@
+"""`stoker compat`: the scripts of the earlier latent cache, with their flags and the meaning that those had.
+
+A settings file of then is read as it was meant: `training.batch_size` counts trajectories, pairs begin a
+stride apart, `num_workers` reads in parallel, and sections of other programs are said once and left out.
+Everything below the settings is what `stoker precompute`, `train` and `validate` do.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stoker.cli import compat_encoder, compat_launch
+from stoker.cli.edge import Edge, edge
+from stoker.cli.flags import (
+    Debug,
+    EarlierFlags,
+    Json,
+    PrecomputeFlags,
+    Words,
+    config_and_overrides,
+    split_words,
+)
+from stoker.cli.runs import run_training
+from stoker.cli.together import joined
+from stoker.errors import SourceError, SplitError
+from stoker.sources.files import canonical_split
+
+if TYPE_CHECKING:
+    from stoker.config.models import Config as Settings
+
+ROOT_VARIABLE = "PDEBENCH_ROOT"
+"""Folder of the raw files, which won over `data.root`."""
+
+group = typer.Typer(
+    name="compat",
+    help="The scripts of the earlier systems, with their flags and settings files as they were meant.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+ConfigFlag = Annotated[
+    Path | None, typer.Option("--config", readable=False, help="The earlier settings file.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group to `app`."""
+    group.command(cls=EarlierFlags)(precompute)
+    group.command(name="precompute_latent_cache", cls=EarlierFlags, hidden=True)(precompute)
+    group.command()(train)
+    group.command()(validate)
+    group.command(name="validate_config", hidden=True)(validate)
+    compat_launch.register(group)
+    compat_encoder.register(group)
+    app.add_typer(group)
+
+
+def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier script)
+    words: Words = None,
+    config: ConfigFlag = None,
+    tasks: Annotated[list[str] | None, typer.Option(help="data.task: one or more names.")] = None,
+    splits: Annotated[list[str] | None, typer.Option(help="Splits to encode, as train val test.")] = None,
+    root: Annotated[Path | None, typer.Option(help="Folder of the raw files.")] = None,
+    cache_dir: Annotated[str | None, typer.Option(help="Folder of the caches.")] = None,
+    cache_dtype: Annotated[str | None, typer.Option(help="Storage dtype, as float16.")] = None,
+    latent_dim: Annotated[int | None, typer.Option(help="latent.dim.")] = None,
+    latent_len: Annotated[int | None, typer.Option(help="latent.tokens.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; without a GPU: cpu.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Has no effect: samples are encoded in fixed groups.")
+    ] = None,
+    num_workers: Annotated[
+        int | None, typer.Option(help="Processes that read; 0 reads in this one. Default: as many as pay.")
+    ] = None,
+    parallel: Annotated[
+        bool | None,
+        typer.Option(
+            "--parallel/--no-parallel", help="--no-parallel without --num-workers reads in this process."
+        ),
+    ] = None,
+    pin_memory: Annotated[bool | None, typer.Option("--pin-memory", help="Has no effect.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first samples of each split.")] = None,
+    overwrite: Annotated[bool | None, typer.Option("--overwrite", help="Encode everything again.")] = None,
+    manifest: Annotated[Path | None, typer.Option(help="Write a JSON report of the run here.")] = None,
+    hdf5_timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="Seconds to open a file, and to read a sample of it.")
+    ] = None,
+    dataloader_timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="Seconds for a worker to start, open and read.")
+    ] = None,
+    cache_write_timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="Seconds to write, which are counted now.")
+    ] = None,
+    watchdog_timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="Seconds to encode, the first batch included.")
+    ] = None,
+    skip_auto_copy: Annotated[
+        bool, typer.Option("--skip-auto-copy", help="Has no effect: nothing is asked on a terminal.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="As --debug.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Encode, as `precompute_latent_cache.py` did.
+
+    Returns at once when nothing is missing. A changed setting makes another cache.
+
+    \b
+    Example:
+      stoker compat precompute --config configs/train_burgers_32dim.yaml --tasks burgers1d \\
+        --splits train val --device cuda --num-workers 4 --manifest reports/precompute.json
+    """
+    with edge(as_json=as_json, debug=debug or verbose) as out:
+        path, overrides = config_and_overrides(words or [], config)
+        if batch_size is not None:
+            out.note("--batch-size has no effect: samples are encoded in fixed groups, whatever the machine")
+        if skip_auto_copy:
+            out.note("--skip-auto-copy has no effect: nothing is copied unless data.stage says so")
+        flags = PrecomputeFlags(
+            tasks=tasks, root=root, cache_dir=cache_dir, cache_dtype=cache_dtype, latent_dim=latent_dim,
+            latent_len=latent_len, device=device, num_workers=_workers(out, num_workers, parallel),
+            pin_memory=pin_memory, overwrite=overwrite, limit=limit, hdf5_timeout=hdf5_timeout,
+            dataloader_timeout=dataloader_timeout, cache_write_timeout=cache_write_timeout,
+            watchdog_timeout=watchdog_timeout,
+        )  # fmt: skip
+        overrides = flags.settings(overrides)
+        if parallel and not num_workers:
+            overrides.append("training.use_parallel_encoding=true")
+        settings = load_earlier(out, path, overrides)
+        from stoker.cli import render_tasks
+        from stoker.pipeline.precompute import precompute_config
+
+        with joined(settings) as ranks:
+            wanted, missing = _existing(settings, split_words(splits or []))
+            for error in missing:
+                out.note(f"skipped: {error}")
+            result = precompute_config(settings, splits=wanted, manifest=manifest, ranks=ranks)
+        if result.caches and not any(cache.encoded for cache in result.caches):
+            out.note("Cache is valid and up-to-date, skipping regeneration. --overwrite encodes again")
+        out.show(result, render_tasks.precompute)
+        if result.exit_code or missing:
+            raise typer.Exit(result.exit_code or missing[0].exit_code)
+
+
+def _existing(settings: Settings, splits: list[str]) -> tuple[list[str], list[SplitError]]:
+    """Splits that every task has, and why others are left out, so that one that lacks stops none of the rest.
+
+    Raises:
+        SplitError: None is there.
+    """
+    from stoker.pipeline.build import build_source, tasks_of
+
+    there: list[str] = []
+    missing: list[SplitError] = []
+    for split in splits:
+        try:
+            for task in tasks_of(settings):
+                len(build_source(settings.for_task(task), task, canonical_split(split)))
+            there.append(split)
+        except SplitError as error:
+            missing.append(error)
+        except SourceError:
+            there.append(split)  # `precompute_config` meets it again, and says it or does without the source
+    if missing and not there:
+        raise missing[0]
+    return there, missing
+
+
+def _workers(out: Edge, workers: int | None, parallel: bool | None) -> int | None:
+    """How many processes read: `--no-parallel` kept the encoder out of the loader, never the workers."""
+    if parallel is None:
+        return workers
+    if parallel:
+        return workers or None
+    if workers:
+        out.note(f"--no-parallel: {workers} workers read, and this process encodes, as it always does here")
+    return workers or 0
+
+
+def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    words: Words = None,
+    config: ConfigFlag = None,
+    stage: Annotated[
+        str | None, typer.Option(help="One of the stages alone: operator, decoder, consistency; or all.")
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="training.epochs; with --stage the epochs of that stage.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; without a GPU: cpu.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Encode what is missing, then train as `train.py`.
+
+    \b
+    Example:
+      stoker compat train --config configs/train_burgers_32dim.yaml --stage operator --epochs 3
+      stoker compat train --config configs/train_burgers_32dim.yaml training.batch_size=8
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        path, overrides = config_and_overrides(words or [], config)
+        given = {"training.epochs": epochs, "training.device": device}
+        overrides += [f"{name}={value}" for name, value in given.items() if value is not None]
+        settings = load_earlier(out, path, overrides)
+        from stoker.pipeline.stages import with_epochs
+
+        run_training(out, with_epochs(settings, stage, epochs), stage=stage)
+
+
+def validate(
+    words: Words = None, config: ConfigFlag = None, as_json: Json = False, debug: Debug = False
+) -> None:
+    """Check before a long run, as `validate_config.py`.
+
+    \b
+    Example:
+      stoker compat validate --config configs/train_burgers_32dim.yaml
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        path, overrides = config_and_overrides(words or [], config)
+        from stoker.cli import render
+        from stoker.pipeline.validate import validate_config
+
+        given = [*overrides, *_root_of_environment(out, overrides)]
+        result = validate_config(path, given, environment=os.environ, earlier=True)
+        out.show(result, render.validate)
+        if result.exit_code:
+            raise typer.Exit(result.exit_code)
+
+
+def load_earlier(out: Edge, path: Path, overrides: list[str]) -> Settings:
+    """Return the settings of an earlier file as they were meant; what has no effect is said."""
+    from stoker.compat.settings import on_available_device
+    from stoker.config import load_config
+
+    settings = load_config(path, [*overrides, *_root_of_environment(out, overrides)], earlier=True)
+    for note in settings.notes:
+        out.note(note)
+    return on_available_device(settings)
+
+
+def _root_of_environment(out: Edge, overrides: list[str]) -> list[str]:
+    """`data.root` as the environment says it, unless the command line does."""
+    root = os.environ.get(ROOT_VARIABLE)
+    if not root or any(word.startswith(("data.root=", "data.files=")) for word in overrides):
+        return []
+    out.note(f"data.root is {root}, of {ROOT_VARIABLE}")
+    return [f"data.root={root}"]
