@@ -163,9 +163,10 @@ def serving(
     limits: RequestLimits | None = None,
     database: str | None = None,
     public_url: str | None = None,
+    encoders: Sequence[str] = (),
 ) -> Generator[Running]:
     """Run the web server of a new state folder in a thread."""
-    services = open_services(folder, database=database, public_url=public_url)
+    services = open_services(folder, database=database, public_url=public_url, encoders=encoders)
     if limits is not None:
         services = replace(services, limits=limits)
     token = (folder / "token").read_text().strip()

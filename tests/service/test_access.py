@@ -145,3 +145,20 @@ def test_a_job_that_waited_while_the_root_changed_is_told_why_it_cannot_read(
     assert not services.folder.job(job.id).job_file.exists()
     services.database.close()
     assert Settings.from_text(settings.to_text()) == settings
+
+
+def test_a_job_whose_encoder_is_no_longer_allowed_does_not_run(tmp_path: Path) -> None:
+    services = open_services(tmp_path / "state")
+    config = {"settings": {"encoder.target": "nets:Net"}}
+    job, _ = services.jobs.create(config, name="n", epochs=1, dataset_ids=[])
+    settings = Settings(name="w", slot=0, url="", state=str(tmp_path / "state"), parent=os.getpid(),
+                        child=("false",), access=services.access)  # fmt: skip
+    claim = Leases(services.database).claim("w")
+    assert claim is not None
+
+    worker_of(settings, services.database).work(claim)
+
+    ended = services.jobs.get(job.id)
+    assert ended.state is State.FAILED
+    assert "--allow-encoder nets:Net" in (ended.error or "")
+    services.database.close()

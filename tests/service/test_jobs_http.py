@@ -453,3 +453,27 @@ def test_a_cache_that_may_not_be_removed_is_refused_with_its_reason(
 
     assert (answer.status_code, str(cache) in answer.json()["error"]) == (409, True)
     cache.rmdir()
+
+
+def test_a_job_names_only_encoders_that_were_allowed(tmp_path: Path) -> None:
+    for allowed, status in (((), 422), (("nets:Net",), 201)):
+        with serving(tmp_path / f"state{status}", encoders=allowed) as running:
+            path = write_burgers(running.services.folder.data / "raw.hdf5")
+            body = {"kind": "hdf5", "name": "raw", "path": str(path)}
+            assert running.client.post(running.api("/datasets"), json=body).status_code == 201
+
+            def submit(settings: dict[str, Any], running: Running = running) -> httpx.Response:
+                config = {"dataset_ids": ["raw"], "settings": settings}
+                return running.client.post(running.api("/jobs"), json={"config": config})
+
+            answer = submit({"encoder.target": "nets:Net", "encoder.arguments": {"width": 8}})
+
+            assert answer.status_code == status, answer.text
+            assert status == 201 or "--allow-encoder nets:Net" in answer.json()["error"]
+            for refused in (
+                {"encoder.target": "os:system"},
+                {"encoder.kind": "module"},
+                {"encoder.target": "nets:Net", "encoder.arguments": {"a": [{"b": "/etc/passwd"}]}},
+                {"encoder.target": "nets:Net", "encoder.checkpoint": "w.pt"},
+            ):
+                assert submit(refused).status_code == 422, refused

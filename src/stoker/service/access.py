@@ -1,4 +1,5 @@
-"""Which data the service may read since this start: below its roots, and on the servers that were named.
+"""Which data the service may read since this start: below its roots, and on the servers that were named; and
+which encoders its jobs may name.
 
 A data set stays registered when the service is started with other roots or servers. So it is asked for again
 before each use, by the service and by the worker of a job, from the names alone: nothing is opened.
@@ -6,10 +7,10 @@ before each use, by the service and by the worker of a job, from the names alone
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qsl, urlsplit
 
 from stoker.errors import ConfigError, PathRefusedError, StokerError
@@ -28,6 +29,8 @@ class DataAccess:
     """Folders, absolute, as they were written and as they really are."""
     servers: tuple[str, ...] = ()
     """PostgreSQL servers: host names, folders of sockets, or `local` for the default socket."""
+    encoders: tuple[str, ...] = ()
+    """Encoders that jobs may name, as `package.module:Class`: naming one runs its code."""
 
     def check(self, spec: Mapping[str, Any]) -> None:
         """Refuse a data set that may not be read.
@@ -53,6 +56,35 @@ class DataAccess:
                 f"{path} is outside the folders that this service may read ({', '.join(self.roots)}). "
                 f"Start it also with --root {place.parent}, or delete the data set"
             )
+
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Refuse settings of a job that name code which the operator did not allow.
+
+        Args:
+            settings: `TrainingConfig.settings`.
+        Raises:
+            ConfigError: The encoder is not allowed, or an argument of it could be a path.
+        """
+        target = settings.get("encoder.target")
+        if target is None:
+            if settings.get("encoder.kind") == "module":
+                raise ConfigError(
+                    "settings: encoder.kind is 'module' without encoder.target. Name one of "
+                    f"{', '.join(self.encoders) or 'none: the service was started without --allow-encoder'}"
+                )
+            return
+        if target not in self.encoders:
+            allowed = ", ".join(self.encoders) or "none"
+            raise ConfigError(
+                f"settings: encoder.target {target!r} is not an encoder that this service runs ({allowed}). "
+                f"Start it with --allow-encoder {target}"
+            )
+        for text in _texts(settings.get("encoder.arguments")):
+            if "/" in text or "\\" in text or text.startswith("."):
+                raise ConfigError(
+                    f"settings: encoder.arguments holds {text!r}, which could be a path. A job gives numbers "
+                    "and choices; a function that is allowed may open files by itself"
+                )
 
     def why_not(self, spec: Mapping[str, Any]) -> str | None:
         """Return why a data set may not be read; None where it may."""
@@ -83,3 +115,15 @@ class DataAccess:
                 f"this service does not read from the database server {name!r}. Start it with "
                 f"--database-host {name}"
             )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, inner in cast("Mapping[str, Any]", value).items():
+            yield name
+            yield from _texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in cast("list[Any]", value):
+            yield from _texts(inner)

@@ -21,6 +21,7 @@ from stoker.service import (
     routes_live,
     routes_machine,
 )
+from stoker.service.earlier import add_earlier
 from stoker.service.examples import BY_MODEL
 from stoker.service.guard import Guard, Rules
 from stoker.service.services import Services
@@ -80,6 +81,7 @@ def create_app(services: Services) -> FastAPI:
         lifespan=running,
     )
     app.state.services = services
+    add_earlier(app, (API, EARLIER_API))
     token = [Security(HTTPBearer(auto_error=False, description="The token of the state folder."))]
     for module in (routes_jobs, routes_live, routes_datasets, routes_caches, routes_machine):
         app.include_router(module.router, prefix=API, dependencies=token)

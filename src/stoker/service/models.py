@@ -29,6 +29,11 @@ class JobRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
     job_name: str = Field(default="training", min_length=1, max_length=200)
     config: TrainingConfig
+    description: str | None = Field(
+        default=None,
+        max_length=4000,
+        description="Taken from earlier clients and not kept; a header says so.",
+    )
 
 
 class MoreEpochs(BaseModel):

@@ -70,6 +70,8 @@ def create_job(body: JobRequest, here: Here, response: Response, key: Key = None
     )
     response.status_code = 201 if made else 200
     response.headers["Location"] = f"/api/v1/training/jobs/{job.id}"
+    if body.description:
+        response.headers["Warning"] = '299 - "description is not kept; job_name is what is shown"'
     return JobOut.of(job)
 
 
@@ -188,13 +190,18 @@ def _fitting(here: Services, config: TrainingConfig) -> list[dict[str, Json]]:
     """The data sets of a configuration that fits them.
 
     Raises:
-        ConfigError: One is not registered, or on a server that may not be read, or they do not fit.
+        ConfigError: One is not registered, or on a server that may not be read, or they do not fit; or an
+            encoder is named that is not allowed.
         PathRefusedError: One is outside the roots of this start.
     """
     try:
         found = describe(here.database, config.dataset_ids)
     except NotFound as error:
-        raise ConfigError(f"config.dataset_ids: {error}") from None
+        raise ConfigError(
+            f"config.dataset_ids: {error}; POST to the same address registers one, as "
+            '{"kind": "radio", "name": NAME, "url": DATABASE, "set": UUID}'
+        ) from None
+    here.access.check_settings(config.settings)
     for one in here.datasets.resolve(config.dataset_ids):
         here.datasets.check_access(one)
         if why := unmade(one):

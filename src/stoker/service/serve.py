@@ -42,6 +42,8 @@ class ServeSettings:
     """Folders whose data jobs may read."""
     database_hosts: tuple[str, ...] = ()
     """PostgreSQL servers that data sets may name."""
+    encoders: tuple[str, ...] = ()
+    """Encoders that jobs may name, as `package.module:Class`."""
     hosts: tuple[str, ...] = ()
     """Further names by which it may be called."""
     public_url: str | None = None
@@ -102,6 +104,7 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
         database=settings.database,
         roots=settings.roots,
         database_hosts=settings.database_hosts,
+        encoders=settings.encoders,
         hosts=settings.hosts,
         public_url=settings.public_url,
     )

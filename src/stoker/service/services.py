@@ -94,12 +94,13 @@ class Services:
         return self.database.trouble.why
 
 
-def open_services(
+def open_services(  # noqa: PLR0913  what an operator may say, each by name
     state_dir: Path,
     *,
     database: str | None = None,
     roots: Sequence[Path] = (),
     database_hosts: Sequence[str] = (),
+    encoders: Sequence[str] = (),
     hosts: Collection[str] = (),
     public_url: str | None = None,
 ) -> Services:
@@ -109,6 +110,7 @@ def open_services(
         database: `sqlite:///PATH` or `postgresql://...`; None: `stoker.db` in the folder.
         roots: Folders whose data jobs may read, in addition to `data` in the state folder.
         database_hosts: PostgreSQL servers that data sets may name; `local`: the default socket.
+        encoders: Encoders that jobs may name, as `package.module:Class`.
         hosts: Names by which the service may be called, in addition to those of the loopback.
         public_url: Where browsers find it, as `https://NAME`: through a proxy with TLS.
     Raises:
@@ -120,7 +122,7 @@ def open_services(
     opened = Database(database or f"sqlite:///{folder.database}")
     outbox = Outbox(opened)
     known = Roots([folder.data, *roots])
-    access = DataAccess(roots=known.places, servers=tuple(database_hosts))
+    access = DataAccess(roots=known.places, servers=tuple(database_hosts), encoders=tuple(encoders))
     jobs = Jobs(opened)
     return Services(
         folder=folder,

@@ -113,6 +113,15 @@ class TrainingConfig(BaseModel):
     settings: dict[str, JsonValue] = {}
     """Simulations and images: further settings of docs/config.md by name, as `{"model.width": 64}`."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_dataset(cls, given: Any) -> Any:
+        """An early form named one data set, as `dataset_id`."""
+        if isinstance(given, dict) and "dataset_id" in given and "dataset_ids" not in given:
+            named: dict[str, Any] = dict(given)
+            return {"dataset_ids": [named.pop("dataset_id")], **named}
+        return given
+
     @field_validator(*WITHOUT_EFFECT)
     @classmethod
     def _has_an_effect(cls, value: Any, info: ValidationInfo) -> Any:

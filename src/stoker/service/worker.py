@@ -138,6 +138,9 @@ class Worker:
                 why = f"waits for data set {unmade}, which is being made"
                 self._leases.give_back(claim, why, lost=False, wait_s=MADE_LOOK_S)
                 return
+            self._settings.access.check_settings(
+                cast("dict[str, Json]", claim.job.config.get("settings") or {})
+            )
             folder.make()
             self._job_file(claim, datasets).write(folder.job_file)
         except Degraded:

@@ -80,7 +80,7 @@ class _Lines:
             tiers = told["tiers"]
             self._tier = max(tiers, key=lambda name: tiers[name])
             self._run.tell_started(self.prepared.caches, {**told, "tier": self._tier})
-        elif kind == "start":
+        elif kind in ("start", "stage"):
             self._total = max(1, told["total"])
         elif kind == "step":
             self._take_step(told)

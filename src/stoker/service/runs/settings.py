@@ -45,8 +45,10 @@ SETTINGS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "hdf5": (
             "latent.dim", "latent.tokens", "encoder.kind", "encoder.patch_size", "encoder.fourier",
-            "encoder.seed", "model.width", "model.depth", "model.heads", "data.normalize", "data.limit",
-            "data.preset", "training.max_steps", "training.amp", "training.time_stride",
+            "encoder.seed", "encoder.target", "encoder.arguments", "encoder.field", "encoder.output",
+            "encoder.time", "precompute.encode_batch", "model.width", "model.depth", "model.heads",
+            "data.normalize", "data.limit", "data.preset",
+            "training.max_steps", "training.amp", "training.time_stride",
             "training.rollout_horizon", "training.start_every", "training.order", "training.subset",
             "training.latent_cache_dtype", "training.checkpoint_every", "precompute.max_quarantined",
             "precompute.nan",
@@ -57,7 +59,8 @@ SETTINGS: Mapping[str, Sequence[str]] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""By kind the names that `settings` may have: numbers and choices, no path and no code."""
+"""By kind the names that `settings` may have: numbers and choices, no path and no code but the encoders that
+the operator allowed (`access.py`)."""
 
 
 def check(config: TrainingConfig, datasets: Sequence[Mapping[str, Any]]) -> str:
