@@ -121,3 +121,25 @@ def launches_per_batch(batches: Any) -> float | None:
         count = sum(1 for _ in batches)
         torch.cuda.synchronize()
     return round(sum(1 for event in seen.events() if event.device_type.name == "CUDA") / count, 2)
+
+
+class VisionTransformer(nn.Module):
+    """Frozen features of uint8 images `(n, 3, side, side)`: the mean token, `(n, width)` float32.
+
+    Width 384 and depth 12 are those of DINOv2's small model (Oquab et al., 2023); its weights do not matter here.
+    """
+
+    def __init__(self, *, side: int, width: int, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patches = nn.Conv2d(3, width, 16, 16)
+        self.places = nn.Parameter(torch.randn(1, (side // 16) ** 2, width) * 0.02)
+        layer = nn.TransformerEncoderLayer(
+            width, max(1, width // 64), 4 * width, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+
+    def forward(self, data: Tensor) -> Tensor:
+        with torch.autocast(data.device.type, torch.bfloat16, enabled=data.device.type == "cuda"):
+            tokens = self.patches(data.float() / 255).flatten(2).transpose(1, 2) + self.places
+            return self.layers(tokens).mean(1).float()

@@ -5,7 +5,9 @@
 same rows by `index_select`, by the plain twin and by the kernel. `load`: filling the device tier against the pinned copy rate. `host`: the
 host tier, batches wanted on the device, against the pinned copy rate. `train`: a step of a ResNet-18 on 224 px and of the reference
 operator, fed by the device tier, the host tier and a plain DataLoader with the same batches: stall is what the run takes beyond the
-same step on one resident batch; the loss curves are compared with the DataLoader's.
+same step on one resident batch; the loss curves are compared with the DataLoader's. `encode`: precompute of uint8 images by a frozen vision
+transformer for several encode batch sizes, against the same model on resident batches, and against a loop that encodes and saves one sample
+at a time.
 
     python benchmarks/gpu_serve.py [--save] [--only gather] [--device cpu --quick]
 
@@ -23,12 +25,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import stoker
-from gpu_models import Step, image_step, labelled_images, latent_step, launches_per_batch, waves
+from gpu_models import (
+    Step,
+    VisionTransformer,
+    image_step,
+    labelled_images,
+    latent_step,
+    launches_per_batch,
+    waves,
+)
 from measure import publish
 from serve_memory import MEAN, STD, Records, cache_of
 from stoker.loader import Normalise
@@ -37,6 +48,7 @@ from stoker.loader.kernels.choose import converting
 from stoker.loader.kernels.twin import TwinGather
 from stoker.monitor.gpu import GpuSample, GpuSampler, open_gpu
 from stoker.schema import Field
+from stoker.sources.arrays import ArraySource
 
 IMAGES = Normalise(mean=MEAN, std=STD, divisor=255)
 
@@ -399,7 +411,49 @@ def train(bench: Bench) -> Iterator[dict[str, Any]]:
     )
 
 
-PARTS = {"gather": gather, "load": load, "host": host, "train": train}
+def encode(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Images through a frozen model, by the number of samples in one call of it."""
+    size, device = bench.size, bench.device
+    count = min(size.images, 4_096)
+    path = bench.folder / "raw.npy"
+    images = torch.randint(0, 256, (count, 3, size.side, size.side), dtype=torch.uint8)
+    np.save(path, images.numpy())
+    model = VisionTransformer(side=size.side, width=6 * size.width, depth=2 * size.depth).to(device).eval()
+    groups = [group for group in (1, 8, 32, 128, 512) if group <= count]
+
+    def save_one_by_one() -> None:
+        target = bench.folder / "loop"
+        target.mkdir(exist_ok=True)
+        with torch.inference_mode():
+            for number in range(least):
+                torch.save(model(images[number : number + 1].to(device)).cpu(), target / f"{number}.pt")
+
+    least = min(count, 256)
+    loop = least / bench.seconds(save_one_by_one, rounds=1)
+    for group in groups:
+        resident = images[:group].to(device)
+        calls = max(1, min(count, 2_048) // group)
+        with torch.inference_mode():
+            own = group * calls / bench.seconds(lambda: [model(resident) for _ in range(calls)], rounds=1)  # noqa: B023
+        encoder = stoker.ModuleEncoder(model, field="data", output="feature", version="1", group=group)
+        source = ArraySource(path, fields={"data": "n c h w"})
+        bench.wait()
+        with Utilisation(device) as gpu:
+            begin = time.perf_counter()
+            cache = stoker.precompute(
+                source, encoder, bench.folder / str(group), name="encode", device=str(device), progress=None
+            )
+            took = time.perf_counter() - begin
+        assert len(cache) == count
+        rate = count / took
+        yield {
+            "part": "encode", "encode_batch": group, "samples": count, "samples_per_s": round(rate),
+            "model_alone_per_s": round(own), "of_model_alone": round(rate / own, 3), "loop_per_s": round(loop),
+            "times_faster_than_loop": round(rate / loop, 2), "seconds": round(took, 2), "gpu_utilisation": gpu.mean,
+        }  # fmt: skip
+
+
+PARTS = {"gather": gather, "load": load, "host": host, "train": train, "encode": encode}
 
 
 def main() -> None:

@@ -1,6 +1,17 @@
 #!/usr/bin/env bash
 # Everything that a GPU is needed for, within ten minutes, the most telling first: ./run gpu [OUT]
 #
+# What it answers, with the step that does:
+#   kernel, serving    whether the fused kernel gives the bits of plain torch; host time and launches of a batch
+#   t_*                whether the tests of the GPU pass
+#   b_gather           the device tier's rate against a copy within VRAM, in bytes (goal: 0.85 for 64 MiB and more), and
+#                      images/s as bfloat16 (the earlier guide promised 10,000)
+#   b_train            stall, GPU utilization and loss curves of real steps on device tier, host tier and DataLoader
+#                      (goals: stall below 1 % at steps of 1 ms; promised before: 85-95 % utilization, 5-20x faster)
+#   b_encode           samples/s of precompute by encode batch size, against the model alone and a one-by-one loop
+#   b_load, b_host     filling VRAM, and the host tier, against the page-locked copy rate (goal: 0.9)
+#   claims, select     what only a GPU can show: out of memory, CUDA graphs, memory that is given back
+#
 # Installs nothing. Needs a CUDA build of torch >= 2.8, Triton, gcc, pytest, pytest-timeout, h5py, safetensors,
 # xxhash, psutil, nvidia-ml-py, cloudpickle and matplotlib, and 16 GB of disk. Leaves the GPU's settings alone.
 # Writes to OUT (gpu-session), after each step: summary.txt, a line for each step; facts.jsonl, all figures;
@@ -75,7 +86,7 @@ step t_pressure 60 "${tests[@]}" tests/gpu/test_cuda.py -k under_pressure
 step claims 120 "${probing[@]}" encoder_there static_transforms out_of_memory again order capture other_gpus
 figures select 60 "${probing[@]}" select host
 # 4. Figures for docs/performance.md, in the order of their worth.
-for part in gather load host train; do
+for part in gather train encode load host; do
   figures "b_$part" 200 "$python" benchmarks/gpu_serve.py --only "$part"
 done
 # 5. Where a test failed: the line that did it. Then memory errors of the kernel.

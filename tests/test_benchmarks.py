@@ -28,7 +28,7 @@ def test_the_gpu_benchmark_runs_on_the_cpu_and_trains_alike() -> None:
 
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()][1:]
-    assert {row["part"] for row in rows} == {"gather", "kernel", "load", "host", "train"}
+    assert {row["part"] for row in rows} == {"gather", "kernel", "load", "host", "train", "encode"}
     trained = [row for row in rows if row["part"] == "train"]
     assert len(trained) == 6
     for row in trained:

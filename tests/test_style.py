@@ -57,7 +57,7 @@ def test_nothing_dangerous_or_unfinished(path: Path) -> None:
 def test_the_environment_is_read_in_the_faces_alone() -> None:
     """A library that changes with the environment cannot be reasoned about (rule 10)."""
     for path in MODULES:
-        if path.relative_to(SRC).parts[0] in {"cli", "service", "launch"}:
+        if path.relative_to(SRC).parts[0] in {"cli", "service", "launch", "compat"}:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}:
