@@ -182,6 +182,20 @@ def test_all_unknown_names_are_named_at_once(tmp_path: Path) -> None:
             "precompute.max_quarantined is 2. Expected a number from 0",
             id="max",
         ),
+        pytest.param(
+            "training.time_stride=[4, 1]",
+            "training.time_stride is [4, 1]. Expected the smaller number first, as [1, 4]",
+            id="range-backwards",
+        ),
+        pytest.param(
+            "training.rollout_horizon=[3, 2]", "training.rollout_horizon is [3, 2]. Expected", id="horizons"
+        ),
+        pytest.param("training.state_fields=[]", "training.state_fields is []. Expected one", id="no-fields"),
+        pytest.param(
+            "training.state_fields=[u, u]",
+            'training.state_fields is ["u", "u"]. Expected',
+            id="a-field-twice",
+        ),
         pytest.param("training=3", "training is a section. Give one of its settings", id="section"),
         pytest.param("training.lr", "'training.lr' is not a setting. Expected key=value", id="no-value"),
     ],

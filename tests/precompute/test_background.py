@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -21,6 +22,8 @@ from stoker.precompute.background import Background
 from stoker.precompute.queue import PartSpan, WorkQueue
 from stoker.sources.files import confine_sources
 from stoker.store import WriterSettings, make_recipe, open_cache, open_folder
+from stoker.units import MIB
+from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import ConfinedSource, FakeSource
 
 DEADLINE_S = 60.0
@@ -211,3 +214,40 @@ def test_early_seals_come_soon_and_then_ever_more_rarely(
             seals.append(now[0] - 1000)
     assert seals[:3] == [1.0, 2.0, 3.0]
     assert 5 < seals[-1] - seals[-2] < 8
+
+
+class MallocInfo(ctypes.Structure):
+    """`struct mallinfo2`; `hblkhd` counts the bytes that are mapped, outside all heaps."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in ["a", "b", "c", "d", "hblkhd", "f", "g", "h", "i", "j"]]
+
+
+class Allocating(FakeEncoder):
+    """Notes in a file in which thread it is called and how much of a large allocation is mapped."""
+
+    def __init__(self, noted: Path) -> None:
+        super().__init__()
+        self.noted = noted
+
+    def encode(self, batch: Any) -> Any:
+        libc = ctypes.CDLL(None)
+        libc.mallinfo2.restype, libc.malloc.restype = MallocInfo, ctypes.c_void_p
+        libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+        before = libc.mallinfo2().hblkhd
+        taken = libc.malloc(100 * MIB)
+        mapped = libc.mallinfo2().hblkhd - before
+        libc.free(taken)
+        with self.noted.open("a") as file:
+            file.write(f"{threading.current_thread() is threading.main_thread()} {mapped}\n")
+        return super().encode(batch)
+
+
+def test_a_thread_that_encodes_does_not_map_large_activations_at_every_call(tmp_path: Path) -> None:
+    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        pytest.skip("needs glibc 2.33")
+    noted = tmp_path / "noted"
+
+    stoker.precompute(FakeSource((8,)), Allocating(noted), tmp_path / "c", name="x", wait=False, readers=0)
+    until(lambda: noted.exists() and len(noted.read_text().splitlines()) >= 3)
+
+    assert set(noted.read_text().splitlines()[1:]) == {"False 0"}

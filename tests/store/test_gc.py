@@ -177,10 +177,18 @@ def test_what_was_used_today_stays(tmp_path: Path) -> None:
     paths = make_fingerprints(tmp_path, 3)
     open_cache(paths[0])
 
-    report = collect(tmp_path, GcPolicy(keep=1))
+    report = collect(tmp_path, GcPolicy(keep=0))
 
     assert gone(report) == [paths[1].name]
     assert stays(report)[paths[0].name].startswith("used ")
+
+
+def test_the_one_used_last_is_kept_and_not_the_one_that_was_indexed_last(tmp_path: Path) -> None:
+    paths = make_fingerprints(tmp_path, 4)
+    make_old(paths[1], -10)
+
+    assert gone(collect(tmp_path, GcPolicy(keep=1))) == [paths[0].name, paths[2].name]
+    assert open_cache(tmp_path / "x").path == paths[3], "what the name alone opens is protected"
 
 
 def test_opening_notes_the_time_of_use_once_an_hour(tmp_path: Path) -> None:
@@ -198,7 +206,7 @@ def test_opening_notes_the_time_of_use_once_an_hour(tmp_path: Path) -> None:
 def test_a_folder_that_this_process_has_open_stays(tmp_path: Path) -> None:
     paths = make_fingerprints(tmp_path, 2)
     cache = open_cache(paths[0])
-    make_old(paths[0])
+    make_old(paths[0], 60)
 
     assert stays(collect(tmp_path, GcPolicy(keep=1)))[paths[0].name].startswith("in use")
     assert_whole(cache, recipe_number(0))
@@ -232,7 +240,7 @@ def test_what_another_process_uses_stays_until_that_is_killed(tmp_path: Path, ki
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "ready\n"
-    make_old(paths[0])
+    make_old(paths[0], 60)
 
     report = collect(tmp_path, GcPolicy(keep=1))
     holder.kill()

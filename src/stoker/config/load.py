@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from stoker.config.engines import beside_engine
 from stoker.config.kinds import misplaced, misplaced_in_encoder, with_defaults
 from stoker.config.models import Config
 from stoker.config.names import all_sections, all_settings, as_name, nearest, shown
-from stoker.config.stages import Stages
+from stoker.config.stages import ONLY_IN, StageConfig, Stages
 from stoker.config.tasks import blocks_of, check_weights, task_settings, unused_blocks
 from stoker.config.transforms import explain_step
 from stoker.config.wrong_fields import schema_of, wrong_fields
@@ -423,9 +423,36 @@ def _check_together(config: Config, file: Layer, command: Layer) -> None:
             f"{layer.where}: {name} holds a password, and settings are copied into every run's folder. "
             "Put it in ~/.pgpass or PGPASSWORD, where PostgreSQL's own library looks for it"
         )
+    for fact in [*_wrong_windows(config), *_ineffective(config.stages)]:
+        name = fact.split()[0]
+        raise ConfigError(f"{(command if name in command.values else file).where}: {fact}")
     if config.model.width % config.model.heads:
         layer = command if {"model.width", "model.heads"} & command.values.keys() else file
         raise ConfigError(
             f"{layer.where}: model.width {config.model.width} is not a multiple of model.heads "
             f"{config.model.heads}. Each head takes an equal part of the width"
         )
+
+
+def _wrong_windows(config: Config) -> Iterator[str]:
+    """What no loader could cut windows by, as facts that begin with the setting."""
+    for name in ("time_stride", "rollout_horizon"):
+        value = getattr(config.training, name)
+        if isinstance(value, tuple) and value[0] > value[1]:
+            low, high = sorted(cast("tuple[int, int]", value))
+            yield f"training.{name} is {shown(value)}. Expected the smaller number first, as [{low}, {high}]"
+    fields = config.training.state_fields
+    if fields is not None and (not fields or len({*fields}) < len(fields)):
+        yield f"training.state_fields is {shown(fields)}. Expected one or more names, each once, or null"
+
+
+def _ineffective(stages: Sequence[StageConfig]) -> Iterator[str]:
+    """Keys that a stage was given without effect, likewise; defaults may be written out."""
+    for place, stage in enumerate(stages):
+        for key, owner in ONLY_IN.items():
+            value = getattr(stage, key)
+            if stage.name != owner and value != StageConfig.model_fields[key].default:
+                yield (
+                    f"stages entry {place}: {key} is {shown(value)}, and the stage {stage.name} has no use "
+                    f"for it. Leave it out, or give it to the stage {owner}"
+                )

@@ -60,6 +60,14 @@ class StageConfig(BaseModel):
     horizon: Annotated[int, Field(ge=2, strict=True)] | None = None
 
 
+ONLY_IN: Mapping[str, str] = {
+    "freeze_operator": "decoder",
+    "lambda_consistency": "consistency",
+    "horizon": "consistency",
+}
+"""Keys to the stage that alone has a use for them."""
+
+
 def _named(name: str, own: object) -> object:
     """An entry of a mapping as one of a list; what is not a mapping is left to be refused."""
     if own is None:

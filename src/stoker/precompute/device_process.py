@@ -53,6 +53,7 @@ class Task:
 
 def main(arguments: list[str]) -> int:
     """Encode until the caller closes its end; arguments are descriptors and the parent's process id."""
+    keep_freed_memory()  # before there are threads
     socket_fd, page_fd, *shared, stack_fd, parent = map(int, arguments)
     notes_fd = os.memfd_create("stoker-notes", os.MFD_CLOEXEC)
     attach(
@@ -86,7 +87,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _work(channel: ReaderChannel, start: Frame, shared: list[Exchange]) -> None:
-    keep_freed_memory()
     sys.path[:] = start["sys_path"]
     torch.set_num_threads(start["threads"])  # what one process would encode with: the bits may depend on it
     task: Task = cloudpickle.loads(start["payload"])

@@ -25,6 +25,7 @@ _LOOK_S = 1.0
 
 def main(arguments: list[str]) -> int:
     """Run one job; arguments are the socket, the job's descriptor and the caller's process id."""
+    keep_freed_memory()  # before there are threads
     socket_fd, work_fd, parent = (int(text) for text in arguments)
     for fd in (socket_fd, work_fd):
         os.set_inheritable(fd, False)  # readers must not hold them
@@ -60,7 +61,6 @@ def _fill(work_fd: int) -> dict[str, Any]:
 
     from stoker.precompute.engine import run_precompute
 
-    keep_freed_memory()
     torch.set_num_threads(frame["threads"])  # what the caller would have encoded with
     job = cloudpickle.loads(frame.pop("payload"))
     report = run_precompute(job.source, job.encoder, job.cache_dir, name=job.name, settings=job.settings)

@@ -52,7 +52,7 @@ class GcPolicy:
     """Which fingerprints may go. With none of the three, none: only what nobody can use any more."""
 
     keep: int | None = None
-    """How many of each name stay: complete ones first, then by age. Alone: all others go."""
+    """How many of each name stay: complete ones first, then those used last. Alone: all others go."""
     max_bytes: int | None = None
     """Least recently used ones go until the whole folder is not larger."""
     older_than_s: float | None = None
@@ -309,7 +309,7 @@ class _Collection:
         return f"least recently used; {format_bytes(size)} are more than {format_bytes(limit)}"
 
     def _protected(self, folder: FoundFolder, of_its_name: Sequence[FoundFolder]) -> str | None:
-        if not self._policy.unprotected and folder in [one for one in of_its_name if one.complete][:1]:
+        if not self._policy.unprotected and folder is _newest(of_its_name):
             return "the newest complete one of its name"
         if folder.broken:
             return f"its recipe cannot be read: {folder.broken}"
@@ -371,16 +371,22 @@ class _Collection:
             self._report.kept.append(item)
 
 
+def _newest(folders: Sequence[FoundFolder]) -> FoundFolder | None:
+    """Return the complete folder that was indexed last, which is what the name alone opens."""
+    complete = [folder for folder in folders if folder.complete]
+    return max(complete, key=lambda folder: (folder.sequence or 0, folder.path.name), default=None)
+
+
 def _ranked(folders: Sequence[FoundFolder]) -> dict[str, list[FoundFolder]]:
-    """Folders by name: complete ones first, then the newest first.
+    """Folders by name: complete ones first, then those that were used last.
 
     A folder that is not complete must not take the place of a complete one among those that are kept. One
-    without a sound index is being filled, so it counts as newer.
+    without a sound index is being filled, so it counts as used later.
     """
     ranked: dict[str, list[FoundFolder]] = {}
     for folder in sorted(
         folders,
-        key=lambda f: (f.complete, f.sequence is None, f.sequence or 0, f.path.name),
+        key=lambda f: (f.complete, f.sequence is None, -f.unused_s, f.sequence or 0, f.path.name),
         reverse=True,
     ):
         ranked.setdefault(folder.name, []).append(folder)
