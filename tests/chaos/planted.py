@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import stoker.atomic
-from stoker.store import claims, folder, load_recipe, pending
+import stoker.runtime.files
+from stoker.runtime import locks
+from stoker.store import folder, load_recipe, pending, use
 
 
 def none() -> None:
@@ -36,7 +37,7 @@ def no_folder_fsync() -> None:
 
 
 def _replace_publish(publish: Callable[[Path, Path], None]) -> None:
-    assert pending.publish is stoker.atomic.publish
+    assert pending.publish is stoker.runtime.files.publish
     pending.publish = publish
 
 
@@ -50,7 +51,7 @@ def in_place() -> None:
             file.write(data[len(data) // 2 :])
             os.fsync(file.fileno())
         temporary.unlink()
-        stoker.atomic.sync_folder(path.parent)
+        stoker.runtime.files.sync_folder(path.parent)
 
     _replace_publish(publish)
 
@@ -92,10 +93,10 @@ def fsync_again() -> None:
 
 
 def lock_by_pid() -> None:
-    """A claim is a file with a process id; it holds while there is such a process."""
+    """A lock is a file with a process id; it holds while there is such a process."""
 
     @contextmanager
-    def claim(path: Path, purpose: str, *, wait_s: float = 0.0) -> Generator[bool]:
+    def lock_folder(path: Path, purpose: str, *, timeout_s: float = 0.0) -> Generator[bool]:
         file = path / f".claim-{purpose}"
         while True:
             try:
@@ -112,8 +113,8 @@ def lock_by_pid() -> None:
         finally:
             file.unlink()
 
-    assert folder.claim is claims.claim
-    folder.claim = claims.claim = claim
+    assert folder.lock_folder is locks.lock_folder
+    folder.lock_folder = locks.lock_folder = use.lock_folder = lock_folder
 
 
 def _alive(file: Path) -> bool:

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 
 from stoker.precompute import PrecomputeSettings, run_precompute
+from stoker.runtime.locks import lock_holder
 from stoker.store import load_recipe, open_cache
 from stoker.store.catalog import damaged_rows, is_shard_name, read_info
-from stoker.store.claims import holder
 from stoker.store.local import LocalStorage
 from tests.chaos import children, program
 from tests.chaos.checks import left_behind
@@ -135,7 +135,7 @@ def whom(root: Path, running: list[int], chance: random.Random) -> int:
     """Which process to kill: every other time the one that holds the claim to encode, if it can be told."""
     names = [f"process {pid} on {os.uname().nodename}" for pid in running]
     folders = [*root.glob("c/*")]
-    name = holder(folders[0], "encode") if folders and chance.random() < 0.5 else ""
+    name = lock_holder(folders[0], "encode") if folders and chance.random() < 0.5 else ""
     return names.index(name) if name in names else chance.randrange(len(running))
 
 

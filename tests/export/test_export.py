@@ -25,9 +25,9 @@ from stoker.errors import (
     StalledError,
 )
 from stoker.export import ExportReport, ExportSettings, export_cache
+from stoker.runtime.locks import lock_folder
 from stoker.schema import Field
 from stoker.store import Cache, make_recipe, open_cache, open_folder
-from stoker.store.claims import claim
 from stoker.store.failures import Failure
 from tests.store.fakes import RAGGED, FakeSource, fill, make_cache
 from tests.test_cached_real import BurgersSet, Darcy
@@ -274,7 +274,7 @@ def test_two_exports_to_one_folder_do_not_meet(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
     (tmp_path / ".out.export").mkdir()
 
-    with claim(tmp_path / ".out.export", "export"):
+    with lock_folder(tmp_path / ".out.export", "export"):
         with pytest.raises(StalledError, match=r"process \d+ on \S+ is exporting to"):
             export(cache, tmp_path / "out")
         assert (tmp_path / ".out.export").exists()

@@ -101,7 +101,10 @@ def test_what_cannot_be_done_fails_with_its_reason(tmp_path: Path, in_process: A
 
 @pytest.mark.parametrize(
     "where",
-    ["stoker.service.runs.journal.os.write", pytest.param("stoker.atomic.os.fsync", marks=pytest.mark.slow)],
+    [
+        "stoker.service.runs.journal.os.write",
+        pytest.param("stoker.runtime.files.os.fsync", marks=pytest.mark.slow),
+    ],
 )
 def test_a_full_disk_is_no_failure_of_the_job(
     tmp_path: Path, in_process: Any, monkeypatch: pytest.MonkeyPatch, where: str

@@ -16,7 +16,7 @@ import torch
 from stoker.errors import ConfigError, IncompleteError, ResourceError, StalledError
 from stoker.loader import Loader
 from stoker.schema import Field, Schema
-from stoker.store import Cache, WriterSettings, claims, make_recipe, open_cache, open_folder
+from stoker.store import Cache, WriterSettings, make_recipe, open_cache, open_folder, use
 from stoker.store.compact import compact
 from stoker.store.shard_write import OpenShard
 from tests.store.fakes import RAGGED, SCHEMA, FakeSource, assert_whole, batch_of, fill, make_cache
@@ -195,10 +195,10 @@ def test_a_full_disk_leaves_the_cache_as_it_was(tmp_path: Path, monkeypatch: pyt
 
 def test_one_compacts_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make_short(tmp_path, FakeSource())
-    monkeypatch.setattr(claims, "INDEX_WAIT_S", 0.05)
+    monkeypatch.setattr(use, "INDEX_WAIT_S", 0.05)
 
     with (
-        claims.maintaining(cache.path),
+        use.maintaining(cache.path),
         pytest.raises(StalledError, match=f"process {os.getpid()} on"),
     ):
         compact(cache.path)

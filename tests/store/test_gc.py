@@ -224,8 +224,8 @@ if sys.argv[2] == "reader":
 elif sys.argv[2] == "writer":
     held = open_folder(path.parent.parent, path.parent.name, load_recipe(path))
 else:
-    from stoker.store.claims import claim
-    held = claim(path, "encode")
+    from stoker.runtime.locks import lock_folder
+    held = lock_folder(path, "encode")
     held.__enter__()
 print("ready", flush=True)
 time.sleep(120)

@@ -23,6 +23,7 @@ from stoker.errors import (
     ResourceError,
     StalledError,
 )
+from stoker.runtime.locks import lock_range
 from stoker.schema import Field, Schema
 from stoker.store import make_recipe, open_cache, open_folder
 from stoker.store.cache import Cache
@@ -34,7 +35,6 @@ from stoker.store.mirror.attach import attach
 from stoker.store.mirror.block_map import BlockMap
 from stoker.store.mirror.clean import clean
 from stoker.store.mirror.folder import MirrorFolder
-from stoker.store.mirror.locks import lock_range
 from stoker.store.mirror.stand import Stand
 from stoker.store.remote import folder
 from stoker.store.remote.folder import FolderRemote
@@ -243,7 +243,7 @@ def test_blocks_that_another_process_is_fetching_are_not_forgotten(
     before = BlockMap(path).state.tolist()
     monkeypatch.setattr(fetch, "DEADLINE_S", 0.05)
 
-    with lock_range(path, 0, 1, wait_s=0) as got:
+    with lock_range(path, 0, 1, timeout_s=0) as got:
         assert got
         with pytest.raises(StalledError):
             mirror.open(name).mend(0, 100)

@@ -14,10 +14,10 @@ import pytest
 from stoker.errors import ConfigError, CorruptError, FormatError
 from stoker.store import Cache, make_recipe, open_cache, open_folder
 from stoker.store.cache import rebuild
-from stoker.store.claims import indexing
 from stoker.store.compact import compact
 from stoker.store.gc import collect
 from stoker.store.repair import folder_to_repair, repair
+from stoker.store.use import indexing
 from tests.store.fakes import FakeSource, assert_whole, fill, make_cache
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from stoker.errors import ConfigError, CorruptError, FormatError, IncompleteError, StalledError
-from stoker.store import claims, make_recipe, open_cache, open_folder
+from stoker.runtime.locks import lock_folder
+from stoker.store import make_recipe, open_cache, open_folder, use
 from stoker.store.mirror.attach import attach
 from stoker.store.mirror.pull import pull
 from stoker.store.mirror.push import push
@@ -205,7 +206,7 @@ def test_a_pull_counts_what_came_while_it_waited_for_the_index(tmp_path: Path) -
     (pulled / "index.json").unlink()
     rest = {path.name: path for path in Path(pull(url, tmp_path / "c").path).glob("shard-*")}
     with ThreadPoolExecutor(1) as pool:
-        with claims.claim(pulled, "index"):
+        with lock_folder(pulled, "index"):
             again = pool.submit(pull, url, tmp_path / "b", wanted=Wanted(rank=0, world=2))
             wait([again], timeout=0.5)
             for name, path in rest.items():
@@ -234,9 +235,9 @@ def test_no_index_is_written_while_another_process_writes_it(
         "finish": lambda: open_folder(tmp_path / "b", "x", make_recipe(source, None)).finish(),
         "repair": lambda: repair(folder),
     }
-    monkeypatch.setattr(claims, "INDEX_WAIT_S", 0.05)
+    monkeypatch.setattr(use, "INDEX_WAIT_S", 0.05)
 
-    with claims.claim(folder, "index"), pytest.raises(StalledError):
+    with lock_folder(folder, "index"), pytest.raises(StalledError):
         doing[way]()
 
     assert not index.exists()

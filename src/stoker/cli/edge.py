@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO, TypeVar, cast
 import typer
 from rich.console import Console
 
-from stoker.atomic import FULL_ERRNOS, READ_ONLY_ERRNOS
 from stoker.cli.streams import INTERRUPTED, keep_standard_streams, printing
 from stoker.cli.together import name_of_rank
 from stoker.errors import Interrupted, ResourceError, StokerError
 from stoker.precompute.guarded import EXIT_S, say_end
+from stoker.runtime.disk import FULL_ERRNOS, READ_ONLY_ERRNOS
 
 if TYPE_CHECKING:
     from stoker.schema import Json

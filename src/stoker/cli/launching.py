@@ -175,7 +175,7 @@ def _look_after(
 
 
 def _write(out: Edge, plan: Launch, path: Path | None) -> None:
-    from stoker.atomic import replacing
+    from stoker.runtime.files import replacing
 
     if path is not None:
         with replacing(path) as temporary:

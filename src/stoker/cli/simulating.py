@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.atomic import make_folder
 from stoker.cli.edge import Edge
 from stoker.cli.flags import tell_settings
 from stoker.cli.render import Cells, bold, table
 from stoker.errors import ConfigError
+from stoker.runtime.files import make_folder
 
 if TYPE_CHECKING:
     from stoker.plan import Simulation

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.atomic import explained
 from stoker.export.columns import Tensor
 from stoker.export.read import Records
+from stoker.runtime.disk import explained
 from stoker.schema import Json
 
 

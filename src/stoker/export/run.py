@@ -14,16 +14,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.atomic import explained, make_folder, publish
 from stoker.errors import ConfigError, IncompleteError, ResourceError, StalledError
 from stoker.export import safetensors_files, tensordict_files
 from stoker.export.columns import ExportSettings, Tensor, check_ragged, chosen_fields, value_dtype
 from stoker.export.files import ExportedFile, Making
 from stoker.export.read import Records
+from stoker.runtime.disk import explained
+from stoker.runtime.files import make_folder, publish
+from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.schema import Json, Schema
 from stoker.store import Cache, open_cache
 from stoker.store.adopt import FINGERPRINT
-from stoker.store.claims import claim, holder
 from stoker.store.recipe import RECIPE_FILE
 from stoker.store.remote import local_path
 from stoker.units import MIB, format_bytes
@@ -209,10 +210,10 @@ def _made(out: Path, size_bytes: int) -> Generator[Path]:
     make_folder(out.parent)
     _check_room(out, size_bytes)
     temporary = make_folder(out.with_name(f".{out.name}.export"))
-    with claim(temporary, "export") as got:
+    with lock_folder(temporary, "export") as got:
         if not got:
             raise StalledError(
-                f"export: {holder(temporary, 'export')} is exporting to {out}. Wait for it, or choose "
+                f"export: {lock_holder(temporary, 'export')} is exporting to {out}. Wait for it, or choose "
                 "another folder"
             )
         try:

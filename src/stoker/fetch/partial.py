@@ -17,9 +17,10 @@ from typing import Any
 
 import xxhash
 
-from stoker.atomic import explained, publish, replacing
 from stoker.errors import DigestError, StokerError, TransferError
 from stoker.fetch.wanted import Algorithm, Wanted
+from stoker.runtime.disk import explained
+from stoker.runtime.files import publish, replacing
 from stoker.units import MIB
 
 BLOCK_BYTES = 16 * MIB

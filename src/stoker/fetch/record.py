@@ -6,7 +6,6 @@ touched since is compared in full again.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import stat
@@ -16,10 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from stoker.atomic import explained, replacing
 from stoker.errors import ResourceError
 from stoker.fetch.partial import new_digest
 from stoker.fetch.wanted import Wanted
+from stoker.runtime.files import replacing
+from stoker.runtime.locks import FileLock
 from stoker.units import MIB
 
 RECORD = ".stoker-fetch.json"
@@ -104,19 +104,9 @@ def alone(folder: Path) -> Generator[None]:
     Raises:
         ResourceError: Another process is at it.
     """
-    with explained(folder):
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(folder / LOCK, flags, 0o666)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "?"
+    with FileLock(folder / LOCK, mode=0o666) as lock:
+        if not lock.acquire():
             raise ResourceError(
-                f"{folder}: another stoker fetch (process {owner}) is at it. Wait for it, then run again"
-            ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                f"{folder}: another stoker fetch ({lock.holder()}) is at it. Wait for it, then run again"
+            )
         yield
-    finally:
-        os.close(fd)

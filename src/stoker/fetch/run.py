@@ -15,7 +15,6 @@ from pathlib import Path
 from threading import Event
 from typing import Literal, TypeAlias
 
-from stoker.atomic import explained, make_folder
 from stoker.errors import (
     ConfigError,
     DigestError,
@@ -30,6 +29,8 @@ from stoker.fetch.listing import expand
 from stoker.fetch.origin import Origin, origin_of, shown_source
 from stoker.fetch.record import Record, alone, look
 from stoker.fetch.wanted import Wanted, WantedFolder
+from stoker.runtime.disk import explained
+from stoker.runtime.files import make_folder
 from stoker.schema import Json
 from stoker.units import format_bytes, format_seconds
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stoker.errors import CorruptError, StalledError, StokerError
+from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.store import open_cache
-from stoker.store.claims import claim, holder
 from stoker.store.joint import Joint
 from stoker.store.repair import repair
 
@@ -63,10 +63,10 @@ class Mender:
 
     def _mended(self, cache: Cache, error: CorruptError, filler: Filler) -> Cache:
         until = time.monotonic() + MEND_DEADLINE_S
-        with claim(cache.path, _CLAIM, wait_s=MEND_DEADLINE_S) as got:
+        with lock_folder(cache.path, _CLAIM, timeout_s=MEND_DEADLINE_S) as got:
             if not got:
                 raise StalledError(
-                    f"{holder(cache.path, _CLAIM)} has been repairing {cache.path} for "
+                    f"{lock_holder(cache.path, _CLAIM)} has been repairing {cache.path} for "
                     f"{MEND_DEADLINE_S:g} s. See whether it hangs"
                 )
             found = repair(cache.path, shards=[error.shard])

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from stoker.atomic import explained
 from stoker.monitor.meter import StallMeter, StallReport
+from stoker.runtime.disk import explained
 from stoker.schema import Json
 
 EVERY_S = 10.0

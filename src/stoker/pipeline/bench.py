@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from stoker.atomic import make_folder
 from stoker.config import Config
 from stoker.errors import ConfigError
 from stoker.loader import Loader, Windows
@@ -21,6 +20,7 @@ from stoker.pipeline.folders import require_writable
 from stoker.pipeline.locate import batch_size_of, locate, trajectory_steps, windows_for
 from stoker.plan import Plan, limits, probe
 from stoker.plan.limits import Limit
+from stoker.runtime.files import make_folder
 from stoker.schema import Json
 from stoker.sources.files import canonical_split
 from stoker.store import Cache, open_cache

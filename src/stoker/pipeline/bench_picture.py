@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.atomic import replacing
+from stoker.runtime.files import replacing
 from stoker.units import format_percent, format_seconds
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import h5py  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.atomic import make_folder, replacing
 from stoker.errors import ConfigError, ReadOnlyError, ResourceError, SourceError
+from stoker.runtime.files import make_folder, replacing
 
 COURANT = 0.5
 """Cells that the fastest wave may cross in one inner step; the scheme is stable up to about 1.3."""

@@ -17,19 +17,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.atomic import make_folder
 from stoker.config import Config
 from stoker.encoders.protocol import Encoder
 from stoker.errors import FormatError, ReadOnlyError, ResourceError, StalledError, StokerError
 from stoker.pipeline.folders import cache_dir_of
 from stoker.plan.devices import resolve_device
 from stoker.precompute.encode_batch import EncodeBatch, measure_encode_batch
+from stoker.runtime.files import make_folder
+from stoker.runtime.locks import lock_folder
 from stoker.scale.ranks import Ranks
 from stoker.schema import Schema, canonical_json, digest_json
 from stoker.sources.protocol import Source
 from stoker.store import load_recipe
 from stoker.store.cache import open_unnoted
-from stoker.store.claims import claim
 from stoker.store.local import LocalStorage
 from stoker.store.strict_json import read_strict
 from stoker.units import format_count
@@ -134,7 +134,7 @@ def _measure(config: Config, jobs: Sequence[Job], device: str) -> Settled:
     key = _key(first.encoder.identity(), first.encoder.schema(first.source.schema()))
     try:
         make_folder(folder / FOLDER)
-        with claim(folder / FOLDER, key, wait_s=WAIT_S) as got:
+        with lock_folder(folder / FOLDER, key, timeout_s=WAIT_S) as got:
             if not got:
                 raise StalledError(
                     f"another process has measured the encode batch in {folder / FOLDER} for {WAIT_S:g} s. "

@@ -21,10 +21,10 @@ from torch import Tensor
 from stoker.errors import ConfigError, RecordError, SourceError, StalledError, arg
 from stoker.pipeline.inspect import list_quarantined
 from stoker.pipeline.pt_reader import PtContent, PtReader, Refused
+from stoker.runtime.locks import lock_holder
 from stoker.schema import Field, Json, Sample, Schema
 from stoker.sources.protocol import FileRef, Part, SourceIdentity
 from stoker.store import Cache, Digests, Failure, Folder, make_recipe, open_folder
-from stoker.store.claims import holder
 from stoker.store.recipe import RECIPE_FILE
 from stoker.units import GIB, format_count
 
@@ -186,7 +186,9 @@ def import_pt(
         if cache is None or len(folder.missing()):
             with folder.claim() as got:
                 if not got:
-                    raise StalledError(f"{folder.path} is being imported by {holder(folder.path, 'encode')}")
+                    raise StalledError(
+                        f"{folder.path} is being imported by {lock_holder(folder.path, 'encode')}"
+                    )
                 cache = importing.run()
                 if len(folder.missing(retry_transient=False)):  # damage that making the index met
                     cache = importing.run()

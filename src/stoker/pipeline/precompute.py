@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from stoker.atomic import make_folder
 from stoker.config import Config
 from stoker.config.remedies import in_settings
 from stoker.encoders.protocol import Encoder
@@ -51,6 +50,7 @@ from stoker.precompute import (
     run_precompute,
 )
 from stoker.precompute.progress import ProgressSink
+from stoker.runtime.files import make_folder
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json, Schema, schema_to_json
 from stoker.sources.files import canonical_split

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from stoker.atomic import make_folder, replacing
+from stoker.runtime.files import make_folder, replacing
 from stoker.sources.sql.nested import METRES
 
 Batch: TypeAlias = "Mapping[str, Tensor]"

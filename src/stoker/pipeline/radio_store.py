@@ -10,9 +10,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from stoker.atomic import make_folder
 from stoker.errors import ConfigError, ReadOnlyError, SourceError
 from stoker.pipeline.radio import RadioSpec, radio_rows
+from stoker.runtime.files import make_folder
 from stoker.schema import Json, canonical_json
 from stoker.sources.sql.address import Address, parse_address
 from stoker.sources.sql.postgres import driver

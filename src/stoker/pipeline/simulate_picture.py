@@ -6,8 +6,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from stoker.atomic import replacing
 from stoker.plan import Simulation
+from stoker.runtime.files import replacing
 from stoker.units import format_percent, format_seconds
 
 BLUE, ORANGE, PALE, GREY, TEXT = "#1f6fb4", "#d9731a", "#d5dce3", "#9aa5b1", "#24313f"

@@ -7,21 +7,21 @@ The object appears under its name once all of it was read back.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from stoker.atomic import explained, replacing
 from stoker.errors import SourceError, StalledError
 from stoker.fetch.folder import FolderOrigin
 from stoker.fetch.partial import Partial, paths_of
 from stoker.fetch.wanted import Wanted
+from stoker.runtime.disk import explained
+from stoker.runtime.files import replacing
+from stoker.runtime.locks import FileLock
 from stoker.sources.watched import watched
 from stoker.units import format_bytes
 
@@ -84,33 +84,20 @@ def stage_file(original: Original, objects: Path, *, deadline_s: float) -> int:
 @contextmanager
 def _alone(original: Original, objects: Path, deadline_s: float) -> Generator[None]:
     """Hold the lock of an object; the wait ends when its partial copy has not grown for `deadline_s`."""
-    path, (part, _) = objects / f"{original.object}.lock", paths_of(objects / original.object)
-    with explained(objects):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
+    part, _ = paths_of(objects / original.object)
+    with FileLock(objects / f"{original.object}.lock") as lock:
         since, size = time.monotonic(), -1
-        while not locked(fd):
+        while not lock.acquire():
             grown = part.stat().st_size if part.exists() else -1
             if grown != size:
                 since, size = time.monotonic(), grown
             elif time.monotonic() - since > deadline_s:
                 raise StalledError(
-                    f"{original.path} is being staged by another process, which has made no progress for "
+                    f"{original.path} is being staged by {lock.holder()}, which has made no progress for "
                     f"{deadline_s:g} s ({format_bytes(max(0, size))} so far). End it, then run again"
                 )
             time.sleep(POLL_S)
         yield
-    finally:
-        os.close(fd)
-
-
-def locked(fd: int) -> bool:
-    """Whether the lock of an open file was free; it is held from then on."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _copy(original: Original, objects: Path, deadline_s: float) -> int:

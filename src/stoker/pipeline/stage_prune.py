@@ -9,18 +9,17 @@ copy of a file whose whole folder is gone, which looks like storage that is not 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import time
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from stoker.atomic import explained
 from stoker.errors import SourceError
-from stoker.pipeline.stage_copy import locked, look_at
+from stoker.pipeline.stage_copy import look_at
+from stoker.runtime.disk import explained
+from stoker.runtime.locks import FileLock
 from stoker.store.gc import DAY_S, GcItem, GcReport
 
 _OBJECT = re.compile(r"[0-9a-f]{32}")
@@ -96,14 +95,14 @@ def _prune_view(view: Path, why: str, report: GcReport, *, used: bool) -> None:
 def _prune_copy(objects: Path, name: str, why: str, report: GcReport, *, used: bool) -> None:
     files = _files_of(objects, name)
     size = sum(path.stat().st_size for path in files)
-    lock = objects / f"{name}.lock"
-    with _held(lock) as free:
+    with FileLock(objects / f"{name}.lock", create=False) as lock:
+        free = lock.acquire()
         busy = _USED if used else None if free else "being copied now"
         reason = why if busy is None else f"{busy}; {why}"
         item = GcItem(kind="copy", path=str(objects / name), bytes=size, reason=reason)
         (report.removed if busy is None else report.kept).append(item)
         if busy is None and not report.dry_run:
-            for path in (*files, lock):
+            for path in (*files, lock.path):
                 path.unlink(missing_ok=True)
 
 
@@ -111,20 +110,6 @@ def _files_of(objects: Path, name: str) -> list[Path]:
     """What there is of a copy; the note first, since without it the copy is one that was never finished."""
     found = [objects / f"{name}{ending}" for ending in (".json", "", ".part", ".journal", ".json.part")]
     return [path for path in found if path.exists()]
-
-
-@contextmanager
-def _held(lock: Path) -> Generator[bool]:
-    """Whether nobody else has the lock of a copy; it is held meanwhile."""
-    try:
-        fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        yield True
-        return
-    try:
-        yield locked(fd)
-    finally:
-        os.close(fd)
 
 
 def _used(path: Path) -> bool:

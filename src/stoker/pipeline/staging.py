@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from stoker.atomic import explained, make_folder
 from stoker.config import Config
 from stoker.config.models import DataConfig
 from stoker.errors import ConfigError, ResourceError, SourceError
@@ -25,6 +24,8 @@ from stoker.fetch.partial import paths_of
 from stoker.pipeline.folders import cache_dir_of
 from stoker.pipeline.stage_copy import Original, is_staged, look_at, stage_file
 from stoker.plan.resources import storage_of
+from stoker.runtime.disk import explained
+from stoker.runtime.files import make_folder
 from stoker.schema import Json
 from stoker.sources.containers import find_containers
 from stoker.sources.files import find_files, resolve_files

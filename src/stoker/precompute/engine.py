@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from stoker.atomic import explained, sync_folder
 from stoker.encoders.keeping import keeping
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import weights_device
@@ -30,14 +29,17 @@ from stoker.precompute.share import Done, Engine, Share
 from stoker.precompute.space import check_space
 from stoker.precompute.turn import take_turn
 from stoker.precompute.verdict import check_quarantined, check_values, describe_failures, too_many
+from stoker.runtime.disk import explained
+from stoker.runtime.files import sync_folder
+from stoker.runtime.locks import lock_folder
 from stoker.sources.given import check_source
 from stoker.sources.protocol import Source
 from stoker.store import Cache, Folder, open_folder
-from stoker.store.claims import INDEX_WAIT_S, claim
 from stoker.store.compressed import Compression
 from stoker.store.index import INDEX_FILE
 from stoker.store.local import LocalStorage
 from stoker.store.mirror.attach import here
+from stoker.store.use import INDEX_WAIT_S
 from stoker.units import format_count
 
 if TYPE_CHECKING:
@@ -246,7 +248,8 @@ def _fill(whole: Share, engine: Engine, tally: _Tally) -> Cache:
     """Encode all that is missing."""
     folder, settings = whole.folder, whole.settings
     if not settings.overwrite:
-        with claim(folder.path, "adopt", wait_s=INDEX_WAIT_S):  # or each rank would count the same records
+        # Without the lock each rank would count the same records.
+        with lock_folder(folder.path, "adopt", timeout_s=INDEX_WAIT_S):
             tally.adopted = folder.adopt()
         whole = replace(whole, same=folder.same_samples() if whole.encoder is not None else None)
     again = {settings.part[0]}

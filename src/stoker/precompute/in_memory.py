@@ -8,7 +8,6 @@ one removes it.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from stoker.errors import ConfigError, arg
 from stoker.plan.resources import storage_of
+from stoker.runtime.locks import FileLock
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the memory file system itself, not a place for temporary files
 _OWNER = ".owner"
@@ -45,8 +45,8 @@ class MemoryFolder:
         for left in base.glob(f"{prefix}*"):
             _remove_if_left(left)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-        self._lock = os.open(self.path / _OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock = FileLock(self.path / _OWNER)
+        self._lock.acquire(timeout_s=10.0)  # another process may be looking whether it is in use
         self._owner = os.getpid()
 
     def goes_with(self, user: object) -> None:
@@ -57,24 +57,13 @@ class MemoryFolder:
         """Give the memory back; what is mapped of it stays until it is let go of. A fork does nothing."""
         if os.getpid() == self._owner:
             shutil.rmtree(self.path, ignore_errors=True)
-            with suppress(OSError):  # closed already
-                os.close(self._lock)
+            self._lock.release()
             self._owner = -1
 
 
 def _remove_if_left(folder: Path) -> None:
     """Remove the folder of a process that ended without doing so."""
-    try:
-        lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        with suppress(OSError):
-            if time.time() - folder.stat().st_mtime > _YOUNG_S:
-                shutil.rmtree(folder, ignore_errors=True)
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:  # in use
-        pass
-    finally:
-        os.close(lock)
+    with suppress(OSError), FileLock(folder / _OWNER, create=False) as lock:
+        was_locked = lock.path.exists()
+        if lock.acquire() and (was_locked or time.time() - folder.stat().st_mtime > _YOUNG_S):
+            shutil.rmtree(folder, ignore_errors=True)

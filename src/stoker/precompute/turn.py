@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from stoker.precompute.interrupts import Interrupts
+from stoker.runtime.locks import lock_holder
 from stoker.store import Folder
-from stoker.store.claims import holder
 
 log = logging.getLogger("stoker")
 
@@ -49,10 +49,11 @@ def take_turn(
         if now - said > _SAY_EVERY_S:
             said = now
             log.warning(
-                "%s is being encoded by %s; waiting for it", folder.path, holder(folder.path, "encode")
+                "%s is being encoded by %s; waiting for it", folder.path, lock_holder(folder.path, "encode")
             )
         if now - changed > quiet_s:
-            log.warning("%s did nothing for %g s; encoding beside it", holder(folder.path, "encode"), quiet_s)
+            other = lock_holder(folder.path, "encode")
+            log.warning("%s did nothing for %g s; encoding beside it", other, quiet_s)
             return True
         select.select([interrupts.fd] if interrupts.fd >= 0 else [], [], [], POLL_S)
     return waited

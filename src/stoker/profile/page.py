@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from stoker.atomic import make_folder, replacing
 from stoker.profile.flame import flame
 from stoker.profile.result import ENCODE, Profile
+from stoker.runtime.files import make_folder, replacing
 from stoker.units import format_bytes, format_percent, format_seconds
 
 Rows: TypeAlias = Sequence[Sequence[str]]

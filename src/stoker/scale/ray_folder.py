@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from stoker.atomic import explained
 from stoker.errors import ConfigError, FormatError, StokerError
+from stoker.runtime.disk import explained
 from stoker.store import Folder
 from stoker.store.mirror.attach import attach
 from stoker.store.mirror.root import root_of

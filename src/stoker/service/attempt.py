@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from stoker.atomic import explained
 from stoker.errors import Degraded, LeaseLost, ResourceError, StalledError
+from stoker.runtime.disk import explained
 from stoker.service.executor import NO_ROOM, STOPPED, Executor, Hold, Limits, Run
 from stoker.service.leases import Claim, Leases, Outcome
 from stoker.service.lines import Line, end_line, read_lines

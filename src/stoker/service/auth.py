@@ -21,8 +21,9 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from stoker.atomic import explained, replacing
 from stoker.errors import ConfigError
+from stoker.runtime.disk import explained
+from stoker.runtime.files import replacing
 
 SHORTEST = 32
 """Characters that a token has at least; ours have 43, which are 256 bits."""

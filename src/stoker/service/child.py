@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from stoker.atomic import FULL_ERRNOS
 from stoker.errors import ConfigError, Interrupted, ResourceError, StokerError
+from stoker.runtime.disk import FULL_ERRNOS
 from stoker.service.executor import NO_ROOM, STOPPED
 from stoker.service.job_file import JobFile
 

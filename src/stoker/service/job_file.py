@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from stoker.atomic import replacing
+from stoker.runtime.files import replacing
 
 if TYPE_CHECKING:
     from pathlib import Path

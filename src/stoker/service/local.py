@@ -10,7 +10,6 @@ A process dies with its worker (the kernel sees to that), so that what nobody wa
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from stoker.errors import ResourceError, StalledError
+from stoker.runtime.locks import FileLock
 from stoker.service.confine import identity
 from stoker.service.executor import Limits
 from stoker.service.folders import JobFolder
@@ -48,23 +48,11 @@ class LocalExecutor:
 
     def hold(self, folder: JobFolder) -> LocalHold:
         """See `Executor.hold`."""
-        fd = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            self._lock(fd, folder)
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"process {identity(os.getpid())}\n".encode(), 0)
-        except BaseException:
-            os.close(fd)
-            raise
-        return LocalHold(fd, folder, self._environment)
-
-    def _lock(self, fd: int, folder: JobFolder) -> None:
+        # Not the usual signature: whoever takes over kills the very process that is named here.
+        lock = FileLock(folder.lock, note=f"process {identity(os.getpid())}\n")
         deadline = time.monotonic() + self._take_over_s
-        while True:
-            with suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            holder = os.pread(fd, 200, 0).decode(errors="replace").strip()
+        while not lock.acquire(0.02):
+            holder = lock.note()
             _end(holder)
             if time.monotonic() > deadline:
                 raise StalledError(
@@ -72,14 +60,14 @@ class LocalExecutor:
                     f"{format_seconds(self._take_over_s)} after its process was killed: the earlier attempt "
                     "hangs in the system or runs on another machine. The job is tried again later"
                 )
-            time.sleep(0.02)
+        return LocalHold(lock, folder, self._environment)
 
 
 class LocalHold:
     """The lock of a job, held by this process; `LocalExecutor.hold` makes it."""
 
-    def __init__(self, fd: int, folder: JobFolder, environment: Mapping[str, str]) -> None:
-        self._fd = fd
+    def __init__(self, lock: FileLock, folder: JobFolder, environment: Mapping[str, str]) -> None:
+        self._lock = lock
         self._folder = folder
         self._environment = dict(environment)
 
@@ -88,7 +76,8 @@ class LocalHold:
         environment = dict(self._environment)
         if limits.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = limits.devices
-        confined = [sys.executable, "-I", "-S", _CONFINE, str(os.getpid()), str(self._fd), *command]
+        lock = self._lock.fileno()
+        confined = [sys.executable, "-I", "-S", _CONFINE, str(os.getpid()), str(lock), *command]
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         log = os.open(self._folder.log, flags, 0o600)
         try:
@@ -98,7 +87,7 @@ class LocalHold:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=[self._fd],
+                pass_fds=[lock],
                 start_new_session=True,
             )
         except OSError as error:
@@ -112,9 +101,7 @@ class LocalHold:
 
     def release(self) -> None:
         """See `Hold.release`."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._lock.release()
 
 
 class LocalRun:

@@ -16,8 +16,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from stoker.atomic import replacing
 from stoker.errors import ConfigError, NotFound, ResourceError, StalledError
+from stoker.runtime.files import replacing
 from stoker.service.executor import Limits
 from stoker.service.folders import JobFolder
 from stoker.service.job_file import JobFile

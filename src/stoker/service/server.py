@@ -15,8 +15,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from stoker.atomic import replacing
 from stoker.errors import ConfigError
+from stoker.runtime.files import replacing
 from stoker.service.app import create_app
 from stoker.service.services import Services
 

@@ -6,8 +6,8 @@ import os
 import stat
 from pathlib import Path
 
-from stoker.atomic import explained
 from stoker.errors import ConfigError
+from stoker.runtime.disk import explained
 from stoker.service.folders import StateFolder
 
 

@@ -6,7 +6,6 @@ worker through their folders, so two services that shared a database alone would
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import secrets
@@ -19,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from stoker.atomic import replacing
 from stoker.errors import ConfigError, Degraded, StokerError
+from stoker.runtime.files import replacing
+from stoker.runtime.locks import FileLock
 from stoker.service.access import DataAccess
 from stoker.service.attempt import Pace
 from stoker.service.database import Database
@@ -102,7 +102,7 @@ class Supervisor:
             with database.writing() as connection:
                 claim_folder(connection, _identity(folder))
         except StokerError:
-            os.close(self._lock)
+            self._lock.release()
             raise
         self._database = database
         self._folder = folder
@@ -139,7 +139,7 @@ class Supervisor:
         in_order = [member.ended(deadline) for member in self._crew]
         if started:
             self._thread.join(10.0)
-        os.close(self._lock)
+        self._lock.release()
         return all(in_order)
 
     def workers(self) -> list[WorkerState]:
@@ -313,19 +313,15 @@ def remove_orphans(folder: StateFolder, jobs: Jobs) -> list[str]:
     return removed
 
 
-def _sole_service(folder: StateFolder) -> int:
-    """The lock on a state folder, held until it is closed."""
-    path = folder.path / "service.lock"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
+def _sole_service(folder: StateFolder) -> FileLock:
+    """Return the lock on a state folder, held until it is released."""
+    lock = FileLock(folder.path / "service.lock")
+    if not lock.acquire():
         raise ConfigError(
-            f"{folder.path} belongs to a service that runs now: one service has a state folder at a time. "
-            "Stop it, or start this one with another folder"
-        ) from None
-    return fd
+            f"{folder.path} belongs to a service that runs now ({lock.holder()}): one service has a state "
+            "folder at a time. Stop it, or start this one with another folder"
+        )
+    return lock
 
 
 def _identity(folder: StateFolder) -> str:

@@ -7,7 +7,6 @@ kernel when the service dies, lets it stop its job with a checkpoint and give it
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from stoker.errors import Degraded, LeaseLost, ResourceError, StokerError
 from stoker.precompute.guarded import tie_to_parent
+from stoker.runtime.locks import FileLock
 from stoker.service.access import DataAccess
 from stoker.service.attempt import Attempt, Pace, Work
 from stoker.service.database import Database
@@ -195,27 +195,22 @@ def _being_made(job: Job, datasets: list[dict[str, Json]]) -> str:
     return ", ".join(str(one["name"]) for one in datasets if one.get("health") == "making")
 
 
-def take_slot(folder: StateFolder, slot: int, stopping: Callable[[], bool]) -> int | None:
-    """The descriptor that holds a slot, for as long as this process lives; None: stopped while waiting.
+def take_slot(folder: StateFolder, slot: int, stopping: Callable[[], bool]) -> FileLock | None:
+    """Return the lock of a slot, held for as long as this process lives; None: stopped while waiting.
 
     Raises:
         ResourceError: The worker before did not end in `SLOT_S`.
     """
-    path = folder.workers / f"{slot}.lock"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    lock = FileLock(folder.workers / f"{slot}.lock")
     deadline = time.monotonic() + SLOT_S
     while not stopping():
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise ResourceError(
-                    f"{path} is held by a worker of an earlier service, {SLOT_S:.0f} s after this one was "
-                    "started. Look at its process; this worker is started again automatically"
-                ) from None
-            time.sleep(0.1)
-        else:
-            return fd
+        if lock.acquire(0.1):
+            return lock
+        if time.monotonic() > deadline:
+            raise ResourceError(
+                f"{lock.path} is held by a worker of an earlier service ({lock.holder()}), {SLOT_S:.0f} s "
+                "after this one was started. Look at its process; this worker is started again automatically"
+            )
     return None
 
 

@@ -27,7 +27,6 @@ from stoker.errors import (
 )
 from stoker.schema import Schema, unfolded
 from stoker.store.catalog import Catalog, build_index, is_shard_name, write_index
-from stoker.store.claims import indexing
 from stoker.store.failures import Failure
 from stoker.store.index import Index, Segments, load_index, segments_of
 from stoker.store.layout import axis_length
@@ -43,7 +42,7 @@ from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
 from stoker.store.rows import spread
 from stoker.store.shard_facts import ShardFacts
 from stoker.store.shard_read import Shard
-from stoker.store.use import Use, note_use
+from stoker.store.use import Use, indexing, note_use
 from stoker.units import format_count
 
 if TYPE_CHECKING:

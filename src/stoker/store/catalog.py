@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.atomic import sync_folder
 from stoker.errors import CorruptError, FormatError, ResourceError, StalledError
+from stoker.runtime.files import sync_folder
 from stoker.store.concurrently import in_order
 from stoker.store.failures import Failure, read_failures
 from stoker.store.field_read import repair_advice

@@ -26,7 +26,6 @@ from stoker.schema import Json, canonical_json
 from stoker.store import layout
 from stoker.store.cache import Cache, open_cache
 from stoker.store.catalog import Catalog, write_index
-from stoker.store.claims import indexing, maintaining
 from stoker.store.compressed import Compression, check_compression
 from stoker.store.copies import copy_rows
 from stoker.store.index import Index, ShardEntry
@@ -34,6 +33,7 @@ from stoker.store.local import LocalStorage
 from stoker.store.mirror.root import address_of
 from stoker.store.shard_read import Shard
 from stoker.store.shard_write import OpenShard, ShardSpec
+from stoker.store.use import indexing, maintaining
 from stoker.units import MIB
 
 CHUNK_BYTES = 4 * MIB

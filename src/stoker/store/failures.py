@@ -13,8 +13,9 @@ from typing import Any, Literal, get_args
 
 import xxhash
 
-from stoker.atomic import explained, sync_folder
 from stoker.errors import FormatError, RecordError
+from stoker.runtime.disk import explained
+from stoker.runtime.files import sync_folder
 from stoker.schema import canonical_json
 from stoker.store.local import LocalStorage
 from stoker.store.recipe import Recipe

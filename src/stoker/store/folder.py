@@ -14,20 +14,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.atomic import explained, make_folder, sync_folder
 from stoker.errors import ConfigError, FormatError, ReadOnlyError
+from stoker.runtime.disk import explained
+from stoker.runtime.files import make_folder, sync_folder
+from stoker.runtime.locks import lock_folder
 from stoker.schema import canonical_json
 from stoker.store.adopt import adopt_shards
 from stoker.store.cache import Cache, open_indexed
 from stoker.store.catalog import Catalog, presence
-from stoker.store.claims import claim, indexing
 from stoker.store.digests import FileDigest
 from stoker.store.failures import Failure, append_failures, read_failures
 from stoker.store.local import LocalStorage
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
 from stoker.store.same_samples import SOURCES_FILE, SameSamples, changes_of_files
 from stoker.store.strict_json import as_object
-from stoker.store.use import Use, note_use
+from stoker.store.use import Use, indexing, note_use
 from stoker.store.writer import RecordWriter, WriterSettings
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class Folder:
 
     def claim(self, purpose: str = "encode", *, shared: bool = False) -> AbstractContextManager[bool]:
         """An advisory claim; yields False if somebody else holds it (`shared`: by himself)."""
-        return claim(self.path, purpose, shared=shared)
+        return lock_folder(self.path, purpose, shared=shared)
 
     def finish(self) -> Cache:
         """Write the index over everything sealed so far, by whomever, and open it.

@@ -19,11 +19,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stoker.atomic import explained, sync_folder
 from stoker.errors import ConfigError, Conflict, FormatError, StalledError
+from stoker.runtime.disk import explained
+from stoker.runtime.files import sync_folder
+from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.schema import Json
 from stoker.store.adopt import FINGERPRINT
-from stoker.store.claims import INDEX_WAIT_S, claim, holder
 from stoker.store.gc_scan import (
     GONE,
     WEIGHTS,
@@ -40,7 +41,7 @@ from stoker.store.local import dead_temporaries
 from stoker.store.mirror.root import MARKER
 from stoker.store.recipe import RECIPE_FILE
 from stoker.store.superseded import drop_superseded, find_superseded, reasons, still_needed
-from stoker.store.use import alone, unnoted
+from stoker.store.use import INDEX_WAIT_S, alone, unnoted
 from stoker.units import format_bytes
 
 log = logging.getLogger("stoker")
@@ -184,10 +185,10 @@ def _cleaning(cache_dir: Path) -> Generator[None]:
     Raises:
         StalledError: Somebody else does, all the while.
     """
-    with claim(cache_dir, "gc", wait_s=INDEX_WAIT_S) as free:
+    with lock_folder(cache_dir, "gc", timeout_s=INDEX_WAIT_S) as free:
         if not free:
             raise StalledError(
-                f"{cache_dir} has been cleaned up by {holder(cache_dir, 'gc')} for {INDEX_WAIT_S:g} s. "
+                f"{cache_dir} has been cleaned up by {lock_holder(cache_dir, 'gc')} for {INDEX_WAIT_S:g} s. "
                 "Run again when it is done"
             )
         yield
@@ -320,7 +321,7 @@ class _Collection:
     def _busy(self, folder: FoundFolder) -> str | None:
         """Why a folder is in use; None: it is not."""
         if claims := folder.live_claims():
-            return f"claimed ({claims[0]}) by {holder(folder.path, claims[0])}"
+            return f"claimed ({claims[0]}) by {lock_holder(folder.path, claims[0])}"
         return self._in_use(folder)
 
     def _in_use(self, folder: FoundFolder) -> str | None:

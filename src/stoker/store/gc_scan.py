@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from collections.abc import Iterator
@@ -10,8 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stoker.atomic import explained
 from stoker.errors import FormatError
+from stoker.runtime.disk import explained
+from stoker.runtime.locks import FOLDER_LOCK, try_lock
 from stoker.store.adopt import FINGERPRINT
 from stoker.store.catalog import known_index
 from stoker.store.local import LocalFile, dead_temporaries
@@ -25,7 +25,6 @@ from stoker.units import format_seconds
 GONE = ".gone-"
 """Prefix of what is being removed."""
 GONE_FOLDER = re.compile(rf"{re.escape(GONE)}{FINGERPRINT.pattern}-[0-9a-f]+")
-CLAIM = ".claim-"
 WEIGHTS = "encoders"
 WEIGHTS_NAME = re.compile(rf"({re.escape(GONE)})?[0-9a-f]{{16,64}}\.safetensors")
 TWO_DAYS_S = 2 * 86400.0
@@ -71,8 +70,8 @@ class FoundFolder:
 
     def live_claims(self) -> list[str]:
         """Purposes of the claims that somebody holds now."""
-        names = [name for name in sorted(self.files) if name.startswith(CLAIM)]
-        return [name.removeprefix(CLAIM) for name in names if _is_held(self.path / name)]
+        names = [name for name in sorted(self.files) if name.startswith(FOLDER_LOCK)]
+        return [name.removeprefix(FOLDER_LOCK) for name in names if _is_held(self.path / name)]
 
 
 def scan(cache_dir: Path) -> list[FoundFolder]:
@@ -132,14 +131,11 @@ def _is_held(path: Path) -> bool:
         return False
     try:
         # A shared lock meets the holder's, and a descriptor that only reads can have it everywhere.
-        fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not try_lock(file.fileno(), shared=True)
     except OSError:
-        return False  # a file system without locks: no claim says anything
+        return False
     finally:
         file.close()
-    return False
 
 
 def leftovers(cache_dir: Path) -> Iterator[tuple[Path, int]]:

@@ -7,7 +7,6 @@ waits on a pipe or device. A folder that is a mirror asks the place that it stan
 from __future__ import annotations
 
 import errno
-import fcntl
 import functools
 import os
 import re
@@ -17,8 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.atomic import explained, sync_folder
 from stoker.errors import CorruptError, FormatError
+from stoker.runtime.disk import explained
+from stoker.runtime.files import sync_folder
+from stoker.runtime.locks import try_lock
 from stoker.store.pending import TEMPORARY_NAME, LocalPending, put_file
 from stoker.store.protocols import OpenFile, Pending
 from stoker.units import MIB, format_bytes
@@ -282,9 +283,10 @@ def dead_temporaries(place: Path, *, remove: bool) -> Iterator[tuple[Path, int]]
     """
     with suppress(FileNotFoundError), os.scandir(place) as entries:
         for name in sorted(entry.name for entry in entries if TEMPORARY_NAME.fullmatch(entry.name)):
-            with suppress(OSError, FormatError):  # a living writer's, or it has got its name meanwhile
+            with suppress(OSError, FormatError):  # it has got its name meanwhile
                 file = LocalFile(place / name)
-                fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+                if not try_lock(file.fileno(), shared=True, without_locks=False):
+                    continue
                 if remove:
                     (place / name).unlink()
                 else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import functools
 import os
 import re
@@ -17,7 +16,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from stoker.atomic import explained, publish
+from stoker.runtime.disk import explained
+from stoker.runtime.files import publish
+from stoker.runtime.locks import try_lock
 from stoker.store.protocols import Buffer
 from stoker.units import MIB
 
@@ -26,8 +27,6 @@ TEMPORARY_NAME = re.compile(r"\.tmp-[0-9a-f]+-[A-Za-z0-9_.-]+")
 """What is swept: a folder may hold others' files that begin alike."""
 FLUSH_BYTES = 8 * MIB
 """Bytes after which the kernel is asked to begin writing them out, so that the final fsync is short."""
-NO_LOCKS_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What locking a file says on a file system that has no locks."""
 
 
 @functools.cache
@@ -55,17 +54,12 @@ class LocalPending:
             path = self._folder / f"{TEMPORARY}{secrets.token_hex(6)}-{self._name}"
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                pass
-            except OSError as error:
-                if error.errno not in NO_LOCKS_ERRNOS:
-                    os.close(fd)
-                    raise
-                return fd, path  # nobody can tell that we are dead, so nobody sweeps
-            else:
-                if os.fstat(fd).st_nlink:
+                # Without locks nobody can tell that we are dead, so nobody sweeps.
+                if try_lock(fd) and os.fstat(fd).st_nlink:
                     return fd, path
+            except OSError:
+                os.close(fd)
+                raise
             os.close(fd)  # a sweeper came between creating and locking: the file is going, make another
 
     def write_at(self, offset: int, data: Buffer) -> None:

@@ -15,18 +15,18 @@ from pathlib import Path
 
 import numpy as np
 
-from stoker.atomic import explained, sync_folder
 from stoker.errors import CorruptError, FormatError
+from stoker.runtime.disk import explained
+from stoker.runtime.files import sync_folder
 from stoker.schema import Json
 from stoker.store.adopt import FINGERPRINT
 from stoker.store.catalog import Catalog, is_shard_name, part_of, write_index
-from stoker.store.claims import indexing, maintaining
 from stoker.store.index import Index, load_index
 from stoker.store.local import LocalStorage
 from stoker.store.mirror.attach import here
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
 from stoker.store.shard_read import Shard
-from stoker.store.use import Use, note_use
+from stoker.store.use import Use, indexing, maintaining, note_use
 from stoker.store.verify import BadRecord
 
 log = logging.getLogger("stoker")

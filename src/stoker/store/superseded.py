@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from stoker.atomic import explained, sync_folder
 from stoker.errors import FormatError, IncompleteError, ResourceError
+from stoker.runtime.disk import explained
+from stoker.runtime.files import sync_folder
+from stoker.runtime.locks import lock_folder
 from stoker.store.cache import Cache
 from stoker.store.catalog import Catalog, build_index, is_shard_name
-from stoker.store.claims import claim
 from stoker.store.index import INDEX_FILE, Index, ShardEntry, dump_index, load_index
 from stoker.store.local import LocalStorage
 from stoker.store.recipe import Recipe, load_recipe
@@ -92,7 +93,7 @@ def drop_superseded(folder: Path, found: Superseded, *, force: bool = False) -> 
         if not stack.enter_context(alone(folder)) and not force:
             return "in use since a moment"
         # No waiting: whoever opens the folder meanwhile waits for us.
-        if not stack.enter_context(claim(folder, "index")):
+        if not stack.enter_context(lock_folder(folder, "index")):
             return "somebody writes its index"
         version = LocalStorage(folder).version(INDEX_FILE)
         view = _view(folder)

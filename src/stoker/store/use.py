@@ -1,29 +1,33 @@
-"""Who uses a folder, so that nobody removes it meanwhile.
+"""Who uses a folder, so that nobody removes it meanwhile, and who changes it.
 
 Whoever has a folder open holds a shared flock on its recipe, through a descriptor that only reads: that works
 on read-only mounts, needs no file of its own, and ends with its holder, however that ends. Whoever removes
 anything takes the exclusive one first. The recipe's modification time says when the folder was last opened.
+
+What only one process may do in a folder at a time, it does under `runtime.locks.lock_folder`. Records stay
+right without those locks: the same ones may be encoded twice, and an index may know less than one before it
+until it is made again. That one run trains in a folder, and one gc or repair works there, needs them.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from stoker.errors import FormatError, StalledError
-from stoker.store.claims import POLL_S
+from stoker.runtime.locks import LAST_POLL_S, lock_folder, lock_holder, try_lock
 from stoker.store.local import LocalFile
-from stoker.store.pending import NO_LOCKS_ERRNOS
 from stoker.store.recipe import RECIPE_FILE
 
 WAIT_S = 10.0
 """How long opening waits for a clean-up, which holds the folder for as long as it unlinks files."""
 NOTED_EVERY_S = 3600.0
 """Opening notes the time of use at most this often."""
+INDEX_WAIT_S = 60.0
+"""How long a process that writes an index or rearranges shards waits for the one before."""
 
 
 class Use:
@@ -58,14 +62,15 @@ def alone(folder: Path) -> Generator[bool]:
         yield False
         return
     try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        got = _is_current(file, folder)
-    except OSError:  # held, or a file system without locks
-        got = False
-    try:
-        yield got
+        yield _lock_alone(file) and _is_current(file, folder)
     finally:
         file.close()
+
+
+def _lock_alone(file: LocalFile) -> bool:
+    with suppress(OSError):
+        return try_lock(file.fileno(), without_locks=False)
+    return False
 
 
 @contextmanager
@@ -100,18 +105,13 @@ def _shared(folder: Path) -> LocalFile:
         file.close()
         if time.monotonic() >= until:
             raise StalledError(f"{folder} could not be opened for {WAIT_S:g} s: {why}")
-        time.sleep(POLL_S)
+        time.sleep(LAST_POLL_S)
 
 
 def _lock_shared(file: LocalFile, folder: Path) -> str | None:
     """Hold the open recipe of a folder; returns why that is of no use now, or None when it is held."""
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not try_lock(file.fileno(), shared=True):
         return "a clean-up holds it. See whether `stoker gc` hangs"
-    except OSError as error:
-        if error.errno not in NO_LOCKS_ERRNOS:
-            raise
     if _is_current(file, folder):
         return None
     # It was moved away, or its recipe mended, while we waited; a file system may say so each time.
@@ -125,3 +125,34 @@ def _is_current(file: LocalFile, folder: Path) -> bool:
     except OSError:
         return False
     return os.path.samestat(os.fstat(file.fileno()), there)
+
+
+def maintaining(folder: Path) -> AbstractContextManager[None]:
+    """Hold the lock of the process that rearranges a folder's shards: one at a time.
+
+    Raises:
+        StalledError: Another process had it for `INDEX_WAIT_S` seconds.
+        ReadOnlyError: The folder cannot be written.
+    """
+    return _only(folder, "compact", "is being compacted or repaired")
+
+
+def indexing(folder: Path) -> AbstractContextManager[None]:
+    """Hold the lock of the process that writes a folder's index; read the shards under it too.
+
+    Raises:
+        StalledError: Another process had it for `INDEX_WAIT_S` seconds.
+        ReadOnlyError: The folder cannot be written.
+    """
+    return _only(folder, "index", "has its index written")
+
+
+@contextmanager
+def _only(folder: Path, purpose: str, doing: str) -> Generator[None]:
+    with lock_folder(folder, purpose, timeout_s=INDEX_WAIT_S) as got:
+        if not got:
+            raise StalledError(
+                f"{folder} {doing} by {lock_holder(folder, purpose)}, which took longer than "
+                f"{INDEX_WAIT_S:g} s. Run again when it is done"
+            )
+        yield

@@ -25,8 +25,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from stoker.atomic import replacing
 from stoker.errors import CorruptError
+from stoker.runtime.files import replacing
 from stoker.schema import Json, canonical_json
 
 Kind: TypeAlias = Literal["last", "best"]

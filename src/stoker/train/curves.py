@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from stoker.atomic import replacing
+from stoker.runtime.files import replacing
 from stoker.units import format_percent
 
 Rows: TypeAlias = Sequence[Mapping[str, Any]]

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stoker.atomic import explained, replacing
+from stoker.runtime.disk import explained
+from stoker.runtime.files import replacing
 from stoker.schema import Json
 
 

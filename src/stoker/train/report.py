@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker.atomic import replacing
+from stoker.runtime.files import replacing
 from stoker.train.config import TrainReport
 from stoker.train.curves import curves_as_svg, draw_curves
 from stoker.units import format_count, format_percent, format_seconds

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stoker.atomic import explained
 from stoker.errors import ConfigError, StaleStateError
 from stoker.plan.devices import resolve_device
 from stoker.plan.resources import use_device
+from stoker.runtime.disk import explained
+from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.scale.ranks import Ranks
 from stoker.schema import Json
-from stoker.store.claims import claim, holder
 from stoker.train.batches import (
     PairBatch,
     PairLoader,
@@ -251,11 +251,11 @@ def own_folder(folder: Path) -> Generator[None]:
     except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
         why = "its file system takes none" if isinstance(error, FileNotFoundError) else "a file is in its way"
         raise ConfigError(f"{folder} cannot be a folder: {why}. Give another training.run_dir") from error
-    with claim(folder, "train") as got:
+    with lock_folder(folder, "train") as got:
         if not got:
             raise ConfigError(
-                f"{holder(folder, 'train')} is training in {folder}. Wait until it ends or stop it, or give "
-                "another training.run_dir"
+                f"{lock_holder(folder, 'train')} is training in {folder}. Wait until it ends or stop it, "
+                "or give another training.run_dir"
             )
         for entry in [*folder.glob(".*.part"), *folder.glob("checkpoints/.*.part")]:
             with suppress(OSError):

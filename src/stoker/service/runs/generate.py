@@ -12,10 +12,10 @@ from stoker.errors import ConfigError, StalledError
 from stoker.pipeline.burgers import BurgersSpec, write_burgers
 from stoker.pipeline.radio import RadioSpec
 from stoker.pipeline.radio_store import write_radio
+from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.service.job_file import JobFile
 from stoker.service.runs.journal import Journal
 from stoker.sources.sql.address import parse_address
-from stoker.store.claims import claim, holder
 from stoker.units import format_count
 
 WAIT_S = 3600.0
@@ -42,13 +42,14 @@ def generate(job: JobFile, journal: Journal) -> dict[str, Any]:
 def _radio(spec: Mapping[str, Any], journal: Journal) -> bool:
     wanted, path = RadioSpec(**spec["make"]), Path(parse_address(str(spec["url"])).target)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with claim(path.parent, "generate") as free:
+    with lock_folder(path.parent, "generate") as free:
         if not free:
-            journal.tell("progress", {"message": f"waits for {holder(path.parent, 'generate')}"})
-    with claim(path.parent, "generate", wait_s=WAIT_S) as free:
+            journal.tell("progress", {"message": f"waits for {lock_holder(path.parent, 'generate')}"})
+    with lock_folder(path.parent, "generate", timeout_s=WAIT_S) as free:
         if not free:
             raise StalledError(
-                f"{path} was written to by {holder(path.parent, 'generate')} for {WAIT_S:g} s. See its job"
+                f"{path} was written to by {lock_holder(path.parent, 'generate')} for {WAIT_S:g} s. "
+                "See its job"
             )
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("PRAGMA journal_mode=WAL")  # jobs read while others are made

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from stoker.atomic import explained
 from stoker.precompute.progress import Snapshot, line
+from stoker.runtime.disk import explained
 from stoker.schema import Json
 
 EVERY_S = 1.0

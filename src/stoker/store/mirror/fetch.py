@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from stoker.errors import CorruptError, ResourceError, StalledError, StokerError
-from stoker.store.mirror.locks import lock_range
+from stoker.runtime.locks import lock_range
 from stoker.store.mirror.place import Place
 from stoker.store.mirror.stand import Stand
 from stoker.store.protocols import Buffer
@@ -116,7 +116,7 @@ class Fetcher:
         """
         blocks = stand.map
         first, last = blocks.blocks(begin, min(end, blocks.size))
-        with lock_range(stand.map_path, first, last, wait_s=DEADLINE_S) as got:
+        with lock_range(stand.map_path, first, last, timeout_s=DEADLINE_S) as got:
             if not got:
                 raise self._busy(stand, DEADLINE_S)
             blocks.drop(first, last)
@@ -139,7 +139,7 @@ class Fetcher:
             if not absent:
                 return
             left = max(0.0, deadline - time.monotonic())
-            with lock_range(stand.map_path, first, last, wait_s=left) as got:
+            with lock_range(stand.map_path, first, last, timeout_s=left) as got:
                 if not got:
                     raise self._busy(stand, left)
                 for run in stand.map.absent(first, last):

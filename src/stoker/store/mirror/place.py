@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from stoker.errors import StalledError
-from stoker.store.mirror.locks import lock_range
+from stoker.runtime.locks import lock_range
 from stoker.store.mirror.root import MirrorRoot
 from stoker.store.mirror.stand import remove_stand
 from stoker.store.remote import Remote
@@ -51,7 +51,7 @@ class Place:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self.path / LOCK_FILE
         path.touch(mode=0o600)
-        with lock_range(path, 0, 1, wait_s=DEADLINE_S) as got:
+        with lock_range(path, 0, 1, timeout_s=DEADLINE_S) as got:
             if not got:
                 raise StalledError(
                     f"{path} has been locked for {DEADLINE_S:g} s. See what hangs on this machine"

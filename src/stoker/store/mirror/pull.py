@@ -11,11 +11,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from stoker.atomic import explained, make_folder, publish
 from stoker.errors import CorruptError, FormatError, IncompleteError, StalledError
+from stoker.runtime.disk import explained
+from stoker.runtime.files import make_folder, publish
+from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.store.cache import Cache, open_unnoted
 from stoker.store.catalog import Catalog, build_index, known_index
-from stoker.store.claims import INDEX_WAIT_S, claim, holder, indexing, maintaining
 from stoker.store.concurrently import in_order
 from stoker.store.index import INDEX_FILE, ShardEntry, dump_index
 from stoker.store.local import LocalStorage
@@ -27,6 +28,7 @@ from stoker.store.pending import put_file
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
 from stoker.store.remote import local_path
 from stoker.store.shard_read import Shard
+from stoker.store.use import INDEX_WAIT_S, indexing, maintaining
 
 COMING = ".coming"
 """Below the cache folder: what is on its way."""
@@ -59,16 +61,16 @@ def pull(
     began, wanted = time.monotonic(), wanted or Wanted()
     cache_dir = local_path(cache_dir, "the folder to pull to")
     coming = make_folder(make_folder(cache_dir, 0o700) / COMING, 0o700)
-    with claim(coming, "pull", wait_s=INDEX_WAIT_S, shared=True) as got:
+    with lock_folder(coming, "pull", timeout_s=INDEX_WAIT_S, shared=True) as got:
         if not got:
-            raise StalledError(f"{holder(coming, 'pull')} has been cleaning up {coming}. Run again")
+            raise StalledError(f"{lock_holder(coming, 'pull')} has been cleaning up {coming}. Run again")
         report, arrived = _pull(url, cache_dir, wanted, listen)
     report.seconds = time.monotonic() - began
     if wanted.all and not report.complete:
         raise CorruptError(
             f"{report.path} is not complete after all of {report.url} came. Run stoker verify {report.path}"
         )
-    with claim(coming, "pull") as last:  # another pull may be using the same mirror
+    with lock_folder(coming, "pull") as last:  # another pull may be using the same mirror
         if last:
             shutil.rmtree(arrived, ignore_errors=True)
     return report

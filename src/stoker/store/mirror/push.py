@@ -9,7 +9,6 @@ from pathlib import Path
 from stoker.errors import CorruptError, FormatError
 from stoker.store.cache import Cache, open_cache
 from stoker.store.catalog import Catalog, ShardInfo, write_index
-from stoker.store.claims import indexing
 from stoker.store.concurrently import in_order
 from stoker.store.index import ShardEntry
 from stoker.store.local import LocalStorage, places_name
@@ -18,6 +17,7 @@ from stoker.store.mirror.folder import MirrorFolder
 from stoker.store.mirror.pull import bring_weights
 from stoker.store.mirror.transfer import AT_ONCE, Listen, Progress, TransferReport
 from stoker.store.recipe import RECIPE_FILE
+from stoker.store.use import indexing
 
 
 def push(

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from stoker.atomic import make_folder
 from stoker.errors import FormatError, ResourceError
+from stoker.runtime.files import make_folder
 from stoker.schema import canonical_json
 from stoker.store.local import LocalStorage
 from stoker.store.mirror.block_map import BLOCK_BYTES

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, CorruptError, StalledError
+from stoker.runtime.locks import lock_range
 from stoker.store.mirror.block_map import ABSENT, COMING, HERE, BlockMap, runs
-from stoker.store.mirror.locks import lock_range
 from stoker.units import format_bytes
 
 log = logging.getLogger("stoker")
@@ -125,7 +125,7 @@ class Space:
 
     def _locked(self, change: Callable[[int], int]) -> None:
         path = self._root / USED_FILE
-        with lock_range(path, 0, 1, wait_s=WAIT_S) as got:
+        with lock_range(path, 0, 1, timeout_s=WAIT_S) as got:
             if not got:
                 raise StalledError(f"{path} has been locked for {WAIT_S:g} s. See what hangs in {self._root}")
             self._require()
@@ -177,7 +177,7 @@ class Space:
             return gone
         try:
             for first, last in runs(numbers):
-                with lock_range(path, first, last, wait_s=0) as got:
+                with lock_range(path, first, last, timeout_s=0) as got:
                     if got:
                         blocks.drop(first, last)
                         punch(data, *blocks.extent(first, last))

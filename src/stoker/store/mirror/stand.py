@@ -9,8 +9,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from stoker.atomic import explained
 from stoker.errors import CorruptError
+from stoker.runtime.disk import explained
 from stoker.store.local import LocalFile
 from stoker.store.mirror.block_map import BlockMap, new_map
 from stoker.store.mirror.space import MAP_PREFIX

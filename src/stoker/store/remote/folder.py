@@ -11,13 +11,15 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeAlias, TypeVar
 
-from stoker.atomic import READ_ONLY_ERRNOS, explained, make_folder
 from stoker.errors import FormatError, ReadOnlyError
-from stoker.store.claims import INDEX_WAIT_S, claim
+from stoker.runtime.disk import READ_ONLY_ERRNOS, explained
+from stoker.runtime.files import make_folder
+from stoker.runtime.locks import lock_folder
 from stoker.store.local import LocalFile
 from stoker.store.pending import LocalPending
 from stoker.store.protocols import Buffer
 from stoker.store.remote.protocol import ChangedError, Expected, Object, PassingError
+from stoker.store.use import INDEX_WAIT_S
 from stoker.threads import Pool, ending
 from stoker.units import MIB
 
@@ -116,7 +118,7 @@ class FolderRemote:
                 make_folder(path.parent, 0o700)
                 if expected == "anything":
                     return self._write(path, data, tell)
-                with claim(path.parent, "put", wait_s=INDEX_WAIT_S) as got:
+                with lock_folder(path.parent, "put", timeout_s=INDEX_WAIT_S) as got:
                     if not got:
                         raise PassingError(
                             f"somebody has been writing to {path.parent} for {INDEX_WAIT_S:g} s"

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from stoker.atomic import explained, replacing
 from stoker.errors import ReadOnlyError, ResourceError
+from stoker.runtime.disk import explained
+from stoker.runtime.files import replacing
 
 
 @pytest.fixture
