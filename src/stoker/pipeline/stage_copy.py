@@ -22,7 +22,7 @@ from stoker.errors import SourceError, StalledError
 from stoker.fetch.folder import FolderOrigin
 from stoker.fetch.partial import Partial, paths_of
 from stoker.fetch.wanted import Wanted
-from stoker.sources.watched import watched
+from stoker.runtime.threads import ItemClock, call_within
 from stoker.units import format_bytes
 
 POLL_S = 0.1
@@ -119,11 +119,13 @@ def _copy(original: Original, objects: Path, deadline_s: float) -> int:
     partial = Partial(wanted, target, _not_told)
     begun = partial.at
     try:
-        watched(
-            lambda begin: _receive(original, partial, begin, deadline_s),
+        clock = ItemClock()
+        call_within(
             deadline_s,
-            where=f"staging {original.path}",
-            advice="Is the mount reachable? Run again: what was copied is kept",
+            lambda: _receive(original, partial, clock.begin, deadline_s),
+            f"staging {original.path}",
+            hint="Is the mount reachable? Run again: what was copied is kept",
+            clock=clock,
         )
     except StalledError:
         partial.abandon()  # by the thread that is left behind

@@ -13,12 +13,12 @@ from typing import TypeAlias, TypeVar
 
 from stoker.atomic import READ_ONLY_ERRNOS, explained, make_folder
 from stoker.errors import FormatError, ReadOnlyError
+from stoker.runtime.threads import Pool, ending
 from stoker.store.claims import INDEX_WAIT_S, claim
 from stoker.store.local import LocalFile
 from stoker.store.pending import LocalPending
 from stoker.store.protocols import Buffer
 from stoker.store.remote.protocol import ChangedError, Expected, Object, PassingError
-from stoker.threads import Pool, ending
 from stoker.units import MIB
 
 T = TypeVar("T")

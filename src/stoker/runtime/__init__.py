@@ -1,0 +1,1 @@
+"""Provide the mechanisms that everything else is built on; each exists once, and knows nothing of caches."""
