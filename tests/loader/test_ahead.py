@@ -14,8 +14,8 @@ import torch
 
 from stoker.loader import Loader, Windows
 from stoker.loader.ahead import Ahead, Strips, Turn
+from stoker.runtime.threads import Pool
 from stoker.store import Cache
-from stoker.threads import Pool
 from tests.loader.caches import trajectories, write_cache
 
 

@@ -21,8 +21,8 @@ from stoker.plan.resources import (
     machine_memory,
     memory_now,
     probe,
-    within,
 )
+from stoker.runtime.threads import call_within
 
 MIB, GIB = 2**20, 2**30
 MEMINFO = """MemTotal:       1000 kB
@@ -308,7 +308,7 @@ def test_errors_of_the_question_pass_through() -> None:
         raise OSError("device gone")
 
     with pytest.raises(OSError, match="device gone"):
-        within(fail, 1.0, "it")
+        call_within(1.0, fail, "it")
 
 
 def test_asking_needs_no_torch_on_a_cpu() -> None:

@@ -45,7 +45,7 @@ WATCHED = frozenset(
 ) | {"compat validate", "compat validate_config"}
 """Others that wait for storage."""
 STORAGE_S = 600.0
-"""How long one call on a file may get no answer, as long as `store.concurrently` waits for one item."""
+"""How long one call on a file may get no answer, as long as `runtime.threads` waits for one item."""
 MAX_TRIES = 3
 """Failures at one group after which the guardian gives up."""
 MAX_STARTS = 20

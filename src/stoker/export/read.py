@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.errors import IncompleteError, RecordError
+from stoker.runtime.threads import map_in_order
 from stoker.schema import SCALE_SUFFIX, Field, numpy_dtype
 from stoker.store import Cache
-from stoker.store.concurrently import in_order
 from stoker.store.convert import from_array, torch_dtype
 from stoker.store.packing import unpack_rows
 from stoker.store.shard_read import Shard
@@ -90,7 +90,7 @@ class Records:
             return np.diff(self.cache.shard(run.shard).offsets(field)[run.row : run.row + run.count + 1])
 
         what = f"reading the lengths of {self.cache.path}"
-        return np.concatenate([np.empty(0, np.int64), *in_order(of_run, self.runs, what=what)])
+        return np.concatenate([np.empty(0, np.int64), *map_in_order(of_run, self.runs, what=what)])
 
     def pieces(
         self, name: str, dtype: str, begin: int, end: int, padded_to: int | None = None
@@ -116,7 +116,7 @@ class Records:
             return _bytes(values)
 
         what = f"reading {name!r} of {self.cache.path}"
-        yield from in_order(read, self._parts(name, begin, end), what=what, threads=THREADS)
+        yield from map_in_order(read, self._parts(name, begin, end), what=what, threads=THREADS)
 
     def _parts(self, name: str, begin: int, end: int) -> Iterator[Run]:
         """Runs of about `PIECE_BYTES`."""

@@ -16,7 +16,7 @@ from stoker.errors import StalledError, StokerError, TransferError
 from stoker.fetch.origin import Listed, is_remote, origin_of, shown_source
 from stoker.fetch.rclone import list_remote
 from stoker.fetch.wanted import Wanted, WantedFolder, check_names
-from stoker.sources.watched import watched
+from stoker.runtime.threads import ItemClock, call_within
 
 LIST_S = 600.0
 """For one listing; that of a remote may ask for each file."""
@@ -104,11 +104,13 @@ def _list(source: str, base: Path) -> list[Listed]:
             '{"files": {name: {"from": "https://...", "sha256": "..."}}}'
         )
     top = Path(urlsplit(source).path) if "://" in source else base / Path(source).expanduser()
-    return watched(
-        lambda begin: list(_walk(top, begin)),
+    clock = ItemClock()
+    return call_within(
         LIST_S,
-        where=f"listing {top}",
-        advice="Is the mount reachable?",
+        lambda: list(_walk(top, clock.begin)),
+        f"listing {top}",
+        hint="Is the mount reachable?",
+        clock=clock,
     )
 
 

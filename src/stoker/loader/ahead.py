@@ -14,7 +14,7 @@ from itertools import chain, islice
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 
-from stoker.threads import Pool, Ticket, ending
+from stoker.runtime.threads import Pool, Ticket, ending
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from stoker.loader.order import Ids, Order
 from stoker.loader.outputs import RECORD
 from stoker.loader.ranks import Share
 from stoker.loader.windows import Examples
-from stoker.threads import Pool, Ticket
+from stoker.runtime.threads import Pool, Ticket
 
 if TYPE_CHECKING:
     from stoker.monitor.meter import StallMeter

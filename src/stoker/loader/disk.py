@@ -27,7 +27,7 @@ from stoker.loader.memory import Memory, bytes_of
 from stoker.loader.outputs import Output, view_for
 from stoker.loader.pieces import Pieces, Wanted
 from stoker.loader.places import Places
-from stoker.threads import Pool, Ticket
+from stoker.runtime.threads import Pool, Ticket
 from stoker.units import MIB
 
 if TYPE_CHECKING:

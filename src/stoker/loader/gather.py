@@ -24,8 +24,8 @@ from stoker.loader.kernels.choose import converting, twin_for
 from stoker.loader.kernels.twin import Twin, Views
 from stoker.loader.memory import Memory
 from stoker.loader.outputs import Output, Role, view_for
+from stoker.runtime.threads import Pool
 from stoker.schema import Schema
-from stoker.threads import Pool
 from stoker.units import KIB, MIB
 
 STRIP_BATCHES = 128

@@ -36,7 +36,7 @@ from stoker.loader.kernels.choose import twin_for
 from stoker.loader.memory import Memory
 from stoker.loader.outputs import RECORD, Output, view_for
 from stoker.loader.places import Places
-from stoker.threads import Pool, Ticket
+from stoker.runtime.threads import Pool, Ticket
 from stoker.units import MIB
 
 if TYPE_CHECKING:

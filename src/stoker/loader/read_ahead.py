@@ -27,10 +27,10 @@ from stoker.loader.order import Ids, OrderKind
 from stoker.loader.ranks import Share
 from stoker.loader.reach import Reach
 from stoker.plan import Elsewhere
+from stoker.runtime.threads import Pool, ending
 from stoker.store.joint import Joint
 from stoker.store.local import LocalStorage
 from stoker.store.mirror.block_map import BLOCK_BYTES
-from stoker.threads import Pool, ending
 from stoker.units import GIB, MIB
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from stoker.loader.places import Places
 from stoker.loader.watch import Watch, major_faults
 from stoker.plan import Claim, Demand, Plan
 from stoker.plan.resources import give_back
-from stoker.threads import Pool, Ticket, ending
+from stoker.runtime.threads import Pool, Ticket, ending
 
 if TYPE_CHECKING:
     from stoker.loader.engine import Design

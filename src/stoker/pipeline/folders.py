@@ -8,7 +8,8 @@ from pathlib import Path
 
 from stoker.config import Config
 from stoker.errors import ConfigError
-from stoker.plan.resources import DISK_DEADLINE_S, within
+from stoker.plan.resources import DISK_DEADLINE_S
+from stoker.runtime.threads import call_within
 from stoker.store.mirror.attach import attach
 from stoker.store.remote import is_url
 
@@ -36,7 +37,7 @@ def obstacle(folder: Path) -> str | None:
     Raises:
         StalledError: The file system does not answer.
     """
-    return within(lambda: _obstacle(folder), DISK_DEADLINE_S, f"the file system of {folder}")
+    return call_within(DISK_DEADLINE_S, lambda: _obstacle(folder), f"the file system of {folder}")
 
 
 def _obstacle(folder: Path) -> str | None:

@@ -30,12 +30,12 @@ from stoker.encoders.normalize import Normalized
 from stoker.encoders.steady import STEADY
 from stoker.errors import ConfigError, StokerError
 from stoker.precompute import EncodeFiller
+from stoker.runtime.threads import Pool, ending
 from stoker.schema import unfolded
 from stoker.store import Cache
 from stoker.store.convert import from_array
 from stoker.store.local import LocalStorage
 from stoker.store.strict_json import as_object
-from stoker.threads import Pool, ending
 from stoker.train.config import FieldSpace, PhysicalSpace
 from stoker.units import MIB
 

@@ -36,13 +36,13 @@ from stoker.pipeline.serve import joined, make_loader
 from stoker.pipeline.served import Step, served_loads
 from stoker.pipeline.train import loop_settings
 from stoker.plan import Demand, Resources, measure_rates, probe, stall_of
-from stoker.plan.resources import within
 from stoker.precompute.trial import Trial, try_stages
 from stoker.profile.elsewhere import elsewhere, say_used
 from stoker.profile.probe import Probe
 from stoker.profile.result import ENCODE, Loop, Profile, Served, Stage, gpus_for, largest, predict
 from stoker.profile.run import NO_PRICES, STEPS, TIMEOUT_S, deadline, measured, take
 from stoker.profile.stacks import Stacks, watch
+from stoker.runtime.threads import call_within
 from stoker.sources.files import canonical_split
 from stoker.store import Cache
 from stoker.train.alone import steps_of
@@ -153,7 +153,7 @@ def _try(config: Config, job: Job | None, located: Located, folder: Path, timeou
         tried.stacks = watch(make)
 
     try:
-        within(work, timeout_s, "the trial")
+        call_within(timeout_s, work, "the trial")
     except StalledError as error:
         at = tried.trial
         raise StalledError(

@@ -19,9 +19,9 @@ from stoker.pipeline.plan import demand_of
 from stoker.pipeline.precompute import settings_of
 from stoker.pipeline.served import served_loads
 from stoker.plan import Simulation, probe, simulate
-from stoker.plan.resources import within
 from stoker.plan.simulation import parse_scenario
 from stoker.precompute.trial import Trial, try_stages
+from stoker.runtime.threads import call_within
 from stoker.schema import Schema
 from stoker.sources.files import canonical_split
 from stoker.units import format_bytes, format_count, format_seconds
@@ -110,9 +110,9 @@ def _tried(config: Config, job: Job, located: Located) -> tuple[dict[str, float]
     beside = place if place.is_dir() and obstacle(place) is None else None
     with tempfile.TemporaryDirectory(prefix=".simulate-", dir=beside) as folder:
         where, settings = (Path(folder), job.name, located.recipe), settings_of(config, job)
-        within(
-            lambda: try_stages(job.source, job.encoder, where, settings, trial),
+        call_within(
             TRIAL_DEADLINE_S,
+            lambda: try_stages(job.source, job.encoder, where, settings, trial),
             f"a trial of {job.name}",
         )
     reads = trial.reads_s or trial.opens_s

@@ -22,7 +22,7 @@ from stoker.fetch.wanted import Wanted
 from stoker.runtime.disk import explained
 from stoker.runtime.files import replacing
 from stoker.runtime.locks import FileLock
-from stoker.sources.watched import watched
+from stoker.runtime.threads import ItemClock, call_within
 from stoker.units import format_bytes
 
 POLL_S = 0.1
@@ -106,11 +106,13 @@ def _copy(original: Original, objects: Path, deadline_s: float) -> int:
     partial = Partial(wanted, target, _not_told)
     begun = partial.at
     try:
-        watched(
-            lambda begin: _receive(original, partial, begin, deadline_s),
+        clock = ItemClock()
+        call_within(
             deadline_s,
-            where=f"staging {original.path}",
-            advice="Is the mount reachable? Run again: what was copied is kept",
+            lambda: _receive(original, partial, clock.begin, deadline_s),
+            f"staging {original.path}",
+            hint="Is the mount reachable? Run again: what was copied is kept",
+            clock=clock,
         )
     except StalledError:
         partial.abandon()  # by the thread that is left behind

@@ -17,8 +17,9 @@ from stoker.pipeline.folders import cache_dir_of, require_writable
 from stoker.pipeline.locate import Located
 from stoker.pipeline.plan import demand_of, left_by
 from stoker.plan import Resources, plan_tiers, probe
-from stoker.plan.resources import DISK_DEADLINE_S, within
+from stoker.plan.resources import DISK_DEADLINE_S
 from stoker.precompute.space import check_space, needed_bytes
+from stoker.runtime.threads import call_within
 from stoker.units import GIB, format_bytes, format_count
 
 SHARED = Path("/dev/shm")  # noqa: S108  asked for its size, not written to
@@ -53,7 +54,7 @@ def check_shared_memory(folder: Path = SHARED) -> Row:
     """How large the memory file system is that workers of others exchange batches through."""
     whose = "workers of a torch DataLoader and NCCL need it, Stoker itself does not"
     try:
-        stat = within(lambda: os.statvfs(folder), DISK_DEADLINE_S, str(folder))
+        stat = call_within(DISK_DEADLINE_S, lambda: os.statvfs(folder), str(folder))
     except (OSError, StalledError) as error:
         return Row(check="shm", status="warn", detail=f"{folder} cannot be asked ({error}); {whose}")
     total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize

@@ -11,7 +11,7 @@ from stoker.errors import ConfigError, StalledError
 from stoker.monitor.trackers import BUILT_IN, check_trackers
 from stoker.pipeline.checks import Row, failed
 from stoker.pipeline.folders import obstacle
-from stoker.plan.resources import within
+from stoker.runtime.threads import call_within
 
 ANSWER_S = 5.0
 """Seconds that a server has to take a connection."""
@@ -106,7 +106,7 @@ def unreachable(server: str, answer_s: float = ANSWER_S) -> str | None:
         socket.create_connection((host, port), timeout=answer_s).close()
 
     try:  # names are looked up without a deadline of their own
-        within(connect, answer_s + 1, server)
+        call_within(answer_s + 1, connect, server)
     except StalledError:
         return f"no answer in {answer_s:g} s"
     except OSError as error:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from stoker.threads import Pool
+from stoker.runtime.threads import Pool
 from stoker.units import MIB
 
 Limit: TypeAlias = Callable[[float], float]

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from stoker.plan.resources import device_memory, within
-from stoker.threads import Pool
+from stoker.plan.resources import device_memory
+from stoker.runtime.threads import Pool, call_within
 from stoker.units import MIB
 
 BUDGET_S = 0.1
@@ -89,8 +89,8 @@ def measure_rates(path: Path | None = None, *, device: str = "cpu") -> Rates:
         StalledError: The storage of `path` does not answer.
     """
     typical = Rates()
-    disk = None if path is None else within(lambda: _disk_rate(path), DEADLINE_S, f"reading {path}")
-    unpack = None if path is None else within(lambda: _unpack_rate(path), DEADLINE_S, f"reading {path}")
+    disk = None if path is None else call_within(DEADLINE_S, lambda: _disk_rate(path), f"reading {path}")
+    unpack = None if path is None else call_within(DEADLINE_S, lambda: _unpack_rate(path), f"reading {path}")
     h2d, inside = (None, None) if device == "cpu" else _device_rates(device)
     return Rates(
         copy_bytes_s=_copy_rate(),

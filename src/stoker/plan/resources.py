@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import os
 import re
-import threading
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from stoker.errors import StalledError
 from stoker.plan.cgroups import CpuLimit, MemoryLimit, cpu_limits, least_cpus, memory_limits, unreclaimable
 from stoker.plan.devices import resolve_device
 from stoker.plan.mounts import Mount, mount_of
+from stoker.runtime.threads import call_within
 from stoker.schema import Json
 
 if TYPE_CHECKING:
@@ -31,8 +29,6 @@ DISK_DEADLINE_S = 10.0
 
 IN_MEMORY = 0.8
 """Part of the free host memory that files of a memory file system may take."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,35 +226,7 @@ def disk_space(path: Path) -> tuple[int, int | None]:
         stat = os.statvfs(place)
         return stat.f_bavail * stat.f_frsize, stat.f_favail if stat.f_files else None
 
-    return within(ask, DISK_DEADLINE_S, f"the file system of {path}")
-
-
-def within(ask: Callable[[], T], deadline_s: float, what: str) -> T:
-    """The result of `ask`, run in a thread that is left behind when it does not come back.
-
-    Raises:
-        StalledError: `deadline_s` passed; errors of `ask` itself pass through.
-    """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(ask())
-        except BaseException as error:  # noqa: BLE001  carried to the caller's thread below
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="stoker-probe", daemon=True)
-    thread.start()
-    thread.join(deadline_s)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise StalledError(
-            f"{what} did not answer within {deadline_s:g} s. It should within milliseconds; "
-            "check the mount, or use another folder"
-        )
-    return results[0]
+    return call_within(DISK_DEADLINE_S, ask, f"the file system of {path}")
 
 
 def storage_of(path: Path, proc: Path = Path("/proc")) -> Mount | None:

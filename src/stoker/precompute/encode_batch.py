@@ -18,9 +18,10 @@ from torch import Tensor
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import moved
 from stoker.errors import EncoderError, ResourceError, StalledError, StokerError
-from stoker.plan.resources import probe, within
+from stoker.plan.resources import probe
 from stoker.precompute.encode import is_out_of_memory
 from stoker.precompute.precision import full_precision
+from stoker.runtime.threads import call_within
 from stoker.schema import Json, Schema
 from stoker.store.convert import torch_dtype
 from stoker.units import KIB, MIB, format_bytes
@@ -120,7 +121,7 @@ def measure_encode_batch(
     )
     try:
         # The device's context, or a first call that compiles, may take as long as a call may.
-        return within(lambda: search.run(budget_s), 2 * deadline_s + budget_s, "the encoder")
+        return call_within(2 * deadline_s + budget_s, lambda: search.run(budget_s), "the encoder")
     except StalledError as error:
         raise StalledError(
             f"the encoder did not come back from a call of {search.samples} samples within {deadline_s:g} s. "

@@ -9,8 +9,8 @@ import torch
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import moved
 from stoker.errors import EncoderError, ResourceError, StalledError, StokerError
-from stoker.plan.resources import within
 from stoker.precompute.precision import full_precision
+from stoker.runtime.threads import call_within
 from stoker.schema import Schema
 from stoker.store.convert import torch_dtype
 
@@ -45,7 +45,7 @@ def try_encoder(encoder: Encoder, schema: Schema, device: str, deadline_s: float
         return time.perf_counter() - begin
 
     try:
-        return within(encode, deadline_s, "the encoder")
+        return call_within(deadline_s, encode, "the encoder")
     except StalledError as error:
         raise EncoderError(f"the encoder did not encode a sample of zeros within {deadline_s:g} s") from error
     except StokerError:

@@ -27,7 +27,7 @@ from stoker.precompute.clock import EncodeClock
 from stoker.precompute.guarded import guard_page
 from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.settings import PrecomputeSettings
-from stoker.threads import Pool
+from stoker.runtime.threads import Pool
 
 log = logging.getLogger("stoker")
 

@@ -1,1 +1,1 @@
-"""What the rest of the package asks of the operating system, each thing in one way."""
+"""Provide the mechanisms that everything else is built on; each exists once, and knows nothing of caches."""

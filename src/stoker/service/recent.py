@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from stoker.errors import StalledError, StokerError
-from stoker.plan.resources import within
+from stoker.runtime.threads import Pool
 
 log = logging.getLogger("stoker")
 T = TypeVar("T")
@@ -122,42 +122,17 @@ class Recent(Generic[T]):
 
 
 class Patience:
-    """Questions of any kind, each within a deadline; one that hangs keeps its place among those at once.
+    """Ask questions of any kind, each with a timeout; one that hangs counts against the limit.
 
     Args:
         at_once: Questions at most.
-        wait_s: How long an answer may take, and how long a place is waited for.
+        wait_s: How long an answer may take, and how long a free thread is waited for.
     """
 
     def __init__(self, *, at_once: int, wait_s: float) -> None:
-        self._free = threading.BoundedSemaphore(at_once)
+        self._pool = Pool(at_once, "stoker-look")
         self._wait_s = wait_s
 
     def ask(self, what: str, work: Callable[[], T]) -> T:
-        """The result of `work`; its errors pass through.
-
-        Raises:
-            StalledError: It did not come in time, or the limit of those that hang is reached.
-        """
-        if not self._free.acquire(timeout=self._wait_s):
-            raise StalledError(
-                f"{what} cannot be looked at: the limit of looks that hang is reached. "
-                "Wait until the storage answers again"
-            )
-
-        begun = threading.Event()
-
-        def run() -> T:
-            begun.set()
-            try:
-                return work()
-            finally:
-                self._free.release()
-
-        try:
-            return within(run, self._wait_s, what)
-        except RuntimeError as error:
-            if begun.is_set():
-                raise
-            self._free.release()  # no thread could be started, so `run` gives nothing back
-            raise StalledError(f"{what} cannot be looked at now: {error}. Ask again later") from None
+        """Return the result of `work`; errors as `Pool.call_within`."""
+        return self._pool.call_within(self._wait_s, work, what)

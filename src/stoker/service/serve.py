@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stoker.errors import ConfigError
-from stoker.plan.resources import disk_space, within
+from stoker.plan.resources import disk_space
+from stoker.runtime.threads import call_within
 from stoker.schema import Json
 from stoker.service.executor import Limits
 from stoker.service.machine import count_gpus
@@ -132,9 +133,8 @@ def serve(settings: ServeSettings, environment: Mapping[str, str], tell: Callabl
         run_server(make_server(services, ready), listening)
     finally:
         # In a thread that is left behind: workers are ended first, and then storage may not answer.
-        within(
-            lambda: _end(supervisor, services), STOP_S + CLOSE_S, f"the state folder {services.folder.path}"
-        )
+        limit_s = STOP_S + CLOSE_S
+        call_within(limit_s, lambda: _end(supervisor, services), f"the state folder {services.folder.path}")
 
 
 def _end(supervisor: Supervisor, services: Services) -> None:

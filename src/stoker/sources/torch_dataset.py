@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any, Literal, Protocol
 
 from stoker.errors import ConfigError, SourceError
+from stoker.runtime.threads import ItemClock, call_within
 from stoker.schema import Json, Sample, Schema, digest_json
 from stoker.sources.given import check_dataset
 from stoker.sources.held import held_bytes
@@ -34,7 +35,6 @@ from stoker.sources.torch_probe import (
     drawn_by,
     probe_numbers,
 )
-from stoker.sources.watched import watched
 from stoker.units import MIB, format_count
 from stoker.used_code import qualified_name
 
@@ -325,11 +325,13 @@ class TorchSource:
                 if self.probe_deadline_s is None:
                     probes = self._probes(lambda _: None)
                 else:
-                    probes = watched(
-                        self._probes,
+                    clock = ItemClock()
+                    probes = call_within(
                         self.probe_deadline_s,
-                        where=f"probing {self._name}",
-                        advice="Fix what it waits for, or give it more time: source.probe_deadline_s = 300",
+                        lambda: self._probes(clock.begin),
+                        f"probing {self._name}",
+                        hint="Fix what it waits for, or give it more time: source.probe_deadline_s = 300",
+                        clock=clock,
                     )
             items, drawn, changing = probes
             self._check_text(items)

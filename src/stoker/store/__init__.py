@@ -7,8 +7,8 @@ cache.py       shards -> records (index.py, shard_read.py, field_read.py, blocks
                verify.py reads them all, lost.py says which shards are gone
 open_shards.py which shards a process has open, and what is known of the others (shard_facts.py, offsets.py)
 catalog.py     what shards there are, and the index made from them (rows.py says which rows serve);
-               concurrently.py reads many at a time; adopt.py takes over a sibling's, same_samples.py finds
-               single records in other caches, copies.py copies them
+               adopt.py takes over a sibling's, same_samples.py finds single records in other caches,
+               copies.py copies them
 compressed.py  compressed shards, read as if they were ordinary ones
 layout.py      where columns lie, pure arithmetic
 compact.py     short shards into full ones; repair.py sets damaged ones aside

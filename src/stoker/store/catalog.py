@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import CorruptError, FormatError, ResourceError, StalledError
 from stoker.runtime.files import sync_folder
-from stoker.store.concurrently import in_order
+from stoker.runtime.threads import map_in_order
 from stoker.store.failures import Failure, read_failures
 from stoker.store.field_read import repair_advice
 from stoker.store.index import INDEX_FILE, Index, ShardEntry, dump_index, load_index, read_index_entries
@@ -147,7 +147,7 @@ class Catalog:
 
         if len(names) < FEW_SHARDS:
             return map(read, names)
-        return in_order(read, names, what=f"reading the shards of {self._storage.path}")
+        return map_in_order(read, names, what=f"reading the shards of {self._storage.path}")
 
     def exclude(self, file: str, rows: Sequence[int]) -> None:
         """Note damaged rows of a shard; they count as missing from now on."""

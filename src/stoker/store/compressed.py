@@ -26,8 +26,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, CorruptError, FormatError
+from stoker.runtime.threads import map_in_order
 from stoker.store.columns import is_pad
-from stoker.store.concurrently import in_order
 from stoker.store.header import ITEM_BYTES, Header, TensorEntry, pack_header, read_header
 from stoker.store.layout import BLOCK_BYTES, COMPRESSED_FORMAT, PAGE
 from stoker.store.protocols import OpenFile, Pending
@@ -126,7 +126,7 @@ def compress_shard(shard: PlainShard, compression: Compression, create: Callable
     pending = create()
     try:
         what = "compressing the blocks of a shard"
-        for i, data in enumerate(in_order(pack, blocks, what=what, threads=threads)):
+        for i, data in enumerate(map_in_order(pack, blocks, what=what, threads=threads)):
             pending.write_at(start + at, data)
             at += len(data)
             table[i] = (blocks[i].begin, blocks[i].size, len(data), xxhash.xxh3_64_intdigest(data))

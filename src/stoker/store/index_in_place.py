@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, FormatError, SourceError, StalledError
+from stoker.runtime.threads import ItemClock, call_within
 from stoker.schema import Field, Schema, numpy_dtype, schema_to_json
 from stoker.sources.placed import PlacedPart, Placing
 from stoker.sources.protocol import Source
-from stoker.sources.watched import watched
 from stoker.store import layout
 from stoker.store.cache import Cache
 from stoker.store.convert import StoredRows, from_array, store_rows
@@ -213,12 +213,14 @@ def _fill(
     batches = [rows[own] for own in _cut(_record_bytes(part)[rows], BATCH_BYTES, layout.MAX_ROWS)]
     for batch in batches:
 
-        def read(begin: Any, batch: NDArray[np.int64] = batch) -> dict[str, StoredRows]:
-            begin(int(batch[0]))
+        def read(batch: NDArray[np.int64] = batch) -> dict[str, StoredRows]:
             return {name: _read(name, field, part, batch, files) for name, field in schema.items()}
 
         where = ", ".join(str(path) for path in files) or "the index"
-        stored = watched(read, READ_DEADLINE_S, where=where, advice="Is the storage reachable? Run again")
+        clock = ItemClock()
+        clock.begin(int(batch[0]))
+        hint = "Is the storage reachable? Run again"
+        stored = call_within(READ_DEADLINE_S, read, where, hint=hint, clock=clock)
         shard.add(batch, stored, 0, len(batch))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.store.concurrently import in_order
+from stoker.runtime.threads import map_in_order
 from stoker.store.shard_read import Shard
 
 FEW_SHARDS = 8
@@ -34,4 +34,4 @@ def offsets_in(
 
     if len(shards) < FEW_SHARDS:
         return map(read, shards)
-    return in_order(read, shards, what=f"opening the shards of {where}")
+    return map_in_order(read, shards, what=f"opening the shards of {where}")

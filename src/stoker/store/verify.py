@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stoker.errors import ConfigError, CorruptError, FormatError
+from stoker.runtime.threads import MAP_TIMEOUT_S, map_in_order
 from stoker.schema import Json
 from stoker.store.cache import Cache
-from stoker.store.concurrently import DEADLINE_S, in_order
 from stoker.store.index import INDEX_FILE, ShardEntry, load_index
 from stoker.store.lost import LostShard
 from stoker.store.recipe import RECIPE_FILE, load_recipe
@@ -63,7 +63,7 @@ class VerifyReport:
 
 def read_deadline_s(shards: Sequence[ShardEntry]) -> float:
     """Seconds that reading the largest of these shards in full may take."""
-    return DEADLINE_S + max((shard.bytes for shard in shards), default=0) / SLOWEST_BYTES_PER_S
+    return MAP_TIMEOUT_S + max((shard.bytes for shard in shards), default=0) / SLOWEST_BYTES_PER_S
 
 
 def verify_cache(cache: Cache, subset: float = 1.0, *, seed: int = 0) -> VerifyReport:
@@ -91,9 +91,9 @@ def verify_cache(cache: Cache, subset: float = 1.0, *, seed: int = 0) -> VerifyR
     else:
         count, unchecked = len(cache), []
         shards = range(len(cache.index.shards))
-        what, deadline_s = f"verifying the shards of {cache.path}", read_deadline_s(cache.index.shards)
-        for found in in_order(
-            lambda i: [*_bad_of_shard(cache, i)], shards, what=what, threads=THREADS, deadline_s=deadline_s
+        what, timeout_s = f"verifying the shards of {cache.path}", read_deadline_s(cache.index.shards)
+        for found in map_in_order(
+            lambda i: [*_bad_of_shard(cache, i)], shards, what=what, threads=THREADS, timeout_s=timeout_s
         ):
             bad += found
         bad += _bad_files(cache)

@@ -15,8 +15,8 @@ from stoker.errors import ConfigError
 from stoker.loader.batch import RecordBatch
 from stoker.loader.buffers import sent
 from stoker.loader.keyed import uniform
+from stoker.runtime.threads import Pool
 from stoker.sources.images.rules import Rules
-from stoker.threads import Pool
 
 DEADLINE_S = 120.0
 """For all images of one batch."""

@@ -19,9 +19,9 @@ if "STOKER_SHORT_WAITS" in os.environ:
     retries.Retries.run.__defaults__ = (WAIT_S,)
     folder = module("store.remote.folder")
     folder.ANSWER_S = folder.PUT_S = WAIT_S / 3
-    concurrently = module("store.concurrently")
-    concurrently.DEADLINE_S = concurrently.LAST_S = WAIT_S
-    concurrently.in_order.__kwdefaults__["deadline_s"] = WAIT_S
+    threads = module("runtime.threads")
+    threads.MAP_TIMEOUT_S = threads.MAP_CLOSE_S = WAIT_S
+    threads.map_in_order.__kwdefaults__["timeout_s"] = WAIT_S
     module("plan.resources").DISK_DEADLINE_S = WAIT_S
     module("plan.rates").DEADLINE_S = module("plan.limits").ANSWER_S = WAIT_S
     module("precompute.guarded").EXIT_S = WAIT_S

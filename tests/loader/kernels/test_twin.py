@@ -10,8 +10,8 @@ from torch import Tensor
 from stoker.loader import Normalise
 from stoker.loader.fused import Fused, fused_of
 from stoker.loader.kernels.twin import Twin, TwinGather, cut
+from stoker.runtime.threads import Pool
 from stoker.schema import Field
-from stoker.threads import Pool
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from stoker.loader.fused import Fused
 from stoker.loader.kernels.twin import Twin, TwinGather, Views
 from stoker.loader.outputs import Output
-from stoker.threads import Pool
+from stoker.runtime.threads import Pool
 
 
 def converting(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stoker.loader.buffers import REUSE_FROM_BYTES, Buffers, lasting
 from stoker.loader.fused import Fused
-from stoker.threads import Pool
+from stoker.runtime.threads import Pool
 from stoker.units import KIB, MIB
 
 PIECE_BYTES = 256 * KIB

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from stoker.errors import SourceError, StalledError
+from stoker.runtime.threads import ItemClock, call_within
 from stoker.schema import digest_json
 from stoker.sources.sql.postgres import LostError, PostgresSession
 from stoker.sources.sql.request import Request
 from stoker.sources.sql.rows import KEYS, NAMES, NULL, REAL, Packed, Text
 from stoker.sources.sql.spill import Spill
 from stoker.sources.sql.sqlite import SqliteSession
-from stoker.sources.watched import watched
 from stoker.units import format_bytes, format_count
 
 T = TypeVar("T")
@@ -103,18 +103,20 @@ def _with(request: Request, work: Callable[[Session, Callable[[int], None], Requ
     """What `work` makes of a session; a lost one is followed by another, some times."""
     timeouts = request.timeouts
 
-    def attempts(begin: Callable[[int], None]) -> T:
+    clock = ItemClock()
+
+    def attempts() -> T:
         lost = ""
         for attempt in range(timeouts.attempts):
             if attempt:
                 pause = timeouts.backoff_s * 2 ** (attempt - 1)
                 _log.warning("%s: %s; next try in %.3g s", request.address.shown, lost, pause)
                 time.sleep(pause)
-            begin(0)
+            clock.begin(0)
             try:
                 session = _session(request)
                 try:
-                    return work(session, begin, request)
+                    return work(session, clock.begin, request)
                 finally:
                     session.close()
             except LostError as error:
@@ -124,11 +126,12 @@ def _with(request: Request, work: Callable[[Session, Callable[[int], None], Requ
             f"{lost}. Check that the database runs and can be reached"
         )
 
-    return watched(
-        attempts,
+    return call_within(
         timeouts.silence_s,
-        where=f"reading {request.where_it_is}",
-        advice="The database or the disk below it does not answer; end what hangs, and start again",
+        attempts,
+        f"reading {request.where_it_is}",
+        hint="The database or the disk below it does not answer; end what hangs, and start again",
+        clock=clock,
     )
 
 

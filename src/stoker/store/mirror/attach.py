@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal, TypeAlias, cast
 
 from stoker.errors import ConfigError, FormatError
+from stoker.runtime.threads import map_in_order
 from stoker.store.adopt import FINGERPRINT
-from stoker.store.concurrently import in_order
 from stoker.store.index import INDEX_FILE
 from stoker.store.local import LocalStorage
 from stoker.store.mirror.root import MARKER, limit_of, make_root
@@ -73,10 +73,10 @@ def attach(
     elif depth == 1:
         names = [f"{inside}/{folder}" for folder in folders]
     else:
-        below = in_order(lambda name: (name, _list(remote, name)[0]), folders, what=f"listing {url}")
+        below = map_in_order(lambda name: (name, _list(remote, name)[0]), folders, what=f"listing {url}")
         names = [f"{name}/{folder}" for name, found in below for folder in found]
     names = [name for name in names if FINGERPRINT.fullmatch(name.rpartition("/")[2])]
-    for _ in in_order(lambda name: _bring(root / name), names, what=f"reading what is at {url}"):
+    for _ in map_in_order(lambda name: _bring(root / name), names, what=f"reading what is at {url}"):
         pass
     _remove_gone(root, inside, {*names}, remote)
     (root / inside).mkdir(mode=0o700, parents=True, exist_ok=True)

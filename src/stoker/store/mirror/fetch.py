@@ -11,12 +11,12 @@ from typing import Any, TypeAlias
 
 from stoker.errors import CorruptError, ResourceError, StalledError, StokerError
 from stoker.runtime.locks import lock_range
+from stoker.runtime.threads import Ticket, ending
 from stoker.store.mirror.place import Place
 from stoker.store.mirror.stand import Stand
 from stoker.store.protocols import Buffer
 from stoker.store.remote import ChangedError, Remote
 from stoker.store.remote.retries import DEADLINE_S
-from stoker.threads import Ticket, ending
 
 Ranges: TypeAlias = Sequence[tuple[int, int]]
 """Bytes of a file, each from a first one to one past the last."""

@@ -15,9 +15,9 @@ from stoker.errors import CorruptError, FormatError, IncompleteError, StalledErr
 from stoker.runtime.disk import explained
 from stoker.runtime.files import make_folder, publish
 from stoker.runtime.locks import lock_folder, lock_holder
+from stoker.runtime.threads import map_in_order
 from stoker.store.cache import Cache, open_unnoted
 from stoker.store.catalog import Catalog, build_index, known_index
-from stoker.store.concurrently import in_order
 from stoker.store.index import INDEX_FILE, ShardEntry, dump_index
 from stoker.store.local import LocalStorage
 from stoker.store.mirror.attach import attach
@@ -102,7 +102,7 @@ def _bring_shards(pull: _Pull, names: set[str], report: TransferReport, listen: 
     missing = [entry for entry in entries if known.get(entry.file) != entry.header]
     report.present = len(entries) - len(missing)
     progress = Progress(count=len(missing), total=sum(entry.bytes for entry in missing))
-    for entry in in_order(pull.bring, missing, what=f"pulling {report.url}", threads=AT_ONCE):
+    for entry in map_in_order(pull.bring, missing, what=f"pulling {report.url}", threads=AT_ONCE):
         progress.add(entry.bytes, listen)
         report.shards += 1
         report.bytes += entry.bytes

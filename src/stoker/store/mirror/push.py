@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from stoker.errors import CorruptError, FormatError
+from stoker.runtime.threads import map_in_order
 from stoker.store.cache import Cache, open_cache
 from stoker.store.catalog import Catalog, ShardInfo, write_index
-from stoker.store.concurrently import in_order
 from stoker.store.index import ShardEntry
 from stoker.store.local import LocalStorage, places_name
 from stoker.store.mirror.attach import MIRROR_DIR, attach
@@ -107,7 +107,7 @@ def _send_shards(
         mirror.names.put_file(entry.file, cache.path / entry.file)
         return entry
 
-    for entry in in_order(send, missing, what=f"pushing {cache.path}", threads=AT_ONCE):
+    for entry in map_in_order(send, missing, what=f"pushing {cache.path}", threads=AT_ONCE):
         progress.add(entry.bytes, listen)
         report.shards += 1
         report.bytes += entry.bytes

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from stoker.errors import FormatError, ResourceError
 from stoker.runtime.files import make_folder
+from stoker.runtime.threads import Pool
 from stoker.schema import canonical_json
 from stoker.store.local import LocalStorage
 from stoker.store.mirror.block_map import BLOCK_BYTES
@@ -21,7 +22,6 @@ from stoker.store.mirror.space import USED_FILE, Space, require_holes
 from stoker.store.remote import Remote, open_remote, parse_url
 from stoker.store.remote.retries import Retries
 from stoker.store.strict_json import is_count, read_strict
-from stoker.threads import Pool
 from stoker.units import MIB
 
 MARKER = ".mirror.json"

@@ -15,12 +15,12 @@ from stoker.errors import FormatError, ReadOnlyError
 from stoker.runtime.disk import READ_ONLY_ERRNOS, explained
 from stoker.runtime.files import make_folder
 from stoker.runtime.locks import lock_folder
+from stoker.runtime.threads import Pool, ending
 from stoker.store.local import LocalFile
 from stoker.store.pending import LocalPending
 from stoker.store.protocols import Buffer
 from stoker.store.remote.protocol import ChangedError, Expected, Object, PassingError
 from stoker.store.use import INDEX_WAIT_S
-from stoker.threads import Pool, ending
 from stoker.units import MIB
 
 T = TypeVar("T")

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from stoker.errors import StalledError
+from stoker.runtime.threads import ending
 from stoker.store.remote.protocol import PassingError
-from stoker.threads import ending
 
 T = TypeVar("T")
 log = logging.getLogger("stoker")

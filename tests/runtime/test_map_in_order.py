@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import StalledError
+from stoker.runtime.threads import map_in_order
 from stoker.store import make_recipe, open_cache, open_folder
-from stoker.store.concurrently import in_order
 from stoker.store.folder import Folder
 from stoker.store.local import LocalStorage
 from stoker.store.protocols import OpenFile
@@ -29,12 +29,12 @@ class Together:
 
 
 def test_items_are_worked_on_together_and_come_in_order() -> None:
-    assert list(in_order(Together(8), range(32), what="doubling", threads=8)) == [*range(0, 64, 2)]
+    assert list(map_in_order(Together(8), range(32), what="doubling", threads=8)) == [*range(0, 64, 2)]
 
 
 def test_a_result_is_not_made_long_before_it_is_wanted() -> None:
     begun: list[int] = []
-    results = in_order(lambda item: begun.append(item) or item, range(10_000), what="x", threads=2)
+    results = map_in_order(lambda item: begun.append(item) or item, range(10_000), what="x", threads=2)
 
     assert next(results) == 0
     time.sleep(0.05)
@@ -47,7 +47,7 @@ def test_an_error_comes_when_it_is_its_items_turn() -> None:
     def work(item: int) -> float:
         return 1 / (item - 3)
 
-    results = in_order(work, range(6), what="dividing", threads=4)
+    results = map_in_order(work, range(6), what="dividing", threads=4)
 
     assert [next(results) for _ in range(3)] == [1 / -3, 1 / -2, 1 / -1]
     with pytest.raises(ZeroDivisionError):
@@ -56,8 +56,8 @@ def test_an_error_comes_when_it_is_its_items_turn() -> None:
 
 def test_what_hangs_is_named_and_given_up() -> None:
     let_go = threading.Event()
-    results = in_order(
-        lambda item: let_go.wait(60) if item == 1 else True, range(3), what="reading", deadline_s=0.2
+    results = map_in_order(
+        lambda item: let_go.wait(60) if item == 1 else True, range(3), what="reading", timeout_s=0.2
     )
 
     assert next(results)
@@ -74,7 +74,7 @@ def test_what_had_begun_has_ended_when_the_rest_is_given_up() -> None:
         time.sleep(0.2 * bool(item))
         ended.append(item)
 
-    results = in_order(work, range(100), what="x", threads=4)
+    results = map_in_order(work, range(100), what="x", threads=4)
     next(results)
     results.close()
 
@@ -84,7 +84,7 @@ def test_what_had_begun_has_ended_when_the_rest_is_given_up() -> None:
 
 def test_threads_end_with_the_work() -> None:
     before = threading.active_count()
-    assert len(list(in_order(lambda item: item, range(100), what="x", threads=8))) == 100
+    assert len(list(map_in_order(lambda item: item, range(100), what="x", threads=8))) == 100
 
     until = time.monotonic() + 20
     while threading.active_count() > before and time.monotonic() < until:

@@ -1,0 +1,399 @@
+"""Run work in daemon threads: a pool, a call with a timeout, and a map over many items.
+
+`concurrent.futures` joins its threads when the interpreter exits, so that one read that hangs would hang the
+exit; here the exit waits `EXIT_S` for work in progress, and a thread that is stuck is left behind. It has to
+wait: the interpreter ends a daemon thread as that asks for the lock, and inside torch's C++ that is an abort.
+Idle threads end after a while, so nothing needs to be closed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
+
+from stoker.errors import StalledError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+IDLE_S = 20.0
+"""An idle thread ends after this long; the next piece of work starts another."""
+EXIT_S = 5.0
+"""Seconds that the exit of the interpreter waits for work in progress, all pools together."""
+MAP_THREADS = 16
+"""As many requests as keep network storage busy; see `benchmarks/many_shards.py`."""
+MAP_AHEAD = 4
+"""Results per thread that may wait to be taken."""
+MAP_TIMEOUT_S = 600.0
+"""Seconds that one item of a map may take."""
+MAP_CLOSE_S = 30.0
+"""Seconds at most for the items in progress when the rest of a map is given up."""
+
+
+class Ticket(Generic[T]):
+    """Hold the outcome of work that was given to a pool, for the process that gave it.
+
+    Threads do not survive a fork, so a child process never waits for a ticket of its parent.
+    """
+
+    __slots__ = ("_done", "_error", "_process", "_value", "_work", "began")
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work: Callable[[], T] | None = work
+        self._done = threading.Event()
+        self._process = os.getpid()
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self.began: float | None = None
+        """Monotonic time at which a thread began the work."""
+
+    def run(self) -> threading.Event:
+        """Do the work; its outcome waits in the ticket. Called once, by a thread of the pool.
+
+        Returns:
+            To be set once the caller refers neither to the ticket nor to its work. A process that waits may
+            then rely on nothing of it being held, such as an open folder.
+        """
+        work, self._work, done = self._work, None, self._done
+        assert work is not None
+        self.began = time.monotonic()
+        try:
+            self._value = work()
+        except BaseException as error:  # noqa: BLE001 - raised again by `result`
+            self._error = error
+        finally:
+            del work, self  # which the frame of an error would keep
+        return done
+
+    def drop(self) -> None:
+        """Give the work up before it began."""
+        self._work = None
+        self._error = StalledError("the program is ending, and no further work is begun")
+        self._done.set()
+
+    def done(self) -> bool:
+        """Return whether the outcome is there."""
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the end of the work, good or bad; return whether it came.
+
+        In a forked process no thread does the work, so this returns at once there.
+        """
+        if self.done() or self._process != os.getpid():
+            return self.done()
+        return self._done.wait(timeout_s)
+
+    def result(self, timeout_s: float, what: str) -> T:
+        """Return the outcome, or raise the error of the work.
+
+        Args:
+            timeout_s: Seconds to wait for it.
+            what: Names the work in the error.
+
+        Raises:
+            StalledError: It is not there after `timeout_s`, and the thread is left behind; or the process
+                that began it is the one that this one was forked from.
+        """
+        if not self.wait(timeout_s):
+            if self._process != os.getpid():
+                raise StalledError(
+                    f"{what} was begun by process {self._process}, and this one was forked from it without "
+                    "its threads. Begin a pass here, with iter(loader)"
+                )
+            raise StalledError(
+                f"{what} made no progress for {timeout_s:g} s. See whether the storage behind it answers, "
+                "then run this again: what is saved stays"
+            )
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                del self  # the error keeps this frame, and the ticket keeps the error: a circle
+        return cast(T, self._value)
+
+
+class Pool:
+    """At most `size` daemon threads that run tickets in the order in which they came.
+
+    A forked process starts without threads and without the work that waited in its parent.
+    """
+
+    def __init__(self, size: int, name: str) -> None:
+        self.size = size
+        self._name = name
+        self._reset()
+        _pools.add(self)
+
+    def _reset(self) -> None:
+        self._line: deque[Ticket[Any]] = deque()
+        self._change = threading.Condition()
+        self._threads = 0
+        self._idle = 0
+        self._is_closed = False
+
+    def submit(self, work: Callable[[], T]) -> Ticket[T]:
+        """Have `work` done by one of the threads, or, once the interpreter exits, at once by this one.
+
+        Raises:
+            RuntimeError: No thread can be started; nothing of the work is kept.
+        """
+        ticket = Ticket(work)
+        if ending():
+            ticket.run().set()
+            return ticket
+        with self._change:
+            if self._idle > len(self._line):
+                self._change.notify()
+            elif self._threads < self.size:
+                # Where no thread can be started, nothing of this call may stay: neither work nor a place.
+                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+                self._threads += 1
+            self._line.append(ticket)
+        return ticket
+
+    def call_within(self, timeout_s: float, work: Callable[[], T], what: str) -> T:
+        """Return the result of `work`, done by a thread that is left behind if it does not come back.
+
+        A call that hangs keeps its thread, so that `size` limits how many hang at a time.
+
+        Args:
+            timeout_s: Seconds to wait for a free thread, and then for the result.
+            work: Errors that it raises pass through.
+            what: Names the work in an error.
+
+        Raises:
+            StalledError: No result in time, no thread was free, or none could be started.
+        """
+        try:
+            ticket = self.submit(work)
+        except RuntimeError as error:
+            raise _no_thread(what, error) from None
+        if not ticket.wait(timeout_s):
+            if self._cancel(ticket):
+                raise StalledError(
+                    f"{what} was not begun within {timeout_s:g} s: {self.size} calls that have not come "
+                    "back are the limit. Wait until the storage answers again"
+                )
+            left_s = (ticket.began or time.monotonic()) + timeout_s - time.monotonic()
+            if not ticket.wait(max(0.0, left_s)):
+                raise _unanswered(what, timeout_s, STORAGE_HINT)
+        try:
+            return ticket.result(0.0, what)
+        finally:
+            del ticket  # as in `result`
+
+    def close(self) -> None:
+        """Drop the work that was not begun, and end each thread as soon as it is idle."""
+        with self._change:
+            self._is_closed = True
+            while self._line:
+                self._line.popleft().drop()
+            self._change.notify_all()
+
+    def wind_down(self, until: float) -> None:
+        """Drop the work that was not begun, and wait for the rest until the monotonic time `until`."""
+        while True:
+            with self._change:
+                while self._line:
+                    self._line.popleft().drop()
+                busy = self._threads > self._idle
+            if not busy or time.monotonic() >= until:
+                return
+            time.sleep(0.001)
+
+    def _cancel(self, ticket: Ticket[Any]) -> bool:
+        """Take work back that no thread has begun; return whether that was so."""
+        with self._change:
+            if ticket not in self._line:
+                return False
+            self._line.remove(ticket)
+        ticket.drop()
+        return True
+
+    def _serve(self) -> None:
+        while True:
+            with self._change:
+                while not self._line:
+                    self._idle += 1
+                    called = not self._is_closed and self._change.wait(IDLE_S)
+                    self._idle -= 1
+                    if not called and not self._line:
+                        self._threads -= 1
+                        return
+                ticket = self._line.popleft()
+            over = ticket.run()
+            del ticket  # its outcome may be a large batch, which must not live until the next piece of work
+            over.set()
+
+
+STORAGE_HINT = "It should within milliseconds; check the mount, or use another folder"
+
+
+class ItemClock:
+    """Restart the timeout of `call_within` with each item that the work begins."""
+
+    def __init__(self) -> None:
+        self.latest = (-1, time.monotonic())
+        """Number of the latest item, and the monotonic time at which it was begun."""
+
+    def begin(self, number: int) -> None:
+        """Note that the work begins item `number`."""
+        self.latest = (number, time.monotonic())
+
+
+def call_within(
+    timeout_s: float,
+    work: Callable[[], T],
+    what: str,
+    *,
+    hint: str = STORAGE_HINT,
+    clock: ItemClock | None = None,
+) -> T:
+    """Return the result of `work`, run in a thread of its own that is left behind if it does not come back.
+
+    For foreign code and storage in this process. A thread cannot be ended; it is a daemon and holds up no
+    exit. Code that keeps the interpreter's lock for ever stops the entire process, and no timeout within it
+    can help: run that in a child process.
+
+    Args:
+        timeout_s: Seconds for the call, or for each item that `clock` is told of.
+        work: Errors that it raises pass through.
+        what: Names the work in an error.
+        hint: The next step for the reader of the error.
+        clock: Told by `work` of each item that it begins.
+
+    Raises:
+        StalledError: No result in time, or no thread could be started. With a clock it names the item and
+            the line of code at which the work is.
+    """
+    ticket = Ticket(work)
+    # In a list that the thread empties: as an argument the ticket would outlive the thread's work.
+    thread = threading.Thread(target=_run_only, args=([ticket],), name="stoker-call", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise _no_thread(what, error) from None
+    since, number = time.monotonic(), -1 if clock is None else clock.latest[0]
+    while not ticket.wait(max(0.0, since + timeout_s - time.monotonic())):
+        if clock is not None and clock.latest[1] > since:
+            number, since = clock.latest
+        elif clock is None:
+            raise _unanswered(what, timeout_s, hint)
+        else:
+            item = f"item {number}" if number >= 0 else "its first item"
+            raise StalledError(
+                f"{what}: {item} did not arrive within {timeout_s:g} s; it is at {_lines(thread)}. {hint}"
+            )
+    try:
+        return ticket.result(0.0, what)
+    finally:
+        del ticket  # as in `result`
+
+
+def _run_only(tickets: list[Ticket[Any]]) -> None:
+    over = tickets.pop().run()
+    over.set()
+
+
+def map_in_order(
+    work: Callable[[T], R],
+    items: Iterable[T],
+    *,
+    what: str,
+    threads: int = MAP_THREADS,
+    timeout_s: float = MAP_TIMEOUT_S,
+) -> Generator[R]:
+    """Yield what `work` makes of each item, in their order, however long each took.
+
+    Working on many files takes long because storage takes long to answer, so a few threads ask at a time.
+
+    Args:
+        work: Called by several threads at once.
+        items: Taken as they are needed.
+        what: Names the work in an error: `reading the shards of ...`.
+        threads: How many items are worked on at a time.
+        timeout_s: Seconds to wait for one result.
+
+    Raises:
+        StalledError: A result was not there in time; says which item's.
+        BaseException: The first error of `work`, when it is its item's turn.
+    """
+    pool = Pool(threads, "stoker-map")
+    line: deque[tuple[T, Ticket[R]]] = deque()
+
+    def next_result() -> R:
+        item, ticket = line.popleft()
+        if not ticket.wait(timeout_s):
+            raise StalledError(
+                f"{what}: {item} was not done after {timeout_s:g} s. The storage behind it does not answer; "
+                "run it again when it does"
+            )
+        try:
+            return ticket.result(0.0, what)
+        finally:
+            del ticket  # as in `result`
+
+    try:
+        for item in items:
+            line.append((item, pool.submit(partial(work, item))))
+            if len(line) >= threads * MAP_AHEAD:
+                yield next_result()
+        while line:
+            yield next_result()
+    finally:
+        pool.close()
+        limit = time.monotonic() + min(timeout_s, MAP_CLOSE_S)
+        for _, ticket in line:  # the caller may release a lock next
+            ticket.wait(max(0.0, limit - time.monotonic()))
+
+
+def ending() -> bool:
+    """Return whether the interpreter is about to exit: long work should end where it can."""
+    return _ending.is_set()
+
+
+def _unanswered(what: str, timeout_s: float, hint: str) -> StalledError:
+    return StalledError(f"{what} did not answer within {timeout_s:g} s. {hint}")
+
+
+def _no_thread(what: str, error: RuntimeError) -> StalledError:
+    return StalledError(f"{what} cannot be asked now: {error}. Try again later")
+
+
+def _lines(thread: threading.Thread) -> str:
+    """Return the innermost calls of a thread, innermost first: often a library's, then its callers."""
+    frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage]
+    calls = [] if frame is None else traceback.extract_stack(frame)[-3:]
+    return ", called from ".join(f"{call.filename}:{call.lineno} in {call.name}" for call in reversed(calls))
+
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+_ending = threading.Event()
+
+
+def _after_fork() -> None:
+    # A lock may have been held by a thread that this process does not have, so all of it is made again, and
+    # here, where no second thread can do the same.
+    for pool in list(_pools):
+        pool._reset()  # pyright: ignore[reportPrivateUsage]
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+@atexit.register
+def _wind_down() -> None:
+    _ending.set()
+    until = time.monotonic() + EXIT_S
+    for pool in list(_pools):
+        pool.wind_down(until)
