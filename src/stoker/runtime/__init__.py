@@ -1,0 +1,1 @@
+"""General mechanisms, each once: they know nothing of caches."""
