@@ -20,7 +20,7 @@ import pytest
 from stoker.errors import ResourceError
 from stoker.runtime.processes import child as child_module
 from stoker.runtime.processes.child import LIGHT, TORCH, Child, preload, set_start_method
-from stoker.runtime.processes.entry import Connection
+from stoker.runtime.processes.entry import Connection, limit_memory
 from stoker.runtime.processes.output import Drain, Output
 from stoker.runtime.processes.preloaded import preloaded
 
@@ -242,6 +242,19 @@ def test_code_of_the_user_is_not_loaded_before_the_fork(
     assert here == pid != of_the_user.HERE
 
 
+def test_modules_of_a_foreign_folder_can_be_kept_out(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+
+    def look_for(connection: Connection) -> bool:
+        return os.getcwd() in sys.path
+
+    assert not ask(look_for, own_path=False)
+    assert ask(look_for)
+
+
 def test_torch_is_there_in_one_and_not_in_the_other() -> None:
     def look(connection: Connection) -> bool:
         return "torch" in sys.modules
@@ -319,6 +332,7 @@ def test_memory_is_limited() -> None:
     def work(connection: Connection) -> list[object]:
         import torch
 
+        limit_memory(256 << 20)
         said = []
         for size in (32 << 20, 512 << 20):
             try:
@@ -327,7 +341,7 @@ def test_memory_is_limited() -> None:
                 said.append("memory" in str(error))
         return said
 
-    assert ask(work, memory_bytes=256 << 20, modules=TORCH) == [32 << 20, True]
+    assert ask(work, modules=TORCH) == [32 << 20, True]
 
 
 def test_a_child_that_hangs_shows_its_stack_and_is_ended_in_time(method: str) -> None:
@@ -447,6 +461,27 @@ def test_a_child_may_end_in_order_when_its_owner_dies(method: str, tmp_path: Pat
 
     assert done.returncode == -signal.SIGKILL
     until((tmp_path / "sealed").exists)
+
+
+def test_a_child_may_live_on_when_its_owner_dies(method: str, tmp_path: Path) -> None:
+    done = script(
+        tmp_path,
+        f"""
+        import os, pathlib, signal, time
+        from stoker.runtime.processes.child import Child, set_start_method
+        set_start_method({method!r})
+        def work(connection):
+            while connection.socket.recv(1):
+                pass
+            time.sleep(0.5)
+            pathlib.Path({str(tmp_path / "told")!r}).touch()
+        child = Child(work, what="x", modules=("numpy",), death_signal=None)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+    )
+
+    assert done.returncode == -signal.SIGKILL
+    until((tmp_path / "told").exists)
 
 
 def test_a_preloaded_process_that_is_killed_takes_its_children_along_and_another_takes_its_place() -> None:

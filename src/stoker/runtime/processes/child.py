@@ -114,8 +114,8 @@ class Child:
         shared: Descriptors of memory or files that both have; they stay the caller's.
         output: Where standard output and error go: an `Output`, a descriptor, or nowhere.
         modules: What it finds imported: `LIGHT`, `TORCH`, or a tuple of your own.
-        death_signal: What it gets when its owner dies; SIGTERM lets it end in order.
-        memory_bytes: Addresses that it may map beyond what it begins with.
+        death_signal: What it gets when its owner dies; SIGTERM lets it end in order, None lets it live on.
+        own_path: Whether it finds modules where the caller does; else only where Stoker and its packages are.
         load_main: Whether the caller's `__main__` is imported there as `__mp_main__`, as multiprocessing's
             spawn does: for data that was pickled by reference. Scripts then need `if __name__ == "__main__"`.
 
@@ -133,8 +133,8 @@ class Child:
         shared: Sequence[int] = (),
         output: Output | int | None = None,
         modules: tuple[str, ...] = TORCH,
-        death_signal: signal.Signals = signal.SIGKILL,
-        memory_bytes: int | None = None,
+        death_signal: signal.Signals | None = signal.SIGKILL,
+        own_path: bool = True,
         load_main: bool = False,
     ) -> None:
         self.exit: Exit | None = None
@@ -147,8 +147,8 @@ class Child:
             "target": target if isinstance(target, str) else "",
             "pickled_bytes": len(pickled),
             "arguments": dict(arguments or {}),
-            "death_signal": int(death_signal),
-            "memory_bytes": memory_bytes,
+            "death_signal": int(death_signal or 0),
+            "sys_path": [entry or _folder_name() for entry in sys.path] if own_path else None,
             "main": _main_of_caller() if load_main else None,
             **_inherited(),
         }
@@ -391,7 +391,6 @@ def _inherited() -> dict[str, Any]:
     return {
         "owner": os.getpid(),
         "environment": dict(os.environ),
-        "sys_path": [entry or _folder_name() for entry in sys.path],
         "umask": _umask(),
         "processors": sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else [],
         "limits": [(kind, resource.getrlimit(kind)) for kind in kinds],

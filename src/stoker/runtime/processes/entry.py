@@ -73,7 +73,7 @@ def run(fds: list[int], *, parent: int) -> int:
     with os.fdopen(plan_fd, "rb") as file:
         file.seek(0)
         (plan,) = Parser().feed(file.read())
-    _tie(parent, signal.Signals(plan["death_signal"]))
+    _tie(parent, plan["death_signal"])
     for fd in (1, 2):
         os.dup2(output_fd, fd)
     os.close(output_fd)
@@ -115,6 +115,15 @@ def tie_to_parent(parent: int, number: signal.Signals) -> None:
         os._exit(0)
 
 
+def use_one_thread() -> None:
+    """Have torch, loaded by now or later, and what is started from here compute with one thread."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.putenv(name, "1")
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
+
+
 def limit_memory(size_bytes: int) -> None:
     """Let this process map so many bytes more than it does now; an allocation beyond fails."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -124,9 +133,9 @@ def limit_memory(size_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def _tie(parent: int, number: signal.Signals) -> None:
-    if sys.platform == "linux":
-        tie_to_parent(parent, number)
+def _tie(parent: int, number: int) -> None:
+    if number and sys.platform == "linux":
+        tie_to_parent(parent, signal.Signals(number))
 
 
 def _reset_signals(stack_fd: int) -> None:
@@ -145,7 +154,8 @@ def _take_over(plan: Frame, folder_fd: int) -> None:
     """Take over what a child has of its owner, and draw fresh random numbers."""
     os.environ.clear()
     os.environ.update(plan["environment"])
-    sys.path[:] = plan["sys_path"]
+    if plan["sys_path"] is not None:
+        sys.path[:] = plan["sys_path"]
     with suppress(OSError):  # a folder that was deleted can be gone to, one without permission cannot
         os.fchdir(folder_fd)
     os.close(folder_fd)
@@ -159,8 +169,6 @@ def _take_over(plan: Frame, folder_fd: int) -> None:
     generators = cast("Any", sys.modules.get("numpy.random"))
     if generators is not None:  # the global one was seeded when it was imported, alike for all forks
         generators.seed()
-    if plan["memory_bytes"] is not None:
-        limit_memory(plan["memory_bytes"])
     if plan["main"]:
         from multiprocessing import spawn
 

@@ -113,8 +113,10 @@ class Preloaded:
                 self._control.close()
                 self._control = None
             if self._process is not None:
-                with suppress(subprocess.TimeoutExpired):
+                try:
                     self._process.wait(_END_S)
+                except subprocess.TimeoutExpired:
+                    self._process.returncode = 0  # it has children yet; nobody waits for it any more
 
     def forget(self) -> None:
         """In a fork of ours: it belongs to the process that we were forked from."""
