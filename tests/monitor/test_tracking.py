@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from stoker.errors import ConfigError
-from stoker.monitor.tracker_child import serve
 from stoker.monitor.trackers import TrackedRun, check_trackers
-from stoker.monitor.tracking import Tracking
+from stoker.monitor.tracking import Tracking, serve
 
 TRACKERS = """
 import json, os, time
@@ -151,7 +150,7 @@ def test_ctrl_c_is_for_the_run_which_says_how_it_ended(tmp_path: Path) -> None:
     while not (tmp_path / "kept.jsonl").exists():
         pass
     for pipe in tracking._pipes:
-        pipe._process.send_signal(signal.SIGINT)
+        os.kill(pipe._child.pid, signal.SIGINT)
     tracking.end("interrupted")
 
     assert kept(tmp_path)[-1] == {"status": "interrupted"}

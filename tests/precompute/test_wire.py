@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from stoker.errors import ReaderError
-from stoker.precompute.wire import Channel, Parser, ReaderChannel, pack
+from stoker.runtime.processes.wire import Channel, Parser, ReaderChannel, pack
 
 
 def test_frames_are_found_whatever_the_cuts():

@@ -31,10 +31,10 @@ from stoker.cli.file_calls import FileCall, file_call, file_of
 from stoker.cli.streams import INTERRUPTED, keep_standard_streams, printing
 from stoker.cli.together import name_of_rank
 from stoker.errors import ConfigError, Interrupted, ResourceError
-from stoker.precompute.beat import Beat, BeatPage
 from stoker.precompute.guarded import GUARD_VARIABLE, Lifeline, started_ns
 from stoker.precompute.interrupts import TOGETHER_S
-from stoker.precompute.oom import oom_kills
+from stoker.runtime.processes.heartbeat import Beat, BeatPage
+from stoker.runtime.processes.oom import oom_kills
 
 GUARDED = frozenset({
     "demo", "precompute", "train", "compat precompute", "compat precompute_latent_cache", "compat train",

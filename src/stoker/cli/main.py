@@ -65,6 +65,10 @@ def main() -> None:
         lifeline = os.environ.pop(GUARD_VARIABLE, None)
         if lifeline:
             attach(Lifeline.from_text(lifeline))  # lets signals in that came while modules were imported
+        if os.environ.get("STOKER_START_METHOD") == "spawn":
+            from stoker.runtime.processes.child import set_start_method
+
+            set_start_method("spawn")
         run(app, words)
     except KeyboardInterrupt:
         out = Edge(as_json="--json" in words, debug=False)

@@ -3,7 +3,7 @@
 meter.py   how long training waits for data, and for what
 journal.py the same as JSON lines, interval by interval
 gpu.py     how busy a GPU is, or why that cannot be said; gpu_watch.py samples it in the background
-trackers.py  TensorBoard, W&B, MLflow; tracking.py runs each in a process (tracker_child.py) and never waits
+trackers.py  TensorBoard, W&B, MLflow; tracking.py runs each in a process and never waits
 """
 
 from stoker.monitor.gpu import GpuAbsent, GpuSample, GpuSampler, open_gpu

@@ -12,14 +12,18 @@ import json
 import math
 import os
 import select
-import subprocess
+import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TextIO
 
-from stoker.monitor.trackers import Ending, TrackedRun
+from stoker.monitor.trackers import Ending, TrackedRun, Tracker, make_tracker
+from stoker.runtime.processes.child import LIGHT, Child
+from stoker.runtime.processes.entry import Connection
 from stoker.schema import Json
 
 PIPE_BYTES = 1 << 20
@@ -75,16 +79,24 @@ class _Pipe:
         self._name, self._log, self._say = name, log, say
         self._sent = self._dropped = 0
         self._ended = self._told = False
-        with log.open("ab") as out:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "stoker.monitor.tracker_child", name],
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=out,
-                bufsize=0,
-            )
-        assert self._process.stdin is not None
-        self._stdin = self._process.stdin
+        theirs, ours = os.pipe()
+        self._stdin = os.fdopen(ours, "wb", buffering=0)
+        try:
+            with log.open("ab") as out:
+                self._child = Child(
+                    "stoker.monitor.tracking:track",
+                    what=f"a process for tracker {name}",
+                    arguments={"name": name},
+                    shared=[theirs],
+                    output=out.fileno(),
+                    modules=LIGHT,  # the process stays as long as the run
+                    death_signal=None,  # it reports the end of a run that was killed
+                )
+        except BaseException:
+            self._stdin.close()
+            raise
+        finally:
+            os.close(theirs)
         with suppress(OSError):  # a user's quota of pipe memory; the ordinary 64 KiB do as well
             fcntl.fcntl(self._stdin, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         os.set_blocking(self._stdin.fileno(), False)
@@ -119,14 +131,12 @@ class _Pipe:
 
     def finish(self, deadline_s: float, all_s: float) -> None:
         """Wait for the process until then, and say what it did not do."""
-        try:
-            code = self._process.wait(max(0.0, deadline_s - time.monotonic()))
-            if code and not self._dropped:
-                self._gone()
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if not self._child.wait(deadline_s - time.monotonic()):
+            self._child.stop(0.0)
             self._say(f"tracker {self._name} was not done {all_s:g} s after the run: ended ({self._log})")
+        elif self._child.exit and self._child.exit.code and not self._dropped:
+            self._gone()
+        self._child.close()
         if self._dropped:
             self._say(f"tracker {self._name}: {self._dropped} of {self._sent} rows dropped ({self._log})")
 
@@ -153,3 +163,44 @@ def _last_line(log: Path) -> str:
         lines = file.read().decode(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
     return "its log cannot be read"
+
+
+def serve(tracker: Tracker, lines: Iterable[str], log: TextIO) -> int:
+    """Hand lines to a tracker; returns how many rows it failed to keep."""
+    failed = 0
+    for text in lines:
+        row: Mapping[str, Any] = json.loads(text)
+        if "start" in row:
+            facts: dict[str, Any] = row["start"]
+            folder = Path(facts.pop("folder"))
+            tracker.start(TrackedRun(folder=folder, **facts))
+        elif "end" in row:
+            tracker.end(row["end"])
+            return failed
+        else:
+            try:
+                tracker.log(row["step"], row["values"])
+            except Exception as error:  # noqa: BLE001 (code of others; one row lost is no reason to lose all)
+                failed += 1
+                print(f"step {row['step']}: {type(error).__name__}: {error}", file=log, flush=True)
+    tracker.end("killed")
+    return failed
+
+
+def track(connection: Connection) -> int:
+    """Run a tracker, in the child; 0 where it kept everything.
+
+    A run that was killed closes the pipe without a last word, and its tracker then reports that.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # Ctrl-C is for the run, which then says how it ended
+    try:
+        with os.fdopen(connection.shared[0], encoding="utf-8") as lines:
+            failed = serve(make_tracker(connection.arguments["name"]), lines, sys.stderr)
+    except Exception as error:  # noqa: BLE001 (the edge of the process: its last line is what the run repeats)
+        traceback.print_exc()
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    if failed:
+        print(f"{failed} rows were not kept", file=sys.stderr)  # noqa: T201
+    return 1 if failed else 0

@@ -13,7 +13,7 @@ machine.py      this machine in one line
 validate.py     rows of pass, warn and fail before a long run
 inspect.py      what a cache holds
 keep.py         repairs a cache, and encodes again what was damaged
-import_pt.py    earlier caches of `.pt` files into shards (pt_reader.py, and its process pt_child.py)
+import_pt.py    earlier caches of `.pt` files into shards (pt_reader.py)
 why.py          how two recipes differ
 demo.py         all of it on generated data
 """

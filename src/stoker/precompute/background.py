@@ -30,11 +30,11 @@ from stoker import errors
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import moved
 from stoker.errors import ConfigError, Interrupted, ResourceError, StalledError, StokerError, arg
-from stoker.precompute.oom import oom_kills
-from stoker.precompute.output import Drain, Output
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.turn import folder_mark
-from stoker.precompute.wire import Channel, pack
+from stoker.runtime.processes.oom import oom_kills
+from stoker.runtime.processes.output import Drain, Output
+from stoker.runtime.processes.wire import Channel, pack
 from stoker.sources.files import confined_sources
 from stoker.sources.protocol import Source
 from stoker.sources.travel import packed

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from stoker.errors import StalledError
-from stoker.precompute.beat import BeatPage
 from stoker.precompute.guarded import guard_page
+from stoker.runtime.processes.heartbeat import BeatPage
 
 
 @dataclass(slots=True)

@@ -33,11 +33,11 @@ from stoker.precompute.encode import Encoded
 from stoker.precompute.exchange import Exchange
 from stoker.precompute.fill import SampleFault
 from stoker.precompute.ledger import Ledger
-from stoker.precompute.output import Drain
 from stoker.precompute.parcel import Feed, Parcel
 from stoker.precompute.process import Child
 from stoker.precompute.queue import GroupWork, WorkQueue
-from stoker.precompute.wire import Frame
+from stoker.runtime.processes.output import Drain
+from stoker.runtime.processes.wire import Frame
 from stoker.schema import Sample, Schema
 from stoker.store.convert import from_array
 

@@ -29,7 +29,7 @@ from stoker.precompute.guarded import Lifeline, attach
 from stoker.precompute.parcel import Parcel
 from stoker.precompute.precision import full_precision
 from stoker.precompute.queue import GroupWork
-from stoker.precompute.wire import Frame, ReaderChannel
+from stoker.runtime.processes.wire import Frame, ReaderChannel
 from stoker.schema import Schema
 from stoker.store import Recipe
 from stoker.store.convert import view_bytes

@@ -7,20 +7,19 @@ once, and only the command line sets it (`attach`).
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import signal
 import time
 from dataclasses import dataclass
 
-from stoker.precompute.beat import BeatPage
+from stoker.runtime.processes.entry import tie_to_parent
+from stoker.runtime.processes.heartbeat import BeatPage
 
 GUARD_VARIABLE = "STOKER_GUARD"
 """Environment variable by which a guardian passes a `Lifeline`; read by the command line."""
 EXIT_S = 120.0
 """How long a process may take to end once it has done its work: trackers send what they still hold."""
-_PR_SET_PDEATHSIG = 1
 _page: BeatPage | None = None
 _started_ns = (
     time.monotonic_ns()
@@ -99,10 +98,3 @@ def say_end(code: int) -> None:
     """Tell the guardian that only the end is left, which a thread that hangs in a write would hold up."""
     if _page is not None and _page.look().stage != "lost":  # which is what it needs to know then
         _page.write("end", code, limit_s=EXIT_S)
-
-
-def tie_to_parent(parent: int, number: signal.Signals) -> None:
-    """Have the kernel send a signal to this process when process `parent` ends; exit if it has."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(0)

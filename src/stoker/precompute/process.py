@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stoker.errors import ResourceError
-from stoker.precompute.beat import BeatPage
 from stoker.precompute.layout import Layout
-from stoker.precompute.oom import oom_kills
-from stoker.precompute.output import Drain, Output
-from stoker.precompute.wire import Channel, Frame
+from stoker.runtime.processes.heartbeat import BeatPage
+from stoker.runtime.processes.oom import oom_kills
+from stoker.runtime.processes.output import Drain, Output
+from stoker.runtime.processes.wire import Channel, Frame
 
 _TAIL_BYTES = 2000
 

@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.precompute.arena import Arena
-from stoker.precompute.beat import BeatPage
 from stoker.precompute.fill import (
     SampleFault,
     SampleFaultError,
@@ -30,9 +29,10 @@ from stoker.precompute.fill import (
     fill_group,
     pad_steps,
 )
-from stoker.precompute.guarded import tie_to_parent
 from stoker.precompute.layout import layout_from_json
-from stoker.precompute.wire import Frame, ReaderChannel
+from stoker.runtime.processes.entry import tie_to_parent
+from stoker.runtime.processes.heartbeat import BeatPage
+from stoker.runtime.processes.wire import Frame, ReaderChannel
 from stoker.schema import Sample
 from stoker.sources.files import confine_sources
 

@@ -27,7 +27,6 @@ from stoker.precompute.in_process import InProcess, Silent
 from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.layout import Layout, plan_layout, slot_size
 from stoker.precompute.ledger import Ledger
-from stoker.precompute.output import Drain
 from stoker.precompute.parcel import Feed
 from stoker.precompute.precision import PRECISION
 from stoker.precompute.process import Launch
@@ -39,6 +38,7 @@ from stoker.precompute.supervisor import Supervisor
 from stoker.precompute.unchanged import Unchanged, digested_files
 from stoker.precompute.watchdog import EncodeWatchdog
 from stoker.precompute.write_thread import WriteThread
+from stoker.runtime.processes.output import Drain
 from stoker.sources.files import confined_sources
 from stoker.sources.protocol import Locating, Source
 from stoker.sources.travel import packed

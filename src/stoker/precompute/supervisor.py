@@ -25,8 +25,8 @@ from stoker.precompute.process import Launch
 from stoker.precompute.queue import WorkQueue
 from stoker.precompute.roster import Roster
 from stoker.precompute.settings import PrecomputeSettings
-from stoker.precompute.wire import Frame
 from stoker.precompute.worker import GRACE_S, Loss, Worker
+from stoker.runtime.processes.wire import Frame
 from stoker.schema import Sample
 
 log = logging.getLogger("stoker")

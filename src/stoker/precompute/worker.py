@@ -11,13 +11,13 @@ from typing import Literal
 
 from stoker.errors import ResourceError
 from stoker.precompute.arena import Arena
-from stoker.precompute.beat import Beat
 from stoker.precompute.layout import Layout
 from stoker.precompute.parcel import ReaderView
 from stoker.precompute.patience import Patience
 from stoker.precompute.process import Child, Launch
 from stoker.precompute.queue import GroupWork
 from stoker.precompute.settings import Deadlines
+from stoker.runtime.processes.heartbeat import Beat
 
 DUMP_S = 0.15
 """How long a reader past its deadline gets to write its stack before it is killed."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 from stoker.errors import Degraded, LeaseLost, ResourceError, StokerError
 from stoker.precompute.guarded import tie_to_parent
 from stoker.runtime.locks import FileLock
+from stoker.runtime.processes.entry import tie_to_parent
 from stoker.service.access import DataAccess
 from stoker.service.attempt import Attempt, Pace, Work
 from stoker.service.database import Database

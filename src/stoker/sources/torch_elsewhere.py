@@ -2,27 +2,30 @@
 
 What differs there would differ in every reader: items drawn from the state of a process (its number, a seed
 of its own, the order of a set), a value set in this process alone, a module that another process does not
-find. The process is a plain child in a session of its own; each item has a deadline, and past it the child is
-killed.
+find. Each item has a deadline, and past it the child is killed.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import select
-import signal
-import subprocess
+import socket
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
 from stoker.errors import SourceError, StalledError, arg
+from stoker.runtime.processes.child import LIGHT, TORCH, Child
+from stoker.runtime.processes.entry import Connection, use_one_thread
 from stoker.sources.travel import packed
+
+if TYPE_CHECKING:
+    from stoker.sources.torch_dataset import TorchSource
 
 START_S = 120.0
 """Seconds for the child to start and to import what the Dataset needs."""
@@ -37,52 +40,36 @@ def read_elsewhere(source: object, name: str, *, deadline_s: float) -> dict[int,
         SourceError: The source cannot go there, or ended the process.
         StalledError: Starting, or one item, took too long.
     """
-    with tempfile.TemporaryFile() as payload, tempfile.TemporaryFile() as output:
-        payload.write(packed(source))
-        payload.seek(0)
-        ours, theirs = os.pipe()
+    with tempfile.TemporaryFile() as output:
+        child = Child(
+            "stoker.sources.torch_elsewhere:answer",
+            what="a second process to read in",
+            payload=packed(source),
+            output=output.fileno(),
+            modules=TORCH if "torch" in sys.modules else LIGHT,
+        )
         try:
-            child = _start(payload, output, theirs)
+            return _collect(child, output, name, deadline_s)
         finally:
-            os.close(theirs)
-        try:
-            return _collect(ours, child, output, name, deadline_s)
-        finally:
-            os.close(ours)
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)
-            # One that waits for storage ends when that answers: nothing here waits for it.
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(timeout=_END_S)
-
-
-def _start(payload: IO[bytes], output: IO[bytes], answer: int) -> subprocess.Popen[bytes]:
-    paths = json.dumps([entry or str(Path.cwd()) for entry in sys.path])
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "stoker.sources.torch_child", str(answer), paths],
-        stdin=payload,
-        stdout=output,
-        stderr=output,
-        pass_fds=(answer,),
-        start_new_session=True,
-    )
+            child.stop(0.0, _END_S)  # one that waits for storage ends when that answers: nothing waits for it
+            child.close()
 
 
 def _collect(
-    answer: int, child: subprocess.Popen[bytes], output: IO[bytes], name: str, deadline_s: float
+    child: Child, output: IO[bytes], name: str, deadline_s: float
 ) -> dict[int, dict[str, str] | str]:
     found: dict[int, dict[str, str] | str] = {}
     text, number, until = b"", -1, time.monotonic() + START_S
     while True:
         left = until - time.monotonic()
-        if left <= 0 or not select.select([answer], [], [], left)[0]:
+        if left <= 0 or not select.select([child.socket], [], [], left)[0]:
             where = "starting it" if number < 0 else f"item {number}"
             raise StalledError(
                 f"{name}: read in a second process, {where} took more than "
                 f"{START_S if number < 0 else deadline_s:g} s. Fix what it waits for, give it more time "
                 f"(source.probe_deadline_s = 300), or read in this process with {arg('readers', 0)}"
             )
-        data = os.read(answer, 1 << 16)
+        data = child.socket.recv(1 << 16)
         if not data:
             break
         *lines, text = (text + data).split(b"\n")
@@ -98,12 +85,11 @@ def _collect(
             number, until = int(message["number"]), time.monotonic() + deadline_s
             if message["kind"] == "item":
                 found[number] = message["found"]
-    code = child.wait(timeout=10)
+    child.wait(10)
     output.seek(0)
     tail = output.read().decode(errors="replace").strip()[-_TAIL:]
-    how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
     raise SourceError(
-        f"{name}: a second process that read item {number} {how}. Readers would do the same: fix the "
+        f"{name}: a second process that read item {number} {child.exit}. Readers would do the same: fix the "
         f"Dataset, or read in this process with {arg('readers', 0)}" + (f". It said: {tail}" if tail else "")
     )
 
@@ -133,3 +119,26 @@ def check_alike(
                     "__init__. If it is drawn at random, seed it by the sample number, or store one draw "
                     f"with {arg('random', 'freeze')}"
                 )
+
+
+def answer(connection: Connection) -> int:
+    """Read, in the child, what was probed of the source in the payload; say digests, a line of JSON each."""
+    use_one_thread()  # as in a reader
+    try:
+        source: TorchSource = cloudpickle.loads(connection.payload)
+    except Exception:  # noqa: BLE001 - a process edge: the parent raises this with the traceback
+        _say(connection.socket, {"kind": "refused", "error": traceback.format_exc().rstrip()})
+        return 1
+    for number in source.probed_numbers():
+        _say(connection.socket, {"kind": "begin", "number": number})
+        try:
+            found: Any = source.probe_again(number)
+        except Exception as error:  # noqa: BLE001 - a process edge, and a Dataset may raise anything
+            found = f"{type(error).__name__}: {error}"
+        _say(connection.socket, {"kind": "item", "number": number, "found": found})
+    _say(connection.socket, {"kind": "done"})
+    return 0
+
+
+def _say(sock: socket.socket, message: dict[str, Any]) -> None:
+    sock.sendall(json.dumps(message).encode() + b"\n")

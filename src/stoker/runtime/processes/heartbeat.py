@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import tempfile
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,14 @@ class Beat:
     """Seconds that this stage may last by the process's own word; 0: it gave none."""
 
 
+def anonymous_file(name: str) -> int:
+    """Return a descriptor of a fresh file without a path: memory where the system has that, else a disk's."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
 class BeatPage:
     """A page in shared memory; written by one reader, read by the caller."""
 
@@ -53,7 +62,7 @@ class BeatPage:
     @classmethod
     def create(cls) -> BeatPage:
         """A fresh page in stage `start`."""
-        fd = os.memfd_create("stoker-beat", os.MFD_CLOEXEC)
+        fd = anonymous_file("stoker-beat")
         os.ftruncate(fd, _PAGE)
         return cls(fd)
 

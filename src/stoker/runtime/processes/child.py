@@ -1,0 +1,440 @@
+"""One child process: started, watched, asked for its stacks, ended, explained.
+
+    child = Child("package.module:function", what="a process to read files", arguments={"path": "x"})
+    child.socket, child.heartbeat         # to talk with it, and to see what it is doing
+    child.wait(10.0) or child.stop(1.0)   # no method waits longer than it is told to
+    child.exit                            # how it ended; str() says it in words
+    child.close()
+
+It is forked from a preloaded process where that is possible, and a Python of its own elsewhere (macOS, under
+a debugger, after `set_start_method("spawn")`); nothing else differs. It ends with its owner: when that closes
+the socket, and by a signal when that dies. Nothing is asked of a child to find out how it is: its pidfd, its
+heartbeat page and /proc tell.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from multiprocessing import spawn
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
+
+from stoker.errors import ResourceError
+from stoker.runtime.processes.entry import STACK_SIGNAL, Target
+from stoker.runtime.processes.heartbeat import BeatPage, anonymous_file
+from stoker.runtime.processes.oom import oom_kills
+from stoker.runtime.processes.output import Output
+from stoker.runtime.processes.preloaded import NotPreloadedError, preloaded
+from stoker.runtime.processes.wire import pack
+
+StartMethod = Literal["fork", "spawn"]
+
+LIGHT = ("cloudpickle", "numpy", "h5py", "stoker.precompute.reader")
+"""Modules for children that need no torch: readers of most sources."""
+TORCH = (
+    *LIGHT,
+    "torch",
+    "torch.utils.data",
+    "stoker.precompute.device_process",
+    "stoker.sources.torch_dataset",
+)
+"""Modules for all others."""
+
+_STATUS_S = 5.0
+"""How long the preloaded process may take to say how a child ended, once it has."""
+_TAIL_BYTES = 2000
+_DEBUGGERS = ("pydevd", "debugpy")
+_state: dict[str, StartMethod] = {"method": "fork" if sys.platform == "linux" else "spawn"}
+
+
+def set_start_method(method: StartMethod) -> None:
+    """Choose how children start from now on: forked from a preloaded process, or each a Python of its own."""
+    _state["method"] = method
+
+
+def start_method() -> StartMethod:
+    """Return how the next child starts. A debugger follows only a Python that it has started itself."""
+    return "spawn" if any(name in sys.modules for name in _DEBUGGERS) else _state["method"]
+
+
+def preload(modules: tuple[str, ...] = TORCH) -> None:
+    """Start to import in the background what later children need; returns at once.
+
+    Args:
+        modules: As given to `Child` later.
+    """
+    if start_method() == "fork":
+        with suppress(OSError):  # the child that needs it says so
+            preloaded(modules).start()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """How a child ended."""
+
+    code: int | None
+    """Exit code; negative: the number of the signal that killed it; None: nobody knows, since the process
+    that it was forked from was killed, and it with that."""
+    out_of_memory: bool = False
+    """It was killed by SIGKILL, and the kernel counts a kill for memory in our control group since."""
+
+    def __str__(self) -> str:
+        """In words, to follow the name of the process."""
+        if self.code is None:
+            return "ended with the preloaded process that it was forked from, which was killed"
+        if self.code >= 0:
+            return f"exited with code {self.code}"
+        how = f"was killed by signal {-self.code} ({signal.Signals(-self.code).name})"
+        return how + (", and the memory cgroup counts an out-of-memory kill" if self.out_of_memory else "")
+
+
+class Child:
+    """A process in a session of its own, with a socket, a heartbeat page and shared descriptors.
+
+    Args:
+        target: A function of an `entry.Connection`: `module:name`, or, pickled by value where it belongs to
+            a script or notebook, the function itself.
+        what: The process in words, as `a reader process`.
+        arguments: Plain values for the target (`Connection.arguments`).
+        payload: Bytes for the target (`Connection.payload`).
+        shared: Descriptors of memory or files that both have; they stay the caller's.
+        output: Where standard output and error go: an `Output`, a descriptor, or nowhere.
+        modules: What it finds imported: `LIGHT`, `TORCH`, or a tuple of your own.
+        death_signal: What it gets when its owner dies; SIGTERM lets it end in order, None lets it live on.
+        own_path: Whether it finds modules where the caller does; else only where Stoker and its packages are.
+        load_main: Whether the caller's `__main__` is imported there as `__mp_main__`, as multiprocessing's
+            spawn does: for data that was pickled by reference. Scripts then need `if __name__ == "__main__"`.
+
+    Raises:
+        ResourceError: No process or descriptor is left.
+    """
+
+    def __init__(  # noqa: PLR0913  all by name
+        self,
+        target: str | Target,
+        *,
+        what: str,
+        arguments: Mapping[str, Any] | None = None,
+        payload: bytes = b"",
+        shared: Sequence[int] = (),
+        output: Output | int | None = None,
+        modules: tuple[str, ...] = TORCH,
+        death_signal: signal.Signals | None = signal.SIGKILL,
+        own_path: bool = True,
+        load_main: bool = False,
+    ) -> None:
+        self.exit: Exit | None = None
+        """How it ended, once `ended` or `wait` has seen that."""
+        self._oom_kills = oom_kills()
+        self._closed = False
+        self._output = output if isinstance(output, Output) else None
+        pickled = b"" if isinstance(target, str) else cloudpickle.dumps(target)
+        plan = {
+            "target": target if isinstance(target, str) else "",
+            "pickled_bytes": len(pickled),
+            "arguments": dict(arguments or {}),
+            "death_signal": int(death_signal or 0),
+            "sys_path": [entry or _folder_name() for entry in sys.path] if own_path else None,
+            "main": _main_of_caller() if load_main else None,
+            **_inherited(),
+        }
+        try:
+            with ExitStack() as undo:  # whatever fails, no descriptor of a process that never was stays open
+                self._start(plan, pickled + payload, shared, output, modules, undo)
+                undo.pop_all()
+        except OSError as error:
+            raise ResourceError(
+                f"{what} cannot be started: {error}. Use fewer readers, or raise the limits "
+                "on open files and processes (ulimit -n, ulimit -u)"
+            ) from error
+
+    def _start(
+        self,
+        plan: dict[str, Any],
+        payload: bytes,
+        shared: Sequence[int],
+        output: Output | int | None,
+        modules: tuple[str, ...],
+        undo: ExitStack,
+    ) -> None:
+        self.heartbeat = BeatPage.create()
+        undo.callback(self.heartbeat.close)
+        self._stack_fd = anonymous_file("stoker-stack")
+        undo.callback(os.close, self._stack_fd)
+        self.socket, theirs = socket.socketpair()
+        undo.enter_context(self.socket)
+        with ExitStack() as passed, theirs:
+            plan_fd = anonymous_file("stoker-plan")
+            passed.callback(os.close, plan_fd)
+            _write_all(plan_fd, pack(plan, payload))
+            _write_all(plan_fd, payload)
+            if isinstance(output, Output):
+                output_fd = output.write_fd
+            elif output is None:
+                output_fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+                passed.callback(os.close, output_fd)
+            else:
+                output_fd = output
+            folder_fd = _working_folder()
+            passed.callback(os.close, folder_fd)
+            own = (plan_fd, theirs.fileno(), self.heartbeat.fd, self._stack_fd, output_fd, folder_fd)
+            self._process = _started((*own, *shared), modules)
+        undo.callback(self._process.signal, signal.SIGKILL)
+        if self._output is not None:
+            self._output.handed_over()
+        self.pid = self._process.pid
+        self.pidfd = self._process.pidfd
+        """Readable when it has ended; -1 where the system has no such thing."""
+
+    def request_stacks(self) -> None:
+        """Have it write the stacks of its threads, which works while it hangs; see `stacks`."""
+        self._process.signal(STACK_SIGNAL)
+
+    def stacks(self) -> str:
+        """Return the stacks that it wrote, on request or in a crash."""
+        return os.pread(self._stack_fd, os.fstat(self._stack_fd).st_size, 0).decode(errors="replace")
+
+    def terminate(self) -> None:
+        """Send SIGTERM to it alone."""
+        self._process.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL to it and to what it has started."""
+        self._process.signal(signal.SIGKILL)
+        if self.exit is None:  # so the number of its session is still its own
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def ended(self) -> bool:
+        """Return whether it has ended; `exit` tells how from then on."""
+        return self.wait(0.0)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end, at most so long; return whether it has ended."""
+        if self.exit is None and self._process.poll(timeout_s):
+            code = self._process.code()
+            killed = code is None or code == -signal.SIGKILL
+            self.exit = Exit(code=code, out_of_memory=killed and oom_kills() > self._oom_kills)
+        return self.exit is not None
+
+    def stop(self, terminate_s: float, kill_s: float = 5.0) -> bool:
+        """End it: SIGTERM and so much time, then SIGKILL and so much time.
+
+        Returns:
+            Whether it is gone. One that waits in the kernel for storage is not, and is left behind.
+        """
+        if terminate_s > 0 and not self.ended():
+            self.terminate()
+            self.wait(terminate_s)
+        if not self.ended():
+            self.kill()
+        return self.wait(kill_s)
+
+    def processor_s(self) -> float:
+        """Return the processor time that it has used so far; 0 where the kernel does not say."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # in user and kernel mode
+
+    def kernel_view(self) -> str:
+        """Return its number, its state, and what it waits for in the kernel, in words."""
+        try:
+            status = Path(f"/proc/{self.pid}/status").read_text()
+            wchan = Path(f"/proc/{self.pid}/wchan").read_text() or "0"
+        except OSError:
+            return "process gone"
+        lines = (line for line in status.splitlines() if line.startswith("State:"))
+        state = next((line.split(None, 1)[1] for line in lines), "?")
+        return f"process {self.pid}, state {state}" + (f", in {wchan}" if wchan != "0" else "")
+
+    def tail(self) -> str:
+        """Return the end of what it printed to its `Output`, or nothing."""
+        return "" if self._output is None else self._output.tail(_TAIL_BYTES)
+
+    def record(self, what: str) -> None:
+        """Put down in its log what became of it, with the stacks that it wrote."""
+        if self._output is not None:
+            self._output.drain()
+            self._output.append("\n".join(filter(None, (what, self.stacks()))) + "\n")
+
+    def close(self) -> None:
+        """Let its descriptors go, except its output's; it ends unless it has. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self.socket.close()
+        self.heartbeat.close()
+        os.close(self._stack_fd)
+        self._process.close()
+
+
+class _Process(Protocol):
+    """A child as the kernel sees it, however it was started."""
+
+    pid: int
+    pidfd: int
+
+    def signal(self, number: int) -> None: ...
+    def poll(self, timeout_s: float) -> bool: ...
+    def code(self) -> int | None: ...
+    def close(self) -> None: ...
+
+
+class _Forked:
+    """A child of a preloaded process, which waits for it and says how it ended."""
+
+    def __init__(self, pid: int, pidfd: int, status: socket.socket) -> None:
+        self.pid, self.pidfd, self._status = pid, pidfd, status
+
+    def signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def poll(self, timeout_s: float) -> bool:
+        return _readable(self.pidfd, timeout_s)
+
+    def code(self) -> int | None:
+        self._status.settimeout(_STATUS_S)
+        data = b""
+        with suppress(OSError):
+            data = self._status.recv(64)
+        self._status.close()  # its number may be another process's from now on
+        return json.loads(data) if data else None
+
+    def close(self) -> None:
+        self._status.close()
+        os.close(self.pidfd)
+
+
+class _Spawned:
+    """A child of our own, a Python started for it."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process, self.pid = process, process.pid
+        self.pidfd = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else -1
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def poll(self, timeout_s: float) -> bool:
+        if self.pidfd >= 0:
+            _readable(self.pidfd, timeout_s)
+            return self._process.poll() is not None
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return self._process.returncode is not None
+
+    def code(self) -> int | None:
+        return self._process.returncode
+
+    def close(self) -> None:
+        self._process.poll()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+
+
+def _started(fds: tuple[int, ...], modules: tuple[str, ...]) -> _Process:
+    if start_method() == "fork":
+        with suppress(NotPreloadedError):
+            return _fork(fds, modules)
+    return _spawn(fds)
+
+
+def _fork(fds: tuple[int, ...], modules: tuple[str, ...]) -> _Forked:
+    status, theirs = socket.socketpair()
+    try:
+        with theirs:
+            pid, pidfd = preloaded(modules).fork((theirs.fileno(), *fds))
+    except BaseException:
+        status.close()
+        raise
+    return _Forked(pid, pidfd, status)
+
+
+def _spawn(fds: tuple[int, ...]) -> _Spawned:
+    with ExitStack() as passed:
+        moved: list[int] = []
+        for fd in fds:  # standard descriptors may be closed here: none of these may have such a number
+            moved.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3))
+            passed.callback(os.close, moved[-1])
+        words = ["stoker.runtime.processes.server", "run", str(os.getpid()), *map(str, moved)]
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=moved[4],
+            stderr=moved[4],
+            pass_fds=moved,
+            start_new_session=True,
+        )
+    return _Spawned(process)
+
+
+def _inherited() -> dict[str, Any]:
+    """Return what a child of ours would inherit, for a process that is no child of ours."""
+    kinds = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
+    return {
+        "owner": os.getpid(),
+        "environment": dict(os.environ),
+        "umask": _umask(),
+        "processors": sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else [],
+        "limits": [(kind, resource.getrlimit(kind)) for kind in kinds],
+    }
+
+
+def _folder_name() -> str:
+    """Return the working folder by name; one that was deleted has none."""
+    with suppress(OSError):
+        return str(Path.cwd())
+    return os.sep
+
+
+def _working_folder() -> int:
+    try:
+        return os.open(".", getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return os.open(os.sep, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _umask() -> int:
+    """Return our umask, which Python can only read by setting it, under the eyes of other threads."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _main_of_caller() -> dict[str, str]:
+    """Return where the caller's `__main__` comes from, as multiprocessing tells it its children."""
+    found = spawn.get_preparation_data(threading.current_thread().name)
+    return {name: value for name, value in found.items() if name.startswith("init_main")}
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _readable(fd: int, timeout_s: float) -> bool:
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(max(0.0, timeout_s) * 1000))
