@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.pins.golden import save
 
-KINDS = ("fingerprints", "identities")
+KINDS = ("fingerprints", "identities", "orders", "batches", "states")
 
 
 def main(kinds: list[str]) -> None:

@@ -39,6 +39,7 @@ from stoker.sources.parquet import ParquetSource
 from stoker.sources.split_of import SplitOf
 from stoker.sources.subset import Subset
 from stoker.sources.tar import TarSource
+from stoker.store.join import join_table
 from stoker.testing.dexycb import write_dexycb
 from stoker.transforms import CropImages, Decode, Flip, Noise, Normalize, Roll
 
@@ -79,6 +80,7 @@ __all__ = [
     "cached",
     "digest_json",
     "global_order",
+    "join_table",
     "open_cache",
     "precompute",
     "write_dexycb",
