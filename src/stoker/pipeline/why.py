@@ -12,7 +12,7 @@ from stoker.errors import ConfigError, FormatError, StokerError
 from stoker.pipeline.build import tasks_of
 from stoker.pipeline.folders import cache_dir_of
 from stoker.pipeline.locate import recipe_of
-from stoker.schema import Json
+from stoker.schema import JsonResult
 from stoker.sources.files import canonical_split
 from stoker.store import Difference, Recipe, diff_recipes, load_recipe, open_cache
 from stoker.store.mirror.attach import here
@@ -27,8 +27,10 @@ WRAPPERS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class Explanation(JsonResult):
     """How two recipes differ."""
+
+    json_keys = ("same", "differences", "a", "b")
 
     a: str
     """Where the first recipe is from: a folder, or a configuration and cache name."""
@@ -39,15 +41,6 @@ class Explanation:
     def same(self) -> bool:
         """Whether both have one fingerprint."""
         return not self.differences
-
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {
-            "same": self.same,
-            "differences": [{"entry": d.entry, "a": d.a, "b": d.b, "note": d.note} for d in self.differences],
-            "a": self.a,
-            "b": self.b,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
