@@ -31,7 +31,7 @@ from stoker.cli.flags import (
     split_words,
     spread_flags,
 )
-from stoker.cli.runs import run_training
+from stoker.cli.runs import load_settings, run_training
 from stoker.cli.together import joined
 from stoker.errors import SourceError, SplitError
 from stoker.sources.files import canonical_split
@@ -220,12 +220,9 @@ def validate(
 def load_earlier(out: Edge, path: Path, overrides: list[str]) -> Settings:
     """Return the settings of an earlier file as they were meant; what has no effect is said."""
     from stoker.compat.settings import on_available_device
-    from stoker.config import load_config
 
-    settings = load_config(path, [*overrides, *_root_of_environment(out, overrides)], earlier=True)
-    for note in settings.notes:
-        out.note(note)
-    return on_available_device(settings)
+    given = [*overrides, *_root_of_environment(out, overrides)]
+    return on_available_device(load_settings(out, path, given, earlier=True))
 
 
 def _root_of_environment(out: Edge, overrides: list[str]) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -44,14 +44,11 @@ from stoker.cli.flags import (
     spread_flags,
     tell_settings,
 )
-from stoker.cli.runs import run_training
+from stoker.cli.runs import load_settings, run_training
 from stoker.cli.streams import INTERRUPTED
 from stoker.cli.together import joined
 from stoker.errors import ConfigError, FormatError, Interrupted
 from stoker.precompute.guarded import GUARD_VARIABLE, Lifeline, attach
-
-if TYPE_CHECKING:
-    from stoker.config.models import Config as Settings
 
 app = typer.Typer(
     name="stoker",
@@ -94,15 +91,6 @@ def options(
     """Encode once, keep it verified, and feed the GPU from the fastest place that fits."""
 
 
-def _load(out: Edge, config: Path, overrides: list[str] | None) -> Settings:
-    from stoker.config import load_config
-
-    settings = load_config(config, overrides or [])
-    for note in settings.notes:
-        out.note(note)
-    return settings
-
-
 demo.register(app)
 fetching.register(app)
 
@@ -132,7 +120,7 @@ def precompute(  # noqa: PLR0913  one parameter per flag that is not a setting
     """
     with edge(as_json=as_json, debug=debug) as out:
         path, overrides = config_and_overrides(words or [], config)
-        settings = _load(out, path, flags.settings(overrides))
+        settings = load_settings(out, path, flags.settings(overrides))
         from stoker.cli import render_tasks
         from stoker.pipeline.precompute import precompute_config
 
@@ -179,7 +167,7 @@ def plan(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         if markdown or picture:
             raise ConfigError("--markdown and --picture are of --simulate. Add that, or leave them out")
         refuse_words(words or [])
-        settings = _load(out, *config_and_overrides(words or []))
+        settings = load_settings(out, *config_and_overrides(words or []))
         from stoker.cli import render, render_tasks
         from stoker.pipeline.build import tasks_of
         from stoker.pipeline.plan import plan_config
@@ -228,7 +216,7 @@ def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         asked += [] if max_stall is None else [f"training.max_stall={max_stall}"]
         asked += [] if epochs is None else [f"training.epochs={epochs}"]
         path, overrides = config_and_overrides(words or [], config)
-        settings = _load(out, path, [*overrides, *asked])
+        settings = load_settings(out, path, [*overrides, *asked])
         from stoker.pipeline.stages import with_epochs
 
         settings = with_epochs(settings, stage, epochs)
@@ -290,7 +278,7 @@ def validate(
     """
     with edge(as_json=as_json, debug=debug) as out:
         if print_config:
-            settings = _load(out, config, overrides)
+            settings = load_settings(out, config, overrides or [])
             if as_json:
                 out.write_json(settings.to_dict())
             else:
