@@ -36,7 +36,7 @@ from stoker.pipeline.serve import make_loader
 from stoker.pipeline.train import loop_settings
 from stoker.profile.result import ENCODE, Profile
 from stoker.profile.run import profile
-from stoker.train.alone import steps_of
+from stoker.train.ceiling import steps_of
 
 COUNT, SHAPE, BATCH = 1024, (16, 512), 32
 STEPS = 60

@@ -11,8 +11,10 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from pathlib import PurePath
+from typing import Any, ClassVar, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,43 @@ from stoker.errors import RecordError
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 """What canonical JSON can hold; NaN and infinities are refused when it is written."""
+
+
+def as_json(value: Any) -> Any:
+    """Return `value` as JSON holds it: dataclasses by field, paths as text, enums by value, tuples as lists.
+
+    What has a `to_json` of its own is asked for it.
+
+    >>> as_json({"where": PurePath("runs/x"), "sizes": (1, 2)})
+    {'where': 'runs/x', 'sizes': [1, 2]}
+    """
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): as_json(one) for key, one in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [as_json(one) for one in cast("list[Any]", value)]
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    if is_dataclass(value):
+        return {one.name: as_json(getattr(value, one.name)) for one in fields(value)}
+    return value
+
+
+class JsonResult:
+    """A dataclass that a command prints: with `--json` its fields, or the attributes in `json_keys`."""
+
+    __slots__ = ()
+    json_keys: ClassVar[tuple[str, ...]] = ()
+    """Fields and properties in their order; empty: all fields."""
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the keys that scripts rely on."""
+        names = self.json_keys or [one.name for one in fields(cast("Any", self))]
+        return {name: as_json(getattr(self, name)) for name in names}
+
 
 Sample: TypeAlias = "dict[str, NDArray[Any]]"
 """One raw item: field name to array. bfloat16 travels as uint16 bits, the schema says which."""
@@ -128,6 +167,18 @@ class Field:
             return self.itemsize
         return self.row_bytes * (self.shape[0] if length is None else length)
 
+    def to_json(self) -> dict[str, Json]:
+        """Return the entry of `schema_from_json`; marks only where they are set.
+
+        So that schemas without them read as they did before there were such fields.
+        """
+        marks: dict[str, Json] = {mark: True for mark in ("packed", "kept", "exact") if getattr(self, mark)}
+        if self.axes:
+            marks["axes"] = list(self.axes)
+        return {
+            "shape": list(self.shape), "dtype": self.dtype, "time": self.time, "ragged": self.ragged, **marks
+        }  # fmt: skip
+
 
 Schema: TypeAlias = "dict[str, Field]"
 """Field name to `Field`, in the order in which fields are stored."""
@@ -200,16 +251,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 def schema_to_json(schema: Schema) -> dict[str, Json]:
     """A schema as JSON, the inverse of `schema_from_json`."""
-    entries: dict[str, Json] = {}
-    for name, f in schema.items():
-        # Said only where it is so: other schemas read as they did before there were such fields.
-        marks: dict[str, Json] = {mark: True for mark in ("packed", "kept", "exact") if getattr(f, mark)}
-        if f.axes:
-            marks["axes"] = list(f.axes)
-        entries[name] = {
-            "shape": list(f.shape), "dtype": f.dtype, "time": f.time, "ragged": f.ragged, **marks
-        }  # fmt: skip
-    return entries
+    return {name: field.to_json() for name, field in schema.items()}
 
 
 def schema_from_json(data: Mapping[str, Any]) -> Schema:

@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
-from stoker.cli.flags import PrecomputeFlags
+from stoker.cli.compat import CompatFlags
+from stoker.cli.flags import EarlierFlags, PrecomputeFlags, Splits, Words, spread_flags
 
 DEADLINES = "precompute.deadlines."
 
@@ -35,6 +38,43 @@ def test_each_timeout_becomes_the_deadline_that_does_what_it_says(given, expecte
     settings = dict(setting.split("=") for setting in PrecomputeFlags(**given).settings([]))
 
     assert settings == {f"{DEADLINES}{stage}": value for stage, value in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "typed", "expected"),
+    [
+        (
+            PrecomputeFlags,
+            "--splits a --tasks x y --devices all --no-parallel",
+            {"devices": "all", "parallel": False},
+        ),
+        (PrecomputeFlags, "--tasks x y", {}),
+        (CompatFlags, "--tasks x --tasks y --batch-size 3 c.yaml", {"batch_size": 3}),
+    ],
+)
+def test_each_field_is_a_flag_that_arrives_as_it_was_typed(kind, typed, expected):
+    app, found = typer.Typer(), []
+
+    def command(words: Words = None, *, splits: Splits = None, flags: object) -> None:
+        found.append(flags)
+
+    command.__annotations__["flags"] = kind
+    app.command(cls=EarlierFlags)(spread_flags(command))
+
+    result = CliRunner().invoke(app, typed.split())
+
+    assert result.exit_code == 0, result.output
+    assert found == [kind(tasks=["x", "y"], **expected)]
+
+
+def test_a_flag_that_the_earlier_script_did_not_have_is_refused_there():
+    app = typer.Typer()
+
+    @app.command()
+    @spread_flags
+    def command(flags: CompatFlags) -> None: ...
+
+    assert CliRunner().invoke(app, ["--engine", "ray"]).exit_code == 2
 
 
 READER_HANGS = """\

@@ -20,7 +20,7 @@ from stoker.train.checkpoint import load_checkpoint
 from stoker.train.config import TrainConfig, TrainReport
 from stoker.train.loop import train
 from stoker.train.metrics import MetricsLog
-from stoker.train.schedule import learning_rate
+from stoker.train.step import learning_rate
 from tests.train.fakes import FakeBatch, FakeLoader, waves
 
 SMALL: dict[str, Any] = {
@@ -455,7 +455,7 @@ def test_settings_that_make_no_sense_are_named(changes: dict[str, Any]) -> None:
 def test_the_rate_never_leaves_its_bounds() -> None:
     config = TrainConfig(lr=0.5)
 
-    rates = [learning_rate(config, step, 100) for step in range(100)]
+    rates = [learning_rate(step, 100, peak=config.lr, warmup=config.warmup) for step in range(100)]
 
     assert max(rates) == 0.5
     assert min(rates) > 0

@@ -8,6 +8,7 @@ Everything below the settings is what `stoker precompute`, `train` and `validate
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,15 +17,21 @@ import typer
 from stoker.cli import compat_encoder, compat_launch
 from stoker.cli.edge import Edge, edge
 from stoker.cli.flags import (
+    ConfigFlag,
     Debug,
     EarlierFlags,
+    EarlierPrecomputeFlags,
+    Epochs,
     Json,
-    PrecomputeFlags,
+    Manifest,
+    Splits,
+    Stage,
     Words,
     config_and_overrides,
     split_words,
+    spread_flags,
 )
-from stoker.cli.runs import run_training
+from stoker.cli.runs import load_settings, run_training
 from stoker.cli.together import joined
 from stoker.errors import SourceError, SplitError
 from stoker.sources.files import canonical_split
@@ -42,9 +49,27 @@ group = typer.Typer(
     rich_markup_mode=None,
 )
 
-ConfigFlag = Annotated[
-    Path | None, typer.Option("--config", readable=False, help="The earlier settings file.")
-]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; without a GPU: cpu.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompatFlags(EarlierPrecomputeFlags):
+    """The flags with the meaning that they had."""
+
+    device: Device = None
+    batch_size: Annotated[
+        int | None, typer.Option(help="Has no effect: samples are encoded in fixed groups.")
+    ] = None
+    num_workers: Annotated[
+        int | None, typer.Option(help="Processes that read; 0 reads in this one. Default: as many as pay.")
+    ] = None
+    parallel: Annotated[
+        bool | None,
+        typer.Option(
+            "--parallel/--no-parallel", help="--no-parallel without --num-workers reads in this process."
+        ),
+    ] = None
+    pin_memory: Annotated[bool | None, typer.Option("--pin-memory", help="Has no effect.")] = None
 
 
 def register(app: typer.Typer) -> None:
@@ -59,51 +84,20 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group)
 
 
-def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier script)
+@spread_flags
+def precompute(  # noqa: PLR0913  one parameter per flag that is not a setting
     words: Words = None,
+    *,
     config: ConfigFlag = None,
-    tasks: Annotated[list[str] | None, typer.Option(help="data.task: one or more names.")] = None,
-    splits: Annotated[list[str] | None, typer.Option(help="Splits to encode, as train val test.")] = None,
-    root: Annotated[Path | None, typer.Option(help="Folder of the raw files.")] = None,
-    cache_dir: Annotated[str | None, typer.Option(help="Folder of the caches.")] = None,
-    cache_dtype: Annotated[str | None, typer.Option(help="Storage dtype, as float16.")] = None,
-    latent_dim: Annotated[int | None, typer.Option(help="latent.dim.")] = None,
-    latent_len: Annotated[int | None, typer.Option(help="latent.tokens.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; without a GPU: cpu.")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Has no effect: samples are encoded in fixed groups.")
-    ] = None,
-    num_workers: Annotated[
-        int | None, typer.Option(help="Processes that read; 0 reads in this one. Default: as many as pay.")
-    ] = None,
-    parallel: Annotated[
-        bool | None,
-        typer.Option(
-            "--parallel/--no-parallel", help="--no-parallel without --num-workers reads in this process."
-        ),
-    ] = None,
-    pin_memory: Annotated[bool | None, typer.Option("--pin-memory", help="Has no effect.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first samples of each split.")] = None,
-    overwrite: Annotated[bool | None, typer.Option("--overwrite", help="Encode everything again.")] = None,
-    manifest: Annotated[Path | None, typer.Option(help="Write a JSON report of the run here.")] = None,
-    hdf5_timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="Seconds to open a file, and to read a sample of it.")
-    ] = None,
-    dataloader_timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="Seconds for a worker to start, open and read.")
-    ] = None,
-    cache_write_timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="Seconds to write, which are counted now.")
-    ] = None,
-    watchdog_timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="Seconds to encode, the first batch included.")
-    ] = None,
+    splits: Splits = None,
+    manifest: Manifest = None,
     skip_auto_copy: Annotated[
         bool, typer.Option("--skip-auto-copy", help="Has no effect: nothing is asked on a terminal.")
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="As --debug.")] = False,
     as_json: Json = False,
     debug: Debug = False,
+    flags: CompatFlags,
 ) -> None:
     """Encode, as `precompute_latent_cache.py` did.
 
@@ -116,19 +110,14 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
     """
     with edge(as_json=as_json, debug=debug or verbose) as out:
         path, overrides = config_and_overrides(words or [], config)
-        if batch_size is not None:
+        if flags.batch_size is not None:
             out.note("--batch-size has no effect: samples are encoded in fixed groups, whatever the machine")
         if skip_auto_copy:
             out.note("--skip-auto-copy has no effect: nothing is copied unless data.stage says so")
-        flags = PrecomputeFlags(
-            tasks=tasks, root=root, cache_dir=cache_dir, cache_dtype=cache_dtype, latent_dim=latent_dim,
-            latent_len=latent_len, device=device, num_workers=_workers(out, num_workers, parallel),
-            pin_memory=pin_memory, overwrite=overwrite, limit=limit, hdf5_timeout=hdf5_timeout,
-            dataloader_timeout=dataloader_timeout, cache_write_timeout=cache_write_timeout,
-            watchdog_timeout=watchdog_timeout,
-        )  # fmt: skip
-        overrides = flags.settings(overrides)
-        if parallel and not num_workers:
+        workers = _workers(out, flags.num_workers, flags.parallel)
+        asked = replace(flags, batch_size=None, parallel=None, num_workers=workers)
+        overrides = asked.settings(overrides)
+        if flags.parallel and not flags.num_workers:
             overrides.append("training.use_parallel_encoding=true")
         settings = load_earlier(out, path, overrides)
         from stoker.cli import render_tasks
@@ -184,13 +173,9 @@ def _workers(out: Edge, workers: int | None, parallel: bool | None) -> int | Non
 def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     words: Words = None,
     config: ConfigFlag = None,
-    stage: Annotated[
-        str | None, typer.Option(help="One of the stages alone: operator, decoder, consistency; or all.")
-    ] = None,
-    epochs: Annotated[
-        int | None, typer.Option(help="training.epochs; with --stage the epochs of that stage.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; without a GPU: cpu.")] = None,
+    stage: Stage = None,
+    epochs: Epochs = None,
+    device: Device = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -235,12 +220,9 @@ def validate(
 def load_earlier(out: Edge, path: Path, overrides: list[str]) -> Settings:
     """Return the settings of an earlier file as they were meant; what has no effect is said."""
     from stoker.compat.settings import on_available_device
-    from stoker.config import load_config
 
-    settings = load_config(path, [*overrides, *_root_of_environment(out, overrides)], earlier=True)
-    for note in settings.notes:
-        out.note(note)
-    return on_available_device(settings)
+    given = [*overrides, *_root_of_environment(out, overrides)]
+    return on_available_device(load_settings(out, path, given, earlier=True))
 
 
 def _root_of_environment(out: Edge, overrides: list[str]) -> list[str]:

@@ -419,11 +419,8 @@ def _fetch(out: Edge, files: tuple[Wanted, ...], folder: Path, dry_run: bool) ->
     if dry_run:
         out.show(Files(folder=folder, files=files), render_files)
         return
-    listen = fetching.Teller(out.note, out.notes)
-    try:
+    with fetching.listening(out) as listen:
         report = fetch_files(files, folder, FetchSettings(redact=without_secrets), listen=listen)
-    finally:
-        listen.clear()
     out.show(report, fetching.render)
     if report.exit_code:
         raise typer.Exit(report.exit_code)

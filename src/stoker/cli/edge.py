@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO, TypeVar, cast
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from stoker.cli.streams import INTERRUPTED, keep_standard_streams, printing
 from stoker.cli.together import name_of_rank
@@ -35,6 +36,8 @@ from stoker.runtime.disk import FULL_ERRNOS, READ_ONLY_ERRNOS
 if TYPE_CHECKING:
     from stoker.schema import Json
 
+TELL_S = 10.0
+"""Seconds between two lines about how far it is, where there is no terminal."""
 WIDE = 100_000
 """Columns when standard output is not a terminal: a row of a table in a file or a pipe is one line."""
 UsageError = cast("type[Exception]", typer.BadParameter.__base__)
@@ -105,6 +108,35 @@ class Edge:
             except BrokenPipeError:
                 pass  # whoever read it has seen enough
         return typer.Exit(exit_code)
+
+
+class Teller:
+    """Says how far it is: a line that is kept up to date on a terminal, elsewhere one every ten seconds.
+
+    A context, which takes the line away at its end.
+    """
+
+    def __init__(self, out: Edge) -> None:
+        self._say = out.note
+        self._status = out.notes.status("") if out.notes.is_terminal else None
+        self._told = time.monotonic()
+
+    def __enter__(self) -> Teller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def tell(self, *lines: str, last: bool = False) -> None:
+        """Show where it stands; the `last` lines are said whenever they come."""
+        if self._status is not None and not last:
+            self._status.start()
+            self._status.update(escape("  ".join(lines)))
+        elif last or time.monotonic() - self._told > TELL_S:
+            self._told = time.monotonic()
+            for line in lines:
+                self._say(line)
 
 
 @contextlib.contextmanager

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.edge import edge
+from stoker.cli.edge import Teller, edge
 from stoker.cli.flags import CachePath, Debug, Json
 from stoker.cli.quantities import size
 from stoker.units import format_bytes
-
-TELL_S = 10.0
-"""Seconds between two lines of progress where there is no terminal."""
 
 
 def numbers_between(text: str) -> range:
@@ -78,36 +74,13 @@ def export(  # noqa: PLR0913, PLR0917 (one parameter per flag)
             records=None if records is None else (records.start, records.stop),
             file_bytes=file_size,
         )
-        teller = Teller(outlet.note, outlet.notes)
-        try:
-            report = export_cache(path, out, settings, progress=teller)
-        finally:
-            teller.clear()
+        with Teller(outlet) as teller:
+
+            def listen(done: int, total: int) -> None:
+                teller.tell(f"{format_bytes(done)} of {format_bytes(total)} written")
+
+            report = export_cache(path, out, settings, progress=listen)
         outlet.show(report, render)
-
-
-class Teller:
-    """Says how far it is: a line that is kept up to date on a terminal, elsewhere one every ten seconds."""
-
-    def __init__(self, say: Any, console: Console) -> None:
-        self._say = say
-        self._status = console.status("") if console.is_terminal else None
-        self._told = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        """Take what was written so far, and what there is in all."""
-        line = f"{format_bytes(done)} of {format_bytes(total)} written"
-        if self._status is not None:
-            self._status.start()
-            self._status.update(escape(line))
-        elif time.monotonic() - self._told > TELL_S:
-            self._told = time.monotonic()
-            self._say(line)
-
-    def clear(self) -> None:
-        """Take the line away."""
-        if self._status is not None:
-            self._status.stop()
 
 
 def render(report: Any, console: Console) -> None:

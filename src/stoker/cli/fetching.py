@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,15 +11,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.edge import edge
+from stoker.cli.edge import Edge, Teller, edge
 from stoker.cli.flags import Debug, Json, Overrides
 from stoker.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from stoker.fetch import Fetched, FetchReport, Progress
-
-TELL_S = 10.0
-"""Seconds between two lines about how far it is, where there is no terminal."""
+    from stoker.fetch.run import Listener
 
 
 def register(app: typer.Typer) -> None:
@@ -56,44 +54,29 @@ def fetch(
         from stoker.launch.secrets import without_secrets
         from stoker.pipeline.fetch import fetch as fetch_all
 
-        listen = Teller(out.note, out.notes)
-        try:
+        with listening(out) as listen:
             report = fetch_all(config, overrides or [], folder=to, redact=without_secrets, listen=listen)
-        finally:
-            listen.clear()
         out.show(report, render)
         if report.exit_code:
             raise typer.Exit(report.exit_code)
 
 
-class Teller:
-    """Says how far it is: a line that is kept up to date on a terminal, elsewhere one every ten seconds."""
+@contextmanager
+def listening(out: Edge) -> Generator[Listener]:
+    """Tell what becomes of files, each when it is done, and how far the others are."""
+    from stoker.fetch import Fetched
 
-    def __init__(self, say: Callable[[str], None], console: Console) -> None:
-        self._say = say
-        self._status = console.status("") if console.is_terminal else None
-        self._told = time.monotonic()
+    with Teller(out) as teller:
 
-    def __call__(self, what: Progress | Fetched | str) -> None:
-        """Take one event."""
-        from stoker.fetch import Fetched
+        def listen(what: Progress | Fetched | str) -> None:
+            if isinstance(what, str):
+                out.note(what)
+            elif isinstance(what, Fetched):
+                out.note(_line(what))
+            else:
+                teller.tell(*_progress(what))
 
-        if isinstance(what, str):
-            self._say(what)
-        elif isinstance(what, Fetched):
-            self._say(_line(what))
-        elif self._status is not None:
-            self._status.start()
-            self._status.update(escape("  ".join(_progress(what))))
-        elif time.monotonic() - self._told > TELL_S:
-            self._told = time.monotonic()
-            for line in _progress(what):
-                self._say(line)
-
-    def clear(self) -> None:
-        """Take the line away."""
-        if self._status is not None:
-            self._status.stop()
+        yield listen
 
 
 def _progress(now: Progress) -> list[str]:

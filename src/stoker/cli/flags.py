@@ -7,10 +7,12 @@ and becomes a `key=value` setting. The same setting given both ways is then give
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -38,6 +40,18 @@ CachePath = Annotated[
     str,
     typer.Argument(metavar="PATH", help="A cache (its newest complete recipe), or one recipe's folder."),
 ]
+
+ConfigFlag = Annotated[
+    Path | None, typer.Option("--config", readable=False, help="The settings file, as a flag.")
+]
+Splits = Annotated[
+    list[str] | None, typer.Option(help="Splits to encode, as train val; default: what `train` needs.")
+]
+Manifest = Annotated[Path | None, typer.Option(help="Write a JSON report of the run here.")]
+Stage = Annotated[
+    str | None, typer.Option(help="One of the stages alone: operator, decoder, consistency; or all.")
+]
+Epochs = Annotated[int | None, typer.Option(help="training.epochs; with --stage the epochs of that stage.")]
 
 SEVERAL = ("--tasks", "--splits")
 """Flags that take more than one value, each as its own word."""
@@ -70,31 +84,42 @@ def repeat_flags(args: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrecomputeFlags:
-    """Flags of `precompute` as given; None where a flag is absent."""
+class EarlierPrecomputeFlags:
+    """Flags of the earlier script that `precompute` still takes, as given; None where a flag is absent."""
 
-    tasks: list[str] | None = None
-    root: Path | None = None
-    cache_dir: str | None = None
-    cache_dtype: str | None = None
-    compression: str | None = None
-    latent_dim: int | None = None
-    latent_len: int | None = None
-    device: str | None = None
-    devices: str | None = None
-    batch_size: int | None = None
-    num_workers: int | None = None
-    parallel: bool | None = None
-    pin_memory: bool | None = None
-    overwrite: bool | None = None
-    retry_quarantined: bool = False
-    limit: int | None = None
-    hdf5_timeout: float | None = None
-    dataloader_timeout: float | None = None
-    cache_write_timeout: float | None = None
-    watchdog_timeout: float | None = None
-    engine: str | None = None
-    address: str | None = None
+    tasks: Annotated[list[str] | None, typer.Option(help="data.task: one or more names.")] = None
+    root: Annotated[Path | None, typer.Option(help="data.root: folder of the raw files.")] = None
+    cache_dir: Annotated[str | None, typer.Option(help="training.latent_cache_dir.")] = None
+    cache_dtype: Annotated[str | None, typer.Option(help="training.latent_cache_dtype, as float16.")] = None
+    latent_dim: Annotated[int | None, typer.Option(help="latent.dim.")] = None
+    latent_len: Annotated[int | None, typer.Option(help="latent.tokens.")] = None
+    device: Annotated[str | None, typer.Option(help="training.device: auto, cpu or cuda[:i].")] = None
+    batch_size: Annotated[
+        int | None, typer.Option(help="precompute.encode_batch: samples in one call of the encoder.")
+    ] = None
+    num_workers: Annotated[int | None, typer.Option(help="training.num_workers; 0 reads in process.")] = None
+    parallel: Annotated[
+        bool | None, typer.Option("--parallel/--no-parallel", help="--no-parallel reads in this process.")
+    ] = None
+    pin_memory: Annotated[bool | None, typer.Option("--pin-memory", help="training.pin_memory.")] = None
+    overwrite: Annotated[
+        bool | None, typer.Option("--overwrite", help="Encode everything again into a clean folder.")
+    ] = None
+    limit: Annotated[int | None, typer.Option(help="data.limit: only the first samples of each split.")] = (
+        None
+    )
+    hdf5_timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="Seconds to open a file, and to read a sample of it.")
+    ] = None
+    dataloader_timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="Seconds for a worker to start, open and read.")
+    ] = None
+    cache_write_timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="precompute.deadlines.write.")
+    ] = None
+    watchdog_timeout: Annotated[
+        float | None, typer.Option(metavar="S", help="precompute.deadlines.encode, the first call included.")
+    ] = None
 
     def settings(self, overrides: Sequence[str]) -> list[str]:
         """`overrides` with every given flag added as `key=value`.
@@ -118,18 +143,19 @@ class PrecomputeFlags:
             "latent.tokens": self.latent_len,
             "training.latent_cache_dir": self.cache_dir,
             "training.latent_cache_dtype": self.cache_dtype,
-            "precompute.compression": self.compression,
             "training.device": self.device,
-            "precompute.devices": None if self.devices is None else _list([self.devices]),
             "precompute.encode_batch": self.batch_size,
             "training.num_workers": workers,
             "training.pin_memory": self.pin_memory,
             "precompute.overwrite": self.overwrite,
-            "precompute.engine": self.engine,
-            "precompute.ray.address": self.address,
-            "precompute.retry_quarantined": self.retry_quarantined or None,
-        } | self._deadlines()
+            **self._deadlines(),
+            **self._later(),
+        }
         return [*overrides, *(f"{key}={_text(value)}" for key, value in given.items() if value is not None)]
+
+    def _later(self) -> dict[str, object]:
+        """Settings of flags that the earlier script did not have."""
+        return {}
 
     def _deadlines(self) -> dict[str, float | None]:
         """A worker that does not answer in time, whatever it does; files may be given a time of their own."""
@@ -141,6 +167,61 @@ class PrecomputeFlags:
             "precompute.deadlines.write": self.cache_write_timeout,
             "precompute.deadlines.encode": self.watchdog_timeout,
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecomputeFlags(EarlierPrecomputeFlags):
+    """All flags of `precompute` that are settings."""
+
+    compression: Annotated[
+        str | None, typer.Option(metavar="none|zstd|lz4|auto", help="precompute.compression.")
+    ] = None
+    devices: Annotated[
+        str | None, typer.Option(help="precompute.devices: an encoder on each, as cuda:0,cuda:1, or all.")
+    ] = None
+    retry_quarantined: Annotated[
+        bool, typer.Option("--retry-quarantined", help="Try samples again that failed before.")
+    ] = False
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="local|ray", help="precompute.engine: this machine, or a Ray cluster."),
+    ] = None
+    address: Annotated[
+        str | None, typer.Option(metavar="auto|HOST:PORT", help="precompute.ray.address; default: one here.")
+    ] = None
+
+    def _later(self) -> dict[str, object]:
+        return {
+            "precompute.compression": self.compression,
+            "precompute.devices": None if self.devices is None else _list([self.devices]),
+            "precompute.engine": self.engine,
+            "precompute.ray.address": self.address,
+            "precompute.retry_quarantined": self.retry_quarantined or None,
+        }
+
+
+def spread_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Return `command` with every field of its parameter `flags`, a dataclass, as a parameter of its own.
+
+    So a flag is stated once, with its name, type, default and help, and commands that share it agree.
+    """
+    kind = get_type_hints(command)["flags"]
+    hints = get_type_hints(kind, include_extras=True)
+    own = [
+        Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])
+        for one in fields(kind)
+    ]
+
+    @wraps(command)
+    def run(*args: Any, **given: Any) -> None:
+        command(*args, flags=kind(**{one.name: given.pop(one.name) for one in own}), **given)
+
+    shown = signature(command, eval_str=True)
+    others = [one for one in shown.parameters.values() if one.name != "flags"]
+    by_kind = sorted([*others, *own], key=lambda one: one.kind)
+    vars(run)["__signature__"] = shown.replace(parameters=by_kind)
+    run.__annotations__ = {one.name: one.annotation for one in by_kind}
+    return run
 
 
 def _text(value: object) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -28,24 +28,27 @@ from stoker.cli.edge import Edge, edge, run, stop_on_sigterm
 from stoker.cli.flags import (
     CachePath,
     Config,
+    ConfigFlag,
     Debug,
     EarlierFlags,
+    Epochs,
     Json,
+    Manifest,
     Overrides,
     PrecomputeFlags,
+    Splits,
+    Stage,
     Words,
     config_and_overrides,
     split_words,
+    spread_flags,
     tell_settings,
 )
-from stoker.cli.runs import run_training
+from stoker.cli.runs import load_settings, run_training
 from stoker.cli.streams import INTERRUPTED
 from stoker.cli.together import joined
 from stoker.errors import ConfigError, FormatError, Interrupted
 from stoker.precompute.guarded import GUARD_VARIABLE, Lifeline, attach
-
-if TYPE_CHECKING:
-    from stoker.config.models import Config as Settings
 
 app = typer.Typer(
     name="stoker",
@@ -92,80 +95,21 @@ def options(
     """Encode once, keep it verified, and feed the GPU from the fastest place that fits."""
 
 
-def _load(out: Edge, config: Path, overrides: list[str] | None) -> Settings:
-    from stoker.config import load_config
-
-    settings = load_config(config, overrides or [])
-    for note in settings.notes:
-        out.note(note)
-    return settings
-
-
 demo.register(app)
 fetching.register(app)
 
 
 @app.command(cls=EarlierFlags)
-def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier script; they become settings at once)
+@spread_flags
+def precompute(  # noqa: PLR0913  one parameter per flag that is not a setting
     words: Words = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", readable=False, help="The settings file, as a flag.")
-    ] = None,
-    tasks: Annotated[list[str] | None, typer.Option(help="data.task: one or more names.")] = None,
-    splits: Annotated[
-        list[str] | None, typer.Option(help="Splits to encode; default: what `train` needs.")
-    ] = None,
-    root: Annotated[Path | None, typer.Option(help="data.root: folder of the raw files.")] = None,
-    cache_dir: Annotated[str | None, typer.Option(help="training.latent_cache_dir.")] = None,
-    cache_dtype: Annotated[str | None, typer.Option(help="training.latent_cache_dtype.")] = None,
-    compression: Annotated[
-        str | None, typer.Option(metavar="none|zstd|lz4|auto", help="precompute.compression.")
-    ] = None,
-    latent_dim: Annotated[int | None, typer.Option(help="latent.dim.")] = None,
-    latent_len: Annotated[int | None, typer.Option(help="latent.tokens.")] = None,
-    device: Annotated[str | None, typer.Option(help="training.device: auto, cpu or cuda[:i].")] = None,
-    devices: Annotated[
-        str | None, typer.Option(help="precompute.devices: an encoder on each, as cuda:0,cuda:1, or all.")
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="precompute.encode_batch: samples in one call of the encoder.")
-    ] = None,
-    num_workers: Annotated[int | None, typer.Option(help="training.num_workers; 0 reads in process.")] = None,
-    parallel: Annotated[
-        bool | None, typer.Option("--parallel/--no-parallel", help="--no-parallel reads in this process.")
-    ] = None,
-    pin_memory: Annotated[bool | None, typer.Option("--pin-memory", help="training.pin_memory.")] = None,
-    overwrite: Annotated[
-        bool | None, typer.Option("--overwrite", help="Encode everything again into a clean folder.")
-    ] = None,
-    retry_quarantined: Annotated[
-        bool, typer.Option("--retry-quarantined", help="Try samples again that failed before.")
-    ] = False,
-    limit: Annotated[
-        int | None, typer.Option(help="data.limit: only the first samples of each split.")
-    ] = None,
-    hdf5_timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="Seconds to open a file, and to read a sample of it.")
-    ] = None,
-    dataloader_timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="Seconds for a reader to start, open and read.")
-    ] = None,
-    cache_write_timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="precompute.deadlines.write.")
-    ] = None,
-    watchdog_timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="precompute.deadlines.encode, the first call included.")
-    ] = None,
-    engine: Annotated[
-        str | None,
-        typer.Option(metavar="local|ray", help="precompute.engine: this machine, or a Ray cluster."),
-    ] = None,
-    address: Annotated[
-        str | None, typer.Option(metavar="auto|HOST:PORT", help="precompute.ray.address; default: one here.")
-    ] = None,
-    manifest: Annotated[Path | None, typer.Option(help="Write a JSON report of the run here.")] = None,
+    *,
+    config: ConfigFlag = None,
+    splits: Splits = None,
+    manifest: Manifest = None,
     as_json: Json = False,
     debug: Debug = False,
+    flags: PrecomputeFlags,
 ) -> None:
     """Encode what is missing from the caches.
 
@@ -180,16 +124,7 @@ def precompute(  # noqa: PLR0913, PLR0917 (one parameter per flag of the earlier
     """
     with edge(as_json=as_json, debug=debug) as out:
         path, overrides = config_and_overrides(words or [], config)
-        flags = PrecomputeFlags(
-            tasks=tasks, root=root, cache_dir=cache_dir, cache_dtype=cache_dtype, compression=compression,
-            latent_dim=latent_dim, latent_len=latent_len, device=device, devices=devices,
-            batch_size=batch_size, num_workers=num_workers, parallel=parallel, pin_memory=pin_memory,
-            overwrite=overwrite, retry_quarantined=retry_quarantined, limit=limit,
-            hdf5_timeout=hdf5_timeout, dataloader_timeout=dataloader_timeout,
-            cache_write_timeout=cache_write_timeout, watchdog_timeout=watchdog_timeout,
-            engine=engine, address=address,
-        )  # fmt: skip
-        settings = _load(out, path, flags.settings(overrides))
+        settings = load_settings(out, path, flags.settings(overrides))
         from stoker.cli import render_tasks
         from stoker.pipeline.precompute import precompute_config
 
@@ -236,7 +171,7 @@ def plan(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         if markdown or picture:
             raise ConfigError("--markdown and --picture are of --simulate. Add that, or leave them out")
         refuse_words(words or [])
-        settings = _load(out, *config_and_overrides(words or []))
+        settings = load_settings(out, *config_and_overrides(words or []))
         from stoker.cli import render, render_tasks
         from stoker.pipeline.build import tasks_of
         from stoker.pipeline.plan import plan_config
@@ -251,15 +186,9 @@ def plan(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 @app.command()
 def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     words: Words = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", readable=False, help="The settings file, as a flag.")
-    ] = None,
-    stage: Annotated[
-        str | None, typer.Option(help="One of the stages alone: operator, decoder, consistency; or all.")
-    ] = None,
-    epochs: Annotated[
-        int | None, typer.Option(help="training.epochs; with --stage the epochs of that stage.")
-    ] = None,
+    config: ConfigFlag = None,
+    stage: Stage = None,
+    epochs: Epochs = None,
     no_wait: Annotated[
         bool, typer.Option("--no-wait", help="precompute.wait=false: begin at once, encode meanwhile.")
     ] = False,
@@ -291,7 +220,7 @@ def train(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         asked += [] if max_stall is None else [f"training.max_stall={max_stall}"]
         asked += [] if epochs is None else [f"training.epochs={epochs}"]
         path, overrides = config_and_overrides(words or [], config)
-        settings = _load(out, path, [*overrides, *asked])
+        settings = load_settings(out, path, [*overrides, *asked])
         from stoker.pipeline.stages import with_epochs
 
         settings = with_epochs(settings, stage, epochs)
@@ -353,7 +282,7 @@ def validate(
     """
     with edge(as_json=as_json, debug=debug) as out:
         if print_config:
-            settings = _load(out, config, overrides)
+            settings = load_settings(out, config, overrides or [])
             if as_json:
                 out.write_json(settings.to_dict())
             else:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from stoker.cli.edge import edge
+from stoker.cli.edge import Teller, edge
 from stoker.cli.flags import CachePath, Debug, Json
 from stoker.errors import ConfigError
 from stoker.units import format_bytes, format_count, format_seconds
@@ -17,8 +16,6 @@ from stoker.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from stoker.store.mirror.transfer import Progress, TransferReport
 
-TELL_S = 10.0
-"""Seconds between two lines about how far it is."""
 Address = Annotated[str, typer.Argument(metavar="URL", help="As s3://bucket/caches; docs/objects.md.")]
 
 
@@ -41,7 +38,9 @@ def push(path: CachePath, url: Address, as_json: Json = False, debug: Debug = Fa
     with edge(as_json=as_json, debug=debug) as out:
         from stoker.store.mirror.push import push as run
 
-        out.show(run(path, url, listen=_teller(out.note)), render)
+        with Teller(out) as teller:
+            report = run(path, url, listen=partial(_listen, teller))
+        out.show(report, render)
 
 
 def pull(  # noqa: PLR0913, PLR0917 (one parameter per flag)
@@ -74,7 +73,9 @@ def pull(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         from stoker.store.mirror.transfer import Wanted
 
         wanted = Wanted(rank=rank, world=world, records=_range(records))
-        out.show(run(url, cache_dir, wanted=wanted, listen=_teller(out.note)), render)
+        with Teller(out) as teller:
+            report = run(url, cache_dir, wanted=wanted, listen=partial(_listen, teller))
+        out.show(report, render)
 
 
 def _range(text: str | None) -> tuple[int, int] | None:
@@ -86,19 +87,12 @@ def _range(text: str | None) -> tuple[int, int] | None:
     return int(first), int(stop)
 
 
-def _teller(say: Callable[[str], None]) -> Callable[[Progress], None]:
-    told = time.monotonic()
-
-    def tell(now: Progress) -> None:
-        nonlocal told
-        if time.monotonic() - told > TELL_S or now.done == now.count:
-            told = time.monotonic()
-            say(
-                f"{format_count(now.done)} of {format_count(now.count, 'shard')}, "
-                f"{format_bytes(now.bytes)} of {format_bytes(now.total)}"
-            )
-
-    return tell
+def _listen(teller: Teller, now: Progress) -> None:
+    teller.tell(
+        f"{format_count(now.done)} of {format_count(now.count, 'shard')}, "
+        f"{format_bytes(now.bytes)} of {format_bytes(now.total)}",
+        last=now.done == now.count,
+    )
 
 
 def render(report: TransferReport, console: Console) -> None:

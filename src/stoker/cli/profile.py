@@ -12,6 +12,7 @@ from rich.markup import escape
 from stoker.cli.edge import Edge, edge
 from stoker.cli.flags import Debug, Json
 from stoker.cli.render import bold, table
+from stoker.cli.runs import load_settings
 from stoker.errors import ConfigError, StalledError
 from stoker.units import format_percent
 
@@ -94,14 +95,11 @@ def profile(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 def _of_config(
     out: Edge, path: Path, overrides: list[str], asked: tuple[int, float | None, Mapping[str, float], float]
 ) -> Profile:
-    from stoker.config import load_config
     from stoker.pipeline.profile import profile_config
     from stoker.precompute.allocator import keep_freed_memory
 
     keep_freed_memory()  # as where caches are filled: without it an encoder's time may double
-    config = load_config(path, overrides)
-    for note in config.notes:
-        out.note(note)
+    config = load_settings(out, path, overrides)
     steps, price_per_hour, prices, timeout_s = asked
     return profile_config(
         config, steps=steps, price_per_hour=price_per_hour, prices=prices, timeout_s=timeout_s

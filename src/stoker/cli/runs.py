@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -15,6 +16,16 @@ from stoker.precompute.guarded import started_ns
 if TYPE_CHECKING:
     from stoker.config.models import Config
     from stoker.pipeline.train import TrainResult
+
+
+def load_settings(out: Edge, path: Path, overrides: Sequence[str], *, earlier: bool = False) -> Config:
+    """Return the settings of a file and a command line; what of them has no effect any more is said."""
+    from stoker.config import load_config
+
+    settings = load_config(path, overrides, earlier=earlier)
+    for note in settings.notes:
+        out.note(note)
+    return settings
 
 
 def run_training(out: Edge, settings: Config, *, live: bool | None = None, stage: str | None = None) -> None:

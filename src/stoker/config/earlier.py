@@ -16,8 +16,9 @@ from difflib import SequenceMatcher
 from typing import TypeAlias, cast
 
 from stoker.config.names import all_sections, all_settings, as_name, shown
-from stoker.config.stages import NAMES, OTHER_NAMES, StageConfig
+from stoker.config.stages import OTHER_NAMES, StageConfig
 from stoker.errors import ConfigError
+from stoker.train.config import STAGES
 
 RENAMED: Mapping[str, str] = {
     "data.patch_size": "encoder.patch_size",
@@ -206,7 +207,7 @@ def _stage_of(name: str) -> str | None:
     section, _, rest = name.partition(".")
     stage = rest.partition(".")[0]
     stage = OTHER_NAMES.get(stage, stage)
-    return stage if section == "stages" and stage in NAMES else None
+    return stage if section == "stages" and stage in STAGES else None
 
 
 def of_then(given: dict[str, object], overrides: dict[str, object], where: str) -> list[str]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeAlias, cast
+from typing import Annotated, TypeAlias, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from stoker.config.section import CountInt, Flag, NonNegativeFloat, PositiveFloat, PositiveInt
 from stoker.errors import ConfigError
-
-NAMES = ("operator", "decoder", "consistency")
+from stoker.train.config import STAGES, StageName
 
 OTHER_NAMES: Mapping[str, str] = {"decoder_finetune": "decoder", "decoder_fine_tune": "decoder"}
 """Names of earlier systems to today's of equal meaning."""
@@ -24,7 +23,7 @@ _REFUSED: Mapping[str, str] = {
 """Names of earlier systems to what they trained, which this version does not."""
 
 
-def stage_name(name: str) -> str:
+def stage_name(name: str) -> StageName:
     """Return the stage that `name` means.
 
     >>> stage_name("decoder_finetune")
@@ -39,8 +38,8 @@ def stage_name(name: str) -> str:
             f"stage {name!r} trained {_REFUSED[name]}, which this version does not have. For consistent "
             "roll-outs use the stage consistency; for a diffusion model of your own train on stoker.Loader"
         )
-    if name not in NAMES:
-        raise ConfigError(f"stage {name!r} is unknown. Known: {', '.join(NAMES)}")
+    if name not in STAGES:
+        raise ConfigError(f"stage {name!r} is unknown. Known: {', '.join(STAGES)}")
     return name
 
 
@@ -49,7 +48,7 @@ class StageConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: Literal["operator", "decoder", "consistency"]
+    name: StageName
     epochs: PositiveInt | None = None
     lr: PositiveFloat | None = None
     early_stop_patience: CountInt | None = None

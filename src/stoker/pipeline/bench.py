@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from stoker.config import Config
@@ -21,7 +21,7 @@ from stoker.pipeline.locate import batch_size_of, locate, trajectory_steps, wind
 from stoker.plan import Plan, limits, probe
 from stoker.plan.limits import Limit
 from stoker.runtime.files import make_folder
-from stoker.schema import Json
+from stoker.schema import JsonResult
 from stoker.sources.files import canonical_split
 from stoker.store import Cache, open_cache
 from stoker.store.layout import record_bytes
@@ -59,7 +59,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchResult:
+class BenchResult(JsonResult):
     """All figures, and what to do."""
 
     machine: str
@@ -70,18 +70,6 @@ class BenchResult:
     advice: str
     picture: Path | None
     seconds: float
-
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {
-            "machine": self.machine,
-            "cache": self.cache,
-            "limits": {name: asdict(figure) for name, figure in self.limits.items()},
-            "tiers": {name: asdict(figure) for name, figure in self.tiers.items()},
-            "advice": self.advice,
-            "picture": None if self.picture is None else str(self.picture),
-            "seconds": self.seconds,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from stoker.pipeline.statistics import train_statistics
 from stoker.pipeline.user_encoder import user_encoder
 from stoker.plan.devices import automatic_device
 from stoker.schema import Schema, digest_json
+from stoker.sources.files import canonical_split
 from stoker.sources.protocol import Source, Splitting
 from stoker.sources.subset import Subset
 from stoker.store import Digests
@@ -100,6 +101,12 @@ def tasks_of(config: Config) -> list[str]:
     if "task" not in given and data.kind != "hdf5":
         return [stem_of(data.root) if "root" in given else data.kind]
     return list(data.tasks)
+
+
+def names_of_caches(config: Config) -> dict[str, tuple[str, str]]:
+    """Return task and split of each cache that the settings may make, by name; `data.split` comes first."""
+    splits = dict.fromkeys([*map(canonical_split, config.data.wanted_splits), "train", "val", "test"])
+    return {f"{task}_{split}": (task, split) for task in tasks_of(config) for split in splits}
 
 
 def stem_of(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> str:
@@ -206,11 +213,16 @@ def grid_encoder(config: Config, schema: Schema, name: str = "data") -> GridEnco
     # Four axes without time are steps all the same, unless three numbers of the patch say otherwise.
     deep = axes == 5 or (axes == 4 and not field.time and isinstance(patch, tuple) and len(patch) == 3)
     *grid, channels = field.shape[-4 if deep else -3 :]
+    return grid_encoder_of(config, name, grid=tuple(grid), channels=channels)
+
+
+def grid_encoder_of(config: Config, field: str, *, grid: tuple[int, ...], channels: int) -> GridEncoder:
+    """Return the `GridEncoder` that the settings describe for a field of this size."""
     return GridEncoder(
         channels=channels,
-        grid=tuple(grid),
-        patch=config.encoder.patch(tuple(grid)),
-        field=name,
+        grid=grid,
+        patch=config.encoder.patch(grid),
+        field=field,
         tokens=config.latent.tokens,
         dim=config.latent.dim,
         fourier=config.encoder.fourier,

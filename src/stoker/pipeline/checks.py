@@ -7,14 +7,16 @@ from typing import Literal, TypeAlias
 
 from stoker.config.remedies import in_settings
 from stoker.errors import ConfigError, ResourceError, StokerError
-from stoker.schema import Json
+from stoker.schema import JsonResult
 
 Status: TypeAlias = Literal["pass", "warn", "fail"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(JsonResult):
     """One thing that was checked."""
+
+    json_keys = ("check", "status", "detail")
 
     check: str
     """What: `config`, `training`, `data train`, `encoder`, `cache`, `windows`, `tasks`, `run folder`,
@@ -27,8 +29,10 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Validation:
+class Validation(JsonResult):
     """All rows."""
+
+    json_keys = ("rows", "exit_code")
 
     rows: tuple[Row, ...]
 
@@ -41,13 +45,6 @@ class Validation:
     def and_these(self, rows: list[Row]) -> Validation:
         """With more rows at the end."""
         return Validation(rows=(*self.rows, *rows))
-
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {
-            "rows": [{"check": row.check, "status": row.status, "detail": row.detail} for row in self.rows],
-            "exit_code": self.exit_code,
-        }
 
 
 def failed(check: str, error: StokerError | OSError, exit_code: int | None = None) -> Row:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stoker.schema import Json
 from stoker.train.config import TrainConfig
-from stoker.train.schedule import learning_rate
+from stoker.train.step import learning_rate
 
 
 class Lesson(Protocol):
@@ -68,7 +68,7 @@ class FitSettings:
         """Learning rate of a step, counted from 0."""
         if self.schedule == "constant" and step >= round(self.warmup * total):
             return self.lr
-        return learning_rate(self.loop, step, total)
+        return learning_rate(step, total, peak=self.lr, warmup=self.warmup)
 
 
 @dataclass(slots=True, kw_only=True)

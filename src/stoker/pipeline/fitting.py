@@ -25,10 +25,10 @@ from stoker.pipeline.fit_terms import FitProgress, FitReport, FitSettings, Lesso
 from stoker.schema import Json
 from stoker.train.checkpoint import Checkpoint, Kind, checkpoint_to_resume, save_checkpoint
 from stoker.train.config import EventSink
-from stoker.train.guard import FiniteGuard, StepFacts
 from stoker.train.numerics import numerics_of
 from stoker.train.optimizer_state import dump_optimizer, restore_optimizer
 from stoker.train.run import make_optimizer
+from stoker.train.step import Losses, Stepper
 from stoker.train.stop import StopFlag
 
 BATCH_EVERY_S = 1.0
@@ -115,7 +115,7 @@ class _Fit:
     progress: FitProgress = field(default_factory=FitProgress)
     device: torch.device = field(init=False)
     optimizer: Any = field(init=False)
-    guard: FiniteGuard = field(init=False)
+    stepper: Stepper = field(init=False)
     sums: Tensor = field(init=False)
     """`progress.sums` on the device, float64."""
     total: int = field(init=False)
@@ -129,7 +129,13 @@ class _Fit:
         model = self.lesson.model
         self.device = next(model.parameters()).device
         self.optimizer = make_optimizer(model, self.settings.loop)
-        self.guard = FiniteGuard(self.device)
+        self.stepper = Stepper(
+            losses=self._losses,
+            models=[model],
+            optimizer=self.optimizer,
+            grad_clip=self.settings.grad_clip,
+            device=self.device,
+        )
         self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.total = self.settings.epochs * len(self.train)
 
@@ -171,7 +177,7 @@ class _Fit:
             self.meter.reset()
         begun, begun_s = progress.examples, time.monotonic()
         self._pass()
-        self.guard.check()
+        self.stepper.guard.check()
         train_s = time.monotonic() - begun_s
         rate = (progress.examples - begun) / train_s if train_s else None
         stall = None if self.meter is None else self.meter.epoch().stall
@@ -190,30 +196,18 @@ class _Fit:
             if self.stop.signal_name is not None:
                 self._stop()
 
-    def _step(self, batch: Mapping[str, Tensor]) -> None:
-        progress, model = self.progress, self.lesson.model
-        rate = self.settings.rate(progress.step, self.total)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        losses = self.lesson.losses(batch)
-        mean: Any = losses.mean()
-        self.optimizer.zero_grad(set_to_none=True)
-        mean.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), self.settings.grad_clip or math.inf)
+    def _losses(self, batch: Mapping[str, Tensor]) -> Losses:
         numbers = batch["index"]
-        facts = StepFacts(
-            epoch=progress.epoch + 1,
-            step=progress.step + 1,
-            errors=losses,
-            norm=norm,
-            index=torch.stack([numbers, torch.zeros_like(numbers)], 1),
-        )
-        self.guard.submit(facts)
-        self.optimizer.step()
-        self.sums += torch.stack([losses.detach().sum(), norm])
+        return Losses(self.lesson.losses(batch), torch.stack([numbers, torch.zeros_like(numbers)], 1))
+
+    def _step(self, batch: Mapping[str, Tensor]) -> None:
+        progress = self.progress
+        rate = self.settings.rate(progress.step, self.total)
+        done = self.stepper.step(batch, rate=rate, epoch=progress.epoch + 1, number=progress.step + 1)
+        self.sums += torch.stack([done.losses.sum(), done.norm])
         progress.step += 1
         progress.batch += 1
-        progress.examples += len(losses)
+        progress.examples += len(done.losses)
 
     def _judge(self, pace: Mapping[str, Json]) -> None:
         """Judge the weights, note the epoch, save it, and then tell of it."""
@@ -277,7 +271,7 @@ class _Fit:
         """Write checkpoints: of the best epoch, if it is not written yet, and then of this step."""
         if self.folder is None:
             return
-        self.guard.check()
+        self.stepper.guard.check()
         found: dict[Kind, Checkpoint | None] = {"best": self.best, "last": self._checkpoint()}
         for kind, checkpoint in found.items():
             if checkpoint is not None:

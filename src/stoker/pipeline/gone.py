@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from stoker.config import Config
-from stoker.encoders.grid import GridEncoder
 from stoker.encoders.keeping import KEEPING
 from stoker.encoders.steady import STEADY
 from stoker.errors import ConfigError, StokerError
+from stoker.pipeline.build import grid_encoder_of
 from stoker.pipeline.folders import cache_dir_of
 from stoker.pipeline.stages import kept_fields
 from stoker.pipeline.user_encoder import user_encoder
@@ -272,17 +272,7 @@ def _same_grid_encoder(config: Config, entry: Mapping[str, Any], field: str) -> 
         return False
     made = entry["config"]
     try:
-        encoder = GridEncoder(
-            channels=made["channels"],
-            grid=tuple(made["grid"]),
-            patch=config.encoder.patch(tuple(made["grid"])),
-            field=field,
-            tokens=config.latent.tokens,
-            dim=config.latent.dim,
-            fourier=config.encoder.fourier,
-            seed=config.encoder.seed,
-            checkpoint=config.encoder.checkpoint,
-        )
+        encoder = grid_encoder_of(config, field, grid=tuple(made["grid"]), channels=made["channels"])
     except StokerError:
         return False
     return encoder.identity() == entry

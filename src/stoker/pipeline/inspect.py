@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.errors import StokerError
-from stoker.schema import Json, Schema, schema_to_json
+from stoker.schema import Json, JsonResult, Schema
 from stoker.store import Cache, open_cache
 from stoker.store.mirror.root import address_of
 from stoker.store.recipe import RECIPE_FILE
@@ -16,7 +16,7 @@ from stoker.store.remote import is_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheSummary:
+class CacheSummary(JsonResult):
     """One cache, as `stoker inspect` shows it."""
 
     name: str
@@ -43,28 +43,9 @@ class CacheSummary:
     error: Mapping[str, Any]
     """Per field: largest and root-mean-square rounding error of the storage dtype, relative."""
 
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {
-            "name": self.name,
-            "path": self.path,
-            "address": self.address,
-            "fingerprint": self.fingerprint,
-            "records": self.records,
-            "count": self.count,
-            "fields": schema_to_json(self.fields),
-            "shards": self.shards,
-            "bytes": self.bytes,
-            "raw_bytes": self.raw_bytes,
-            "complete": self.complete,
-            "quarantined": [*self.quarantined],
-            "statistics": dict(self.statistics),
-            "error": dict(self.error),
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheFolder:
+class CacheFolder(JsonResult):
     """The caches of one folder, as `stoker inspect` lists them."""
 
     path: str
@@ -72,14 +53,6 @@ class CacheFolder:
     """By name; of each name the one that `open_cache` would open."""
     unreadable: Mapping[str, str]
     """Why a cache that is there cannot be opened, by its name."""
-
-    def to_json(self) -> dict[str, Json]:
-        """Return the keys that scripts rely on."""
-        return {
-            "path": self.path,
-            "caches": [cache.to_json() for cache in self.caches],
-            "unreadable": dict(self.unreadable),
-        }
 
 
 def inspect_path(path: str | Path) -> CacheSummary | CacheFolder:

@@ -10,13 +10,12 @@ from pathlib import Path
 
 from stoker.config import Config
 from stoker.errors import ConfigError, ReadOnlyError
-from stoker.pipeline.build import Job, build_jobs, tasks_of
+from stoker.pipeline.build import Job, build_jobs, names_of_caches
 from stoker.pipeline.import_pt import KIND
 from stoker.pipeline.locate import job_recipe
 from stoker.pipeline.precompute import settings_of
 from stoker.precompute import run_precompute
 from stoker.schema import Json
-from stoker.sources.files import canonical_split
 from stoker.store import load_recipe, open_cache, open_folder
 from stoker.store.mirror.root import shown
 from stoker.store.repair import RepairReport, folder_to_repair, repair
@@ -135,8 +134,7 @@ def _job_of(config: Config, folder: Path) -> Job:
         ConfigError: There is none.
     """
     name = folder.resolve().parent.name
-    splits = dict.fromkeys([*map(canonical_split, config.data.wanted_splits), "train", "val", "test"])
-    named = {f"{task}_{split}": (task, split) for task in tasks_of(config) for split in splits}
+    named = names_of_caches(config)
     if name not in named:
         raise ConfigError(
             f"the settings make {', '.join(named)}, {folder} is of {name}. Give those that made it"

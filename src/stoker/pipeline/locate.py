@@ -44,15 +44,21 @@ def locate(config: Config, task: str, split: str) -> Located:
     Raises:
         StokerError: As `build_jobs`; a source that is gone is an error only where no cache matches the rest.
     """
+    return locate_with_job(config, task, split)[1]
+
+
+def locate_with_job(config: Config, task: str, split: str) -> tuple[Job | None, Located]:
+    """As `locate`, after the job that makes the cache; None for that where the source is gone."""
     config = config.for_task(task)
     try:
-        return locate_job(config, build_jobs(config, task, [split])[0])
+        job = build_jobs(config, task, [split])[0]
+        return job, locate_job(config, job)
     except SourceError:
         found = find_without_source(config, task, [split])
         if found is None:
             raise
         cache = found[split]
-        return Located(recipe=cache.recipe, folder=cache.path, cache=cache, source_gone=True)
+        return None, Located(recipe=cache.recipe, folder=cache.path, cache=cache, source_gone=True)
 
 
 def locate_job(config: Config, job: Job) -> Located:

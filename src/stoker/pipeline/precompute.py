@@ -52,7 +52,7 @@ from stoker.precompute import (
 from stoker.precompute.progress import ProgressSink
 from stoker.runtime.files import make_folder
 from stoker.scale.ranks import ALONE, Ranks
-from stoker.schema import Json, Schema, schema_to_json
+from stoker.schema import Json, JsonResult, Schema, schema_to_json
 from stoker.sources.files import canonical_split
 from stoker.store import Cache, open_cache
 from stoker.store.mirror.root import address_of, shown
@@ -160,7 +160,7 @@ class TaskFailure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrecomputeResult:
+class PrecomputeResult(JsonResult):
     """All caches of a configuration, in the order of tasks and splits."""
 
     caches: tuple[CacheResult, ...]
@@ -172,11 +172,6 @@ class PrecomputeResult:
         """0, or what the command line answers for the errors: 1 where they are of several kinds."""
         codes = {failure.error.exit_code for failure in self.failed}
         return max(codes, default=0) if len(codes) < 2 else 1
-
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        caches: list[Json] = [cache.to_json() for cache in self.caches]
-        return {"caches": caches, "failed": [failure.to_json() for failure in self.failed]}
 
 
 def precompute_config(

@@ -17,15 +17,14 @@ from typing import Any
 import torch
 
 from stoker.config import Config
-from stoker.errors import ConfigError, SourceError, StalledError
+from stoker.errors import ConfigError, StalledError
 from stoker.loader import Loader
-from stoker.pipeline.build import Job, build_jobs, device_of, tasks_of
+from stoker.pipeline.build import Job, device_of, tasks_of
 from stoker.pipeline.folders import cache_dir_of, obstacle
 from stoker.pipeline.locate import (
     Located,
     batch_size_of,
-    locate,
-    locate_job,
+    locate_with_job,
     trajectory_steps,
     windows_for,
     windows_in,
@@ -45,7 +44,7 @@ from stoker.profile.stacks import Stacks, watch
 from stoker.runtime.threads import call_within
 from stoker.sources.files import canonical_split
 from stoker.store import Cache
-from stoker.train.alone import steps_of
+from stoker.train.ceiling import steps_of
 from stoker.units import format_count, format_seconds
 
 SHOWN = 3
@@ -85,11 +84,7 @@ def profile_config(
     """
     task = tasks_of(config)[0]
     own, split = config.for_task(task), canonical_split(config.data.wanted_splits[0])
-    try:
-        job = build_jobs(own, task, [split])[0]
-        located = locate_job(own, job)
-    except SourceError:
-        job, located = None, locate(config, task, split)
+    job, located = locate_with_job(config, task, split)
     windows_in(own, located.recipe.schema)
     device = device_of(own)
     price = own.training.price_per_hour if price_per_hour is None else price_per_hour

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError
-from stoker.schema import Json
+from stoker.schema import Json, JsonResult
 
 RECEIVERS: Sequence[tuple[str, float, float, float, float]] = (
     ("aosta-south", 45.46, 7.34, 620.0, 9.0), ("turin-hill", 45.05, 7.76, 690.0, 4.0),
@@ -43,7 +43,7 @@ _METRES_ABOVE_SEA = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RadioSpec:
+class RadioSpec(JsonResult):
     """What to make; equal values give equal rows."""
 
     rows: int = 4030
@@ -72,10 +72,6 @@ class RadioSpec:
     def dataset_id(self) -> uuid.UUID:
         """Names the set in the table: another set has another."""
         return uuid.uuid5(uuid.NAMESPACE_URL, f"stoker-radio-1 {sorted(self.to_json().items())}")
-
-    def to_json(self) -> dict[str, Json]:
-        """All settings."""
-        return asdict(self)
 
 
 def radio_rows(spec: RadioSpec) -> Iterator[dict[str, Any]]:

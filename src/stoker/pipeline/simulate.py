@@ -10,11 +10,10 @@ from statistics import fmean
 from typing import Any
 
 from stoker.config import Config
-from stoker.errors import SourceError
-from stoker.pipeline.build import Job, build_jobs, device_of, tasks_of
+from stoker.pipeline.build import Job, device_of, tasks_of
 from stoker.pipeline.diary import last_step_s
 from stoker.pipeline.folders import obstacle
-from stoker.pipeline.locate import Located, batch_size_of, locate, locate_job, trajectory_steps, windows_for
+from stoker.pipeline.locate import Located, batch_size_of, locate_with_job, trajectory_steps, windows_for
 from stoker.pipeline.plan import demand_of
 from stoker.pipeline.precompute import settings_of
 from stoker.pipeline.served import served_loads
@@ -56,12 +55,7 @@ def known_of(config: Config, given: set[str]) -> tuple[dict[str, Any], list[str]
     """
     task, split = tasks_of(config)[0], canonical_split(config.data.wanted_splits[0])
     own = config.for_task(task)
-    job: Job | None = None
-    try:
-        job = build_jobs(own, task, [split])[0]
-        located = locate_job(own, job)
-    except SourceError:
-        located = locate(config, task, split)
+    job, located = locate_with_job(config, task, split)
     demand = demand_of(own, located, device_of(own))
     here = probe()
     known: dict[str, Any] = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from stoker.config import Config
 from stoker.config.stages import StageConfig, stage_name
 from stoker.encoders.keeping import field_names
@@ -84,7 +82,7 @@ def only_stage(config: Config, wanted: str | None) -> StageName | None:
             f"--stage is {wanted}, and the settings have {', '.join(names)}. Add it to the settings: "
             f"stages=[{','.join([*names, name])}]"
         )
-    return cast(StageName, name)
+    return name
 
 
 def with_epochs(config: Config, wanted: str | None, epochs: int | None) -> Config:

@@ -26,7 +26,7 @@ from stoker.pipeline.stage_copy import Original, is_staged, look_at, stage_file
 from stoker.plan.resources import storage_of
 from stoker.runtime.disk import explained
 from stoker.runtime.files import make_folder
-from stoker.schema import Json
+from stoker.schema import JsonResult
 from stoker.sources.containers import find_containers
 from stoker.sources.files import find_files, resolve_files
 from stoker.store.remote import local_path
@@ -40,7 +40,7 @@ SPARE_INODES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageResult:
+class StageResult(JsonResult):
     """What was staged."""
 
     task: str
@@ -56,29 +56,12 @@ class StageResult:
     """The view, below which files have the paths that they have outside."""
     seconds: float = 0.0
 
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {
-            "task": self.task,
-            "staged": self.staged,
-            "reason": self.reason,
-            "files": self.files,
-            "bytes": self.bytes,
-            "copied_bytes": self.copied_bytes,
-            "path": None if self.path is None else str(self.path),
-            "seconds": self.seconds,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageReport:
+class StageReport(JsonResult):
     """What was staged for all tasks of a configuration."""
 
     tasks: tuple[StageResult, ...]
-
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {"tasks": [one.to_json() for one in self.tasks]}
 
 
 def stage_config(config: Config) -> StageReport:

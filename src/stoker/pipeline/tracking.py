@@ -20,7 +20,7 @@ from stoker.monitor.trackers import Ending, TrackedRun
 from stoker.monitor.tracking import Tracking
 from stoker.pipeline.build import device_of
 from stoker.pipeline.diary import run_dir_of
-from stoker.schema import Json
+from stoker.schema import Json, JsonResult
 from stoker.train.config import EventSink
 from stoker.train.metrics import MetricsLog
 
@@ -40,17 +40,13 @@ ERRORS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
+class Phase(JsonResult):
     """A part of what passes before the first step."""
 
     name: str
     seconds: float
     note: str = ""
     """What it did, in words."""
-
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {"name": self.name, "seconds": self.seconds, "note": self.note}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

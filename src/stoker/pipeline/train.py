@@ -33,7 +33,7 @@ from stoker.precompute import EncodeFiller
 from stoker.precompute.progress import ProgressSink
 from stoker.precompute.spot_check import SpotCheck, SpotChecks, SpotReport
 from stoker.scale.ranks import ALONE, Ranks
-from stoker.schema import Json
+from stoker.schema import Json, as_json
 from stoker.sources.files import canonical_split
 from stoker.store import Cache
 from stoker.train.config import EventSink, FieldSpace, PhysicalSpace, TrainConfig, TrainReport
@@ -101,46 +101,29 @@ class TrainResult:
 
     def to_json(self) -> dict[str, Json]:
         """The keys that scripts rely on."""
-        report = self.report
+        report: dict[str, Any] = as_json(self.report)
+        parts = report.pop("parts")
+        del report["finished"]
         return {
-            "tier": report.tier,
-            "stall": report.stall,
-            "stall_parts": dict(report.parts),
-            "step_s": report.step_s,
-            "ceiling_step_s": report.ceiling_step_s,
-            "lost": report.lost,
+            **report,
+            "stall_parts": parts,
             "over_budget": self.over_budget,
-            "epochs": report.epochs,
             "epoch_steps": self.epoch_steps,
-            "steps": report.steps,
-            "val_nrmse": report.val_nrmse,
-            "best_val_nrmse": report.best_val_nrmse,
-            "persistence_nrmse": report.persistence_nrmse,
-            "rollout_nrmse": report.rollout_nrmse,
-            "rollout_persistence_nrmse": report.rollout_persistence_nrmse,
-            "tasks": {task: dict(errors) for task, errors in report.tasks.items()},
-            "physical_nrmse": report.physical_nrmse,
-            "physical_persistence_nrmse": report.physical_persistence_nrmse,
-            "physical_rollout_nrmse": report.physical_rollout_nrmse,
-            "physical_rollout_persistence_nrmse": report.physical_rollout_persistence_nrmse,
-            "reconstruction_nrmse": report.reconstruction_nrmse,
-            "stages": [dict(stage) for stage in report.stages],
-            "run_dir": str(report.run_dir),
             "startup": {
-                **report.startup,
+                **report["startup"],
                 "cache_s": self.cache_s,
                 "first_batch_s": self.first_batch_s,
                 "total_s": self.total_s,
-                "phases": [phase.to_json() for phase in self.phases],
+                "phases": as_json(self.phases),
             },
             "metrics": {**self.metrics, **({} if self.gpu is None else {GPU: None})},
             "gpu": self.gpu,
             "cache_reused": self.cache_reused,
             "train_s": self.train_s,
             "mended": self.mended,
-            "spot_check": None if self.spot_check is None else self.spot_check.to_json(),
+            "spot_check": as_json(self.spot_check),
             "reason": self.reason,
-            "caches": [cache.to_json() for cache in self.caches],
+            "caches": as_json(self.caches),
         }
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from stoker.config import load_config
 from stoker.encoders.keeping import KEEPING
 from stoker.errors import ConfigError, FormatError, StokerError
-from stoker.pipeline.build import tasks_of
+from stoker.pipeline.build import names_of_caches
 from stoker.pipeline.folders import cache_dir_of
 from stoker.pipeline.locate import recipe_of
-from stoker.schema import Json
-from stoker.sources.files import canonical_split
+from stoker.schema import JsonResult
 from stoker.store import Difference, Recipe, diff_recipes, load_recipe, open_cache
 from stoker.store.mirror.attach import here
 from stoker.store.mirror.root import shown
@@ -27,8 +26,10 @@ WRAPPERS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class Explanation(JsonResult):
     """How two recipes differ."""
+
+    json_keys = ("same", "differences", "a", "b")
 
     a: str
     """Where the first recipe is from: a folder, or a configuration and cache name."""
@@ -39,15 +40,6 @@ class Explanation:
     def same(self) -> bool:
         """Whether both have one fingerprint."""
         return not self.differences
-
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {
-            "same": self.same,
-            "differences": [{"entry": d.entry, "a": d.a, "b": d.b, "note": d.note} for d in self.differences],
-            "a": self.a,
-            "b": self.b,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,11 +116,7 @@ def _side(path: str | Path, name: str | None, overrides: Sequence[str]) -> _Side
         folder = at if (at / "recipe.json").is_file() else open_cache(at, require_complete=False).path
         return _Side(label=shown(folder), recipe=load_recipe(folder), folder=folder)
     config = load_config(path, overrides)
-    known = {
-        f"{task}_{split}": (task, split)
-        for task in tasks_of(config)
-        for split in dict.fromkeys([*map(canonical_split, config.data.wanted_splits), "train", "val", "test"])
-    }
+    known = names_of_caches(config)
     if name is not None and name not in known:
         raise ConfigError(f"{path} describes {', '.join(known)}, not {name}. Compare caches of one name")
     chosen = name or next(iter(known))

@@ -25,8 +25,9 @@ from stoker.store.catalog import Catalog, presence
 from stoker.store.digests import FileDigest
 from stoker.store.failures import Failure, append_failures, read_failures
 from stoker.store.local import LocalStorage
+from stoker.store.protocols import SOURCES_FILE
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
-from stoker.store.same_samples import SOURCES_FILE, SameSamples, changes_of_files
+from stoker.store.same_samples import SameSamples, changes_of_files
 from stoker.store.strict_json import as_object
 from stoker.store.use import Use, indexing, note_use
 from stoker.store.writer import RecordWriter, WriterSettings

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview[Any]"
 
+SOURCES_FILE = "sources.jsonl"
+"""A cache's list of its source files: name, bytes and digest of each as one JSON line."""
+
 
 class Pending(Protocol):
     """A file being written under a temporary name; it exists for others only after `commit`."""

@@ -24,6 +24,7 @@ from stoker.schema import Sample, Schema, canonical_json, schema_to_json
 from stoker.store.adopt import FINGERPRINT
 from stoker.store.cache import Cache, open_indexed
 from stoker.store.local import LocalStorage
+from stoker.store.protocols import SOURCES_FILE
 from stoker.store.recipe import Recipe, load_recipe
 from stoker.store.strict_json import read_strict
 from stoker.units import GIB, format_count
@@ -33,7 +34,6 @@ MOST_NAMED = 5
 """Changed files that are named one by one."""
 _BITS = 21
 """Of a row's number, at most 2^20, and of a shard's."""
-SOURCES_FILE = "sources.jsonl"
 
 
 def digest_samples(arrays: Sample, schema: Schema, members: Sequence[int]) -> NDArray[np.uint64]:

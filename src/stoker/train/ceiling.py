@@ -12,11 +12,17 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from stoker.errors import DivergedError
-from stoker.train.run import Run, make_optimizer
+from stoker.scale.ranks import ALONE
+from stoker.train.batches import PairLoader
+from stoker.train.config import TrainConfig
+from stoker.train.run import Run, begin, make_optimizer
 
 WARM_STEPS = 2
 """Steps before the clock starts: the first ones allocate, and choose kernels."""
@@ -24,6 +30,8 @@ MOST_STEPS = 10
 """Steps that are timed at most."""
 BUDGET_S = 3.0
 """Seconds for them, where a step is long; one is timed whatever it takes."""
+LEAST_LR = 1e-12
+"""Weights stay where they are: made-up batches must not make them diverge."""
 PART_OF_RUN = 0.1
 """Nothing is measured where it would be more than this part of the steps to do."""
 
@@ -49,6 +57,22 @@ def twin_of(run: Run) -> Run:
     twin.optimizer = make_optimizer(twin.trained, run.config)
     twin.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
     return twin
+
+
+def steps_of(loader: PairLoader, config: TrainConfig, folder: Path) -> Callable[[Any], object]:
+    """Return a function that takes one whole training step on a batch of `loader`, and keeps nothing.
+
+    Args:
+        loader: Of which the operator's shape and scales are learnt.
+        config: As for `train`; its stages and inverse losses are left out.
+        folder: An empty one; nothing is left in it.
+
+    Raises:
+        StokerError: As `train`.
+    """
+    config = replace(config, resume=False, stages=(), lambda_inv_enc=0.0, lambda_inv_dec=0.0)
+    stepper = begin(folder, config, loader, lambda: None, ALONE).stepper()
+    return partial(stepper.step, rate=LEAST_LR, epoch=1, number=1)
 
 
 def time_steps(step: Callable[[], object], device: torch.device) -> float | None:

@@ -6,13 +6,15 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-from torch import Tensor
-
-from stoker.encoders.decode import Decode, DecodeByRecord
 from stoker.errors import ConfigError, arg
 from stoker.schema import Json
+
+if TYPE_CHECKING:  # reading settings must not cost the import of torch
+    from torch import Tensor
+
+    from stoker.encoders.decode import Decode, DecodeByRecord
 
 EventSink: TypeAlias = Callable[[str, Mapping[str, Json]], None]
 """Told what happens: a kind (`ready start resume skip stage step stall epoch checkpoint
@@ -21,6 +23,8 @@ its facts."""
 
 
 StageName: TypeAlias = Literal["operator", "decoder", "consistency"]
+STAGES: tuple[StageName, ...] = get_args(StageName)
+"""The stages that there are; a run has some of them, each once, `operator` first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +59,8 @@ class Stage:
 
     def __post_init__(self) -> None:
         """Check names and ranges."""
-        if self.name not in get_args(StageName):
-            raise ConfigError(f"stage {self.name!r} is unknown. Known: {', '.join(get_args(StageName))}")
+        if self.name not in STAGES:
+            raise ConfigError(f"stage {self.name!r} is unknown. Known: {', '.join(STAGES)}")
         for name in ("epochs", "patience"):
             value = getattr(self, name)
             if not (isinstance(value, int) and value >= 1) and not (name == "patience" and value is None):

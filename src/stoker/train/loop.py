@@ -7,25 +7,23 @@ one number of threads) from any step.
 
 from __future__ import annotations
 
-import copy
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stoker.errors import ConfigError, Interrupted
 from stoker.monitor.meter import StallMeter
 from stoker.plan.resources import give_back
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
-from stoker.train.batches import PairBatch, PairLoader, raw_field, to_pairs
+from stoker.train.batches import PairBatch, PairLoader
 from stoker.train.ceiling import time_steps, twin_of, worth_measuring
 from stoker.train.checkpoint import Kind, newest_checkpoint
 from stoker.train.config import (
@@ -38,12 +36,11 @@ from stoker.train.config import (
     TrainReport,
 )
 from stoker.train.evaluate import ERRORS, errors_of, evaluate
-from stoker.train.guard import FiniteGuard, StepFacts
 from stoker.train.judge import LOST, Errors, Validation, by_task, judge, with_lost
 from stoker.train.pace import Pace
 from stoker.train.report import Section, write_report
 from stoker.train.run import Run, begin, changed, check_same, check_validation, own_folder, take_up
-from stoker.train.schedule import learning_rate
+from stoker.train.step import Stepper, learning_rate
 from stoker.train.stop import StopFlag
 
 MOST_BETWEEN_LINES, LINES = 50, 40
@@ -140,16 +137,13 @@ class Session:
     startup: dict[str, float] = field(default_factory=dict[str, float])
     """As in `TrainReport`."""
     run: Run = field(init=False)
-    objective: nn.Module = field(init=False)
-    """The operator's errors, with gradients that are means over the ranks."""
     validates: bool = field(init=False)
     """Some rank has a validation loader."""
-    guard: FiniteGuard = field(init=False)
+    stepper: Stepper = field(init=False)
+    """Moves the weights of this stage."""
     pace: Pace = field(init=False)
     total: int = field(init=False)
     """Steps of the run when this stage is over, for which its learning rate is laid out."""
-    rates: TrainConfig = field(init=False)
-    """The settings with the learning rate of this stage."""
     log_every: int = field(init=False)
     """Steps between two `step` lines."""
     rehearsed: bool = False
@@ -167,7 +161,6 @@ class Session:
         self.run = self._resumed() or self._begun()
         last = self._last_stage()
         self.validates = self.ranks.any(self.val_loader is not None, "the start of training")
-        self.guard = FiniteGuard(self.run.device, self.ranks, lambda: self.stop.signal_name is not None)
         self.pace = Pace(self.meter, self.folder, self._tell, self.ranks)
         begun = False
         for number in range(self.run.progress.stage, last + 1):
@@ -226,9 +219,8 @@ class Session:
     def _enter(self, stage: Stage, event: str) -> None:
         """Prepare the loss, the learning rate and the length of a stage, and say so."""
         config, progress = self.config, self.run.progress
-        self.objective = self.ranks.wrapped(self.run.objective())
+        self.stepper = self.run.stepper(self.ranks, lambda: self.stop.signal_name is not None)
         self.place = self.train_loader.state_dict()
-        self.rates = replace(config, lr=stage.lr)
         steps = progress.stage_step + stage.epochs * len(self.train_loader)
         self.total = min(steps, config.max_steps or 1 << 62)
         own = self.total - progress.stage_step
@@ -320,9 +312,7 @@ class Session:
             for batch in self.train_loader:
                 self._first_batch()
                 self._measure_ceiling(batch)
-                norm = self.step(batch, recent)
-                if progress.step % self.log_every == 0:
-                    self._log_step(recent, norm)
+                self._step(batch, recent)
                 self.pace.tick(progress, self.total)
                 self._after_step()
                 if progress.step >= self.total:
@@ -330,7 +320,7 @@ class Session:
                     break
             else:
                 over = True  # whatever its length was thought to be
-        self.guard.check()
+        self.stepper.guard.check()
         if over:
             self.place = self.train_loader.state_dict()
         self.pace.end_pass(progress)
@@ -344,63 +334,34 @@ class Session:
         self.rehearsed = True
         if not worth_measuring(self.total - progress.step):
             return
-        begin, twin = time.perf_counter(), copy.copy(self)
-        twin.run, twin.guard = twin_of(self.run), FiniteGuard(self.run.device)
-        twin.ranks, twin.objective = ALONE, twin.run.objective()
-        recent = torch.zeros_like(self.run.loss_sum)
-        progress.ceiling_step_s = time_steps(partial(twin.step, batch, recent), self.run.device)
+        begin, twin = time.perf_counter(), twin_of(self.run).stepper()
+        step = partial(twin.step, batch, rate=self._rate(progress.step), epoch=1, number=1)
+        progress.ceiling_step_s = time_steps(step, self.run.device)
         if progress.ceiling_step_s is not None:
             meter.ceiling(progress.ceiling_step_s)
-        del twin
+        del twin, step
         give_back(self.run.device)  # the peak of two models is not what this one will want
         meter.outside(time.perf_counter() - begin)
 
-    def step(self, batch: PairBatch, recent: Tensor) -> Tensor:
-        """Move the weights once; returns the norm of the gradient."""
+    def _step(self, batch: PairBatch, recent: Tensor) -> None:
+        """Move the weights once, and say so when it is time to."""
         run, progress = self.run, self.run.progress
-        pairs = to_pairs(batch, run.widths, run.device)
-        rate = self._rate(progress.step)
-        for group in run.optimizer.param_groups:
-            group["lr"] = rate
-        with torch.autocast(run.device.type, torch.bfloat16, enabled=run.amp):
-            errors = self.objective(pairs.z0, pairs.states, pairs.cond, pairs.mask, self._fields(batch))
-        loss: Any = errors.mean()
-        run.optimizer.zero_grad(set_to_none=True)
-        with self.ranks.waiting(self._where()):
-            loss.backward()
-        # Each model by itself: what the decoder learns must not shorten the operator's steps.
-        limit = self.config.grad_clip or math.inf
-        norms = [nn.utils.clip_grad_norm_(model.parameters(), limit) for model in run.trained]
-        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-        facts = StepFacts(
-            epoch=progress.epoch + 1,
-            step=progress.step + 1,
-            errors=errors,
-            norm=norm,
-            index=pairs.index,
-            task=getattr(batch, "task", None),
+        done = self.stepper.step(
+            batch, rate=self._rate(progress.step), epoch=progress.epoch + 1, number=progress.step + 1
         )
-        self.guard.submit(facts)
-        run.optimizer.step()
         progress.step += 1
         progress.batch += 1
         progress.whole = progress.batch >= len(self.train_loader)
         progress.unjudged = True
         for total in (run.loss_sum, recent):
-            total.add_(loss.detach())
-        return norm
+            total.add_(done.mean)
+        if progress.step % self.log_every == 0:
+            self._log_step(recent, done.norm)
 
     def _rate(self, step: int) -> float:
         begun = self.run.progress.stage_step
-        return learning_rate(self.rates, step - begun, self.total - begun)
-
-    def _fields(self, batch: PairBatch) -> tuple[Tensor, Tensor] | None:
-        """Raw fields of a batch at z0 and z1, where this stage trains on them."""
-        run = self.run
-        if run.decoder is None or run.space is None or not run.stage.trains_decoder:
-            return None
-        first, second = (raw_field(batch, f"{run.space.field}{k}", run.device) for k in (0, 1))
-        return first, second
+        peak, warmup = self.run.stage.lr, self.config.warmup
+        return learning_rate(step - begun, self.total - begun, peak=peak, warmup=warmup)
 
     def _after_step(self) -> None:
         """Save when it is time to, or asked for from outside."""
@@ -408,7 +369,7 @@ class Session:
         due = progress.step % self.config.checkpoint_every == 0
         last = progress.step >= self.total
         alone = self.ranks.world == 1  # no other rank has to stop at the same step
-        asked = self.guard.stopping or (alone and self.stop.signal_name is not None)
+        asked = self.stepper.guard.stopping or (alone and self.stop.signal_name is not None)
         if due or last or asked:
             self.place = self.train_loader.state_dict()  # only while iterating does it name the next batch
         if due and not last:
@@ -489,7 +450,7 @@ class Session:
         return f"step {self.run.progress.step + 1}"
 
     def _save(self, kind: Kind = "last") -> Path:
-        self.guard.check()
+        self.stepper.guard.check()
         path = self.run.save(kind, self.place)
         event = "checkpoint" if kind == "last" else "best"
         self._tell(event, {"path": str(path), "step": self.run.progress.step})

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from stoker.plan.devices import resolve_device
 from stoker.plan.resources import use_device
 from stoker.runtime.disk import explained
 from stoker.runtime.locks import lock_folder, lock_holder
-from stoker.scale.ranks import Ranks
+from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
 from stoker.train.batches import (
     PairBatch,
@@ -40,6 +41,7 @@ from stoker.train.numerics import numerics_of
 from stoker.train.objective import Objective
 from stoker.train.operator import LatentOperator, OperatorShape
 from stoker.train.optimizer_state import dump_optimizer, restore_optimizer
+from stoker.train.step import Losses, Stepper
 
 DECODER = "decoder."
 """Begins the names of the decoder's weights in a checkpoint."""
@@ -148,6 +150,28 @@ class Run:
             encode=None if self.space is None else self.space.encode,
             columns=columns,
             most_stride=self.config.most_stride,
+        )
+
+    def losses(self, batch: PairBatch, objective: nn.Module) -> Losses:
+        """The losses of a batch by `objective`, a module as `self.objective` gives it, maybe wrapped."""
+        pairs, fields = to_pairs(batch, self.widths, self.device), None
+        if self.decoder is not None and self.space is not None and self.stage.trains_decoder:
+            names = (f"{self.space.field}{k}" for k in (0, 1))
+            fields = tuple(raw_field(batch, name, self.device) for name in names)
+        errors = objective(pairs.z0, pairs.states, pairs.cond, pairs.mask, fields)
+        return Losses(errors, pairs.index, getattr(batch, "task", None))
+
+    def stepper(self, ranks: Ranks = ALONE, stopped: Callable[[], bool] = lambda: False) -> Stepper:
+        """What moves the weights of this stage, its gradients being means over `ranks`."""
+        return Stepper(
+            losses=partial(self.losses, objective=ranks.wrapped(self.objective())),
+            models=[*self.trained],
+            optimizer=self.optimizer,
+            grad_clip=self.config.grad_clip,
+            device=self.device,
+            amp=self.amp,
+            ranks=ranks,
+            stopped=stopped,
         )
 
     def begin_stage(self, number: int) -> None:

@@ -17,14 +17,14 @@ from stoker.store.mirror.block_map import BLOCK_BYTES
 from stoker.store.mirror.place import Place
 from stoker.store.mirror.stand import mark_whole, remove_stand
 from stoker.store.pending import LocalPending, put_file
-from stoker.store.protocols import Buffer
+from stoker.store.protocols import SOURCES_FILE, Buffer
 from stoker.store.remote import ChangedError, Expected, Object
 from stoker.units import KIB
 
 log = logging.getLogger("stoker")
 ETAG_PREFIX = ".etag-"
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
-LASTING = ("recipe.json", "sources.jsonl")
+LASTING = ("recipe.json", SOURCES_FILE)
 """Small files that never change under their name; weights neither."""
 
 

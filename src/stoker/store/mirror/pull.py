@@ -25,6 +25,7 @@ from stoker.store.mirror.folder import MirrorFolder
 from stoker.store.mirror.space import MAP_PREFIX
 from stoker.store.mirror.transfer import AT_ONCE, Listen, Progress, TransferReport, Wanted
 from stoker.store.pending import put_file
+from stoker.store.protocols import SOURCES_FILE
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
 from stoker.store.remote import local_path
 from stoker.store.shard_read import Shard
@@ -146,7 +147,7 @@ def _bring_small(source: Cache, mirror: MirrorFolder, target: Path) -> None:
     """Failures, names of sources, and the encoder's weights."""
     storage = LocalStorage(source.path)
     for name in storage.list():
-        if name == "sources.jsonl" or name.startswith("failures-"):
+        if name == SOURCES_FILE or name.startswith("failures-"):
             put_file(target / name, storage.read(name, limit_bytes=1 << 30))
     bring_weights(source.recipe, mirror.root.path, target.parent.parent)
 

@@ -16,6 +16,7 @@ from stoker.store.mirror.attach import MIRROR_DIR, attach
 from stoker.store.mirror.folder import MirrorFolder
 from stoker.store.mirror.pull import bring_weights
 from stoker.store.mirror.transfer import AT_ONCE, Listen, Progress, TransferReport
+from stoker.store.protocols import SOURCES_FILE
 from stoker.store.recipe import RECIPE_FILE
 from stoker.store.use import indexing
 
@@ -57,7 +58,7 @@ def push(
     bring_weights(cache.recipe, cache.path.parent.parent, root)
     _send_shards(cache, entries, storage.mirror, report, listen)
     for name in LocalStorage(cache.path).list():
-        if name == "sources.jsonl" or name.startswith("failures-"):
+        if name == SOURCES_FILE or name.startswith("failures-"):
             storage.put(name, (cache.path / name).read_bytes())
     bad = {entry.file: entry.bad for entry in entries}
     catalog = Catalog(storage, cache.recipe)
