@@ -3,7 +3,7 @@
 loader.py      the face: settings in, batches out; place.py: where it is, state.py: what is saved of that
 whole.py       what serves a complete cache, filling.py: one beside its filling; engine.py: the moving parts
 decide.py      what is served from where, before a record is read; mend.py: damaged records made again
-order.py       which example comes at which position of an epoch (order_device.py: made on a GPU);
+order.py       which example comes at which position of an epoch, on the host or made on a GPU;
                ranks.py: which of those are ours
 windows.py     trajectories cut into examples; places.py: where each record lies
 chunks.py      positions -> rows, many batches at a time and ahead of need

@@ -25,8 +25,7 @@ from stoker.loader.draws import Weights
 from stoker.loader.engine import Design
 from stoker.loader.fused import Normalise
 from stoker.loader.lowering import lowered
-from stoker.loader.order import Draws, Order, parse_order
-from stoker.loader.order_device import table_bytes
+from stoker.loader.order import Draws, Order, parse_order, table_bytes
 from stoker.loader.outputs import Output, Role, gathered_bytes, make_outputs
 from stoker.loader.places import Places, find_places, lengths_of, weighted
 from stoker.loader.points import cuts_of, cuts_points, make_joiner

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from stoker.loader.batch import WindowBatch
 from stoker.loader.buffers import lasting, sent
-from stoker.loader.keyed import child_keys, integers, keys_of
-from stoker.loader.order import Salt, stream
+from stoker.loader.keyed import child_keys, integers
 from stoker.loader.outputs import Compute, Output, Role, gathered_outputs
 from stoker.loader.windows import Windows
+from stoker.splitmix import Salt, keys_of, stream
 
 
 def drawn_windows(windows: Windows, seed: int, epoch: int, examples: Tensor) -> tuple[Tensor, Tensor]:
