@@ -12,8 +12,9 @@ import torch
 
 from stoker.errors import StalledError
 from stoker.loader import residency
+from stoker.loader.arguments import Options
 from stoker.loader.chunks import Chunk, Chunks, Cuts, Locator
-from stoker.loader.disk import DiskBatches, Reading
+from stoker.loader.disk import DiskBatches
 from stoker.loader.gather import STRIP_BATCHES, MemoryBatches, record_batches, window_batches
 from stoker.loader.lowering import NOTHING, Lowered
 from stoker.loader.memory import Memory
@@ -32,7 +33,6 @@ from stoker.loader.windows import Examples, Windows
 from stoker.plan import Claim, Plan
 
 if TYPE_CHECKING:
-    from stoker.monitor.meter import StallMeter
     from stoker.store import Cache
 
 MOST_BATCHES = 1024
@@ -48,7 +48,8 @@ class Design:
     places: Places
     examples: Examples
     outputs: tuple[Output, ...]
-    windows: Windows | None
+    options: Options
+    """What was asked for."""
     order: Order
     share: Share
     plan: Plan
@@ -57,25 +58,38 @@ class Design:
     """What the plan was made from."""
     claim: Claim
     """This loader's part of the memory of the process."""
-    device: torch.device
-    static: bool
+    records_digest: str
+    """Tells apart which samples are served, in which order and by which weights."""
     threads: int
     """Threads that gather one large batch together."""
-    reading: Reading
-    """How batches are read from disk."""
     fill_s: float = 3600.0
     """Seconds that filling the device may take where nothing else can serve."""
-    meter: StallMeter | None = None
-    """Told what a batch was waited for."""
     cuts: Cuts | None = None
     """How windows are cut from fields of points; their batches are put together by `points.py`."""
     lowered: Lowered = NOTHING
     """Transforms that the device tier does while it gathers."""
+    beside: str | None = None
+    """How a pass beside the filling of its cache is ordered; None: the cache is complete."""
+
+    @property
+    def windows(self) -> Windows | None:
+        """How examples are cut from trajectories; None: they are whole records."""
+        return self.options.windows
 
     @property
     def windowed(self) -> bool:
         """Whether examples are windows of trajectories."""
-        return self.windows is not None
+        return self.options.windows is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches are wanted, and made where that is possible."""
+        return self.options.device
+
+    @property
+    def static(self) -> bool:
+        """Whether every batch is at the same addresses."""
+        return self.options.static
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,9 +162,9 @@ class Engine:
     def _make_disk(self, outputs: tuple[Output, ...]) -> DiskBatches:
         design, locator = self._design, self._locator(torch.device("cpu"))
         made = DiskBatches(
-            design.cache, design.places, outputs, locator, lambda: self.residency.held.host, design.reading
+            design.cache, design.places, outputs, locator, lambda: self.residency.held.host, design.options
         )
-        made.meter, made.fetching_s = design.meter, fetching_of(design.cache)
+        made.fetching_s = fetching_of(design.cache)
         return made
 
     def _reach(self, block_bytes: int) -> Reach:
@@ -175,7 +189,7 @@ class Engine:
             design, locator = self._design, self._locator(device)
             serving = partial(self._whole_on, device)
             self._chunked[device.type] = Chunks(design.order, design.share, locator, device, serving)
-            self._chunked[device.type].meter = design.meter
+            self._chunked[device.type].meter = design.options.meter
         return self._chunked[device.type]
 
     def _whole_on(self, device: torch.device) -> Memory | None:
@@ -289,7 +303,7 @@ class Engine:
             self._partial = PartialBatches(
                 self._outputs, design.cache, design.places, locator, self._make_disk, self.device
             )
-            self._partial.meter = design.meter
+            self._partial.meter = design.options.meter
         number, window = 0, self._design.order.kind.window
         self._read_ahead(chunk, 0)
         for columns, count, tier in self._partial.strips(chunk, held.device, window, self._pace.next):
