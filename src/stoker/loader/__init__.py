@@ -7,7 +7,8 @@ order.py       which example comes at which position of an epoch, on the host or
                ranks.py: which of those are ours
 windows.py     trajectories cut into examples; places.py: where each record lies
 chunks.py      positions -> rows, many batches at a time and ahead of need
-outputs.py     what a batch is made of; gather.py: batches from memory; disk.py: from shards
+outputs.py     what a batch is made of; assembly.py puts it together, however it was cut;
+               gather.py: columns from memory; disk.py: from shards
 read_ahead.py  fetches from elsewhere what comes next: horizon.py knows it, reach.py in which blocks it lies
 fused.py       what is done to values on the way: normalise, cast, crop, mirror; kernels/: by what;
                lowering.py: transforms that can be done there

@@ -24,8 +24,8 @@ from stoker.loader.lowering import lowered
 from stoker.loader.order import Draws, Order, parse_order, table_bytes
 from stoker.loader.outputs import Output, Role, gathered_bytes, make_outputs
 from stoker.loader.places import Places, find_places, lengths_of, weighted
-from stoker.loader.points import cuts_of, cuts_points, make_joiner
-from stoker.loader.ragged import LENGTHS, MASK, OFFSETS, check_lengths, make_join
+from stoker.loader.points import PointJoin, cuts_of, cuts_points, make_joiner
+from stoker.loader.ragged import LENGTHS, MASK, OFFSETS, Join, check_lengths
 from stoker.loader.ranks import Share, own_records
 from stoker.loader.read_ahead import elsewhere_of
 from stoker.loader.residency import claim_plan, parts_of
@@ -53,6 +53,8 @@ class Found:
     places: Places
     examples: Examples
     outputs: tuple[Output, ...]
+    join: Join | PointJoin | None
+    """As `Design.join`."""
     order: Order
     demand: Demand
     shards: tuple[int, ...]
@@ -76,8 +78,9 @@ def decide(cache: Cache, options: Options, plan: Plan | None = None, *, ledger: 
     """
     outputs = outputs_of(cache, options)
     places = find_places(cache, options.indices)
-    make_joiner(options.ragged, outputs, cache.schema, options.windows)  # refuses what the first batch would
-    check_lengths(make_join(options.ragged, outputs), cache, places)
+    join = make_joiner(options.ragged, outputs, cache.schema, options.windows)
+    if isinstance(join, Join):
+        check_lengths(join, cache, places)
     cuts, examples = _number(cache, places, options.windows)
     draws = None if options.weights is None else weighted(options.weights, places, examples)
     lengths = _sizes(cache, places, outputs) if options.order.startswith("bucket") else None
@@ -89,6 +92,7 @@ def decide(cache: Cache, options: Options, plan: Plan | None = None, *, ledger: 
         places=places,
         examples=examples,
         outputs=outputs,
+        join=join,
         order=order,
         demand=replace(
             _demand(cache, places, outputs, options.batch_size, str(options.device)),
@@ -191,6 +195,7 @@ def design(
         threads=max(1, min(MAX_GATHER_THREADS, int(resources.cpus))),
         records_digest=_records_digest(found.places, found.order),
         cuts=found.cuts,
+        join=found.join,
         beside=found.beside,
         lowered=lowered(early, found.outputs, options.seed, windowed=options.windows is not None),
     )

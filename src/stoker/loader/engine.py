@@ -13,22 +13,23 @@ import torch
 from stoker.errors import StalledError
 from stoker.loader import residency
 from stoker.loader.arguments import Options
+from stoker.loader.assembly import Assembly
 from stoker.loader.chunks import Chunk, Chunks, Cuts, Locator
 from stoker.loader.disk import DiskBatches
-from stoker.loader.gather import STRIP_BATCHES, MemoryBatches, record_batches, window_batches
+from stoker.loader.gather import STRIP_BATCHES, MemoryBatches
 from stoker.loader.lowering import NOTHING, Lowered
 from stoker.loader.memory import Memory
 from stoker.loader.order import Order
-from stoker.loader.outputs import Output, gathered_outputs, step_lengths
-from stoker.loader.packed import stored_outputs, unpacker
+from stoker.loader.outputs import Output, step_lengths
 from stoker.loader.partial import PartialBatches
 from stoker.loader.places import Places
+from stoker.loader.points import PointJoin
+from stoker.loader.ragged import Join
 from stoker.loader.ranks import Share
 from stoker.loader.reach import Reach
 from stoker.loader.read_ahead import fetching_of, read_ahead_of
 from stoker.loader.residency import Held, Residency
 from stoker.loader.watch import Ask
-from stoker.loader.window_parts import parts_of
 from stoker.loader.windows import Examples, Windows
 from stoker.plan import Claim, Plan
 
@@ -68,6 +69,8 @@ class Design:
     """How windows are cut from fields of points; their batches are put together by `points.py`."""
     lowered: Lowered = NOTHING
     """Transforms that the device tier does while it gathers."""
+    join: Join | PointJoin | None = None
+    """What is done to fields of varying length in a batch; None: they stay lists."""
     beside: str | None = None
     """How a pass beside the filling of its cache is ordered; None: the cache is complete."""
 
@@ -136,9 +139,8 @@ class Engine:
         self.residency = Residency(design)
         self.device = design.device
         """Where batches are."""
-        gathered = gathered_outputs(design.outputs)
-        self._outputs = stored_outputs(gathered)
-        self._parts = parts_of(design.outputs, design.windows, design.order.seed, static=design.static)
+        self._assembly = Assembly(design.outputs, design.options)
+        self._outputs = self._assembly.columns
         self._pace = Pace()
         self._locators: dict[str, Locator] = {}
         self._chunked: dict[str, Chunks] = {}
@@ -149,8 +151,6 @@ class Engine:
         self._reading_ahead = read_ahead_of(
             design.cache, self._reach, design.share, lambda epoch: self._chunks(cpu).order(epoch)
         )
-        self._unpack = unpacker(gathered, design.share.batch_size, static=design.static)
-        self._names = (*(output.name for output in design.outputs), "index")
         # Fixed addresses exist where batches are gathered, so nothing can be served before memory is filled.
         self.residency.fill(design.fill_s if design.static else residency.FIRST_WAIT_S)
         if design.static and self.residency.serving() is None:
@@ -312,15 +312,7 @@ class Engine:
             number += count
 
     def _strip(self, columns: list[Iterable[Any]], chunk: Chunk, number: int, count: int, tier: str) -> Strip:
-        positions = chunk.span.positions(number, count)
-        if self._unpack is not None:
-            columns = self._unpack(columns)
-        size = chunk.span.batch
+        positions, size = chunk.span.positions(number, count), chunk.span.batch
         own = chunk.examples[number * size : (number + count) * size]
-        if self._parts is not None:
-            batches: Iterable[Any] = self._parts.batches(columns, positions, own, chunk.span.epoch, size)
-        elif self._design.windowed and self._design.cuts is None:
-            batches = window_batches(self._design.outputs, columns, positions)
-        else:
-            batches = record_batches(self._names, columns, positions)
+        batches = self._assembly.batches(columns, positions, own, chunk.span.epoch, size)
         return Strip(batches=batches, count=count, size=size, examples=own, tier=tier, after=positions[-1])

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, CorruptError, IncompleteError, MissingRecordError, StalledError, arg
 from stoker.loader.ahead import Ahead
 from stoker.loader.arguments import Options
+from stoker.loader.assembly import Assembly
 from stoker.loader.chunks import Chunk, Locator, Span
 from stoker.loader.decide import (
     Found,
@@ -37,13 +38,10 @@ from stoker.loader.decide import (
 from stoker.loader.disk import DiskBatches
 from stoker.loader.engine import Design, Strip
 from stoker.loader.fill_order import KIND, FillOrder, Window
-from stoker.loader.gather import record_batches, window_batches
 from stoker.loader.mend import Mender
-from stoker.loader.outputs import gathered_bytes, gathered_outputs
-from stoker.loader.packed import stored_outputs, unpacker
+from stoker.loader.outputs import gathered_bytes
 from stoker.loader.places import find_places
-from stoker.loader.ragged import make_join
-from stoker.loader.window_parts import parts_of
+from stoker.loader.points import make_joiner
 from stoker.plan import Demand, Plan, Resources, plan_tiers
 from stoker.units import format_count
 
@@ -79,10 +77,7 @@ class FillingPass:
         check_beside(cache, options)
         self._cache, self._options, self._mender, self._process = cache, options, mender, os.getpid()
         self._outputs = outputs_of(cache, options)
-        make_join(options.ragged, self._outputs)  # refuses now what the first batch would
-        gathered = gathered_outputs(self._outputs)
-        self._unpack = unpacker(gathered, options.batch_size, static=False)
-        self._parts = parts_of(self._outputs, options.windows, options.seed, static=False)
+        self._assembly = Assembly(self._outputs, options)
         self._order = FillOrder(
             cache.recipe,
             options.windows,
@@ -247,15 +242,7 @@ class FillingPass:
     def _strip(
         self, columns: list[Iterable[Any]], examples: Any, epoch: int, after: tuple[int, int]
     ) -> Strip:
-        if self._unpack is not None:
-            columns = self._unpack(columns)
-        if self._parts is not None:
-            batches: Iterable[Any] = self._parts.batches(columns, [after], examples, epoch, len(examples))
-        elif self._design.windowed:
-            batches = window_batches(self._outputs, columns, [after])
-        else:
-            names = (*(output.name for output in self._outputs), "index")
-            batches = record_batches(names, columns, [after])
+        batches = self._assembly.batches(columns, [after], examples, epoch, len(examples))
         return Strip(
             batches=batches, count=1, size=len(examples), examples=examples, tier="encode", after=after
         )
@@ -291,8 +278,8 @@ class FillingPass:
             ragged=(),
             lengths={},
         )
-        outputs = stored_outputs(gathered_outputs(self._outputs))
-        return DiskBatches(self._cache, design.places, outputs, locator, lambda: None, design.options)
+        columns = self._assembly.columns
+        return DiskBatches(self._cache, design.places, columns, locator, lambda: None, design.options)
 
     def _stored(self, window: Window, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Examples of a window that can be served, in the order of the epoch, and their positions."""
@@ -365,6 +352,7 @@ class FillingPass:
             places=order.places,
             examples=order.examples,
             outputs=self._outputs,
+            join=make_joiner(options.ragged, self._outputs, self._cache.schema, options.windows),
             order=order_of(options, self._outputs, order.examples.count, order.draws),
             demand=self._demand(),
             shards=(),

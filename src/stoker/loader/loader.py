@@ -26,7 +26,6 @@ from stoker.loader.fused import Normalise
 from stoker.loader.mend import Mender
 from stoker.loader.place import EpochSetter, Place
 from stoker.loader.places import joined_indices
-from stoker.loader.points import make_joiner
 from stoker.loader.ragged import Ragged
 from stoker.loader.transform import Columns, Finish, FixedBatch, Transform
 from stoker.loader.whole import Serving, Whole
@@ -276,9 +275,7 @@ class Loader:
         options = self._options
         wanted = options.device
         return Finish(
-            join=make_joiner(
-                options.ragged, serving.design.outputs, serving.design.cache.schema, options.windows
-            ),
+            join=serving.design.join,
             device=None if wanted == serving.device else wanted,
             pin=options.pin_memory and wanted.type == "cpu" and torch.cuda.is_available(),
             transforms=options.transforms,
