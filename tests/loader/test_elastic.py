@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stoker.loader import Loader, Windows
+from stoker.loader import Loader, Mixture, Windows
 from tests.loader.caches import trajectories, write_cache
 
 GLOBAL_BATCH, EPOCHS = 8, 2
@@ -125,3 +125,49 @@ def test_ranks_serve_every_example_of_an_epoch_at_most_once_and_equally_often(
     assert len({len(rows) for rows in own}) == 1
     together = [row for rows in own for row in rows]
     assert len(together) == len(set(together)) == 40 * 4 // GLOBAL_BATCH * GLOBAL_BATCH
+
+
+def test_what_a_state_holds_never_changes(tmp_path: Path) -> None:
+    """Runs that were stopped before an update go on after it."""
+    fields = {"latent": torch.zeros(12, 5, 2), "nu": torch.zeros(12)}
+    cache = write_cache(tmp_path, fields, timed=("latent",))
+    plain = {
+        "version": 1,
+        "epoch": 0,
+        "position": 0,
+        "seed": 7,
+        "order": "block(2,4)",
+        "global_batch": 8,
+        "examples": 36,
+        "fingerprint": "7bdb9edf524834b8",
+        "generation": 1,
+        "records": "ca185a0636eb095f",
+        "windows": "stride=2 horizon=1 start_every=1",
+        "world": 2,
+    }
+    loader = Loader(cache, 4, windows=Windows(stride=2), order="block(2,4)", seed=7, world=2, rank=1)
+    one = {**plain, "order": "full", "global_batch": 4, "examples": 12, "windows": None, "world": 1}
+    mixture = Mixture([cache, cache], 4, names=["a", "b"], seed=3, mode="weighted")
+
+    assert loader.state_dict() == plain
+    weighted = Loader(cache, 4, weights=[1.0] * 12, transforms=[torch.nn.Identity()])
+    assert weighted.state_dict() == {**one, "seed": 0, "records": WEIGHTED, "transforms": ["Identity"]}
+    assert mixture.state_dict() == {
+        "version": 1,
+        "epoch": 0,
+        "position": 0,
+        "mode": "weighted",
+        "seed": 3,
+        "counts": [3, 3],
+        "caches": [["a", "7bdb9edf524834b8"], ["b", "7bdb9edf524834b8"]],
+        "loaders": {
+            "a": {**one, "seed": 3912932258107478508},
+            "b": {**one, "seed": 16578438642863521019},
+        },
+    }
+    loader.load_state_dict({**plain, "position": 16})
+    assert loader.state_dict()["position"] == 16
+
+
+WEIGHTED = "7c9533a87e14571a"
+"""Digest of twelve samples and twelve weights of 1."""

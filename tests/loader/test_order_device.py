@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.loader import order, order_device
-from stoker.loader.order import Draws, Order, OrderKind, bijection, parse_order
-from stoker.loader.order_device import bijection_on, epoch_on
+from stoker.loader import order as orders
+from stoker.loader.order import Draws, Order, OrderKind, bijection, epoch_on, parse_order
 
 CPU = torch.device("cpu")
 KINDS = ["full", "sequential", "block(3,12)", "block(7,7)", "block(16,32)", "static(4)", "static(1)"]
@@ -71,14 +70,13 @@ def test_examples_are_drawn_by_weight_alike(
 def test_positions_are_computed_alike(count: int) -> None:
     positions = np.arange(0, count, max(1, count // 5000), dtype=np.int64)
 
-    got = bijection_on(torch.from_numpy(positions), count, 12345)
+    got = bijection(torch.from_numpy(positions), count, 12345)
 
     assert got.tolist() == bijection(positions, count, 12345).tolist()
 
 
 def test_a_full_order_of_many_examples_is_computed_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (order, order_device):
-        monkeypatch.setattr(module, "SORTED_LIMIT", 100)
+    monkeypatch.setattr(orders, "SORTED_LIMIT", 100)
     wanted = make("full", 1000, 7)
 
     got = epoch_on(wanted, 2, CPU)(100, 900)
@@ -96,7 +94,7 @@ def test_an_order_that_the_device_has_no_memory_to_sort_comes_from_the_host(
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(order_device, "permutation_on", full)
+    monkeypatch.setattr(orders, "permutation_on", full)
 
     got = epoch_on(wanted, 2, CPU)(100, 900)
 

@@ -191,6 +191,6 @@ def test_nothing_is_added_for_caches_that_are_not_packed(tmp_path: Path) -> None
     next(iter(loader))
 
     assert loader._serving.engine is not None
-    assert loader._serving.engine._unpack is None
+    assert loader._serving.engine._assembly._unpack is None
     outputs = make_outputs(cache.schema, None, None)
     assert stored_outputs(outputs) == outputs

@@ -10,7 +10,7 @@ import torch
 
 import stoker
 from stoker.loader.keyed import example_keys
-from stoker.loader.order import Salt, stream
+from stoker.splitmix import Salt, stream
 from stoker.store import Cache
 
 COUNT, STEPS = 6, 5
@@ -40,6 +40,15 @@ def test_a_condition_may_have_the_name_of_a_part_of_the_batch(tmp_path: Path) ->
 
 def test_each_purpose_has_random_keys_of_its_own() -> None:
     assert len(Salt.__members__) == len({stream(0, 0, salt) for salt in Salt})
+    # Another value would change orders, draws or subsets that saved states and papers refer to.
+    assert {salt.name: salt.value for salt in Salt} == {
+        "ORDER": 0,
+        "TRANSFORM": 2,
+        "SUBSET": 3,
+        "TURNS": 4,
+        "FILLING": 5,
+        "WINDOW": 6,
+    }
 
 
 def test_keys_do_not_depend_on_the_default_dtype() -> None:

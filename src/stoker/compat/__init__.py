@@ -29,9 +29,9 @@ if TYPE_CHECKING:
         validate_cache,
         validate_ram_for_cache,
     )
+    from stoker.compat.gpu_loader import GPUDataLoader
     from stoker.compat.images import (
         GPUCachedDataset,
-        GPUDataLoader,
         create_gpu_cached_dataloaders,
         disable_compile_for_debug,
         disable_torch_compile,
@@ -100,7 +100,6 @@ _HOMES = {
     **dict.fromkeys(
         (
             "GPUCachedDataset",
-            "GPUDataLoader",
             "create_gpu_cached_dataloaders",
             "disable_compile_for_debug",
             "disable_torch_compile",
@@ -108,6 +107,7 @@ _HOMES = {
         ),
         "images",
     ),
+    "GPUDataLoader": "gpu_loader",
     "collate_gpu_cached": "rows",
     **dict.fromkeys(
         (

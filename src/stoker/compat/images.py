@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from stoker.cached import name_of
 from stoker.compat.devices import device_or_cpu
+from stoker.compat.gpu_loader import GPUDataLoader
 from stoker.encoders.features import FeatureEncoder
 from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError
@@ -77,6 +78,8 @@ class GPUCachedDataset:
         Traceback (most recent call last):
         stoker.errors.ConfigError: data_dir is no/such/folder, which is not a folder...
     """
+
+    shuffles = True
 
     def __init__(  # noqa: PLR0913, PLR0917 - the earlier system's signature
         self,
@@ -157,40 +160,13 @@ class GPUCachedDataset:
             self._generators[key] = self.loader(*key)
         return iter(self._generators[key])
 
+    def shaped(self, batch: Any) -> dict[str, Any]:
+        """Return a batch of `loader` as it is: its fields have the earlier names."""
+        return batch
+
     def _get_memory_usage(self) -> float:
         """Gigabytes that the set takes as it is stored."""
         return record_bytes(self.cache.schema) * len(self) / 1e9
-
-
-class GPUDataLoader:
-    """Batches of a `GPUCachedDataset`; further arguments are those of `Loader`, or of a DataLoader.
-
-    Args:
-        dataset: What to serve.
-        batch_size, shuffle, drop_last: As in a DataLoader.
-    """
-
-    def __init__(
-        self,
-        dataset: GPUCachedDataset,
-        batch_size: int = 1,
-        shuffle: bool = True,
-        drop_last: bool = False,
-        **loader: Any,
-    ) -> None:
-        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
-        self.loader = dataset.loader(batch_size, shuffle=shuffle, drop_last=drop_last, **loader)
-
-    def __len__(self) -> int:
-        """Batches in an epoch."""
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(self.loader)
-
-    def set_epoch(self, epoch: int) -> None:
-        """As `Loader.set_epoch`."""
-        self.loader.set_epoch(epoch)
 
 
 class _Cast:
@@ -204,7 +180,9 @@ class _Cast:
         return batch
 
 
-def create_gpu_cached_dataloaders(config: Mapping[str, Any]) -> tuple[GPUDataLoader, GPUDataLoader]:
+def create_gpu_cached_dataloaders(
+    config: Mapping[str, Any],
+) -> tuple[GPUDataLoader[GPUCachedDataset], GPUDataLoader[GPUCachedDataset]]:
     """Return the loaders of `train` (shuffled, without a short last batch) and of `val` (in order).
 
     Args:
@@ -219,7 +197,7 @@ def create_gpu_cached_dataloaders(config: Mapping[str, Any]) -> tuple[GPUDataLoa
     """
     _tell_unused(config)
     datasets: Mapping[str, Any] = config.get("datasets") or {}
-    loaders: list[GPUDataLoader] = []
+    loaders: list[GPUDataLoader[GPUCachedDataset]] = []
     for split, most in (("train", "gpu_max_samples"), ("val", "gpu_max_samples_val")):
         dataset = GPUCachedDataset(
             split,

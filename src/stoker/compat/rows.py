@@ -12,7 +12,7 @@ that values are standardized by from the train split, for every split. What the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from stoker.compat.caches import check_sufficient_ram
 from stoker.compat.devices import device_or_cpu
+from stoker.compat.gpu_loader import GPUDataLoader
 from stoker.errors import ConfigError
 from stoker.loader import Loader
 from stoker.precompute import precompute as fill_cache
@@ -69,6 +70,8 @@ class GPUCachedDataset:
         ResourceError: There are GPUs, and `device` is none of them; nothing was read yet.
         StokerError: As `SQLSource` and `precompute`; no rows left is one.
     """
+
+    shuffles = False
 
     def __init__(  # noqa: PLR0913, PLR0917 - the earlier system's signature
         self,
@@ -240,41 +243,9 @@ def collate_gpu_cached(batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**whole, "metadata": metadata}
 
 
-class GPUDataLoader:
-    """Batches of a `GPUCachedDataset` as `collate_gpu_cached` gives them, from a `stoker.Loader`.
-
-    Args:
-        dataset: What to serve.
-        batch_size, shuffle, drop_last: As in a DataLoader.
-        loader: Further arguments of `Loader`, or of a DataLoader.
-    """
-
-    def __init__(
-        self,
-        dataset: GPUCachedDataset,
-        batch_size: int = 1,
-        shuffle: bool = False,
-        drop_last: bool = False,
-        **loader: Any,
-    ) -> None:
-        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
-        self.loader = dataset.loader(batch_size, shuffle=shuffle, drop_last=drop_last, **loader)
-
-    def __len__(self) -> int:
-        """Batches in an epoch."""
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self.dataset.shaped(batch) for batch in self.loader)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that decides the order, as `Loader.set_epoch`."""
-        self.loader.set_epoch(epoch)
-
-
 def create_gpu_cached_dataloaders(
     config: Mapping[str, Any], db_session: Any, **dataset: Any
-) -> tuple[GPUDataLoader, GPUDataLoader | None]:
+) -> tuple[GPUDataLoader[GPUCachedDataset], GPUDataLoader[GPUCachedDataset] | None]:
     """Return the loaders of `train` (shuffled) and of `val` (in order; None if `validation_split` is 0).
 
     Args:

@@ -3,11 +3,12 @@
 loader.py      the face: settings in, batches out; place.py: where it is, state.py: what is saved of that
 whole.py       what serves a complete cache, filling.py: one beside its filling; engine.py: the moving parts
 decide.py      what is served from where, before a record is read; mend.py: damaged records made again
-order.py       which example comes at which position of an epoch (order_device.py: made on a GPU);
+order.py       which example comes at which position of an epoch, on the host or made on a GPU;
                ranks.py: which of those are ours
 windows.py     trajectories cut into examples; places.py: where each record lies
 chunks.py      positions -> rows, many batches at a time and ahead of need
-outputs.py     what a batch is made of; gather.py: batches from memory; disk.py: from shards
+outputs.py     what a batch is made of; assembly.py puts it together, however it was cut;
+               gather.py: columns from memory; disk.py: from shards
 read_ahead.py  fetches from elsewhere what comes next: horizon.py knows it, reach.py in which blocks it lies
 fused.py       what is done to values on the way: normalise, cast, crop, mirror; kernels/: by what;
                lowering.py: transforms that can be done there

@@ -6,18 +6,28 @@ import logging
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, SupportsIndex, cast, get_args
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, arg
-from stoker.loader.ranks import Share
+from stoker.loader.ranks import Share, check_ranks
 from stoker.loader.windows import Windows
+from stoker.plan.devices import resolve_device
 from stoker.sources.given import shown
 from stoker.store import Cache
 from stoker.store.blocks import Verify
+
+if TYPE_CHECKING:
+    from stoker.loader.draws import Weights
+    from stoker.loader.fused import Normalise
+    from stoker.loader.ragged import Ragged
+    from stoker.loader.transform import Transform
+    from stoker.monitor.meter import StallMeter
 
 IGNORED = {
     "num_workers": "batches are gathered in this process, without workers",
@@ -49,6 +59,52 @@ NOT_BY_NUMBER = (
 """For `loader[0]`, which is also what a `DataLoader` around a Loader asks for."""
 
 _said: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a loader was asked for, by the names of its arguments.
+
+    Raises:
+        ConfigError: A value means nothing, whatever the cache is.
+        ResourceError: `device` is not there.
+    """
+
+    batch_size: int
+    windows: Windows | None
+    tier: str
+    device: torch.device
+    """Given by name, it is looked up."""
+    seed: int
+    rank: int
+    world: int
+    order: str
+    indices: Sequence[int] | NDArray[Any] | None
+    weights: Sequence[float] | NDArray[Any] | Weights | None
+    dtype: str | None
+    static: bool
+    drop_last: bool | None
+    reserve_bytes: int | None
+    timeout_s: float | None
+    verify: Verify
+    normalise: Mapping[str, Normalise] | None
+    ragged: Ragged
+    transforms: tuple[Transform, ...]
+    pin_memory: bool
+    meter: StallMeter | None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a cache."""
+        numbers = ("batch_size", "rank", "world", "seed")
+        whole = whole_numbers(**{name: getattr(self, name) for name in numbers})
+        for name, value in zip(numbers, whole, strict=True):
+            object.__setattr__(self, name, value)
+        check_ranks(self.batch_size, self.rank, self.world)
+        check_kinds(self.windows, self.transforms, self.reserve_bytes)
+        if self.verify not in get_args(Verify):
+            raise ConfigError(f"verify is {self.verify!r}. Expected {', '.join(get_args(Verify))}")
+        object.__setattr__(self, "transforms", tuple(self.transforms))
+        object.__setattr__(self, "device", resolve_device(self.device))
 
 
 def unknown_argument(name: str, own: Iterable[str]) -> str:
@@ -161,16 +217,6 @@ def check_kinds(windows: object, transforms: object, reserve_bytes: object) -> N
         raise ConfigError(
             f"transforms is {transforms!r}. Expected a list of functions (batch, keys) -> batch"
         )
-
-
-def check_verify(verify: object) -> None:
-    """Refuse what is no policy of verification.
-
-    Raises:
-        ConfigError: As said.
-    """
-    if verify not in get_args(Verify):
-        raise ConfigError(f"verify is {verify!r}. Expected {', '.join(get_args(Verify))}")
 
 
 def check_share(share: Share) -> None:

@@ -7,34 +7,29 @@ some records, and the same examples.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, IncompleteError, arg
-from stoker.loader import state as states
-from stoker.loader.arguments import check_share, check_static
+from stoker.loader.arguments import Options, check_share, check_static
 from stoker.loader.chunks import Cuts
-from stoker.loader.disk import READ_DEADLINE_S, Reading
 from stoker.loader.draws import Weights
 from stoker.loader.engine import Design
-from stoker.loader.fused import Normalise
 from stoker.loader.lowering import lowered
-from stoker.loader.order import Draws, Order, parse_order
-from stoker.loader.order_device import table_bytes
+from stoker.loader.order import Draws, Order, parse_order, table_bytes
 from stoker.loader.outputs import Output, Role, gathered_bytes, make_outputs
 from stoker.loader.places import Places, find_places, lengths_of, weighted
-from stoker.loader.points import cuts_of, cuts_points, make_joiner
-from stoker.loader.ragged import LENGTHS, MASK, OFFSETS, Ragged, check_lengths, make_join
+from stoker.loader.points import PointJoin, cuts_of, cuts_points, make_joiner
+from stoker.loader.ragged import LENGTHS, MASK, OFFSETS, Join, check_lengths
 from stoker.loader.ranks import Share, own_records
 from stoker.loader.read_ahead import elsewhere_of
 from stoker.loader.residency import claim_plan, parts_of
-from stoker.loader.transform import Transform, names_of
+from stoker.loader.state import digest_of
 from stoker.loader.watch import Ask
 from stoker.loader.windows import Examples, Windows, number_examples, time_field
 from stoker.plan import LEDGER, Demand, Ledger, Plan, Resources, plan_tiers, probe
@@ -43,40 +38,12 @@ from stoker.store.join import rename_hint
 from stoker.units import format_count
 
 if TYPE_CHECKING:
-    from stoker.monitor.meter import StallMeter
     from stoker.store import Cache
-    from stoker.store.blocks import Verify
 
 MAX_GATHER_THREADS = 4
 """More threads than this do not make one gather quicker: memory is the limit."""
 FILL_DEADLINE_S = 24 * 3600.0
 """Seconds that encoding what a cache lacks may take before the first batch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """What a loader was asked for, by the names of its arguments; checked as far as no cache is needed."""
-
-    batch_size: int
-    windows: Windows | None
-    tier: str
-    device: torch.device
-    seed: int
-    rank: int
-    world: int
-    order: str
-    indices: Sequence[int] | NDArray[Any] | None
-    weights: Sequence[float] | NDArray[Any] | Weights | None
-    dtype: str | None
-    static: bool
-    drop_last: bool | None
-    reserve_bytes: int | None
-    timeout_s: float | None
-    verify: Verify
-    normalise: Mapping[str, Normalise] | None
-    ragged: Ragged
-    transforms: tuple[Transform, ...]
-    meter: StallMeter | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +53,19 @@ class Found:
     places: Places
     examples: Examples
     outputs: tuple[Output, ...]
+    join: Join | PointJoin | None
+    """As `Design.join`."""
     order: Order
     demand: Demand
     shards: tuple[int, ...]
     """Those that it lies in, as far as they are there."""
     cuts: Cuts | None = None
     """How windows are cut from fields of points."""
+    beside: str | None = None
+    """As `Design.beside`."""
 
 
-def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Ledger = LEDGER) -> Design:
+def decide(cache: Cache, options: Options, plan: Plan | None = None, *, ledger: Ledger = LEDGER) -> Design:
     """What is served from where; opens shards where fields are ragged, and reads no record.
 
     Args:
@@ -105,25 +76,27 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
         CorruptError: A shard's header is damaged.
         ResourceError: The tier asked for cannot hold the records.
     """
-    outputs = outputs_of(cache, wishes)
-    places = find_places(cache, wishes.indices)
-    make_joiner(wishes.ragged, outputs, cache.schema, wishes.windows)  # refuses what the first batch would
-    check_lengths(make_join(wishes.ragged, outputs), cache, places)
-    cuts, examples = _number(cache, places, wishes.windows)
-    draws = None if wishes.weights is None else weighted(wishes.weights, places, examples)
-    lengths = _sizes(cache, places, outputs) if wishes.order.startswith("bucket") else None
+    outputs = outputs_of(cache, options)
+    places = find_places(cache, options.indices)
+    join = make_joiner(options.ragged, outputs, cache.schema, options.windows)
+    if isinstance(join, Join):
+        check_lengths(join, cache, places)
+    cuts, examples = _number(cache, places, options.windows)
+    draws = None if options.weights is None else weighted(options.weights, places, examples)
+    lengths = _sizes(cache, places, outputs) if options.order.startswith("bucket") else None
     if lengths is not None and cuts is not None:  # windows: as long as their records
         lengths = lengths[examples.locate(np.arange(examples.count), examples.first)[0]]
-    order = order_of(wishes, outputs, examples.count, draws, lengths)
-    places = replace(places, own=own_records(order, examples, wishes.rank, wishes.world))
+    order = order_of(options, outputs, examples.count, draws, lengths)
+    places = replace(places, own=own_records(order, examples, options.rank, options.world))
     found = Found(
         places=places,
         examples=examples,
         outputs=outputs,
+        join=join,
         order=order,
         demand=replace(
-            _demand(cache, places, outputs, wishes.batch_size, str(wishes.device)),
-            table_bytes=0 if wishes.device.type == "cpu" else table_bytes(order, len(places.numbers)),
+            _demand(cache, places, outputs, options.batch_size, str(options.device)),
+            table_bytes=0 if options.device.type == "cpu" else table_bytes(order, len(places.numbers)),
             elsewhere=elsewhere_of(
                 cache,
                 order.kind,
@@ -135,19 +108,19 @@ def decide(cache: Cache, wishes: Wishes, plan: Plan | None = None, *, ledger: Le
         shards=tuple(places.shards()),
         cuts=cuts,
     )
-    made = design(cache, wishes, found, plan or partial(_planned, cache, wishes), ledger=ledger)
+    made = design(cache, options, found, plan or partial(_planned, cache, options), ledger=ledger)
     claim_plan(made.claim, cache, made.places, made.plan, made.ask.demand)
     return made
 
 
-def outputs_of(cache: Cache, wishes: Wishes) -> tuple[Output, ...]:
+def outputs_of(cache: Cache, options: Options) -> tuple[Output, ...]:
     """What batches are made of.
 
     Raises:
         ConfigError: As `make_outputs`; or a column joined to the cache would replace one of them.
     """
     outputs = make_outputs(
-        cache.schema, wishes.windows, wishes.dtype, wishes.normalise, device=wishes.device.type
+        cache.schema, options.windows, options.dtype, options.normalise, device=options.device.type
     )
     named = [o.name for o in outputs if o.role is Role.FIELD]
     named += [o.name + end for o in outputs if o.ragged for end in (LENGTHS, MASK, OFFSETS)]
@@ -161,7 +134,7 @@ def outputs_of(cache: Cache, wishes: Wishes) -> tuple[Output, ...]:
 
 
 def order_of(
-    wishes: Wishes,
+    options: Options,
     outputs: tuple[Output, ...],
     count: int,
     draws: Draws | None,
@@ -170,10 +143,10 @@ def order_of(
     """The order of `count` examples that was asked for; `lengths`: of each, where they differ."""
     example_bytes = gathered_bytes(outputs)
     return Order(
-        kind=parse_order(wishes.order, world=wishes.world, example_bytes=example_bytes),
+        kind=parse_order(options.order, world=options.world, example_bytes=example_bytes),
         count=count,
-        seed=wishes.seed,
-        global_batch=wishes.batch_size * wishes.world,
+        seed=options.seed,
+        global_batch=options.batch_size * options.world,
         draws=draws,
         lengths=lengths,
     )
@@ -181,7 +154,7 @@ def order_of(
 
 def design(
     cache: Cache,
-    wishes: Wishes,
+    options: Options,
     found: Found,
     plan: Plan | Callable[[Demand, Resources], Plan],
     *,
@@ -193,68 +166,68 @@ def design(
         ConfigError: As `decide`.
         ResourceError: As `decide`.
     """
-    static, drop_last = wishes.static, wishes.drop_last
+    static, drop_last = options.static, options.drop_last
     drop_last = static or None if drop_last is None else drop_last
-    share = _share(found.order, wishes.rank, wishes.world, drop_last)
+    share = _share(found.order, options.rank, options.world, drop_last)
     check_share(share)
-    check_static(static, wishes.tier, share, ragged=any(output.ragged for output in found.outputs))
+    check_static(static, options.tier, share, ragged=any(output.ragged for output in found.outputs))
     demand, claim = found.demand, ledger.claim()
-    probed = probe(device=str(wishes.device), path=cache.path)
+    probed = probe(device=str(options.device), path=cache.path)
     resources = claim.usable(probed, parts_of(cache, found.shards, demand.record_bytes))
-    early = () if cache.joined else wishes.transforms  # joined columns come later, and may have to move along
+    # Joined columns come later, and may have to move along.
+    early = () if cache.joined else options.transforms
     return Design(
         cache=cache,
         places=found.places,
         examples=found.examples,
         outputs=found.outputs,
-        windows=wishes.windows,
+        options=options,
         order=found.order,
         share=share,
         plan=(plan if isinstance(plan, Plan) else plan(demand, resources)).holding(demand.records),
         ask=Ask(
             demand=demand,
-            tier=wishes.tier,
-            reserve_bytes=wishes.reserve_bytes,
+            tier=options.tier,
+            reserve_bytes=options.reserve_bytes,
             look=partial(memory_now, probed),
         ),
         claim=claim,
-        device=wishes.device,
-        static=static,
         threads=max(1, min(MAX_GATHER_THREADS, int(resources.cpus))),
-        reading=Reading(deadline_s=wishes.timeout_s or READ_DEADLINE_S, verify=wishes.verify),
-        meter=wishes.meter,
+        records_digest=_records_digest(found.places, found.order),
         cuts=found.cuts,
-        lowered=lowered(early, found.outputs, wishes.seed, windowed=wishes.windows is not None),
+        join=found.join,
+        beside=found.beside,
+        lowered=lowered(early, found.outputs, options.seed, windowed=options.windows is not None),
     )
 
 
-def check_beside(cache: Cache, wishes: Wishes) -> None:
+def check_beside(cache: Cache, options: Options) -> None:
     """Refuse what has no meaning before a cache is complete.
 
     Raises:
         ConfigError: As said; tells why.
     """
-    drawn = isinstance(wishes.weights, Weights) and not wishes.weights.replacement
+    drawn = isinstance(options.weights, Weights) and not options.weights.replacement
     varying = (
-        wishes.windows is not None and cache.schema[time_field(cache.schema, wishes.windows.field)].ragged
+        options.windows is not None and cache.schema[time_field(cache.schema, options.windows.field)].ragged
     )
     wants = {
-        f"world={wishes.world}": (
-            wishes.world > 1,
+        f"world={options.world}": (
+            options.world > 1,
             "ranks would have to agree on what is quarantined before each batch, and loaders do not talk",
         ),
         "windows over points": (
-            cuts_points(cache.schema, wishes.windows),
+            cuts_points(cache.schema, options.windows),
             "how many steps and points a record has is known once it is stored",
         ),
-        "static=True": (wishes.static, "batches at fixed addresses are gathered on a device that holds all"),
-        f"order={wishes.order!r}": (
-            wishes.order.startswith(("static", "bucket")),
+        "static=True": (options.static, "batches at fixed addresses are gathered on a device that holds all"),
+        f"order={options.order!r}": (
+            options.order.startswith(("static", "bucket")),
             "its parts are of all examples",
         ),
         "Weights(replacement=False)": (drawn, "what is left to draw depends on all examples"),
         "weights= over windows of trajectories of varying length": (
-            varying and wishes.weights is not None,
+            varying and options.weights is not None,
             "how many windows a weight is for is known once all are stored",
         ),
     }
@@ -360,25 +333,13 @@ def _share(order: Order, rank: int, world: int, drop_last: bool | None) -> Share
     )
 
 
-def terms_of(design: Design, wishes: Wishes) -> states.Terms:
-    """What the meaning of a loader's positions depends on."""
-    order, cache = design.order, design.cache
+def _records_digest(places: Places, order: Order) -> str:
+    """Digest of the sample numbers served, in order, and of their weights."""
     draws = order.draws
     weights = [] if draws is None else [draws.cumulative]
     if draws is not None and draws.weights is not None:
         weights.append(draws.weights)  # without repeats: other examples from the same weights
-    return states.Terms(
-        seed=order.seed,
-        order=str(order.kind),
-        global_batch=order.global_batch,
-        examples=order.count if draws is None else order.positions,
-        fingerprint=cache.fingerprint,
-        generation=cache.index.generation,
-        records=states.digest_of(design.places.numbers, *weights),
-        windows=None if wishes.windows is None else wishes.windows.text(),
-        world=design.share.world,
-        transforms=names_of(wishes.transforms),
-    )
+    return digest_of(places.numbers, *weights)
 
 
 def _demand(
@@ -400,8 +361,8 @@ def _demand(
     )
 
 
-def _planned(cache: Cache, wishes: Wishes, demand: Demand, resources: Resources) -> Plan:
-    plan = plan_tiers(demand, resources, tier=wishes.tier, reserve_bytes=wishes.reserve_bytes)
+def _planned(cache: Cache, options: Options, demand: Demand, resources: Resources) -> Plan:
+    plan = plan_tiers(demand, resources, tier=options.tier, reserve_bytes=options.reserve_bytes)
     if not cache.quarantined:
         return plan
     logging.getLogger("stoker").info(

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stoker.loader.arguments import Options
 from stoker.loader.buffers import REUSE_FROM_BYTES, Buffers, lasting
 from stoker.loader.chunks import Chunk, Locator, host
 from stoker.loader.gather import RaggedGather
@@ -50,16 +51,6 @@ MAX_AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """How batches are read."""
-
-    deadline_s: float = READ_DEADLINE_S
-    """Seconds that a batch may take."""
-    verify: Verify = "always"
-    """When bytes are compared with their sums."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
     """A batch that is being read."""
 
@@ -86,22 +77,25 @@ class DiskBatches:
         outputs: tuple[Output, ...],
         locator: Locator,
         memory: Callable[[], Memory | None],
-        reading: Reading,
+        options: Options,
     ) -> None:
-        """`memory` gives the host memory that holds some of the records by now."""
+        """`memory` gives the host memory that holds some of the records by now; of `options` matter the
+        `timeout_s` of a batch, `verify` and `meter`.
+        """
         self._cache = cache
         self._places = places
         self._outputs = outputs
         self._locator = locator
         self._memory = memory
-        self._reading = reading
+        self._deadline_s = options.timeout_s or READ_DEADLINE_S
+        self._verify: Verify = options.verify
         self._pool = Pool(READ_THREADS, "stoker-read")
         self._ahead = 1
         self._waits = True
         """Whether the last batch that was read had to wait for storage."""
         self._example_bytes = sum(output.example_bytes for output in outputs)
         self._buffers: dict[tuple[str, int], Buffers] = {}
-        self.meter: StallMeter | None = None
+        self._meter = options.meter
         self.fetching_s: Callable[[], float] | None = None
         """Gives the seconds that reads have waited for an object store so far; None: the files are here."""
         self._fetching_s = 0.0
@@ -155,7 +149,7 @@ class DiskBatches:
         cuts = {i: self._locator.extent(name, records, starts) for i, name in self._cut}
         wanted = Wanted(shard=shard, row=row, starts=starts, values=values, spaces=spaces, cuts=cuts)
         tickets = [
-            self._pool.submit(partial(self._pieces.read, self._cache, piece, wanted, self._reading.verify))
+            self._pool.submit(partial(self._pieces.read, self._cache, piece, wanted, self._verify))
             for piece in np.array_split(missing, self._count(len(missing)))
             if len(piece)
         ]
@@ -187,7 +181,7 @@ class DiskBatches:
         return min(READ_THREADS, max(1, examples * self._example_bytes // PIECE_BYTES))
 
     def _finish(self, pending: Pending) -> list[Any]:
-        values = self.finish(pending, self.meter)
+        values = self.finish(pending, self._meter)
         for i, output in enumerate(self._outputs):
             twin = self._twins[i]
             if twin is not None:
@@ -209,7 +203,7 @@ class DiskBatches:
             pending.gather()
         begin = perf_counter()
         what = f"reading a batch of {self._cache.path}"
-        waited = [ticket.result(self._reading.deadline_s, what) for ticket in pending.tickets]
+        waited = [ticket.result(self._deadline_s, what) for ticket in pending.tickets]
         if waited:
             self._waits = any(waited)
         if meter is not None:

@@ -12,27 +12,28 @@ import torch
 
 from stoker.errors import StalledError
 from stoker.loader import residency
+from stoker.loader.arguments import Options
+from stoker.loader.assembly import Assembly
 from stoker.loader.chunks import Chunk, Chunks, Cuts, Locator
-from stoker.loader.disk import DiskBatches, Reading
-from stoker.loader.gather import STRIP_BATCHES, MemoryBatches, record_batches, window_batches
+from stoker.loader.disk import DiskBatches
+from stoker.loader.gather import STRIP_BATCHES, MemoryBatches
 from stoker.loader.lowering import NOTHING, Lowered
 from stoker.loader.memory import Memory
 from stoker.loader.order import Order
-from stoker.loader.outputs import Output, gathered_outputs, step_lengths
-from stoker.loader.packed import stored_outputs, unpacker
+from stoker.loader.outputs import Output, step_lengths
 from stoker.loader.partial import PartialBatches
 from stoker.loader.places import Places
+from stoker.loader.points import PointJoin
+from stoker.loader.ragged import Join
 from stoker.loader.ranks import Share
 from stoker.loader.reach import Reach
 from stoker.loader.read_ahead import fetching_of, read_ahead_of
 from stoker.loader.residency import Held, Residency
 from stoker.loader.watch import Ask
-from stoker.loader.window_parts import parts_of
 from stoker.loader.windows import Examples, Windows
 from stoker.plan import Claim, Plan
 
 if TYPE_CHECKING:
-    from stoker.monitor.meter import StallMeter
     from stoker.store import Cache
 
 MOST_BATCHES = 1024
@@ -48,7 +49,8 @@ class Design:
     places: Places
     examples: Examples
     outputs: tuple[Output, ...]
-    windows: Windows | None
+    options: Options
+    """What was asked for."""
     order: Order
     share: Share
     plan: Plan
@@ -57,25 +59,40 @@ class Design:
     """What the plan was made from."""
     claim: Claim
     """This loader's part of the memory of the process."""
-    device: torch.device
-    static: bool
+    records_digest: str
+    """Tells apart which samples are served, in which order and by which weights."""
     threads: int
     """Threads that gather one large batch together."""
-    reading: Reading
-    """How batches are read from disk."""
     fill_s: float = 3600.0
     """Seconds that filling the device may take where nothing else can serve."""
-    meter: StallMeter | None = None
-    """Told what a batch was waited for."""
     cuts: Cuts | None = None
     """How windows are cut from fields of points; their batches are put together by `points.py`."""
     lowered: Lowered = NOTHING
     """Transforms that the device tier does while it gathers."""
+    join: Join | PointJoin | None = None
+    """What is done to fields of varying length in a batch; None: they stay lists."""
+    beside: str | None = None
+    """How a pass beside the filling of its cache is ordered; None: the cache is complete."""
+
+    @property
+    def windows(self) -> Windows | None:
+        """How examples are cut from trajectories; None: they are whole records."""
+        return self.options.windows
 
     @property
     def windowed(self) -> bool:
         """Whether examples are windows of trajectories."""
-        return self.windows is not None
+        return self.options.windows is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches are wanted, and made where that is possible."""
+        return self.options.device
+
+    @property
+    def static(self) -> bool:
+        """Whether every batch is at the same addresses."""
+        return self.options.static
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +139,8 @@ class Engine:
         self.residency = Residency(design)
         self.device = design.device
         """Where batches are."""
-        gathered = gathered_outputs(design.outputs)
-        self._outputs = stored_outputs(gathered)
-        self._parts = parts_of(design.outputs, design.windows, design.order.seed, static=design.static)
+        self._assembly = Assembly(design.outputs, design.options)
+        self._outputs = self._assembly.columns
         self._pace = Pace()
         self._locators: dict[str, Locator] = {}
         self._chunked: dict[str, Chunks] = {}
@@ -135,8 +151,6 @@ class Engine:
         self._reading_ahead = read_ahead_of(
             design.cache, self._reach, design.share, lambda epoch: self._chunks(cpu).order(epoch)
         )
-        self._unpack = unpacker(gathered, design.share.batch_size, static=design.static)
-        self._names = (*(output.name for output in design.outputs), "index")
         # Fixed addresses exist where batches are gathered, so nothing can be served before memory is filled.
         self.residency.fill(design.fill_s if design.static else residency.FIRST_WAIT_S)
         if design.static and self.residency.serving() is None:
@@ -148,9 +162,9 @@ class Engine:
     def _make_disk(self, outputs: tuple[Output, ...]) -> DiskBatches:
         design, locator = self._design, self._locator(torch.device("cpu"))
         made = DiskBatches(
-            design.cache, design.places, outputs, locator, lambda: self.residency.held.host, design.reading
+            design.cache, design.places, outputs, locator, lambda: self.residency.held.host, design.options
         )
-        made.meter, made.fetching_s = design.meter, fetching_of(design.cache)
+        made.fetching_s = fetching_of(design.cache)
         return made
 
     def _reach(self, block_bytes: int) -> Reach:
@@ -175,7 +189,7 @@ class Engine:
             design, locator = self._design, self._locator(device)
             serving = partial(self._whole_on, device)
             self._chunked[device.type] = Chunks(design.order, design.share, locator, device, serving)
-            self._chunked[device.type].meter = design.meter
+            self._chunked[device.type].meter = design.options.meter
         return self._chunked[device.type]
 
     def _whole_on(self, device: torch.device) -> Memory | None:
@@ -289,7 +303,7 @@ class Engine:
             self._partial = PartialBatches(
                 self._outputs, design.cache, design.places, locator, self._make_disk, self.device
             )
-            self._partial.meter = design.meter
+            self._partial.meter = design.options.meter
         number, window = 0, self._design.order.kind.window
         self._read_ahead(chunk, 0)
         for columns, count, tier in self._partial.strips(chunk, held.device, window, self._pace.next):
@@ -298,15 +312,7 @@ class Engine:
             number += count
 
     def _strip(self, columns: list[Iterable[Any]], chunk: Chunk, number: int, count: int, tier: str) -> Strip:
-        positions = chunk.span.positions(number, count)
-        if self._unpack is not None:
-            columns = self._unpack(columns)
-        size = chunk.span.batch
+        positions, size = chunk.span.positions(number, count), chunk.span.batch
         own = chunk.examples[number * size : (number + count) * size]
-        if self._parts is not None:
-            batches: Iterable[Any] = self._parts.batches(columns, positions, own, chunk.span.epoch, size)
-        elif self._design.windowed and self._design.cuts is None:
-            batches = window_batches(self._design.outputs, columns, positions)
-        else:
-            batches = record_batches(self._names, columns, positions)
+        batches = self._assembly.batches(columns, positions, own, chunk.span.epoch, size)
         return Strip(batches=batches, count=count, size=size, examples=own, tier=tier, after=positions[-1])

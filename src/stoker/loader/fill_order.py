@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, MissingRecordError
 from stoker.loader.draws import Weights
-from stoker.loader.order import Draws, Order, OrderKind, Salt, keys_of, stream
+from stoker.loader.order import Draws, Order, OrderKind
 from stoker.loader.places import Places, weighted
 from stoker.loader.turns import apportion
 from stoker.loader.windows import Examples, Windows, number_examples, time_field
+from stoker.splitmix import Salt, keys_of, stream
 from stoker.store import Recipe
 from stoker.store.growing import BLOCKS, fill_blocks
 

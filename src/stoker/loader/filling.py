@@ -23,28 +23,25 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, CorruptError, IncompleteError, MissingRecordError, StalledError, arg
 from stoker.loader.ahead import Ahead
+from stoker.loader.arguments import Options
+from stoker.loader.assembly import Assembly
 from stoker.loader.chunks import Chunk, Locator, Span
 from stoker.loader.decide import (
     Found,
-    Wishes,
     check_beside,
     completed,
     design,
     order_of,
     outputs_of,
-    terms_of,
     trajectory_lengths,
 )
 from stoker.loader.disk import DiskBatches
 from stoker.loader.engine import Design, Strip
 from stoker.loader.fill_order import KIND, FillOrder, Window
-from stoker.loader.gather import record_batches, window_batches
 from stoker.loader.mend import Mender
-from stoker.loader.outputs import gathered_bytes, gathered_outputs
-from stoker.loader.packed import stored_outputs, unpacker
+from stoker.loader.outputs import gathered_bytes
 from stoker.loader.places import find_places
-from stoker.loader.ragged import make_join
-from stoker.loader.window_parts import parts_of
+from stoker.loader.points import make_joiner
 from stoker.plan import Demand, Plan, Resources, plan_tiers
 from stoker.units import format_count
 
@@ -58,7 +55,7 @@ LOOK_S = 0.1
 """Between two looks at what is there by now."""
 
 
-def begin_filling_pass(cache: Cache, wishes: Wishes, mender: Mender) -> FillingPass | None:
+def begin_filling_pass(cache: Cache, options: Options, mender: Mender) -> FillingPass | None:
     """A pass beside the filling of `cache`, where it is being filled or `tier="encode"` asks for it.
 
     Raises:
@@ -68,29 +65,26 @@ def begin_filling_pass(cache: Cache, wishes: Wishes, mender: Mender) -> FillingP
     if cache.complete:
         return None
     filling = cache.filling
-    if filling is None and wishes.tier == "encode" and cache.filler is not None:
+    if filling is None and options.tier == "encode" and cache.filler is not None:
         filling = cache.filling = cache.filler.begin()
-    return None if filling is None or filling.done() else FillingPass(cache, wishes, mender)
+    return None if filling is None or filling.done() else FillingPass(cache, options, mender)
 
 
 class FillingPass:
     """Makes the batches of a pass that began before its cache was complete, also after that."""
 
-    def __init__(self, cache: Cache, wishes: Wishes, mender: Mender) -> None:
-        check_beside(cache, wishes)
-        self._cache, self._wishes, self._mender, self._process = cache, wishes, mender, os.getpid()
-        self._outputs = outputs_of(cache, wishes)
-        make_join(wishes.ragged, self._outputs)  # refuses now what the first batch would
-        gathered = gathered_outputs(self._outputs)
-        self._unpack = unpacker(gathered, wishes.batch_size, static=False)
-        self._parts = parts_of(self._outputs, wishes.windows, wishes.seed, static=False)
+    def __init__(self, cache: Cache, options: Options, mender: Mender) -> None:
+        check_beside(cache, options)
+        self._cache, self._options, self._mender, self._process = cache, options, mender, os.getpid()
+        self._outputs = outputs_of(cache, options)
+        self._assembly = Assembly(self._outputs, options)
         self._order = FillOrder(
             cache.recipe,
-            wishes.windows,
-            wishes.indices,
-            wishes.weights,
-            seed=wishes.seed,
-            shuffled=wishes.order != "sequential",
+            options.windows,
+            options.indices,
+            options.weights,
+            seed=options.seed,
+            shuffled=options.order != "sequential",
         )
         self._numbers, self._examples = self._order.numbers, self._order.examples
         self._counted: dict[int, int] = {}
@@ -102,8 +96,6 @@ class FillingPass:
         """None are counted: batches are read from disk."""
         self.ahead = Ahead(cores=1)
         self._take(cache, np.full(cache.recipe.count, cache.filling is None))
-        self.terms = replace(terms_of(self._design, wishes), beside=KIND)
-        """What a position of this pass depends on."""
 
     @property
     def design(self) -> Design:
@@ -147,7 +139,7 @@ class FillingPass:
         Raises:
             StokerError: As `strips`.
         """
-        left, at = batch * self._wishes.batch_size, 0
+        left, at = batch * self._options.batch_size, 0
         for window in self._order.windows if left else ():
             places = self._stored(window, epoch)[1]
             if left < len(places):
@@ -184,8 +176,8 @@ class FillingPass:
                 return
 
     def _pass(self, reader: DiskBatches, epoch: int, position: int) -> Iterator[Strip]:
-        size = self._wishes.batch_size
-        more = size if self._wishes.drop_last else 1
+        size = self._options.batch_size
+        more = size if self._options.drop_last else 1
         examples = places = np.empty(0, np.int64)
         for window in self._order.windows:
             if window.stop <= position:
@@ -214,7 +206,7 @@ class FillingPass:
 
     def _check_counted(self) -> None:
         """Say so where an epoch had no batch because no trajectory is long enough for one."""
-        counted, windows = self._counted.values(), self._wishes.windows
+        counted, windows = self._counted.values(), self._options.windows
         if windows is not None and len(counted) == len(self._order.windows) and not any(counted):
             raise ConfigError(
                 f"no trajectory of {self._cache.path} is long enough for a window of stride "
@@ -232,8 +224,8 @@ class FillingPass:
         last: bool,
     ) -> Iterator[Strip]:
         """Batches of these examples; a short one comes last, where that is wanted."""
-        size = self._wishes.batch_size
-        tail = 0 if self._wishes.drop_last else len(examples) % size
+        size = self._options.batch_size
+        tail = 0 if self._options.drop_last else len(examples) % size
         whole = len(examples) // size
         for first, count, length in ((0, whole, size), (whole * size, min(1, tail), tail)):
             if not count:
@@ -250,15 +242,7 @@ class FillingPass:
     def _strip(
         self, columns: list[Iterable[Any]], examples: Any, epoch: int, after: tuple[int, int]
     ) -> Strip:
-        if self._unpack is not None:
-            columns = self._unpack(columns)
-        if self._parts is not None:
-            batches: Iterable[Any] = self._parts.batches(columns, [after], examples, epoch, len(examples))
-        elif self._design.windowed:
-            batches = window_batches(self._outputs, columns, [after])
-        else:
-            names = (*(output.name for output in self._outputs), "index")
-            batches = record_batches(names, columns, [after])
+        batches = self._assembly.batches(columns, [after], examples, epoch, len(examples))
         return Strip(
             batches=batches, count=1, size=len(examples), examples=examples, tier="encode", after=after
         )
@@ -294,17 +278,15 @@ class FillingPass:
             ragged=(),
             lengths={},
         )
-        outputs = stored_outputs(gathered_outputs(self._outputs))
-        reader = DiskBatches(self._cache, design.places, outputs, locator, lambda: None, design.reading)
-        reader.meter = self._wishes.meter
-        return reader
+        columns = self._assembly.columns
+        return DiskBatches(self._cache, design.places, columns, locator, lambda: None, design.options)
 
     def _stored(self, window: Window, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Examples of a window that can be served, in the order of the epoch, and their positions."""
         begin = time.perf_counter()
         self._await(self._numbers[window.slots])
-        if self._wishes.meter is not None:
-            self._wishes.meter.spent("read", time.perf_counter() - begin)
+        if self._options.meter is not None:
+            self._options.meter.spent("read", time.perf_counter() - begin)
         counts = self._counts(self._numbers[window.slots])
         if self._order.varying:
             self._counted[window.begin] = int(counts.sum())
@@ -312,7 +294,7 @@ class FillingPass:
 
     def _counts(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Examples of these samples, which are settled."""
-        here, windows = self._here[numbers], self._wishes.windows
+        here, windows = self._here[numbers], self._options.windows
         counts = here.astype(np.int64)
         if windows is None or not self._order.varying:
             return counts * self._order.per_record
@@ -326,7 +308,7 @@ class FillingPass:
 
         A `timeout` given to the loader is the deadline; else it is the filling's own, which moves with it.
         """
-        filling, timeout_s = self._cache.filling, self._wishes.timeout_s
+        filling, timeout_s = self._cache.filling, self._options.timeout_s
         if filling is None:
             return
         until = float("inf") if timeout_s is None else time.monotonic() + timeout_s
@@ -365,27 +347,29 @@ class FillingPass:
         self._design = replace(self._design, cache=cache, share=share)
 
     def _decide(self) -> Design:
-        order, wishes = self._order, replace(self._wishes, tier="encode")
+        order, options = self._order, replace(self._options, tier="encode")
         found = Found(
             places=order.places,
             examples=order.examples,
             outputs=self._outputs,
-            order=order_of(wishes, self._outputs, order.examples.count, order.draws),
+            join=make_joiner(options.ragged, self._outputs, self._cache.schema, options.windows),
+            order=order_of(options, self._outputs, order.examples.count, order.draws),
             demand=self._demand(),
             shards=(),
+            beside=KIND,
         )
-        return design(self._cache, wishes, found, self._planned)
+        return design(self._cache, options, found, self._planned)
 
     def _demand(self) -> Demand:
-        cache, wishes = self._cache, self._wishes
+        cache, options = self._cache, self._options
         here = int(np.isin(self._numbers, cache.numbers).sum())
         sizes = (f.row_bytes if f.ragged else f.size_bytes() for f in cache.recipe.columns.values())
         return Demand(
             records=len(self._numbers),
             record_bytes=float(sum(sizes)),
-            batch_examples=wishes.batch_size,
+            batch_examples=options.batch_size,
             example_bytes=gathered_bytes(self._outputs),
-            device=str(wishes.device),
+            device=str(options.device),
             missing_records=len(self._numbers) - here,
         )
 
@@ -393,8 +377,8 @@ class FillingPass:
         reason = (
             f"{format_count(demand.missing_records)} of {format_count(demand.records)} records are encoded "
             "while this epoch is served: in block order, as they come, from disk. The next epoch has them "
-            f"all, in {self._wishes.order} order, from the fastest tier"
+            f"all, in {self._options.order} order, from the fastest tier"
         )
         log.info("%s: %s", self._cache.path, reason)
-        plan = plan_tiers(demand, resources, tier="encode", reserve_bytes=self._wishes.reserve_bytes)
+        plan = plan_tiers(demand, resources, tier="encode", reserve_bytes=self._options.reserve_bytes)
         return replace(plan, tier="encode", reason=reason)

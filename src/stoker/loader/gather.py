@@ -18,12 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.loader.batch import RecordBatch, WindowBatch
 from stoker.loader.buffers import REUSE_FROM_BYTES, Buffers, lasting, sent
 from stoker.loader.kernels.choose import converting, twin_for
 from stoker.loader.kernels.twin import Twin, Views
 from stoker.loader.memory import Memory
-from stoker.loader.outputs import Output, Role, view_for
+from stoker.loader.outputs import Output, view_for
 from stoker.runtime.threads import Pool
 from stoker.schema import Schema
 from stoker.units import KIB, MIB
@@ -237,34 +236,3 @@ def _per_call(batch_bytes: int, tier: str) -> int:
 
 def _cut(rows: Tensor, sizes: int | list[int]) -> tuple[Tensor, ...]:
     return cast(Any, rows).split(sizes)
-
-
-def record_batches(
-    names: tuple[str, ...], columns: list[Iterable[Any]], positions: Iterable[tuple[int, int]]
-) -> Iterator[RecordBatch]:
-    """Put whole records into dicts; `names` are those of `columns`."""
-    for values, position in zip(zip(*columns, strict=False), positions, strict=False):
-        batch = RecordBatch(zip(names, values, strict=False))
-        batch.position = position
-        yield batch
-
-
-_window_batch: Callable[[Any], WindowBatch] = partial(cast(Any, tuple).__new__, WindowBatch)
-"""Makes a batch of a tuple of its values, in half the time of `WindowBatch(...)`."""
-
-
-def window_batches(
-    outputs: tuple[Output, ...], columns: list[Iterable[Any]], positions: Iterable[tuple[int, int]]
-) -> Iterator[WindowBatch]:
-    """Put windows into named tuples; `columns` are those of `outputs`, then `index`."""
-    with_future = any(output.role is Role.FUTURE for output in outputs)
-    names = tuple(output.name for output in outputs if output.role is Role.FIELD)
-    first = len(outputs) - len(names)
-    conditions: Iterable[Any] = map(dict[str, Tensor], repeat(()))  # an empty one for every batch
-    if names:
-        conditions = map(dict, map(partial(zip, names), zip(*columns[first:-1], strict=False)))
-    futures: Iterable[Any] = columns[2] if with_future else repeat(None)
-    rows: Iterable[Any] = zip(
-        columns[0], columns[1], futures, conditions, columns[-1], positions, strict=False
-    )
-    return map(_window_batch, rows)

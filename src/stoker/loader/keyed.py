@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stoker.errors import ConfigError
-from stoker.loader.order import GAMMA, MIX_A, MIX_B, Salt, stream
+from stoker.splitmix import GAMMA, MASK, MIX_A, MIX_B, Salt, keys_of, mix_, shifted, signed, stream
 
 MASK_32 = (1 << 32) - 1
 
@@ -23,17 +23,12 @@ def example_keys(seed: int, epoch: int, examples: Tensor) -> Tensor:
     return keys_of(stream(seed, epoch, Salt.TRANSFORM), examples)
 
 
-def keys_of(base: int, numbers: Tensor) -> Tensor:
-    """`order.keys_of` on the device of `numbers`: int64 of the same bits."""
-    return _mixed((numbers + 1).mul_(_signed(GAMMA)).add_(_signed(base)))
-
-
 def child_keys(keys: Tensor, place: int) -> Tensor:
     """Keys of their own for part `place` of whatever `keys` stand for; same shape.
 
     A transform that draws for several purposes uses one child for each, so that none repeats another.
     """
-    return _mixed(_mixed(keys + _signed(GAMMA)) + _signed(MIX_A * (place + 1) & ((1 << 64) - 1)))
+    return mix_(mix_(keys + signed(GAMMA)) + signed(MIX_A * (place + 1) & MASK))
 
 
 def bits(keys: Tensor, count: int) -> Tensor:
@@ -42,14 +37,14 @@ def bits(keys: Tensor, count: int) -> Tensor:
     Args:
         keys: `(B,)` int64, as a transform is given them.
     """
-    steps = _mixed(keys ^ _signed(MIX_B)) | 1
+    steps = mix_(keys ^ signed(MIX_B)) | 1
     places = torch.arange(1, count + 1, device=keys.device)
-    return _mixed(torch.addcmul(keys[:, None], steps[:, None], places))
+    return mix_(torch.addcmul(keys[:, None], steps[:, None], places))
 
 
 def uniform(keys: Tensor, count: int) -> Tensor:
     """`(B, count)` float32, multiples of 2^-24 in [0, 1)."""
-    return _logical(bits(keys, count), 40).to(torch.float32).mul_(2.0**-24)
+    return shifted(bits(keys, count), 40).to(torch.float32).mul_(2.0**-24)
 
 
 def integers(keys: Tensor, count: int, below: int) -> Tensor:
@@ -60,7 +55,7 @@ def integers(keys: Tensor, count: int, below: int) -> Tensor:
     """
     if not 1 <= below <= 1 << 31:
         raise ConfigError(f"integers below {below} cannot be drawn. Expected 1 to {1 << 31}")
-    return _logical(bits(keys, count), 32).mul_(below).bitwise_right_shift_(32)
+    return shifted(bits(keys, count), 32).mul_(below).bitwise_right_shift_(32)
 
 
 def normal(keys: Tensor, count: int) -> Tensor:
@@ -69,28 +64,8 @@ def normal(keys: Tensor, count: int) -> Tensor:
     Box and Muller (1958): the halves of one word give radius and angle of two numbers.
     """
     words = bits(keys, (count + 1) // 2)
-    radius = _logical(words, 32).to(torch.float32).add_(0.5).mul_(2.0**-32)
+    radius = shifted(words, 32).to(torch.float32).add_(0.5).mul_(2.0**-32)
     radius.log_().mul_(-2).clamp_min_(0).sqrt_()
     angle = words.bitwise_and_(MASK_32).to(torch.float32).mul_(math.tau * 2.0**-32)
     pairs = torch.stack((angle.cos().mul_(radius), angle.sin_().mul_(radius)), dim=-1)
     return pairs.reshape(len(keys), -1)[:, :count]
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """Apply the finalizer of splitmix64 in place."""
-    x ^= _logical(x, 30)
-    x *= _signed(MIX_A)
-    x ^= _logical(x, 27)
-    x *= _signed(MIX_B)
-    x ^= _logical(x, 31)
-    return x
-
-
-def _logical(x: Tensor, shift: int) -> Tensor:
-    """Shift right as if int64 had no sign."""
-    return (x >> shift).bitwise_and_((1 << (64 - shift)) - 1)
-
-
-def _signed(value: int) -> int:
-    """The int64 that has the same bits."""
-    return value - (1 << 64) if value >> 63 else value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from numpy.typing import NDArray
@@ -14,14 +14,11 @@ from stoker.loader import state as states
 from stoker.loader.ahead import Strips, Turn
 from stoker.loader.arguments import (
     NOT_BY_NUMBER,
+    Options,
     check_cache,
-    check_kinds,
-    check_verify,
     refuse_workers,
     take_dataloader_arguments,
-    whole_numbers,
 )
-from stoker.loader.decide import Wishes
 from stoker.loader.draws import Weights
 from stoker.loader.engine import Design
 from stoker.loader.filling import FillingPass, begin_filling_pass
@@ -29,14 +26,11 @@ from stoker.loader.fused import Normalise
 from stoker.loader.mend import Mender
 from stoker.loader.place import EpochSetter, Place
 from stoker.loader.places import joined_indices
-from stoker.loader.points import make_joiner
 from stoker.loader.ragged import Ragged
-from stoker.loader.ranks import check_ranks
 from stoker.loader.transform import Columns, Finish, FixedBatch, Transform
 from stoker.loader.whole import Serving, Whole
 from stoker.loader.windows import Windows
 from stoker.plan import Plan
-from stoker.plan.devices import resolve_device
 from stoker.schema import Json
 from stoker.units import format_bytes, format_count
 
@@ -112,25 +106,17 @@ class Loader:
         """
         refuse_workers()
         check_cache(cache)
-        batch_size, rank, world, seed = whole_numbers(
-            batch_size=batch_size, rank=rank, world=world, seed=seed
-        )
-        check_ranks(batch_size, rank, world)
-        check_kinds(windows, transforms, reserve_bytes)
-        check_verify(verify)
-        device = resolve_device(device)
-        order, timeout_s, pin = take_dataloader_arguments(dataloader, order, Wishes.__slots__)
-        indices = joined_indices(cache, indices)
-        self._wishes = Wishes(
+        order, timeout_s, pin_memory = take_dataloader_arguments(dataloader, order, Options.__slots__)
+        self._options = Options(
             batch_size=batch_size,
             windows=windows,
             tier=tier,
-            device=device,
+            device=cast(torch.device, device),
             seed=seed,
             rank=rank,
             world=world,
             order=order,
-            indices=indices,
+            indices=joined_indices(cache, indices),
             weights=weights,
             dtype=dtype,
             static=static,
@@ -140,14 +126,14 @@ class Loader:
             verify=verify,
             normalise=normalise,
             ragged=ragged,
-            transforms=tuple(transforms),
+            transforms=cast("tuple[Transform, ...]", transforms),
+            pin_memory=pin_memory,
             meter=meter,
         )
         self._columns = None if cache.joined is None else Columns(cache.joined, static=static)
         self._fixed = FixedBatch() if static and transforms else None
-        self._pin = pin and torch.cuda.is_available()
         self._mender = Mender()
-        self._serving: Serving = begin_filling_pass(cache, self._wishes, self._mender) or self._whole(cache)
+        self._serving: Serving = begin_filling_pass(cache, self._options, self._mender) or self._whole(cache)
         self._turn = Turn()
         self._place = Place()
 
@@ -219,7 +205,7 @@ class Loader:
         return (
             f"Loader({design.cache.name!r}, {design.cache.fingerprint}, {examples} in {batches} of "
             f"{self.batch_size}, "
-            f"{self._serving.terms.order} order, {self.plan.tier} tier, {format_bytes(size)})"
+            f"{self._serving.design.order.kind} order, {self.plan.tier} tier, {format_bytes(size)})"
         )
 
     def set_epoch(self, epoch: int) -> None:
@@ -228,7 +214,7 @@ class Loader:
 
     def state_dict(self, position: tuple[int, int] | None = None) -> dict[str, Json]:
         """Where to go on: after the batches handed out so far, or after the one whose `position` is given."""
-        return states.dump(self._serving.terms, self._place.at if position is None else position)
+        return states.dump(self._serving.design, self._place.at if position is None else position)
 
     def load_state_dict(self, state: dict[str, Any], *, allow_rebatch: bool = False) -> None:
         """Go on where `state` was taken, at any tier, world size or number of readers.
@@ -240,7 +226,7 @@ class Loader:
             StaleStateError: The state belongs to another cache, order, seed or batch size.
         """
         self._follow(state)
-        self._place.restore(states.restore(state, self._serving.terms, allow_rebatch=allow_rebatch))
+        self._place.restore(states.restore(state, self._serving.design, allow_rebatch=allow_rebatch))
 
     def __iter__(self) -> Iterator[Any]:
         """One pass over the rest of the epoch: `WindowBatch`es, or `RecordBatch`es without windows."""
@@ -253,7 +239,7 @@ class Loader:
     def _pass(self) -> Iterator[Any]:
         # Where to begin is decided with the first batch: trainers make the iterator, then call `set_epoch`.
         epoch, position = last = self._place.begin()
-        serving, meter = self._serving, self._wishes.meter
+        serving, meter = self._serving, self._options.meter
         finish = self._finish(serving)
         example_bytes = sum(output.served_bytes for output in serving.design.outputs)
         begin = perf_counter()
@@ -286,16 +272,15 @@ class Loader:
         self._place.end(epoch, last)
 
     def _finish(self, serving: Serving) -> Finish:
-        wanted = self._wishes.device
+        options = self._options
+        wanted = options.device
         return Finish(
-            join=make_joiner(
-                self._wishes.ragged, serving.design.outputs, serving.design.cache.schema, self._wishes.windows
-            ),
+            join=serving.design.join,
             device=None if wanted == serving.device else wanted,
-            pin=self._pin and wanted.type == "cpu",
-            transforms=self._wishes.transforms,
-            seed=self._wishes.seed,
-            meter=self._wishes.meter,
+            pin=options.pin_memory and wanted.type == "cpu" and torch.cuda.is_available(),
+            transforms=options.transforms,
+            seed=options.seed,
+            meter=options.meter,
             columns=self._columns,
             fixed=self._fixed,
         )
@@ -304,11 +289,11 @@ class Loader:
         """Serve beside a filling, or from a complete cache, as the loader did whose state this is."""
         if not states.is_beside(state):
             self._complete(wait=True)
-        elif self._serving.terms.beside is None:
-            self._serving = FillingPass(self._serving.design.cache, self._wishes, self._mender)
+        elif self._serving.design.beside is None:
+            self._serving = FillingPass(self._serving.design.cache, self._options, self._mender)
 
     def _whole(self, cache: Cache) -> Whole:
-        return Whole(cache, self._wishes, self._mender)
+        return Whole(cache, self._options, self._mender)
 
     def _complete(self, *, wait: bool = False) -> None:
         """Serve the cache as a complete one, if it is by now, or when it is."""
@@ -336,7 +321,7 @@ def design_of(loader: Loader) -> Design:
 
 def is_beside(loader: Loader) -> bool:
     """Whether it serves beside the filling of its cache."""
-    return loader._serving.terms.beside is not None
+    return loader._serving.design.beside is not None
 
 
 def complete(loader: Loader) -> None:

@@ -18,6 +18,7 @@ from stoker.loader.conditions import find_conditions
 from stoker.loader.loader import Loader, complete, follow, is_beside, pass_from
 from stoker.loader.members import make_members
 from stoker.loader.place import EpochSetter, Place
+from stoker.loader.state import VERSION
 from stoker.loader.turns import Exhausted, Mode, Turns, check_mode, make_turns, shares_of
 from stoker.schema import Json
 from stoker.units import format_count
@@ -174,7 +175,20 @@ class Mixture:
 
     def state_dict(self, position: tuple[int, int] | None = None) -> dict[str, Json]:
         """Where to go on: after the batches handed out so far, or after the one whose `position` is given."""
-        return states.dump(self._terms(), self._place.at if position is None else position)
+        members, at = self._members, self._place.at if position is None else position
+        beside = self._beside if any(map(is_beside, self.loaders.values())) else None
+        return {
+            "version": VERSION,
+            "epoch": at[0],
+            "position": at[1],
+            "mode": self._mode if members.joint is None else f"{self._mode} of examples",
+            "seed": self._turns.seed,
+            # In sequential order each rank has steps of its own.
+            "counts": [] if members.sequential else [*self._turns.counts],
+            "caches": [[n, cache.fingerprint] for n, cache in zip(self.names, self.dataset, strict=True)],
+            "loaders": {name: loader.state_dict((0, 0)) for name, loader in self.loaders.items()},
+            **({} if beside is None else {"beside": beside}),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken, at any tier, world size or number of readers.
@@ -186,7 +200,7 @@ class Mixture:
             if name in self.loaders:
                 follow(self.loaders[name], one)
         self._turns = self._arranged()
-        self._place.restore(states.restore(state, self._terms()))
+        self._place.restore(states.restore(state, self.state_dict(), self._turns.steps))
         self._beside = state.get("beside")
 
     def only(self, name: str) -> Iterator[Any]:
@@ -302,18 +316,6 @@ class Mixture:
             return dict(values)
         (value,) = values.values()
         return dict.fromkeys(self.names, value)
-
-    def _terms(self) -> states.Terms:
-        members = self._members
-        return states.Terms(
-            mode=self._mode if members.joint is None else f"{self._mode} of examples",
-            seed=self._turns.seed,
-            counts=() if members.sequential else self._turns.counts,
-            caches={name: cache.fingerprint for name, cache in zip(self.names, self.dataset, strict=True)},
-            loaders={name: loader.state_dict((0, 0)) for name, loader in self.loaders.items()},
-            steps=self._turns.steps,
-            beside=self._beside if any(map(is_beside, self.loaders.values())) else None,
-        )
 
 
 def _arguments(of: type) -> list[str]:

@@ -3,48 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 from stoker.errors import StaleStateError
-from stoker.loader.state import NOTED, VERSION, check_within, checked, note_transforms, place_in
-from stoker.schema import Json
+from stoker.loader.state import NOTED, check_within, checked, note_transforms, place_in
 
 _FREE = ("version", "epoch", "position", "generation", "fingerprint", NOTED)
 """Entries of a loader's state that are no terms of it here: fingerprints are compared by cache."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """What the meaning of a step depends on."""
-
-    mode: str
-    seed: int
-    counts: tuple[int, ...]
-    """Steps of each cache in an epoch; empty in sequential order, where each rank has its own."""
-    caches: Mapping[str, str]
-    """Fingerprint of each cache by name, in order."""
-    loaders: Mapping[str, Mapping[str, Any]]
-    """State of each loader at its begin."""
-    steps: int
-    """Steps of an epoch; a position is one of them."""
-    beside: int | None = None
-    """The epoch that was served beside the filling of caches."""
-
-
-def dump(terms: Terms, at: tuple[int, int]) -> dict[str, Json]:
-    """The state at epoch and step `at`, as plain JSON values."""
-    return {
-        "version": VERSION,
-        "epoch": at[0],
-        "position": at[1],
-        "mode": terms.mode,
-        "seed": terms.seed,
-        "counts": list(terms.counts),
-        "caches": [[name, fingerprint] for name, fingerprint in terms.caches.items()],
-        "loaders": {name: dict(state) for name, state in terms.loaders.items()},
-        **({} if terms.beside is None else {"beside": terms.beside}),
-    }
 
 
 def loaders_in(state: object) -> Mapping[str, dict[str, Any]]:
@@ -53,18 +18,22 @@ def loaders_in(state: object) -> Mapping[str, dict[str, Any]]:
     return cast("dict[str, dict[str, Any]]", found) if isinstance(found, dict) else {}
 
 
-def restore(state: object, terms: Terms) -> tuple[int, int]:
+def restore(state: object, here: Mapping[str, Any], steps: int) -> tuple[int, int]:
     """Epoch and step of a saved state, after a check that they mean the same here.
+
+    Args:
+        here: The state of this mixture, wherever it is.
+        steps: Of an epoch.
 
     Raises:
         StaleStateError: Not a state of a mixture, or something that decides examples differs; names it.
     """
-    here = dump(terms, (0, 0))
     there = checked(state, "mixture", here.keys() - {"beside"})
     at = place_in(there, "step")
-    different = _caches_that_differ(cast("list[list[str]]", there["caches"]), terms.caches)
+    saved, caches = (dict(cast("list[list[str]]", one["caches"])) for one in (there, here))
+    different = _caches_that_differ(saved, caches)
     if not different:
-        different = _loaders_that_differ(there["loaders"], terms.loaders, at[1])
+        different = _loaders_that_differ(there["loaders"], here["loaders"], at[1])
         different += [
             f"{name} {there[name]!r} there, {here[name]!r} here"
             for name in ("mode", "seed", "counts")
@@ -75,14 +44,13 @@ def restore(state: object, terms: Terms) -> tuple[int, int]:
             f"the saved state belongs to another mixture: {'; '.join(different)}. "
             "Make the mixture as it was, or start the epoch again"
         )
-    check_within(at, terms.steps, "step")
-    for name, loader in terms.loaders.items():
+    check_within(at, steps, "step")
+    for name, loader in here["loaders"].items():
         note_transforms(there["loaders"][name], loader)
     return at
 
 
-def _caches_that_differ(there: list[list[str]], here: Mapping[str, str]) -> list[str]:
-    saved = {pair[0]: pair[1] for pair in there}
+def _caches_that_differ(saved: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
     if list(saved) != list(here):
         return [f"caches {', '.join(saved)} there, {', '.join(here)} here"]
     return [

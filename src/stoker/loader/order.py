@@ -5,14 +5,18 @@ generator, so it is the same on every device, version and machine (golden vector
 example `i` gets the key `splitmix64(seed, epoch, i)`, its low bits are replaced by `i` itself, and the sorted
 keys are the order. Above `SORTED_LIMIT` examples a keyed bijection is computed by position, so that nothing
 grows with the count.
+
+Each kind of order is described once, in operations that numpy and torch share (`Arrays`). So a device makes
+its orders without a number crossing from the host. Nothing waits for the device, with one exception: above
+`SORTED_LIMIT` examples a position is walked until it falls below the count.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from enum import IntEnum, unique
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -22,16 +26,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.errors import ConfigError, arg
+from stoker.loader.buffers import sent
 from stoker.loader.draws import without_repeats
+from stoker.splitmix import GAMMA, keys_of, mix, mix_, remainders, shifted, signed, stream
 
 SORTED_LIMIT = 1 << 27
 """Up to this many examples an order is sorted (8 bytes each); above, computed by position. Part of the order,
 therefore fixed."""
 
-GAMMA, MIX_A, MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""Constants of splitmix64 (Steele, Lea, Flood, OOPSLA 2014)."""
-
-MASK = (1 << 64) - 1
 PIECE = 1 << 15
 """Keys are made in pieces that stay in the L2 cache: 256 KiB and as much scratch."""
 
@@ -46,93 +48,6 @@ Ids: TypeAlias = "Callable[[int, int], Any]"
 """`ids(start, stop)`: the examples at these positions, int64, numpy or on the order's device."""
 
 Kind: TypeAlias = Literal["full", "block", "bucket", "static", "sequential"]
-
-
-@unique
-class Salt(IntEnum):
-    """What a sequence of random keys is for: equal numbers would give equal keys. Part of every order."""
-
-    ORDER = 0
-    TRANSFORM = 2
-    SUBSET = 3
-    TURNS = 4
-    FILLING = 5
-    WINDOW = 6
-
-
-def mix(value: int) -> int:
-    """The finalizer of splitmix64 on one number.
-
-    >>> hex(mix(0x9E3779B97F4A7C15))  # first output of splitmix64 seeded with 0
-    '0xe220a8397b1dcdaf'
-    """
-    value &= MASK
-    value = ((value ^ (value >> 30)) * MIX_A) & MASK
-    value = ((value ^ (value >> 27)) * MIX_B) & MASK
-    return value ^ (value >> 31)
-
-
-def stream(seed: int, epoch: int, salt: Salt = Salt.ORDER) -> int:
-    """Where the key sequence of one epoch starts; other salts give independent sequences."""
-    return mix(mix(mix(seed + GAMMA) ^ (epoch + 1) * GAMMA) + salt * MIX_A)
-
-
-def keys_of(base: int, numbers: NDArray[Any]) -> NDArray[np.uint64]:
-    """splitmix64 of each of `numbers` in the sequence that starts at `base`, uint64, same shape."""
-    x = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(GAMMA) + np.uint64(base)
-    _mix_into(x, np.empty_like(x))
-    return x
-
-
-def permutations(count: int, bases: Sequence[int]) -> NDArray[np.int64]:
-    """Sorted keys with their number in the low bits: per base a permutation of `range(count)`, int64.
-
-    Several at once take as many calls of numpy as one, which matters where a thread makes them: each call is
-    a turn of the interpreter's lock that somebody else waits for.
-    """
-    bits = max(1, (count - 1).bit_length())
-    low = np.uint64((1 << bits) - 1)
-    first = np.array(bases, dtype=np.uint64)[:, None]
-    order = np.empty((len(bases), count), dtype=np.uint64)
-    scratch = np.empty((len(bases), min(PIECE, count)), dtype=np.uint64)
-    for start in range(0, count, PIECE):
-        x = order[:, start : start + PIECE]
-        numbers = np.arange(start, start + x.shape[1], dtype=np.uint64)
-        np.add((numbers + np.uint64(1)) * np.uint64(GAMMA), first, out=x)
-        _mix_into(x, scratch[:, : x.shape[1]])
-        x >>= np.uint64(1)  # so that signed and unsigned comparison agree, for torch's sake
-        x &= ~low
-        x |= numbers
-    order.sort(axis=1)
-    order &= low
-    return order.view(np.int64)
-
-
-def permutation_on(device: torch.device, count: int, base: int) -> Tensor:
-    """The same as one of `permutations`, made on `device`: `(count,)`, int64."""
-    bits = max(1, (count - 1).bit_length())
-    numbers = torch.arange(count, dtype=torch.int64, device=device)
-    x = (numbers + 1) * _signed(GAMMA) + _signed(base)
-    x = (x ^ _shifted(x, 30)) * _signed(MIX_A)
-    x = (x ^ _shifted(x, 27)) * _signed(MIX_B)
-    x = _shifted(x ^ _shifted(x, 31), 1)
-    low = (1 << bits) - 1
-    return torch.sort((x & ~low) | numbers).values & low
-
-
-def bijection(positions: NDArray[np.int64], count: int, base: int) -> NDArray[np.int64]:
-    """Where `positions` go in a keyed permutation of `range(count)`, computed one by one.
-
-    An alternating Feistel network on just enough bits, walked until it falls below `count`
-    (Black and Rogaway, CT-RSA 2002).
-    """
-    bits = max(2, (count - 1).bit_length())
-    value = _feistel(positions.astype(np.uint64), bits, base)
-    outside = np.flatnonzero(value >= count)
-    while len(outside):
-        value[outside] = _feistel(value[outside], bits, base)
-        outside = outside[value[outside] >= count]
-    return value.view(np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +160,11 @@ class Order:
         share = self.global_batch // self.kind.parts
         return (self.count // self.kind.parts // share) * self.global_batch
 
+    @property
+    def sorted_on_host(self) -> bool:
+        """Whether an epoch is sorted at once, by numbers of the host's making."""
+        return self.kind.kind == "bucket" or (self.draws is not None and self.draws.weights is not None)
+
     def epochs(self, epochs: Sequence[int], device: torch.device | None = None) -> list[Ids]:
         """`epoch` of several epochs, on the host in hardly more calls than one takes."""
         on_host = device is None or device.type == "cpu"
@@ -259,130 +179,282 @@ class Order:
         Args:
             device: Where the examples are wanted; a CUDA device makes its orders by itself.
         """
-        base = stream(self.seed, epoch)
         if device is not None and device.type == "cuda":
-            from stoker.loader.order_device import epoch_on
-
             return epoch_on(self, epoch, device)
-        if self.draws is not None:
-            return _drawn(self.draws, base)
-        if self.kind.kind == "full":
-            return _shuffled(self.count, base)
-        if self.kind.kind == "bucket":
-            from stoker.loader.order_bucket import bucketed
-
-            return partial(_between, bucketed(self, epoch))
-        if self.kind.kind == "sequential":
-            return lambda start, stop: np.arange(start, stop, dtype=np.int64)
-        if self.kind.kind == "static":
-            return _static(self.count, self.kind.parts, self.global_batch, base)
-        return _blocks(self.count, self.kind.block, self.kind.window, base)
+        return _made(self, epoch, HostArrays())
 
 
-def _shuffled(count: int, base: int) -> Ids:
-    if count > SORTED_LIMIT:
-        return lambda start, stop: bijection(np.arange(start, stop, dtype=np.int64), count, base)
-    whole = permutations(count, [base])[0]
+def epoch_on(order: Order, epoch: int, device: torch.device) -> Ids:
+    """Return `order.epoch(epoch)`, made on `device` by torch: `(stop - start,)` int64."""
+    if not order.sorted_on_host:
+        with suppress(torch.OutOfMemoryError):  # sorting takes eight times the memory of the order itself
+            return _made(order, epoch, DeviceArrays(device))
+    whole = sent(order.epoch(epoch)(0, order.positions), device)  # one copy, which nothing waits for
     return lambda start, stop: whole[start:stop]
 
 
-def _between(order: NDArray[np.int64], start: int, stop: int) -> NDArray[np.int64]:
+def table_bytes(order: Order, records: int) -> int:
+    """Bytes that a device needs in addition to its records.
+
+    Row, sample number and first example of each record, which are kept; and about 64 for each example while
+    an epoch is sorted: key, number, and values, indices and scratch of `torch.sort`.
+    """
+    in_blocks = order.kind.kind in ("sequential", "block")
+    return 24 * records + (0 if in_blocks else 64 * min(order.positions, SORTED_LIMIT))
+
+
+class HostArrays:
+    """The operations of an order where numpy and torch differ, in numpy."""
+
+    stack: Any = staticmethod(np.stack)
+    concatenate: Any = staticmethod(np.concatenate)
+
+    def arange(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the numbers from `start` to `stop - 1`, int64."""
+        return np.arange(start, stop, dtype=np.int64)
+
+    def permutation(self, count: int, base: int) -> NDArray[np.int64]:
+        """Return one of `permutations`."""
+        return permutations(count, [base])[0]
+
+    def table(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return values that are looked up."""
+        return values
+
+    def float64(self, values: NDArray[Any]) -> NDArray[np.float64]:
+        """Return the same numbers as float64."""
+        return values.astype(np.float64)
+
+    def places_after(self, table: NDArray[Any], values: NDArray[Any]) -> NDArray[np.int64]:
+        """Return for each value the place of the first entry of a sorted table above it."""
+        return np.searchsorted(table, values, side="right")
+
+    def sorted_by(self, rows: NDArray[Any], keys: NDArray[np.uint64]) -> NDArray[Any]:
+        """Return each row in the order of its keys, which have no sign."""
+        return np.take_along_axis(rows, np.argsort(keys, axis=1, kind="stable"), axis=1)
+
+
+class DeviceArrays:
+    """The same in torch, on one device."""
+
+    stack: Any = staticmethod(torch.stack)
+    concatenate: Any = staticmethod(torch.cat)
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def arange(self, start: int, stop: int) -> Tensor:
+        """As `HostArrays`; so are all of these."""
+        return torch.arange(start, stop, dtype=torch.int64, device=self._device)
+
+    def permutation(self, count: int, base: int) -> Tensor:
+        """Return the permutation, sorted on the device."""
+        return permutation_on(self._device, count, base)
+
+    def table(self, values: NDArray[Any]) -> Tensor:
+        """Return the values on the device."""
+        return sent(values, self._device)
+
+    def float64(self, values: Tensor) -> Tensor:
+        """Return the same numbers as float64."""
+        return values.to(torch.float64)
+
+    def places_after(self, table: Tensor, values: Tensor) -> Tensor:
+        """Return the places of the first entries above the values."""
+        return torch.searchsorted(table, values, right=True)
+
+    def sorted_by(self, rows: Tensor, keys: Tensor) -> Tensor:
+        """Return the sorted rows; keys with the highest bit flipped sort as if they had no sign."""
+        return rows.gather(1, (keys ^ signed(1 << 63)).argsort(dim=1, stable=True))
+
+
+Arrays: TypeAlias = "HostArrays | DeviceArrays"
+
+
+def _made(order: Order, epoch: int, arrays: Arrays) -> Ids:
+    base, kind = stream(order.seed, epoch), order.kind.kind
+    if order.sorted_on_host:
+        whole = _bucketed(order, base) if order.draws is None else _without_repeats(order.draws, base)
+        return partial(_between, whole)
+    if order.draws is not None:
+        return _drawn(order.draws, base, arrays)
+    if kind == "full":
+        return _shuffled(order.count, base, arrays)
+    if kind == "sequential":
+        return arrays.arange
+    if kind == "static":
+        return _static(order, base, arrays)
+    return _blocks(order.count, order.kind, base, arrays)
+
+
+def _between(order: Any, start: int, stop: int) -> Any:
     return order[start:stop]
 
 
-def _drawn(draws: Draws, base: int) -> Ids:
-    if draws.weights is not None:
-        keys = keys_of(base, np.arange(draws.first[-1], dtype=np.int64))
-        weights = np.repeat(draws.weights, np.diff(draws.first))
-        return partial(_between, without_repeats(weights, keys, draws.samples or len(keys)))
-    other = mix(base + 1)
-    total = float(draws.cumulative[-1])
-    below = np.nextafter(total, 0.0)  # rounding may reach the total itself, which belongs to no record
-
-    def ids(start: int, stop: int) -> NDArray[np.int64]:
-        positions = np.arange(start, stop, dtype=np.int64)
-        at = (keys_of(base, positions) >> np.uint64(11)).astype(np.float64) * (total * 2.0**-53)
-        record = np.searchsorted(draws.cumulative, np.minimum(at, below), side="right")
-        first = draws.first[record]
-        windows = (draws.first[record + 1] - first).astype(np.uint64)
-        return first + (keys_of(other, positions) % windows).astype(np.int64)
-
-    return ids
+def _shuffled(count: int, base: int, arrays: Arrays) -> Ids:
+    if count > SORTED_LIMIT:
+        return lambda start, stop: bijection(arrays.arange(start, stop), count, base)
+    return partial(_between, arrays.permutation(count, base))
 
 
-def _static(count: int, parts: int, global_batch: int, base: int) -> Ids:
-    share = global_batch // parts
-    begins = [count * part // parts for part in range(parts + 1)]
-    shuffled = [_shuffled(begins[p + 1] - begins[p], mix(base + p + 1)) for p in range(parts)]
+def _drawn(draws: Draws, base: int, arrays: Any) -> Ids:
+    other, total = mix(base + 1), float(draws.cumulative[-1])
+    below = float(np.nextafter(total, 0.0))  # rounding may reach the total itself, which belongs to no record
+    cumulative, firsts = arrays.table(draws.cumulative), arrays.table(draws.first)
 
-    def ids(start: int, stop: int) -> NDArray[np.int64]:
-        first, last = start // global_batch, -(-stop // global_batch)
-        steps = np.empty((last - first, parts, share), dtype=np.int64)
-        for part in range(parts):
-            own = shuffled[part](first * share, last * share)
-            steps[:, part] = (own + begins[part]).reshape(-1, share)
-        return steps.reshape(-1)[start - first * global_batch : stop - first * global_batch]
+    def ids(start: int, stop: int) -> Any:
+        positions = arrays.arange(start, stop)
+        at = arrays.float64(shifted(keys_of(base, positions), 11)) * (total * 2.0**-53)
+        record = arrays.places_after(cumulative, at.clip(None, below))
+        first = firsts[record]
+        return first + remainders(keys_of(other, positions), firsts[record + 1] - first)
 
     return ids
 
 
-def _blocks(count: int, block: int, window: int, base: int) -> Ids:
+def _without_repeats(draws: Draws, base: int) -> NDArray[np.int64]:
+    assert draws.weights is not None
+    keys = keys_of(base, np.arange(draws.first[-1], dtype=np.int64))
+    weights = np.repeat(draws.weights, np.diff(draws.first))
+    return without_repeats(weights, keys, draws.samples or len(keys))
+
+
+def _bucketed(order: Order, base: int) -> NDArray[np.int64]:
+    """The examples of an epoch by position, `(count,)`. Records of similar length share a batch, so that
+    little of it is padding.
+
+    The full shuffle is cut into windows of some global batches. Within a window examples are sorted by
+    length and cut into batches again, and the batches are shuffled. So every example comes once in an epoch,
+    near the place that the shuffle gave it. A short last batch is of what the shuffle puts last, of any
+    length: else its lengths would always be the same ones, which `drop_last` would never serve.
+    """
+    assert order.lengths is not None
+    size = order.global_batch
+    whole = permutations(order.count, [base])[0]
+    steps = order.count // size
+    for first in range(0, steps, order.kind.batches):
+        window = whole[first * size : min(first + order.kind.batches, steps) * size]
+        rows = window[np.argsort(order.lengths[window], kind="stable")].reshape(-1, size)
+        # Sorted inside a batch, the first rank would have all of the short ones.
+        rows = np.take_along_axis(rows, np.argsort(keys_of(mix(base + 1), rows), axis=1), axis=1)
+        turns = np.argsort(keys_of(mix(base + 2), np.arange(first, first + len(rows))))
+        window[:] = rows[turns].reshape(-1)
+    return whole
+
+
+def _static(order: Order, base: int, arrays: Any) -> Ids:
+    parts, step = order.kind.parts, order.global_batch
+    share = step // parts
+    begins = [order.count * part // parts for part in range(parts + 1)]
+    shuffled = [_shuffled(begins[p + 1] - begins[p], mix(base + p + 1), arrays) for p in range(parts)]
+
+    def ids(start: int, stop: int) -> Any:
+        first, last = start // step, -(-stop // step)
+        own = [
+            (shuffled[part](first * share, last * share) + begins[part]).reshape(-1, share)
+            for part in range(parts)
+        ]
+        return arrays.stack(own, 1).reshape(-1)[start - first * step : stop - first * step]
+
+    return ids
+
+
+def _blocks(count: int, kind: OrderKind, base: int, arrays: Any) -> Ids:
     """Blocks shuffled over the epoch, then examples inside each window of blocks.
 
     The numbering starts at another block each epoch and goes round, so that the short block, which is served
     last, is not always made of the same examples. Two-level shuffle of CorgiPile (Xu et al., SIGMOD 2022).
     """
+    block, window = kind.block, kind.window
     blocks = count // block
     offset = mix(base + 1) % max(1, blocks) * block
-    order = _shuffled(blocks, mix(base + 2)) if blocks else None
+    order = _shuffled(blocks, mix(base + 2), arrays) if blocks else None
 
-    def one_window(begin: int) -> NDArray[np.int64]:
-        positions = np.arange(begin, min(begin + window, count), dtype=np.int64)
-        ids = positions.copy()
-        whole = min(len(ids), max(0, blocks * block - begin)) // block
-        if order is not None and whole:
-            starts = order(begin // block, begin // block + whole) * block
-            ids[: whole * block] = (starts[:, None] + np.arange(block, dtype=np.int64)).reshape(-1)
-        ids = (ids + offset) % count
-        return ids[np.argsort(keys_of(mix(base + 3), positions), kind="stable")]
+    def windows(begin: int, end: int, size: int) -> Any:
+        """Examples of the positions `begin .. end`, which are entire windows of `size`."""
+        positions = arrays.arange(begin, end)
+        ids, whole = positions, min(end, blocks * block) - begin
+        if order is not None and whole > 0:
+            starts = order(begin // block, begin // block + whole // block) * block
+            rows = starts[:, None] + arrays.arange(0, block)
+            ids = arrays.concatenate([rows.reshape(-1), positions[whole:]])
+        ids = ((ids + offset) % count).reshape(-1, size)
+        return arrays.sorted_by(ids, keys_of(mix(base + 3), positions).reshape(-1, size)).reshape(-1)
 
-    def ids(start: int, stop: int) -> NDArray[np.int64]:
-        begins = range(start // window * window, stop, window)
-        if not begins:
-            return np.empty(0, dtype=np.int64)
-        joined = np.concatenate([one_window(begin) for begin in begins])
-        return joined[start - begins[0] : stop - begins[0]]
+    def ids(start: int, stop: int) -> Any:
+        begin, end = start // window * window, min(count, -(-stop // window) * window)
+        full = max(begin, end // window * window)
+        pieces = [windows(begin, full, window)] if full > begin else []
+        if end > full:
+            pieces.append(windows(full, end, end - full))
+        joined = arrays.concatenate(pieces) if pieces else arrays.arange(0, 0)
+        return joined[start - begin : stop - begin]
 
     return ids
 
 
-def _feistel(value: NDArray[np.uint64], bits: int, base: int) -> NDArray[np.uint64]:
-    low_bits = np.uint64(bits // 2)
-    low_mask = np.uint64((1 << (bits // 2)) - 1)
-    high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+def bijection(positions: Any, count: int, base: int) -> Any:
+    """Where `positions` go in a keyed permutation of `range(count)`, computed one by one; numpy or torch.
+
+    An alternating Feistel network on just enough bits, walked until it falls below `count`
+    (Black and Rogaway, CT-RSA 2002).
+    """
+    bits = max(2, (count - 1).bit_length())
+    value = _feistel(positions, bits, base)
+    above = value >= count
+    outside = np.flatnonzero(above) if isinstance(above, np.ndarray) else above.nonzero().flatten()
+    while len(outside):
+        value[outside] = _feistel(value[outside], bits, base)
+        outside = outside[value[outside] >= count]
+    return value
+
+
+def _feistel(value: Any, bits: int, base: int) -> Any:
+    low_bits = bits // 2
+    low_mask, high_mask = (1 << low_bits) - 1, (1 << (bits - low_bits)) - 1
     low, high = value & low_mask, value >> low_bits
     for step in range(FEISTEL_ROUNDS):
         if step % 2:
-            high ^= keys_of(mix(base + step), low) & high_mask
+            high = high ^ (_int64(keys_of(mix(base + step), low)) & high_mask)
         else:
-            low ^= keys_of(mix(base + step), high) & low_mask
+            low = low ^ (_int64(keys_of(mix(base + step), high)) & low_mask)
     return (high << low_bits) | low
 
 
-def _mix_into(x: NDArray[np.uint64], scratch: NDArray[np.uint64]) -> None:
-    """Apply the finalizer of splitmix64 in place."""
-    for shift, factor in ((30, MIX_A), (27, MIX_B), (31, None)):
-        np.right_shift(x, np.uint64(shift), out=scratch)
-        x ^= scratch
-        if factor is not None:
-            x *= np.uint64(factor)
+def _int64(words: Any) -> Any:
+    """The int64 of the same bits."""
+    return words.view(np.int64) if isinstance(words, np.ndarray) else words
 
 
-def _signed(value: int) -> int:
-    """The int64 that has the same bits."""
-    return value - (1 << 64) if value >> 63 else value
+def permutations(count: int, bases: Sequence[int]) -> NDArray[np.int64]:
+    """Sorted keys with their number in the low bits: per base a permutation of `range(count)`, int64.
+
+    Several at once take as many calls of numpy as one, which matters where a thread makes them: each call is
+    a turn of the interpreter's lock that somebody else waits for.
+    """
+    first = np.array(bases, dtype=np.uint64)[:, None]
+    order = np.empty((len(bases), count), dtype=np.uint64)
+    scratch = np.empty((len(bases), min(PIECE, count)), dtype=np.uint64)
+    for start in range(0, count, PIECE):
+        x = order[:, start : start + PIECE]
+        numbers = np.arange(start, start + x.shape[1], dtype=np.uint64)
+        np.add((numbers + np.uint64(1)) * np.uint64(GAMMA), first, out=x)
+        mix_(x, scratch[:, : x.shape[1]])
+        x >>= np.uint64(1)  # so that signed and unsigned comparison agree, for torch's sake
+        x &= ~np.uint64(_low_bits(count))
+        x |= numbers
+    order.sort(axis=1)
+    order &= np.uint64(_low_bits(count))
+    return order.view(np.int64)
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Logical shift right of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+def permutation_on(device: torch.device, count: int, base: int) -> Tensor:
+    """The same as one of `permutations`, made on `device`: `(count,)`, int64."""
+    low, numbers = _low_bits(count), torch.arange(count, dtype=torch.int64, device=device)
+    keys = shifted(keys_of(base, numbers), 1)
+    return torch.sort((keys & ~low) | numbers).values & low
+
+
+def _low_bits(count: int) -> int:
+    """The bits of a key that hold a number below `count`."""
+    return (1 << max(1, (count - 1).bit_length())) - 1

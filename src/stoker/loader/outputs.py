@@ -36,7 +36,7 @@ class Role(Enum):
 
 
 class Compute(Enum):
-    """How a part of a window is made of gathered ones (`window_parts.py`)."""
+    """How a part of a window is made of gathered ones (`assembly.py`)."""
 
     PICK = "pick"
     """The steps `picks`, counted in the example's own strides, of the gathered run of steps."""

@@ -186,13 +186,13 @@ def _is_whole(value: float, info: Any) -> bool:
     return value == value // 1 and info.min <= value <= info.max
 
 
-def check_lengths(join: Join | None, cache: Cache, places: Places) -> None:
+def check_lengths(join: Join, cache: Cache, places: Places) -> None:
     """Refuse records that are longer than batches are padded to, before any is read.
 
     Raises:
         RecordError: As said; names the longest.
     """
-    if join is None or join.pad is None or join.pad.to is None:
+    if join.pad is None or join.pad.to is None:
         return
     for name in join.fields:
         lengths = places.of_all(cache.lengths(name))

@@ -8,39 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import xxhash
 
 from stoker.errors import StaleStateError
+from stoker.loader.transform import names_of
 from stoker.schema import Json
 
+if TYPE_CHECKING:
+    from stoker.loader.engine import Design
+    from stoker.loader.order import Order
+
 VERSION = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """What the meaning of a position depends on."""
-
-    seed: int
-    order: str
-    global_batch: int
-    """Examples per step over all ranks."""
-    examples: int
-    """Examples of an epoch."""
-    fingerprint: str
-    generation: int
-    """Of the cache's index; kept for the reader of a state, what counts is `records`."""
-    records: str
-    """Digest of the sample numbers served, in order, and of their weights."""
-    windows: str | None
-    world: int
-    """Ranks; matters in sequential order alone, where every rank has a piece of its own."""
-    beside: str | None = None
-    """How a pass beside the filling of its cache is ordered; None: a pass over a complete cache."""
-    transforms: tuple[str, ...] = ()
-    """What is done to batches; examples are the same without it, so others are no reason to refuse."""
 
 
 def digest_of(*arrays: Any) -> str:
@@ -51,24 +31,36 @@ def digest_of(*arrays: Any) -> str:
     return digest.hexdigest()
 
 
-def dump(terms: Terms, at: tuple[int, int]) -> dict[str, Json]:
-    """The state at epoch and position `at`, as plain JSON values."""
+def dump(design: Design, at: tuple[int, int]) -> dict[str, Json]:
+    """The state at epoch and position `at`, as plain JSON values: what the meaning of a position depends on.
+
+    `generation` is kept for the reader of a state, what counts is `records`. `world` matters in sequential
+    order alone, where every rank has a piece of its own. Examples are the same whatever the `transforms` are,
+    so others are no reason to refuse a state.
+    """
+    order, cache, options = design.order, design.cache, design.options
+    transforms: list[Json] = [*names_of(options.transforms)]
     return {
         "version": VERSION,
         "epoch": at[0],
         "position": at[1],
-        "seed": terms.seed,
-        "order": terms.order,
-        "global_batch": terms.global_batch,
-        "examples": terms.examples,
-        "fingerprint": terms.fingerprint,
-        "generation": terms.generation,
-        "records": terms.records,
-        "windows": terms.windows,
-        "world": terms.world,
-        **({} if terms.beside is None else {"beside": terms.beside}),
-        **({"transforms": list(terms.transforms)} if terms.transforms else {}),
+        "seed": order.seed,
+        "order": str(order.kind),
+        "global_batch": order.global_batch,
+        "examples": _examples(order),
+        "fingerprint": cache.fingerprint,
+        "generation": cache.index.generation,
+        "records": design.records_digest,
+        "windows": None if options.windows is None else options.windows.text(),
+        "world": design.share.world,
+        **({} if design.beside is None else {"beside": design.beside}),
+        **({NOTED: transforms} if transforms else {}),
     }
+
+
+def _examples(order: Order) -> int:
+    """Examples of an epoch; in static order those of all parts, also what is cut off."""
+    return order.count if order.draws is None else order.positions
 
 
 def is_beside(state: object) -> bool:
@@ -80,19 +72,19 @@ def is_beside(state: object) -> bool:
     return checked(state, "loader", ()).get("beside") is not None
 
 
-def restore(state: object, terms: Terms, *, allow_rebatch: bool) -> tuple[int, int]:
+def restore(state: object, design: Design, *, allow_rebatch: bool) -> tuple[int, int]:
     """Epoch and position of a saved state, after a check that they mean the same here.
 
     Raises:
         StaleStateError: Not a state, or something that decides examples differs; the message names it.
     """
-    here = dump(terms, (0, 0))
+    here = dump(design, (0, 0))
     there = checked(state, "loader", here.keys() - {NOTED})
     at = place_in(there, "example")
     ignored = {"version", "epoch", "position", "generation", NOTED}
-    if terms.order != "sequential" or not at[1]:
+    if here["order"] != "sequential" or not at[1]:
         ignored.add("world")
-    if allow_rebatch and not terms.order.startswith(("static", "bucket")):
+    if allow_rebatch and design.order.kind.kind not in ("static", "bucket"):
         ignored.add("global_batch")
     differing = [name for name in here if name not in ignored and there[name] != here[name]]
     if differing:
@@ -103,7 +95,7 @@ def restore(state: object, terms: Terms, *, allow_rebatch: bool) -> tuple[int, i
         )
         different = "; ".join(f"{name} {there[name]!r} there, {here[name]!r} here" for name in differing)
         raise StaleStateError(f"the saved state belongs to another loader: {different}. {hint}")
-    check_within(at, terms.examples, "example")
+    check_within(at, _examples(design.order), "example")
     note_transforms(there, here)
     return at
 

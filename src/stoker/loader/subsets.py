@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError
-from stoker.loader.order import Salt, keys_of, stream
+from stoker.splitmix import Salt, keys_of, stream
 
 if TYPE_CHECKING:
     from stoker.store import Cache

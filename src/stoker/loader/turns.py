@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError
-from stoker.loader.order import Ids, Order, OrderKind, Salt, stream
+from stoker.loader.order import Ids, Order, OrderKind
+from stoker.splitmix import Salt, stream
 
 Mode: TypeAlias = Literal["concat", "weighted", "round_robin"]
 Exhausted: TypeAlias = Literal["first", "longest"]

@@ -14,11 +14,11 @@ import torch
 
 from stoker.errors import CorruptError
 from stoker.loader.ahead import Ahead
-from stoker.loader.decide import Wishes, completed, decide, terms_of
+from stoker.loader.arguments import Options
+from stoker.loader.decide import completed, decide
 from stoker.loader.engine import Design, Engine, Strip
 from stoker.loader.mend import Mender
 from stoker.loader.places import kept_weights
-from stoker.loader.state import Terms
 from stoker.plan import Plan
 from stoker.store import Cache
 from stoker.store.joint import reopened
@@ -30,11 +30,6 @@ class Serving(Protocol):
     @property
     def design(self) -> Design:
         """What was decided, as it is by now."""
-        ...
-
-    @property
-    def terms(self) -> Terms:
-        """What a position depends on."""
         ...
 
     @property
@@ -78,7 +73,7 @@ class Serving(Protocol):
 class Whole:
     """Serves a complete cache."""
 
-    def __init__(self, cache: Cache, wishes: Wishes, mender: Mender) -> None:
+    def __init__(self, cache: Cache, options: Options, mender: Mender) -> None:
         """`cache` lacks nothing, or what can encode what it lacks.
 
         Raises:
@@ -86,9 +81,8 @@ class Whole:
         """
         cache = completed(cache)
         self._mender = mender
-        self._wishes = replace(wishes, weights=kept_weights(wishes.weights, cache, wishes.indices))
-        self.design = self._decided(cache, self._wishes)
-        self.terms = terms_of(self.design, self._wishes)
+        self._options = replace(options, weights=kept_weights(options.weights, cache, options.indices))
+        self.design = self._decided(cache, self._options)
         self.engine: Engine | None = None
         """What makes batches in this process, since the first was asked for."""
         self.ahead = self._new_ahead()
@@ -168,11 +162,11 @@ class Whole:
         inline = self.design.static or self.design.device.type != "cpu"
         return Ahead(cores=1 if inline else self.design.threads)
 
-    def _decided(self, cache: Cache, wishes: Wishes, plan: Plan | None = None) -> Design:
+    def _decided(self, cache: Cache, options: Options, plan: Plan | None = None) -> Design:
         """A design for `cache`, or for what it is once its headers are mended."""
         while True:
             try:
-                return decide(cache, wishes, plan)
+                return decide(cache, options, plan)
             except CorruptError as error:
                 cache = self._mender.mend(cache, error)
 
@@ -184,10 +178,9 @@ class Whole:
             self._retire()
         with torch.inference_mode(False):
             cache = self._mender.mend(self.design.cache, error)
-            wishes = replace(self._wishes, indices=self.design.places.numbers)
+            options = replace(self._options, indices=self.design.places.numbers)
             # Not planned anew: what is free by now is what the model and the old tier have left.
-            self.design = self._decided(cache, wishes, self.design.plan)
-            self.terms = terms_of(self.design, self._wishes)
+            self.design = self._decided(cache, options, self.design.plan)
 
     def _retire(self) -> None:
         """Let go of the engine; what it has read, and is reading, goes with it."""

@@ -2,7 +2,7 @@
 
 Trajectories are stored once, unstrided; stride and horizon are settings of the loader alone. An example is
 `(record, start)`, and takes rows `start + k * stride` for `k` in `0 .. horizon`. Of a range of
-strides or horizons each example draws its own in each epoch (`window_parts.py`).
+strides or horizons each example draws its own in each epoch (`assembly.py`).
 """
 
 from __future__ import annotations

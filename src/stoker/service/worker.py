@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from stoker.errors import Degraded, LeaseLost, ResourceError, StokerError
-from stoker.precompute.guarded import tie_to_parent
 from stoker.runtime.locks import FileLock
 from stoker.runtime.processes.entry import tie_to_parent
 from stoker.service.access import DataAccess

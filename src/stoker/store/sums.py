@@ -14,6 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from stoker.schema import Field, Schema, canonical_json, schema_to_json
+from stoker.splitmix import keys_of
 from stoker.store.layout import rows_per_block
 
 digest = xxhash.xxh3_64_intdigest
@@ -33,13 +34,8 @@ def record_seeds(seed: int, numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
         numbers: Part-local sample numbers, `(n,)`.
     Returns:
         `(n,)` uint64.
-    Source:
-        Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
     """
-    z = np.uint64(seed) + (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    return keys_of(seed, numbers)
 
 
 def match(data: memoryview[Any], block_bytes: int, seed: int, sums: Sequence[int], first: int) -> bool:
