@@ -157,13 +157,7 @@ def scan_files(wanted: Wanted) -> Scan:
             unwritten.append(holes)
     refuse_together(bad, len(choice.files), where)
     require_listable(sum(layout.rows for layout in layouts), where)
-    axes = {axis for layout in layouts for piece in layout.pieces for axis in piece.axes}
-    if absent := sorted(wanted.strides.keys() - axes):
-        there = ", ".join(axis for axis in ("t", *SPACE) if axis in axes) or "none of t, x, y and z"
-        raise ConfigError(
-            f"{where}: subsample names {', '.join(absent)}, and the axes of the data are {there}. Leave out "
-            "what is not there"
-        )
+    _check_subsampling(wanted.strides, layouts, where)
     paths = [wanted.paths[index] for index in choice.files]
     used = [names[index] for index in choice.files]
     families = [family(wanted.keys[index]) for index in choice.files]
@@ -194,6 +188,17 @@ def scan_files(wanted: Wanted) -> Scan:
     firsts = tuple(file.first for file in files)
     kind = preset or "fields"
     return Scan(preset=kind, files=tuple(files), firsts=firsts, choice=choice, schema=schema, count=count)
+
+
+def _check_subsampling(strides: Mapping[str, int], layouts: Sequence[FileLayout], where: str) -> None:
+    """Refuse to subsample along an axis that no file has."""
+    axes = {axis for layout in layouts for piece in layout.pieces for axis in piece.axes}
+    if absent := sorted(strides.keys() - axes):
+        there = ", ".join(axis for axis in ("t", *SPACE) if axis in axes) or "none of t, x, y and z"
+        raise ConfigError(
+            f"{where}: subsample names {', '.join(absent)}, and the axes of the data are {there}. Leave out "
+            "what is not there"
+        )
 
 
 def _layout(
