@@ -139,6 +139,7 @@ def test_of_several_fields_the_hint_names_one_and_works_as_it_is_written(tmp_pat
         ({"precompute": {"reader": 4}}, r"'reader'.*Did you mean readers\?"),
         ({"precompute": {"speed": 4}}, r"'speed'.*Expected one of .*nan.*readers"),
         ({"precompute": {"name": "mine"}}, r"'name'.*not a setting"),
+        ({"device": "all"}, r"device is 'all'.*precompute=\{'device': 'all'\}"),
         ({"precompute": 4}, r"precompute is 4\. Expected its settings by name"),
     ],
     ids=lambda value: None if isinstance(value, dict) else str(value),

@@ -168,6 +168,14 @@ def test_one_setting_given_both_ways_is_refused(project: Path, args: list[str]) 
     assert not (project / "data").exists()
 
 
+def test_plan_refuses_a_file_for_the_cache_folder(project: Path) -> None:
+    (project / "file").touch()
+
+    for folder in ("file", "file/below"):
+        _, message = run("plan", "c.yaml", f"training.latent_cache_dir={folder}", exit_code=3)
+        assert "file is not a folder" in message
+
+
 def test_plan_says_where_and_why(project: Path) -> None:
     before = run_json("plan", "c.yaml")
     run("precompute", "c.yaml")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 
 from stoker.errors import StalledError
@@ -43,6 +45,7 @@ def test_validate_prints_the_settings_in_force(project: Path) -> None:
     [
         pytest.param("latent.dimm=3", "config", 3, id="unknown-setting"),
         pytest.param("data.root=nowhere", "data", 3, id="no-files"),
+        pytest.param("precompute.devices=[cuda:77]", "encoders", 6, id="no-such-device"),
         pytest.param("encoder.patch_size=5", "encoder", 3, id="patch-does-not-divide"),
         pytest.param("training.reserve_bytes=999999999999999", "memory", 6, id="no-memory"),
     ],
@@ -176,3 +179,21 @@ def test_a_cure_is_said_as_a_setting(project: Path, command: str, override: str,
     stdout, message = run(command, "c.yaml", override, exit_code=3)
 
     assert f" {cure}" in stdout + message
+
+
+def test_state_fields_of_unequal_tokens_are_refused_as_training_refuses_them(project: Path) -> None:
+    for split in ("train", "val"):
+        with h5py.File(project / "raw" / f"two_{split}.h5", "w") as file:
+            file["u"] = np.zeros((6, 9, 16), np.float32)
+            file["v"] = np.zeros((6, 9, 4, 8), np.float32)
+    two = ["data.task=two", "data.fields={u: n t x, v: n t y x}", "encoder.kind=identity"]
+    both = [*two, "training.state_fields=[u, v]"]
+
+    report = run_json("validate", "c.yaml", *both, exit_code=3)
+
+    (row,) = [row for row in report["rows"] if row["status"] == "fail"]
+    assert row["check"] == "windows"
+    assert "u (1, 16, 1), v (4, 8, 1)" in row["detail"]
+    assert row["detail"] in run("train", "c.yaml", *both, exit_code=3)[1]
+    assert not (project / "data").exists(), "refused before anything is encoded"
+    run_json("validate", "c.yaml", *two, "training.state_fields=[u]")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,12 @@ def test_settings_that_do_not_fit_are_refused_with_the_cure(change: dict[str, An
 def test_samples_that_do_not_fit_are_refused(schema: dict[str, Field], said: str) -> None:
     with pytest.raises(EncoderError, match=said):
         GridEncoder(**BURGERS).schema(schema)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8, 12, 4), (2, 3, 8, 10, 3), (12, 3)])
+def test_a_batch_that_does_not_fit_is_refused_with_both_shapes(shape: tuple[int, ...]) -> None:
+    with pytest.raises(EncoderError, match=rf"{re.escape(str(shape))}.*3 channels on the grid \(8, 12\)"):
+        encode(GridEncoder(**PLANE), torch.zeros(shape))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.uint8])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,20 @@ def test_a_dry_run_shows_script_and_request_and_sends_nothing(project: Path, vas
         "stoker:c", 64, {"eq": "RTX 4090"},
     )  # fmt: skip
     assert vast.asked == []
+
+
+@pytest.mark.parametrize(
+    ("override", "fact"),
+    [
+        ("launch.workdir=here", "launch.workdir: .here. is not absolute"),
+        ("launch.gpus=65", "launch.gpus: 65 is given. Expected a whole number from 1 to 64"),
+    ],
+)
+def test_what_no_script_can_hold_is_refused_by_its_setting(project: Path, override: str, fact: str) -> None:
+    _, message = run("launch", "vast", "configs/c.yaml", override, "--dry-run", exit_code=3)
+
+    assert re.search(fact, message)
+    assert "should" not in message, "words of pydantic"
 
 
 def test_no_secret_is_in_any_output(project: Path, vast: Vast) -> None:

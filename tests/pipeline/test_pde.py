@@ -137,6 +137,7 @@ def test_a_field_with_time_is_no_input_of_a_steady_problem() -> None:
     ("more", "match"),
     [
         (("data.input=data",), "data.input is 'data'"),
+        (("data.input=nope",), r"data.input is 'nope'.*may name: \{'nu': \(16, 16, 1\)\}$"),
         (("stages=[operator,consistency]",), "operator, consistency"),
         (("training.use_inverse_losses=true", "training.lambda_inv_dec=0"), "lambda_inv_enc is 1 "),
         (("data.input=null", "encoder.kind=mesh", "stages=[operator,decoder]"), "encoder.kind is mesh"),

@@ -344,6 +344,11 @@ def test_different_numbers_of_samples_in_one_file(write, ramp) -> None:
         ({"preset": "other"}, ConfigError, "preset 'other' is unknown"),
         ({"preset": "pdebench", "fields": {"gone": "n t x"}}, SourceError, r"fields declares \['gone'\]"),
         ({"subsample": {"c": 2}}, ConfigError, "subsample"),
+        (
+            {"subsample": {"t": 2, "z": 2}},
+            ConfigError,
+            "subsample names z, and the axes of the data are t, x",
+        ),
         ({"split": "ood"}, SplitError, '"ood" is not among'),
     ],
 )

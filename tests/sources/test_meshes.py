@@ -131,6 +131,7 @@ def test_declared_fields_are_turned_to_time_points_channels(tmp_path: Path) -> N
         ({"neighbors/edges": np.array([[0, 1, 2], [1, 2, 3]])}, r"\(2, 3\)"),
         ({"positions": np.zeros((7, 3, 6))}, r"\(7, 3, 6\)"),
         ({"positions": np.zeros((7, 0, 3)), "velocities": np.zeros((7, 0, 3), np.float32)}, "no points"),
+        ({"velocities": np.zeros((7, 6), np.float32)}, r"'velocities' has shape \(7, 6\).*t p d with \(3,\)"),
         ({"velocities": None}, "velocities"),
     ],
 )

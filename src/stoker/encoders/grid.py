@@ -144,10 +144,20 @@ class GridEncoder:
         return fixed_group(sample_schema, self.schema(sample_schema), cut_time=sample_schema[self.field].time)
 
     def encode(self, batch: dict[str, Tensor], /) -> dict[str, Tensor]:
-        """Encode `(n, T, *grid, C)` of any real dtype to `latent` `(n, T, L, D)` float32, fresh memory."""
+        """Encode `(n, T, *grid, C)` of any real dtype to `latent` `(n, T, L, D)` float32, fresh memory.
+
+        Raises:
+            EncoderError: The field has another grid or other channels.
+        """
         data = batch[self.field]
         project, position = self._weights["project"], self._weights["position"]
         axes = len(self.grid) + 1
+        if data.ndim < axes or data.shape[-1] != self.channels or data.shape[-axes:-1] != self.grid:
+            raise EncoderError(
+                f"field {self.field!r} of the batch has shape {tuple(data.shape)}, this encoder takes "
+                f"{self.channels} channels on the grid {self.grid}: (..., "
+                f"{', '.join(map(str, (*self.grid, self.channels)))})"
+            )
         shape = (*data.shape[:-axes], self.tokens, self.dim)
         latent = torch.empty(shape, dtype=torch.float32, device=data.device)
         with torch.inference_mode(), torch.autocast(data.device.type, enabled=False):

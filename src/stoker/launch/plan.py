@@ -11,8 +11,10 @@ from typing import Any, Literal, TypeAlias
 from pydantic import ValidationError
 
 from stoker.config import load_config
+from stoker.config.launching import LaunchConfig
 from stoker.config.models import Config
 from stoker.config.section import as_names
+from stoker.config.wrong_fields import schema_of, wrong_fields
 from stoker.errors import ConfigError
 from stoker.launch.preflight import Code, find_code, variables_for
 from stoker.launch.script import API, StartScript
@@ -138,7 +140,8 @@ def plan_launch(
             api=api,
         )
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        wrong = wrong_fields(error.errors(), schema_of(StartScript))
+        lines = [f"{_setting(name)}: {fact}" for name, fact in wrong]
         raise ConfigError(f"{path}: no script can be written with " + "; ".join(lines)) from None
     onstart = script.render()
     if told := shown_in(onstart, environment, own.secrets):
@@ -147,6 +150,17 @@ def plan_launch(
             "and addresses: the machine gets variables that launch.secrets names"
         )
     return Launch(name=name, target=target, config=config, code=code, onstart=onstart, variables=variables)
+
+
+def _setting(field: str) -> str:
+    """Return the setting that a field of the script was made of; the field's own name where there is none.
+
+    >>> _setting("workdir"), _setting("cache_dir"), _setting("commit")
+    ('launch.workdir', 'training.latent_cache_dir', 'commit')
+    """
+    first = field.partition(".")[0]
+    own = {"cache_dir": "training.latent_cache_dir", "run_dir": "training.run_dir"}.get(first)
+    return own or (f"launch.{field}" if first in LaunchConfig.model_fields else field)
 
 
 def label_of(config: Config, path: Path) -> str:

@@ -43,7 +43,7 @@ Text = Annotated[str, Field(min_length=1, max_length=2000), AfterValidator(_plai
 
 def _absolute(text: str) -> str:
     if not text.startswith("/"):
-        raise ValueError("is not absolute")
+        raise ValueError(f"{text!r} is not absolute. Give a path that begins with /")
     return text
 
 

@@ -141,7 +141,7 @@ def time_field(schema: Schema, wanted: str | tuple[str, ...] | None) -> str:
     if wanted is not None:
         if wanted not in timed:
             raise ConfigError(
-                f"windows.field {wanted!r} is not a field with time. "
+                f"{arg('windows.field', wanted, setting='training.state_fields')} is not a field with time. "
                 f"Fields with time: {', '.join(timed) or 'none'}"
             )
         return wanted

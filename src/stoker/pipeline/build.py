@@ -200,14 +200,19 @@ def grid_encoder(config: Config, schema: Schema, name: str = "data") -> GridEnco
     axes = 0 if field is None else len(field.shape)
     if field is None or axes not in (3, 4, 5):
         shown = {name: field.shape for name, field in schema.items()}
-        hint = (
-            "Set encoder.kind=identity to store samples as they are, or name the dataset with data.fields"
-            if name == "data"
-            else "Name one that has such a shape in data.input"
-        )
+        if name == "data":
+            raise ConfigError(
+                "the grid encoder takes a field 'data' of shape (T, H, W, C) or (T, D, H, W, C), samples "
+                f"have {shown}. Set encoder.kind=identity to store samples as they are, or name the "
+                "dataset with data.fields"
+            )
+        fitting = {
+            other: shape for other, shape in shown.items() if other != "data" and len(shape) in (3, 4, 5)
+        }
+        fact = "samples have no such field" if field is None else f"that field has shape {field.shape}"
         raise ConfigError(
-            f"the grid encoder takes a field {name!r} of shape (T, H, W, C) or (T, D, H, W, C), samples have "
-            f"{shown}. {hint}"
+            f"data.input is {name!r}, and {fact}. Expected one on a grid, (H, W, C) or (D, H, W, C). Fields "
+            f"that data.input may name: {fitting or 'none'}"
         )
     patch = config.encoder.patch_size
     # Four axes without time are steps all the same, unless three numbers of the patch say otherwise.

@@ -40,12 +40,38 @@ def obstacle(folder: Path) -> str | None:
     return call_within(DISK_DEADLINE_S, lambda: _obstacle(folder), f"the file system of {folder}")
 
 
-def _obstacle(folder: Path) -> str | None:
+def require_folder(folder: Path, setting: str) -> Path:
+    """`folder`, which `setting` named, if it is a folder or may become one; it need not be writable.
+
+    Raises:
+        ConfigError: It, or something above it, is not a folder.
+        StalledError: Its file system does not answer.
+    """
+    why = within(lambda: _not_a_folder(folder), DISK_DEADLINE_S, f"the file system of {folder}")
+    if why is not None:
+        raise ConfigError(f"{setting} is {folder}, but {why}. Choose a folder")
+    return folder
+
+
+def _nearest(folder: Path) -> Path:
+    """What there is of a path: itself or the first above it."""
     place = folder.absolute()
     while not os.path.lexists(place):
         place = place.parent
-    if not place.is_dir():
-        return f"{place} is {'a link to nothing' if place.is_symlink() else 'not a folder'}"
+    return place
+
+
+def _not_a_folder(folder: Path) -> str | None:
+    place = _nearest(folder)
+    if place.is_dir():
+        return None
+    return f"{place} is {'a link to nothing' if place.is_symlink() else 'not a folder'}"
+
+
+def _obstacle(folder: Path) -> str | None:
+    place = _nearest(folder)
+    if why := _not_a_folder(place):
+        return why
     if not os.access(place, os.W_OK | os.X_OK):
         return f"{place} may not be written to"
     return None

@@ -12,12 +12,13 @@ from stoker.encoders.steady import is_steady
 from stoker.errors import ConfigError, SourceError, StokerError
 from stoker.loader import Windows
 from stoker.loader.outputs import make_outputs
-from stoker.loader.windows import number_examples, time_field
+from stoker.loader.windows import number_examples, state_fields, time_field
 from stoker.pipeline.build import Job, build_jobs
 from stoker.pipeline.folders import cache_dir_of
 from stoker.pipeline.gone import find_without_source
 from stoker.schema import Schema
 from stoker.store import Cache, Digests, Recipe, make_recipe, open_cache
+from stoker.train.batches import unequal_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,8 @@ def windows_in(config: Config, schema: Schema) -> int | None:
     A record of a steady problem is one example.
 
     Raises:
-        ConfigError: None, so that no loader could serve them; or the records have no time.
+        ConfigError: None, so that no loader could serve them; the records have no time; or the operator
+            cannot take the state fields side by side.
     """
     windows = windows_for(config, schema)
     if windows is None:
@@ -140,6 +142,9 @@ def windows_in(config: Config, schema: Schema) -> int | None:
             "windows=stoker.Windows(), ragged='pack') (docs/meshes.md)"
         )
     make_outputs(schema, windows, None)
+    states = state_fields(schema, windows)
+    if why := unequal_tokens({name: schema[name].shape[1:] or (1,) for name in states}):
+        raise ConfigError(why)
     field = schema[time_field(schema, windows.field)]
     if field.ragged:
         return None

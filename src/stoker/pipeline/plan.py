@@ -12,7 +12,7 @@ from stoker.loader.order import parse_order
 from stoker.loader.read_ahead import elsewhere_of
 from stoker.pipeline.build import device_of, tasks_of
 from stoker.pipeline.diary import last_step_s
-from stoker.pipeline.folders import cache_dir_of
+from stoker.pipeline.folders import cache_dir_of, require_folder
 from stoker.pipeline.inspect import raw_bytes
 from stoker.pipeline.locate import Located, batch_size_of, locate, trajectory_steps, windows_for, windows_of
 from stoker.pipeline.served import Step, served_loads
@@ -71,9 +71,11 @@ def plan_config(config: Config) -> PlanResult:
     """Plan the training split of the first task.
 
     Raises:
+        ConfigError: The cache folder is not a folder.
         ResourceError: The tier asked for cannot hold it.
         StokerError: As `locate`.
     """
+    require_folder(cache_dir_of(config), "training.latent_cache_dir")
     split = canonical_split(config.data.wanted_splits[0])
     task = tasks_of(config)[0]
     config = config.for_task(task)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from stoker.config import Config
 from stoker.pipeline.build import device_of, tasks_of
-from stoker.pipeline.folders import cache_dir_of
+from stoker.pipeline.folders import cache_dir_of, require_folder
 from stoker.pipeline.locate import locate
 from stoker.pipeline.plan import PlanResult, left_by, plan_located
 from stoker.plan import probe
@@ -51,11 +51,13 @@ def plan_tasks(config: Config) -> TaskPlans:
     """Plan the training split of every task.
 
     Raises:
+        ConfigError: The cache folder is not a folder.
         ResourceError: The tier asked for cannot hold them.
         StokerError: As `locate`.
     """
     plans: dict[str, PlanResult] = {}
-    resources = probe(device=device_of(config), path=cache_dir_of(config))
+    cache_dir = require_folder(cache_dir_of(config), "training.latent_cache_dir")
+    resources = probe(device=device_of(config), path=cache_dir)
     for task in tasks_of(config):
         own = config.for_task(task)
         split = canonical_split(own.data.wanted_splits[0])

@@ -16,10 +16,12 @@ from stoker.pipeline.checks import Row, failed
 from stoker.pipeline.folders import cache_dir_of, require_writable
 from stoker.pipeline.locate import Located
 from stoker.pipeline.plan import demand_of, left_by
+from stoker.pipeline.together import encoders_of
 from stoker.plan import Resources, plan_tiers, probe
 from stoker.plan.resources import DISK_DEADLINE_S
 from stoker.precompute.space import check_space, needed_bytes
 from stoker.runtime.threads import call_within
+from stoker.scale.ranks import ALONE
 from stoker.units import GIB, format_bytes, format_count
 
 SHARED = Path("/dev/shm")  # noqa: S108  asked for its size, not written to
@@ -77,6 +79,10 @@ def check_device(config: Config, rows: list[Row]) -> str:
         if not isinstance(sample, GpuAbsent):
             described = f"{sample.name}, {format_bytes(sample.total_bytes - sample.used_bytes)} free"
     device = device_of(config)
+    try:
+        encoders_of(config, ALONE)
+    except StokerError as error:
+        rows.append(failed("encoders", error))
     try:
         resources = probe(device=device)
     except ResourceError as error:

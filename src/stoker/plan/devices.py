@@ -26,6 +26,11 @@ def device_name(wanted: object) -> str:
         ConfigError: It is neither the CPU nor a CUDA device.
     """
     name = str(wanted)
+    if name == "all":
+        raise ConfigError(
+            "device is 'all', and one device is expected: auto, cpu, cuda or cuda:0. To encode on all GPUs "
+            "give stoker.precompute(device='all'), or stoker.cached(precompute={'device': 'all'})"
+        )
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
         raise ConfigError(f"device {wanted!r} is not known. Expected auto, cpu, cuda or cuda:0")
     return name

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import SourceError, StokerError, arg
+from stoker.errors import ConfigError, SourceError, StokerError, arg
 from stoker.schema import Field, Schema
 from stoker.sources import pdebench, well
 from stoker.sources.declared import contents, declared_layout
 from stoker.sources.files import family, refuse_together, require_listable
 from stoker.sources.hdf5_blocks import BLOCK_LIMIT_BYTES, Block, plan_block
-from stoker.sources.hdf5_layout import FileLayout, stacked_field
+from stoker.sources.hdf5_layout import SPACE, FileLayout, stacked_field
 from stoker.sources.hdf5_open import FOREIGN_ERRORS, cause_of, open_checked, readable_dataset, unwritten_rows
 from stoker.sources.included import with_included
 from stoker.sources.splits import SplitChoice, choose_split, split_numbers
@@ -138,6 +138,7 @@ def scan_files(wanted: Wanted) -> Scan:
     Raises:
         SourceError: A file is unreadable, ambiguous or unlike the others, or there is no sample.
         SplitError: The split does not exist.
+        ConfigError: Subsampling names an axis that no file has.
     """
     names = [path.relative_to(wanted.root).as_posix() for path in wanted.paths]
     where = str(wanted.root if len(names) > 1 else wanted.paths[0])
@@ -156,6 +157,7 @@ def scan_files(wanted: Wanted) -> Scan:
             unwritten.append(holes)
     refuse_together(bad, len(choice.files), where)
     require_listable(sum(layout.rows for layout in layouts), where)
+    _check_subsampling(wanted.strides, layouts, where)
     paths = [wanted.paths[index] for index in choice.files]
     used = [names[index] for index in choice.files]
     families = [family(wanted.keys[index]) for index in choice.files]
@@ -186,6 +188,17 @@ def scan_files(wanted: Wanted) -> Scan:
     firsts = tuple(file.first for file in files)
     kind = preset or "fields"
     return Scan(preset=kind, files=tuple(files), firsts=firsts, choice=choice, schema=schema, count=count)
+
+
+def _check_subsampling(strides: Mapping[str, int], layouts: Sequence[FileLayout], where: str) -> None:
+    """Refuse to subsample along an axis that no file has."""
+    axes = {axis for layout in layouts for piece in layout.pieces for axis in piece.axes}
+    if absent := sorted(strides.keys() - axes):
+        there = ", ".join(axis for axis in ("t", *SPACE) if axis in axes) or "none of t, x, y and z"
+        raise ConfigError(
+            f"{where}: subsample names {', '.join(absent)}, and the axes of the data are {there}. Leave out "
+            "what is not there"
+        )
 
 
 def _layout(

@@ -364,11 +364,14 @@ class MeshSource:
             indices, indptr = (self._stored(opened, f"{folder}/{part}", where)[...] for part in CSR)
             return _edges_of_csr(indices, indptr, where)
         array = self._stored(opened, name, where)
-        own = tuple(array.shape[i] for i, w in enumerate(field.words) if w not in AXIS_WORDS)
-        if array.ndim != len(field.words) or own != field.field.shape[len(field.field.shape) - len(own) :]:
+        pairs = zip(field.words, array.shape, strict=False)  # of another number of axes: refused below
+        own = tuple(size for word, size in pairs if word not in AXIS_WORDS)
+        fixed = sum(word not in AXIS_WORDS for word in field.words)
+        wanted = field.field.shape[len(field.field.shape) - fixed :]
+        if array.ndim != len(field.words) or own != wanted:
             raise SourceError(
                 f"{where}: array {field.array!r} has shape {tuple(array.shape)}, expected axes "
-                f"{' '.join(field.words)} with {own and field.field.shape[-len(own) :]} as in the first "
+                f"{' '.join(field.words)} with {wanted} as in the first "
                 f"sample. If axes are stored in another order, declare them: {self._hint()}"
             )
         return array

@@ -5,6 +5,7 @@ The loop knows loaders by shape only, so anything that yields latent pairs and c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -159,6 +160,22 @@ def cond_widths(batch: PairBatch | Mapping[str, Any]) -> dict[str, int]:
     return {name: conditions[name][0].numel() for name in sorted(conditions)}
 
 
+def unequal_tokens(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Why one operator cannot take states of these shapes, by field; None where it can.
+
+    >>> unequal_tokens({"u": (16, 8), "v": (4, 4, 2), "w": (16, 1)})
+    >>> unequal_tokens({"u": (16, 8), "v": (4, 8)}).partition(" have")[0]
+    'the state fields u (16, 8), v (4, 8)'
+    """
+    if len({math.prod(shape[:-1]) for shape in shapes.values()}) == 1:
+        return None
+    said = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    return (
+        f"the state fields {said} have different numbers of tokens, so the operator cannot take them "
+        "side by side. Name fields of one grid in Windows(field=...) or training.state_fields, or one"
+    )
+
+
 def _state(found: Tensor | Mapping[str, Tensor], device: torch.device, axes: int) -> Tensor:
     """States `(B,)`, `(B, D)`, `(B, L, D)` or `(B, *grid, D)` as `(B, L, D)`; several fields side by side.
 
@@ -176,12 +193,8 @@ def _state(found: Tensor | Mapping[str, Tensor], device: torch.device, axes: int
         )
         for values in fields.values()
     ]
-    if len({values.shape[axes] for values in flat}) > 1:
-        shapes = ", ".join(f"{name} {tuple(v.shape[axes:])}" for name, v in fields.items())
-        raise RecordError(
-            f"the state fields {shapes} have different numbers of tokens, so the operator cannot take them "
-            "side by side. Name fields of one grid in Windows(field=...) or training.state_fields, or one"
-        )
+    if why := unequal_tokens({name: tuple(v.shape[axes:]) for name, v in fields.items()}):
+        raise RecordError(why)
     return flat[0] if len(flat) == 1 else torch.cat(flat, dim=-1)
 
 
