@@ -96,7 +96,7 @@ def _of_config(
 ) -> Profile:
     from stoker.config import load_config
     from stoker.pipeline.profile import profile_config
-    from stoker.precompute.allocator import keep_freed_memory
+    from stoker.runtime.libc import keep_freed_memory
 
     keep_freed_memory()  # as where caches are filled: without it an encoder's time may double
     config = load_config(path, overrides)

@@ -21,7 +21,6 @@ from torch import Tensor
 from stoker.encoders.protocol import Encoder
 from stoker.errors import DeviceError, ResourceError, StokerError
 from stoker.plan.resources import use_device
-from stoker.precompute.allocator import keep_freed_memory
 from stoker.precompute.encode import GroupEncoder
 from stoker.precompute.exchange import Exchange
 from stoker.precompute.fill import SampleFault
@@ -30,6 +29,7 @@ from stoker.precompute.parcel import Parcel
 from stoker.precompute.precision import full_precision
 from stoker.precompute.queue import GroupWork
 from stoker.precompute.wire import Frame, ReaderChannel
+from stoker.runtime.libc import keep_freed_memory
 from stoker.schema import Schema
 from stoker.store import Recipe
 from stoker.store.convert import view_bytes

@@ -16,8 +16,8 @@ from typing import Any
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
 from stoker.errors import Interrupted, StokerError
-from stoker.precompute.allocator import keep_freed_memory
 from stoker.precompute.wire import Parser, pack
+from stoker.runtime.libc import keep_freed_memory
 from stoker.sources.files import confine_sources
 
 _LOOK_S = 1.0

@@ -7,7 +7,6 @@ once, and only the command line sets it (`attach`).
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -15,12 +14,12 @@ import time
 from dataclasses import dataclass
 
 from stoker.precompute.beat import BeatPage
+from stoker.runtime.libc import tie_to_parent
 
 GUARD_VARIABLE = "STOKER_GUARD"
 """Environment variable by which a guardian passes a `Lifeline`; read by the command line."""
 EXIT_S = 120.0
 """How long a process may take to end once it has done its work: trackers send what they still hold."""
-_PR_SET_PDEATHSIG = 1
 _page: BeatPage | None = None
 _started_ns = (
     time.monotonic_ns()
@@ -62,7 +61,7 @@ def attach(lifeline: Lifeline) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the guardian waits for signals with all of them blocked
     for fd in (lifeline.page_fd, lifeline.stack_fd, lifeline.notes_fd):
         os.set_inheritable(fd, False)  # readers must not hold them
-    tie_to_parent(lifeline.parent, signal.SIGTERM)
+    tie_to_parent(signal.SIGTERM, lifeline.parent)
     faulthandler.enable(file=lifeline.stack_fd)
     faulthandler.register(signal.SIGUSR1, file=lifeline.stack_fd, all_threads=True, chain=False)
     _page = BeatPage(lifeline.page_fd)
@@ -99,10 +98,3 @@ def say_end(code: int) -> None:
     """Tell the guardian that only the end is left, which a thread that hangs in a write would hold up."""
     if _page is not None and _page.look().stage != "lost":  # which is what it needs to know then
         _page.write("end", code, limit_s=EXIT_S)
-
-
-def tie_to_parent(parent: int, number: signal.Signals) -> None:
-    """Have the kernel send a signal to this process when process `parent` ends; exit if it has."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(0)

@@ -30,9 +30,9 @@ from stoker.precompute.fill import (
     fill_group,
     pad_steps,
 )
-from stoker.precompute.guarded import tie_to_parent
 from stoker.precompute.layout import layout_from_json
 from stoker.precompute.wire import Frame, ReaderChannel
+from stoker.runtime.libc import tie_to_parent
 from stoker.schema import Sample
 from stoker.sources.files import confine_sources
 
@@ -170,7 +170,7 @@ def _plain(faults: list[SampleFault]) -> list[dict[str, Any]]:
 def main(arguments: list[str]) -> int:
     """Run one reader; arguments are four descriptors and the parent's process id."""
     socket_fd, beat_fd, arena_fd, stack_fd, parent = (int(text) for text in arguments)
-    tie_to_parent(parent, signal.SIGKILL)  # even in the middle of a read
+    tie_to_parent(signal.SIGKILL, parent)  # even in the middle of a read
     _one_thread()
     for fd in (socket_fd, beat_fd, arena_fd, stack_fd):
         os.set_inheritable(fd, False)  # what the source starts must not hold them

@@ -6,7 +6,6 @@ digests, a line of JSON each. Its parent kills it when it is late.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -16,17 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
+from stoker.runtime.libc import tie_to_parent
+
 if TYPE_CHECKING:
     from stoker.sources.torch_dataset import TorchSource
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> int:
     """Answer on the descriptor that is named, with these import paths."""
     answer = int(arguments[0])
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    tie_to_parent(signal.SIGKILL)
     os.set_inheritable(answer, False)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.putenv(name, "1")  # as in a reader
