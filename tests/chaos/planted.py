@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import stoker.runtime.files
-from stoker.runtime import locks
-from stoker.store import folder, load_recipe, pending, use
+from stoker.runtime import files, locks
+from stoker.store import folder, load_recipe, use
 
 
 def none() -> None:
@@ -37,8 +36,7 @@ def no_folder_fsync() -> None:
 
 
 def _replace_publish(publish: Callable[[Path, Path], None]) -> None:
-    assert pending.publish is stoker.runtime.files.publish
-    pending.publish = publish
+    files.publish = publish
 
 
 def in_place() -> None:
@@ -51,14 +49,14 @@ def in_place() -> None:
             file.write(data[len(data) // 2 :])
             os.fsync(file.fileno())
         temporary.unlink()
-        stoker.runtime.files.sync_folder(path.parent)
+        files.sync_folder(path.parent)
 
     _replace_publish(publish)
 
 
 def manifest_first() -> None:
     """The index names a shard before the shard has its name."""
-    real = pending.publish
+    real = files.publish
 
     def publish(temporary: Path, path: Path) -> None:
         if path.name.startswith("shard-"):
@@ -73,10 +71,10 @@ def manifest_first() -> None:
 def short_write() -> None:
     """What a write reports is not looked at."""
 
-    def write_at(self: pending.LocalPending, offset: int, data: Any) -> None:
+    def write_at(self: files.PendingFile, offset: int, data: Any) -> None:
         os.pwrite(self._fd, data, offset)
 
-    pending.LocalPending.write_at = write_at
+    files.PendingFile.write_at = write_at
 
 
 def fsync_again() -> None:

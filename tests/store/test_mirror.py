@@ -394,7 +394,7 @@ def test_a_folder_that_does_not_answer_is_an_error_in_time(
 
         return wait
 
-    at = {"list": "os.scandir", "open": "LocalFile", "read": "os.pread", "write": "LocalPending"}[call]
+    at = {"list": "os.scandir", "open": "LocalFile", "read": "os.pread", "write": "PendingFile"}[call]
     target = f"stoker.store.remote.folder.{at}"
     owner, _, name = target.rpartition(".")
     monkeypatch.setattr(target, hanging(getattr(resolve_name(owner), name)))

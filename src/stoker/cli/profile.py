@@ -96,7 +96,7 @@ def _of_config(
     out: Edge, path: Path, overrides: list[str], asked: tuple[int, float | None, Mapping[str, float], float]
 ) -> Profile:
     from stoker.pipeline.profile import profile_config
-    from stoker.precompute.allocator import keep_freed_memory
+    from stoker.runtime.libc import keep_freed_memory
 
     keep_freed_memory()  # as where caches are filled: without it an encoder's time may double
     config = load_settings(out, path, overrides)

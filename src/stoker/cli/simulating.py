@@ -37,7 +37,7 @@ def simulated(out: Edge, words: list[str], *, as_markdown: bool, picture: Path |
     if files:
         from stoker.config import load_config
         from stoker.pipeline.simulate import simulate_words
-        from stoker.precompute.allocator import keep_freed_memory
+        from stoker.runtime.libc import keep_freed_memory
 
         keep_freed_memory()  # as where caches are filled: without it an encoder's time may double
 

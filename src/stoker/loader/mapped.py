@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ from stoker.loader.memory import (
     unit_shape,
 )
 from stoker.loader.places import Places
+from stoker.runtime import libc
 from stoker.schema import Field, Schema
 
 if TYPE_CHECKING:
@@ -60,8 +61,7 @@ MOST_COPIED = 1 / 16
 """Up to this part of the bytes may be copied in a memory whose shards come and go one by one; their copies
 stay, since somebody may be reading them. With more of it, a memory is let go of as a whole."""
 
-PROT_NONE, MAP_FIXED, MAP_NORESERVE, MADV_POPULATE_READ = 0, 0x10, 0x4000, 22
-MADV_DONTNEED = 4
+MADV_POPULATE_READ, MADV_DONTNEED = 22, 4
 """Linux's numbers, which the `mmap` module does not have."""
 
 
@@ -214,16 +214,10 @@ class AddressRange:
     """Reserved addresses over which shards are mapped; given back when no tensor refers to them."""
 
     def __init__(self, size_bytes: int) -> None:
-        self._libc = _libc()
-        address = self._libc.mmap(
-            None, size_bytes, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE, -1, 0
-        )
-        if address == ctypes.c_void_p(-1).value:
-            raise OSError(ctypes.get_errno(), f"cannot reserve {size_bytes} bytes of addresses")
-        self._address = int(address)
+        self._address = libc.reserve_addresses(size_bytes)
         # Tensors refer to this array, and the addresses live as long as it does.
         self._array = (ctypes.c_char * size_bytes).from_address(self._address)
-        weakref.finalize(self._array, self._libc.munmap, self._address, size_bytes).atexit = False
+        weakref.finalize(self._array, libc.unmap, self._address, size_bytes).atexit = False
 
     def tensor(self, field: Field) -> Tensor:
         """The range as `(virtual rows, *shape)`. Reading where no shard is mapped yet is fatal."""
@@ -240,35 +234,22 @@ class AddressRange:
         if not column.nbytes:
             return
         where = self._address + offset
-        mapped = self._libc.mmap(
-            where, column.nbytes, mmap.PROT_READ, mmap.MAP_SHARED | MAP_FIXED, shard.fileno(), column.offset
-        )
-        if mapped != where:
-            raise OSError(ctypes.get_errno(), f"cannot map {shard.name}")
+        try:
+            libc.map_file_at(where, column.nbytes, shard.fileno(), column.offset)
+        except OSError as error:
+            raise OSError(error.errno, f"cannot map {shard.name}: {error.strerror}") from error
         # Kernels before 5.14 do not know the advice; their pages come in one by one at first use.
-        self._libc.madvise(where, column.nbytes, MADV_POPULATE_READ)
+        libc.advise(where, column.nbytes, MADV_POPULATE_READ)
 
     def let_go(self, offset: int, size_bytes: int) -> None:
         """Hold no page of a part that was mapped. The addresses stay good: who reads them gets the file."""
         if size_bytes:
-            self._libc.madvise(self._address + offset, size_bytes, MADV_DONTNEED)
+            libc.advise(self._address + offset, size_bytes, MADV_DONTNEED)
 
     def resident(self, offset: int, size_bytes: int) -> tuple[int, int]:
         """Of the pages of a part that was mapped, how many are in memory, and how many there are."""
         pages = -(-size_bytes // PAGE)
         found = np.ones(pages, dtype=np.uint8)
-        if self._libc.mincore(self._address + offset, size_bytes, found.ctypes.data):
+        if not libc.resident_pages(self._address + offset, size_bytes, found.ctypes.data):
             return pages, pages  # nobody can tell
         return int((found & 1).sum()), pages
-
-
-def _libc() -> Any:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [
-        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
-    ]  # fmt: skip
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-    return libc

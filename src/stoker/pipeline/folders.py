@@ -47,7 +47,7 @@ def require_folder(folder: Path, setting: str) -> Path:
         ConfigError: It, or something above it, is not a folder.
         StalledError: Its file system does not answer.
     """
-    why = within(lambda: _not_a_folder(folder), DISK_DEADLINE_S, f"the file system of {folder}")
+    why = call_within(DISK_DEADLINE_S, lambda: _not_a_folder(folder), f"the file system of {folder}")
     if why is not None:
         raise ConfigError(f"{setting} is {folder}, but {why}. Choose a folder")
     return folder

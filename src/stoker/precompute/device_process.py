@@ -21,7 +21,6 @@ from torch import Tensor
 from stoker.encoders.protocol import Encoder
 from stoker.errors import DeviceError, ResourceError, StokerError
 from stoker.plan.resources import use_device
-from stoker.precompute.allocator import keep_freed_memory
 from stoker.precompute.encode import GroupEncoder
 from stoker.precompute.exchange import Exchange
 from stoker.precompute.fill import SampleFault
@@ -29,6 +28,7 @@ from stoker.precompute.guarded import Lifeline, attach
 from stoker.precompute.parcel import Parcel
 from stoker.precompute.precision import full_precision
 from stoker.precompute.queue import GroupWork
+from stoker.runtime.libc import keep_freed_memory
 from stoker.runtime.processes.wire import Frame, ReaderChannel
 from stoker.schema import Schema
 from stoker.store import Recipe

@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
 from stoker.errors import Interrupted, StokerError
-from stoker.precompute.allocator import keep_freed_memory
+from stoker.runtime.libc import keep_freed_memory
 from stoker.runtime.processes.wire import Parser, pack
 from stoker.sources.files import confine_sources
 

@@ -13,7 +13,7 @@ import signal
 import time
 from dataclasses import dataclass
 
-from stoker.runtime.processes.entry import tie_to_parent
+from stoker.runtime.libc import tie_to_parent
 from stoker.runtime.processes.heartbeat import BeatPage
 
 GUARD_VARIABLE = "STOKER_GUARD"
@@ -61,7 +61,7 @@ def attach(lifeline: Lifeline) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the guardian waits for signals with all of them blocked
     for fd in (lifeline.page_fd, lifeline.stack_fd, lifeline.notes_fd):
         os.set_inheritable(fd, False)  # readers must not hold them
-    tie_to_parent(lifeline.parent, signal.SIGTERM)
+    tie_to_parent(signal.SIGTERM, lifeline.parent)
     faulthandler.enable(file=lifeline.stack_fd)
     faulthandler.register(signal.SIGUSR1, file=lifeline.stack_fd, all_threads=True, chain=False)
     _page = BeatPage(lifeline.page_fd)

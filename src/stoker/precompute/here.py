@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from stoker.plan.devices import resolve_device
 from stoker.plan.resources import Resources, probe
-from stoker.precompute.allocator import keep_freed_memory, release_memory
 from stoker.precompute.crew import Crew
 from stoker.precompute.encoding import Encoding
 from stoker.precompute.guarded import guard_page
@@ -24,6 +23,7 @@ from stoker.precompute.share import Done, Share
 from stoker.precompute.space import fit_copies, fit_memory
 from stoker.precompute.stages import Bench
 from stoker.precompute.supervisor import Supervisor
+from stoker.runtime.libc import keep_freed_memory, release_memory
 from stoker.sources.held import held_bytes
 from stoker.sources.protocol import Proving, Source
 from stoker.units import MIB

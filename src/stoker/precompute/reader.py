@@ -30,7 +30,7 @@ from stoker.precompute.fill import (
     pad_steps,
 )
 from stoker.precompute.layout import layout_from_json
-from stoker.runtime.processes.entry import tie_to_parent
+from stoker.runtime.libc import tie_to_parent
 from stoker.runtime.processes.heartbeat import BeatPage
 from stoker.runtime.processes.wire import Frame, ReaderChannel
 from stoker.schema import Sample
@@ -170,7 +170,7 @@ def _plain(faults: list[SampleFault]) -> list[dict[str, Any]]:
 def main(arguments: list[str]) -> int:
     """Run one reader; arguments are four descriptors and the parent's process id."""
     socket_fd, beat_fd, arena_fd, stack_fd, parent = (int(text) for text in arguments)
-    tie_to_parent(parent, signal.SIGKILL)  # even in the middle of a read
+    tie_to_parent(signal.SIGKILL, parent)  # even in the middle of a read
     _one_thread()
     for fd in (socket_fd, beat_fd, arena_fd, stack_fd):
         os.set_inheritable(fd, False)  # what the source starts must not hold them

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from stoker.encoders.protocol import Encoder
 from stoker.errors import SourceError
-from stoker.precompute.allocator import release_memory
 from stoker.precompute.precision import full_precision
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.stages import Bench
+from stoker.runtime.libc import release_memory
 from stoker.schema import Sample, Schema
 from stoker.sources.protocol import Part, Source, SourceIdentity, locate
 from stoker.store import Cache, Failure, Recipe, make_recipe

@@ -28,12 +28,12 @@ from numpy.typing import NDArray
 from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError, DeviceError, SourceError, StokerError
 from stoker.plan.resources import probe
-from stoker.precompute.allocator import keep_freed_memory
 from stoker.precompute.here import encode_here
 from stoker.precompute.interrupts import Interrupts
 from stoker.precompute.progress import Snapshot
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.share import Share
+from stoker.runtime.libc import keep_freed_memory
 from stoker.scale.ray_folder import find
 from stoker.sources.files import confine_sources, confined_sources, stamp_of
 from stoker.sources.protocol import FileRef, Source

@@ -22,8 +22,7 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from stoker.errors import ConfigError
-from stoker.runtime.disk import explained
-from stoker.runtime.files import replacing
+from stoker.runtime.files import create_file, replacing
 
 SHORTEST = 32
 """Characters that a token has at least; ours have 43, which are 256 bits."""
@@ -75,19 +74,8 @@ def load_token(path: Path) -> SecretStr:
 
 
 def _make_token(path: Path) -> None:
-    temporary = path.with_name(f".token.{secrets.token_hex(4)}.part")
-    with explained(path):
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            with os.fdopen(fd, "w") as file:
-                file.write(secrets.token_urlsafe(32) + "\n")
-                file.flush()
-                os.fsync(fd)
-            os.link(temporary, path)
-        except FileExistsError:
-            pass  # another service was faster, and its token is as good
-        finally:
-            temporary.unlink(missing_ok=True)
+    # Another service may be faster, and its token is as good.
+    create_file(path, (secrets.token_urlsafe(32) + "\n").encode(), mode=0o600)
 
 
 class Auth:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from stoker.errors import Degraded, LeaseLost, ResourceError, StokerError
+from stoker.runtime.libc import tie_to_parent
 from stoker.runtime.locks import FileLock
-from stoker.runtime.processes.entry import tie_to_parent
 from stoker.service.access import DataAccess
 from stoker.service.attempt import Attempt, Pace, Work
 from stoker.service.database import Database
@@ -228,7 +228,7 @@ def main() -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    tie_to_parent(settings.parent, signal.SIGTERM)
+    tie_to_parent(signal.SIGTERM, settings.parent)
     try:
         _slot = take_slot(StateFolder(Path(settings.state)), settings.slot, lambda: bool(stopped))
         database = Database(settings.url, pool=1)

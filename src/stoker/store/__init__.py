@@ -15,8 +15,7 @@ compact.py     short shards into full ones; repair.py sets damaged ones aside
 growing.py     what is there of a cache that is being filled, and in which order that is done
 gc.py          removes what nobody needs (gc_scan.py, superseded.py); use.py says who needs a folder and who
                changes it
-local.py       a folder of files (pending.py: that appear whole or not at all); failures.py,
-               strict_json.py
+local.py       a folder of files; failures.py, strict_json.py
 mirror/        a local folder that stands for caches at an address: blocks are fetched when they are read;
                push and pull. remote/ is what is there
 protocols.py   what the store asks of storage, and a loader of whoever can fill gaps

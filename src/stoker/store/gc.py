@@ -21,7 +21,7 @@ from pathlib import Path
 
 from stoker.errors import ConfigError, Conflict, FormatError, StalledError
 from stoker.runtime.disk import explained
-from stoker.runtime.files import sync_folder
+from stoker.runtime.files import dead_temporaries, sync_folder
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.schema import Json
 from stoker.store.adopt import FINGERPRINT
@@ -37,7 +37,6 @@ from stoker.store.gc_scan import (
     scan,
     weights_in,
 )
-from stoker.store.local import dead_temporaries
 from stoker.store.mirror.root import MARKER
 from stoker.store.recipe import RECIPE_FILE
 from stoker.store.superseded import drop_superseded, find_superseded, reasons, still_needed

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from stoker.errors import FormatError
 from stoker.runtime.disk import explained
+from stoker.runtime.files import TEMPORARY_NAME, dead_temporaries
 from stoker.runtime.locks import FOLDER_LOCK, try_lock
 from stoker.store.adopt import FINGERPRINT
 from stoker.store.catalog import known_index
-from stoker.store.local import LocalFile, dead_temporaries
+from stoker.store.local import LocalFile
 from stoker.store.lost import without_lost
-from stoker.store.pending import TEMPORARY_NAME
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
 from stoker.store.strict_json import as_object
 from stoker.store.use import unused_for_s

@@ -1,4 +1,4 @@
-"""A local folder as `Storage`: files appear whole or not at all, as `pending.py` writes them.
+"""A local folder as `Storage`: files appear whole or not at all, as `runtime/files.py` writes them.
 
 A temporary that nobody holds belongs to somebody dead and is swept. Opening never follows a link and never
 waits on a pipe or device. A folder that is a mirror asks the place that it stands for.
@@ -11,16 +11,14 @@ import functools
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoker.errors import CorruptError, FormatError
 from stoker.runtime.disk import explained
-from stoker.runtime.files import sync_folder
-from stoker.runtime.locks import try_lock
-from stoker.store.pending import TEMPORARY_NAME, LocalPending, put_file
+from stoker.runtime.files import PendingFile, dead_temporaries, sync_folder, write_file
 from stoker.store.protocols import OpenFile, Pending
 from stoker.units import MIB, format_bytes
 
@@ -166,14 +164,14 @@ class LocalStorage:
     def create(self, name: str) -> Pending:
         """Begin a new file called `name`."""
         check_name(name, where=str(self.path))
-        return LocalPending(self.path, name) if self.mirror is None else self.mirror.names.create(name)
+        return PendingFile(self.path, name) if self.mirror is None else self.mirror.names.create(name)
 
     def put(self, name: str, data: bytes, *, expected: Expected = "anything") -> None:
         """Write a small file atomically and durably; a `ChangedError` if it is not what was `expected`."""
         if self.mirror is not None:
             self.mirror.names.put(name, data, expected)
         else:
-            put_file(self.path / name, data)
+            write_file(self.path / name, data)
 
     def version(self, name: str) -> Expected:
         """What `put` is to expect if nobody else replaces the file meanwhile. Ask before reading it."""
@@ -273,22 +271,3 @@ class LocalStorage:
     def sweep(self) -> int:
         """Remove temporaries whose writers are dead; returns how many."""
         return sum(1 for _ in dead_temporaries(self.path, remove=True))
-
-
-def dead_temporaries(place: Path, *, remove: bool) -> Iterator[tuple[Path, int]]:
-    """Temporaries in a folder whose writers are dead, with their bytes; removed on the way if asked.
-
-    The lock is a shared one: that is enough to meet a writer's, and a descriptor that only reads can have it
-    everywhere. On a file system without locks nobody counts as dead.
-    """
-    with suppress(FileNotFoundError), os.scandir(place) as entries:
-        for name in sorted(entry.name for entry in entries if TEMPORARY_NAME.fullmatch(entry.name)):
-            with suppress(OSError, FormatError):  # it has got its name meanwhile
-                file = LocalFile(place / name)
-                if not try_lock(file.fileno(), shared=True, without_locks=False):
-                    continue
-                if remove:
-                    (place / name).unlink()
-                else:
-                    (place / name).lstat()
-                yield place / name, file.size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -19,6 +19,7 @@ from stoker.errors import ConfigError, StaleStateError
 from stoker.plan.devices import resolve_device
 from stoker.plan.resources import use_device
 from stoker.runtime.disk import explained
+from stoker.runtime.files import remove_unfinished
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
@@ -281,9 +282,8 @@ def own_folder(folder: Path) -> Generator[None]:
                 f"{lock_holder(folder, 'train')} is training in {folder}. Wait until it ends or stop it, "
                 "or give another training.run_dir"
             )
-        for entry in [*folder.glob(".*.part"), *folder.glob("checkpoints/.*.part")]:
-            with suppress(OSError):
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        remove_unfinished(folder)
+        remove_unfinished(folder / "checkpoints")
         yield
 
 

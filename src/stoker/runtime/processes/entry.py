@@ -8,7 +8,6 @@ own fork and exec; a preloaded process may be older than a change of these.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
 import os
 import resource
@@ -24,12 +23,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+from stoker.runtime.libc import tie_to_parent
 from stoker.runtime.processes.heartbeat import BeatPage
 from stoker.runtime.processes.wire import Frame, Parser
 
 STACK_SIGNAL = signal.SIGUSR1
 """At this signal a child writes the stacks of its threads, without the interpreter's help."""
-_PR_SET_PDEATHSIG = 1
 _NO_RESET = {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGXFSZ}
 """Cannot be set; or ignored by every Python, so that writing raises instead."""
 
@@ -108,13 +107,6 @@ def run_and_exit(fds: list[int], *, parent: int) -> NoReturn:
         os._exit(code)
 
 
-def tie_to_parent(parent: int, number: signal.Signals) -> None:
-    """Have the kernel send a signal to this process when process `parent` ends; exit if it has."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(0)
-
-
 def use_one_thread() -> None:
     """Have torch, loaded by now or later, and what is started from here compute with one thread."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -135,7 +127,7 @@ def limit_memory(size_bytes: int) -> None:
 
 def _tie(parent: int, number: int) -> None:
     if number and sys.platform == "linux":
-        tie_to_parent(parent, signal.Signals(number))
+        tie_to_parent(signal.Signals(number), parent)
 
 
 def _reset_signals(stack_fd: int) -> None:

@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from stoker.errors import StokerError
+from stoker.runtime.files import PendingFile, write_file
 from stoker.store.mirror.block_map import BLOCK_BYTES
 from stoker.store.mirror.place import Place
 from stoker.store.mirror.stand import mark_whole, remove_stand
-from stoker.store.pending import LocalPending, put_file
 from stoker.store.protocols import SOURCES_FILE, Buffer
 from stoker.store.remote import ChangedError, Expected, Object
 from stoker.units import KIB
@@ -126,8 +126,8 @@ class Names:
         return MirrorPending(self, self._place, name)
 
     def _keep(self, name: str, data: bytes, etag: str) -> None:
-        put_file(self._place.path / name, data)
-        put_file(self._place.path / f"{ETAG_PREFIX}{name}", etag.encode())
+        write_file(self._place.path / name, data)
+        write_file(self._place.path / f"{ETAG_PREFIX}{name}", etag.encode())
 
     def _etag(self, name: str) -> str:
         with suppress(FileNotFoundError):
@@ -147,7 +147,7 @@ class MirrorPending:
 
     def __init__(self, names: Names, place: Place, name: str) -> None:
         self._names, self._place, self._name = names, place, name
-        self._pending = LocalPending(place.path, name)
+        self._pending = PendingFile(place.path, name)
 
     def write_at(self, offset: int, data: Buffer) -> None:
         """Write all of `data` at `offset`."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from stoker.errors import CorruptError, FormatError, IncompleteError, StalledError
 from stoker.runtime.disk import explained
-from stoker.runtime.files import make_folder, publish
+from stoker.runtime.files import make_folder, publish, write_file
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.runtime.threads import map_in_order
 from stoker.store.cache import Cache, open_unnoted
@@ -24,7 +24,6 @@ from stoker.store.mirror.attach import attach
 from stoker.store.mirror.folder import MirrorFolder
 from stoker.store.mirror.space import MAP_PREFIX
 from stoker.store.mirror.transfer import AT_ONCE, Listen, Progress, TransferReport, Wanted
-from stoker.store.pending import put_file
 from stoker.store.protocols import SOURCES_FILE
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
 from stoker.store.remote import local_path
@@ -88,7 +87,7 @@ def _pull(url: str, cache_dir: Path, wanted: Wanted, listen: Listen | None) -> t
     target = cache_dir / source.path.parent.name / source.path.name
     target.mkdir(mode=0o700, parents=True, exist_ok=True)
     report = TransferReport(url=mirror.url_of(""), path=str(target))
-    put_file(target / RECIPE_FILE, (source.path / RECIPE_FILE).read_bytes())
+    write_file(target / RECIPE_FILE, (source.path / RECIPE_FILE).read_bytes())
     with maintaining(target):
         _bring_shards(_Pull(source, mirror, target), names, report, listen)
         _bring_small(source, mirror, target)
@@ -148,7 +147,7 @@ def _bring_small(source: Cache, mirror: MirrorFolder, target: Path) -> None:
     storage = LocalStorage(source.path)
     for name in storage.list():
         if name == SOURCES_FILE or name.startswith("failures-"):
-            put_file(target / name, storage.read(name, limit_bytes=1 << 30))
+            write_file(target / name, storage.read(name, limit_bytes=1 << 30))
     bring_weights(source.recipe, mirror.root.path, target.parent.parent)
 
 

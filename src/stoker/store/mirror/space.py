@@ -6,8 +6,6 @@ never too low; each clean-up counts again what is really there.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import logging
 import os
 import struct
@@ -19,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, CorruptError, StalledError
+from stoker.runtime.libc import punch_hole
 from stoker.runtime.locks import lock_range
 from stoker.store.mirror.block_map import ABSENT, COMING, HERE, BlockMap, runs
 from stoker.units import format_bytes
@@ -29,28 +28,6 @@ MAP_PREFIX = ".map-"
 SLACK = 0.1
 """A clean-up frees this part of the limit more than is needed: it looks at every block that is here."""
 WAIT_S = 60.0
-KEEP_SIZE_PUNCH_HOLE = 0x01 | 0x02
-
-
-@functools.cache
-def _fallocate() -> Callable[..., int] | None:
-    try:
-        function = ctypes.CDLL(None, use_errno=True).fallocate64
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    return function
-
-
-def punch(fd: int, begin: int, end: int) -> None:
-    """Give the bytes `begin:end` of a file back to the file system; they read as zeros.
-
-    Raises:
-        OSError: It cannot do that.
-    """
-    call = _fallocate()
-    if call is None or call(fd, KEEP_SIZE_PUNCH_HOLE, begin, end - begin):
-        raise OSError(ctypes.get_errno(), "the file system gives no part of a file back")
 
 
 def require_holes(folder: Path) -> None:
@@ -63,7 +40,7 @@ def require_holes(folder: Path) -> None:
     fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.pwrite(fd, bytes(8192), 0)
-        punch(fd, 0, 4096)
+        punch_hole(fd, 0, 4096)
     except OSError as error:
         raise ConfigError(
             f"the file system of {folder} cannot give back parts of files, so mirror_bytes cannot be kept "
@@ -180,7 +157,7 @@ class Space:
                 with lock_range(path, first, last, timeout_s=0) as got:
                     if got:
                         blocks.drop(first, last)
-                        punch(data, *blocks.extent(first, last))
+                        punch_hole(data, *blocks.extent(first, last))
                         gone += (last - first) * blocks.block_bytes
         except OSError as error:
             log.warning("%s: %s", path, error)

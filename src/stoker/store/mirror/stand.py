@@ -11,10 +11,10 @@ from pathlib import Path
 
 from stoker.errors import CorruptError
 from stoker.runtime.disk import explained
+from stoker.runtime.files import PendingFile
 from stoker.store.local import LocalFile
 from stoker.store.mirror.block_map import BlockMap, new_map
 from stoker.store.mirror.space import MAP_PREFIX
-from stoker.store.pending import LocalPending
 from stoker.store.protocols import Buffer
 from stoker.store.remote import Object
 
@@ -59,7 +59,7 @@ class Stand:
 def make_stand(folder: Path, found: Object, *, block_bytes: int) -> None:
     """Make a file that stands for an object, with nothing of it here. Call it under the folder's lock."""
     remove_stand(folder, found.name)
-    pending = LocalPending(folder, found.name)
+    pending = PendingFile(folder, found.name)
     try:
         pending.truncate(found.bytes)
         pending.show()
@@ -82,7 +82,7 @@ def remove_stand(folder: Path, name: str) -> None:
 
 
 def _put_map(folder: Path, name: str, data: bytes) -> None:
-    pending = LocalPending(folder, f"{MAP_PREFIX}{name}")
+    pending = PendingFile(folder, f"{MAP_PREFIX}{name}")
     try:
         pending.write_at(0, data)
         pending.show()

@@ -13,11 +13,10 @@ from typing import TypeAlias, TypeVar
 
 from stoker.errors import FormatError, ReadOnlyError
 from stoker.runtime.disk import READ_ONLY_ERRNOS, explained
-from stoker.runtime.files import make_folder
+from stoker.runtime.files import PendingFile, make_folder
 from stoker.runtime.locks import lock_folder
 from stoker.runtime.threads import Pool, ending
 from stoker.store.local import LocalFile
-from stoker.store.pending import LocalPending
 from stoker.store.protocols import Buffer
 from stoker.store.remote.protocol import ChangedError, Expected, Object, PassingError
 from stoker.store.use import INDEX_WAIT_S
@@ -195,7 +194,7 @@ class FolderRemote:
 
     @staticmethod
     def _write(path: Path, data: bytes | Path, tell: Tell) -> str:
-        pending = LocalPending(path.parent, path.name)
+        pending = PendingFile(path.parent, path.name)
         try:
             if isinstance(data, bytes):
                 pending.write_at(0, data)
