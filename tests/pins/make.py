@@ -14,16 +14,27 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+from tests.pins import commands
 from tests.pins.golden import save
 
-KINDS = ("fingerprints", "identities", "orders", "batches", "states")
+KINDS = (
+    *("fingerprints", "identities", "orders", "batches", "states", "files"),
+    *("commands", "long_commands"),
+)
+
+
+def values(kind: str) -> Mapping[str, Any]:
+    """Return the values of one kind as they are now."""
+    if kind in ("commands", "long_commands"):
+        return commands.run_all(commands.STEPS if kind == "commands" else commands.LONG_STEPS)
+    cases: Mapping[str, Callable[[], Any]] = import_module(f"tests.pins.{kind}").CASES
+    return {name: make() for name, make in cases.items()}
 
 
 def main(kinds: list[str]) -> None:
     """Write these kinds, or all."""
     for kind in kinds or KINDS:
-        cases: Mapping[str, Callable[[], Any]] = import_module(f"tests.pins.{kind}").CASES
-        save(kind, {name: make() for name, make in cases.items()})
+        save(kind, values(kind))
 
 
 if __name__ == "__main__":
