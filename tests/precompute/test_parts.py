@@ -11,16 +11,16 @@ import pytest
 from stoker.errors import ConfigError, EncoderError
 from stoker.precompute import Deadlines
 from stoker.precompute.arena import Arena
-from stoker.runtime.processes.heartbeat import BeatPage
 from stoker.precompute.fill import SampleFault
 from stoker.precompute.layout import ALIGNMENT, layout_from_json, plan_layout, slot_size
 from stoker.precompute.ledger import Ledger
 from stoker.precompute.live import LiveProgress
-from stoker.runtime.processes.oom import oom_kills
 from stoker.precompute.pace import Pace
 from stoker.precompute.parcel import ReaderView
 from stoker.precompute.progress import LineProgress, Snapshot, automatic
 from stoker.precompute.space import needed_bytes
+from stoker.runtime.processes.heartbeat import BeatPage
+from stoker.runtime.processes.oom import oom_kills
 from stoker.schema import Field
 
 MIB = 1024**2

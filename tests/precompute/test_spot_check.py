@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from stoker.precompute import EncodeFiller, PrecomputeSettings, guarded, run_precompute
-from stoker.runtime.processes.heartbeat import BeatPage
 from stoker.precompute.spot_check import SpotChecks, distance
+from stoker.runtime.processes.heartbeat import BeatPage
 from stoker.store import Cache, Folder
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource, RaggedSource

@@ -16,9 +16,9 @@ import torch
 import stoker
 from stoker.errors import Interrupted, StalledError
 from stoker.precompute import Deadlines, PrecomputeSettings, guarded, run_precompute, stages, watchdog
-from stoker.runtime.processes.heartbeat import BeatPage
 from stoker.precompute.encode import GroupEncoder
 from stoker.precompute.filler import recipe_of
+from stoker.runtime.processes.heartbeat import BeatPage
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 
