@@ -26,6 +26,7 @@ from stoker.loader.outputs import check_dtype, check_names
 from stoker.plan.devices import encode_on, resolve_device
 from stoker.precompute.engine import precompute as fill_cache
 from stoker.precompute.in_memory import MemoryFolder
+from stoker.runtime.processes.child import LIGHT, TORCH, preload
 from stoker.schema import Schema
 from stoker.sources.protocol import Source
 from stoker.sources.torch_dataset import TorchSource
@@ -88,6 +89,8 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     _check_loader(batch_size, loader)
     own: dict[str, Any] = {"identity": identity, "random": random, "text": text, "time": time}
     source = _as_source(dataset, own)
+    if cache_dir is None or not Path(cache_dir, name or name_of(dataset)).exists():
+        _preload(source, encoding)  # while items are probed here
     encoder = _as_encoder(encoder, source)
     if loader.get("windows") is None and "index" in source.schema():
         check_names(source.schema() if encoder is None else encoder.schema(source.schema()))
@@ -96,6 +99,12 @@ def cached(  # noqa: PLR0913 - the public face; every setting is named by the ca
     if cache_dir is None:
         return _in_memory(source, encoder, encoding, own)
     return Loader(fill_cache(source, encoder, here(cache_dir, must_exist=False), **encoding), **own)
+
+
+def _preload(source: Source, encoding: Mapping[str, Any]) -> None:
+    """Start to import what readers need, unless this process is to read by itself."""
+    if encoding.get("readers") != 0:
+        preload(TORCH if isinstance(source, TorchSource) else LIGHT)
 
 
 def _in_memory(

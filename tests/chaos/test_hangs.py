@@ -211,7 +211,8 @@ def test_a_reader_that_outlives_its_killed_caller_does_not_block_the_next_run(tm
     words = [sys.executable, "-m", "tests.precompute.run_once", str(tmp_path), "60", "1", "0.1"]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
         wait_until(lambda: list(tmp_path.glob("c/*/shard-*.safetensors")), 60)
-        children = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+        (server,) = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+        children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
         (freezer / "tasks").write_text(children[0])
         first.send_signal(signal.SIGKILL)
     assert children[0] in (freezer / "tasks").read_text().split()

@@ -103,7 +103,9 @@ class FakeSource:
             (Path(self.marker) / f"started-{child.pid}").write_text(str(child.pid))
             time.sleep(3600)
         if fault == "nonsense":
-            os.write(int(sys.argv[1]), struct.pack("<IQ", 3, 0) + b"]]]")
+            fds = map(int, os.listdir("/proc/self/fd"))
+            sock = next(fd for fd in fds if "/socket:" in os.path.realpath(f"/proc/self/fd/{fd}"))
+            os.write(sock, struct.pack("<IQ", 3, 0) + b"]]]")
             time.sleep(3600)
         if fault == "exit0":
             os._exit(0)

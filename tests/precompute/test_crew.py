@@ -58,7 +58,7 @@ def without_leftovers() -> bool:
 
 def encoders_of(process: psutil.Process) -> list[psutil.Process]:
     found: list[psutil.Process] = []
-    for child in process.children():
+    for child in process.children(recursive=True):
         with suppress(psutil.Error):
             if "stoker.precompute.device_process" in child.cmdline():
                 found.append(child)

@@ -32,10 +32,10 @@ def readers_of(pid):
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
+            words = (entry / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
         except OSError:
             continue
-        if b"stoker.precompute.reader" in words and words[-2] == str(pid).encode():
+        if b"stoker.precompute.reader" in words and words[-1] == str(pid).encode():
             found.append(int(entry.name))
     return found
 

@@ -17,10 +17,10 @@ from stoker.precompute import (
     PrecomputeSettings,
     limits,
     pace,
-    process,
     roster,
     run_precompute,
 )
+from stoker.runtime.processes import child
 from tests.precompute.broken_sources import BreaksAtUnpickling, LoadsOnce
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import ChattySource, FakeSource, TorchLater, TorchWatcher
@@ -232,15 +232,15 @@ def target(descriptor):
 def refuse_all_but(monkeypatch, allowed):
     """The system starts `allowed` readers and no more; returns the tries."""
     tries = []
-    spawn = process._spawn
+    start = child._started
 
     def limited(*arguments):
         tries.append(arguments)
         if len(tries) > allowed:
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-        return spawn(*arguments)
+        return start(*arguments)
 
-    monkeypatch.setattr(process, "_spawn", limited)
+    monkeypatch.setattr(child, "_started", limited)
     return tries
 
 

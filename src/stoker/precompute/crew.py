@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import select
-import sys
+import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from stoker.precompute.exchange import Exchange
 from stoker.precompute.fill import SampleFault
 from stoker.precompute.ledger import Ledger
 from stoker.precompute.parcel import Feed, Parcel
-from stoker.precompute.process import Child
+from stoker.precompute.process import LoggedChild
 from stoker.precompute.queue import GroupWork, WorkQueue
 from stoker.runtime.processes.output import Drain
 from stoker.runtime.processes.wire import Frame
@@ -174,7 +174,7 @@ class Crew:
         self._epoll.register(child.channel, select.EPOLLIN)
         self._epoll.register(child.pidfd, select.EPOLLIN)
 
-    def _end(self, device: _Device, child: Child, *, keep_log: bool) -> None:
+    def _end(self, device: _Device, child: LoggedChild, *, keep_log: bool) -> None:
         """Kill a process and let its descriptors go; one that cannot be killed is left behind."""
         self._used_s += child.processor_s()
         self._epoll.unregister(child.channel)
@@ -184,7 +184,7 @@ class Crew:
             log.warning("the encoder on %s (%s) cannot be ended", device.name, child.kernel_view())
         device.stop(keep_log=keep_log)
 
-    def _take_in(self, device: _Device, child: Child) -> None:
+    def _take_in(self, device: _Device, child: LoggedChild) -> None:
         ended = child.ended()  # looked at first: what it sent before its end is in the socket by then
         child.channel.flush()
         for frame in child.channel.receive():
@@ -198,14 +198,14 @@ class Crew:
         if ended:
             tail = child.tail()
             said = f"; its last output: {tail.splitlines()[-1][:200]}" if tail else ""
-            self._lose(device, child, DeviceError(f"its process {child.death()}{said}"))
+            self._lose(device, child, DeviceError(f"its process {child.exit}{said}"))
             return
-        beat = child.beat.look()
+        beat = child.heartbeat.look()
         since = beat.time_ns / 1e9 or device.begun
         limit_s = beat.limit_s if beat.time_ns else self._equipment.start_s
         if limit_s and time.monotonic() - since > limit_s:
-            child.ask_for_stacks()  # its handler writes them without the interpreter's help
-            if not _gone(child, _DUMP_S) and child.beat.look().time_ns == beat.time_ns:
+            child.request_stacks()  # its handler writes them without the interpreter's help
+            if not _gone(child, _DUMP_S) and child.heartbeat.look().time_ns == beat.time_ns:
                 text = f'it made no progress for {limit_s:g} s in stage "{beat.stage}"'
                 self._lose(device, child, StalledError(text))
 
@@ -226,13 +226,13 @@ class Crew:
             self._tries.pop(work.key, None)
             self._queue.done()
 
-    def _failed(self, device: _Device, child: Child, frame: Frame) -> None:
+    def _failed(self, device: _Device, child: LoggedChild, frame: Frame) -> None:
         kind = getattr(errors, frame["error"], StokerError)
         if kind not in OWN_FAULTS:
             raise kind(f"the encoder on {device.name}: {frame['message']}")
         self._lose(device, child, kind(frame["message"]))
 
-    def _lose(self, device: _Device, child: Child, error: StokerError) -> None:
+    def _lose(self, device: _Device, child: LoggedChild, error: StokerError) -> None:
         """Do without a process: say why, have its groups read again, and start another unless that is vain.
 
         Raises:
@@ -288,7 +288,7 @@ class _Device:
 
     def __init__(self, name: str, place: int) -> None:
         self.name = name
-        self.child: Child | None = None
+        self.child: LoggedChild | None = None
         self.shared: list[Exchange] = []
         """Desks with samples, then desks with records."""
         self.ready = False
@@ -310,7 +310,7 @@ class _Device:
         """Whether a desk is free."""
         return len(self.held) < DESKS
 
-    def start(self, equipment: Equipment, drain: Drain) -> Child:
+    def start(self, equipment: Equipment, drain: Drain) -> LoggedChild:
         """Start its process.
 
         Raises:
@@ -321,12 +321,13 @@ class _Device:
         shared = [Exchange.create() for _ in range(2 * DESKS)]
         fds = [exchange.fd for exchange in shared]
         try:
-            child = Child(
-                "stoker.precompute.device_process",
+            child = LoggedChild(
+                "stoker.precompute.device_process:serve",
                 fds,
                 what=f"a process to encode on {self.name}",
                 log=equipment.logs / name,
                 drain=drain,
+                death_signal=signal.SIGTERM,
             )
         except BaseException:
             for exchange in shared:
@@ -335,7 +336,6 @@ class _Device:
         self.child, self.shared, self.ready, self.begun = child, shared, False, time.monotonic()
         frame = {
             "kind": "start",
-            "sys_path": [entry or str(Path.cwd()) for entry in sys.path],
             "threads": torch.get_num_threads(),
             "device": self.name,
             "limit_s": equipment.limit_s,
@@ -346,7 +346,7 @@ class _Device:
     def stop(self, *, keep_log: bool) -> None:
         """Let everything of its process go."""
         assert self.child is not None
-        self.child.close(keep_log=keep_log)
+        self.child.discard(keep_log=keep_log)
         for exchange in self.shared:
             exchange.close()
         self.child, self.shared, self.ready = None, [], False
@@ -387,7 +387,7 @@ class _Device:
         )
 
 
-def _gone(child: Child, timeout_s: float) -> bool:
+def _gone(child: LoggedChild, timeout_s: float) -> bool:
     poller = select.poll()
     poller.register(child.pidfd, select.POLLIN)
     poller.poll(timeout_s * 1000)

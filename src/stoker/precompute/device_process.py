@@ -7,8 +7,6 @@ under a guardian does: whoever started it kills it when it hangs, and goes on wi
 from __future__ import annotations
 
 import os
-import socket
-import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass
@@ -29,6 +27,7 @@ from stoker.precompute.parcel import Parcel
 from stoker.precompute.precision import full_precision
 from stoker.precompute.queue import GroupWork
 from stoker.runtime.libc import keep_freed_memory
+from stoker.runtime.processes.entry import Connection
 from stoker.runtime.processes.wire import Frame, ReaderChannel
 from stoker.schema import Schema
 from stoker.store import Recipe
@@ -51,27 +50,24 @@ class Task:
     nan: str
 
 
-def main(arguments: list[str]) -> int:
-    """Encode until the caller closes its end; arguments are descriptors and the parent's process id."""
+def serve(connection: Connection) -> int:
+    """Encode until the caller closes its end."""
     keep_freed_memory()  # before there are threads
-    socket_fd, page_fd, *shared, stack_fd, parent = map(int, arguments)
     notes_fd = os.memfd_create("stoker-notes", os.MFD_CLOEXEC)
     attach(
         Lifeline(
-            page_fd=page_fd,
-            stack_fd=stack_fd,
+            page_fd=connection.heartbeat.fd,
+            stack_fd=connection.stack_fd,
             notes_fd=notes_fd,
-            parent=parent,
+            parent=os.getppid(),
             started_ns=time.monotonic_ns(),
         )
     )
-    for fd in (socket_fd, *shared):
-        os.set_inheritable(fd, False)  # what the encoder starts must not hold them
-    channel = ReaderChannel(socket.socket(fileno=socket_fd))
+    channel = ReaderChannel(connection.socket)
     try:
         start = channel.next()
         if start is not None:
-            _work(channel, start, [Exchange(fd) for fd in shared])
+            _work(channel, start, [Exchange(fd) for fd in connection.shared])
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the caller is gone
     except StokerError as error:
@@ -87,7 +83,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _work(channel: ReaderChannel, start: Frame, shared: list[Exchange]) -> None:
-    sys.path[:] = start["sys_path"]
     torch.set_num_threads(start["threads"])  # what one process would encode with: the bits may depend on it
     task: Task = cloudpickle.loads(start["payload"])
     device = torch.device(start["device"])
@@ -152,7 +147,3 @@ def put_records(
         if value.numel():
             np.copyto(arrays[name].reshape(-1).view(np.uint8), np.asarray(view_bytes(value.reshape(-1))))
     return {name: list(value.shape) for name, value in whole.items()}
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

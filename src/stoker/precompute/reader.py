@@ -1,4 +1,4 @@
-"""The reader process: `python -m stoker.precompute.reader SOCKET BEAT ARENA STACK PARENT`.
+"""The reader process: what a child of a run does.
 
 It unpickles the source that comes over its private socketpair, reads the groups it is given into free slots
 of its arena, and says so. It decides nothing: retries, quarantine and deadlines are the caller's. It ends at
@@ -7,11 +7,6 @@ end of file on the socket, or with its parent. Torch is imported only if unpickl
 
 from __future__ import annotations
 
-import faulthandler
-import os
-import signal
-import socket
-import sys
 import traceback
 from collections import deque
 from dataclasses import asdict
@@ -30,7 +25,7 @@ from stoker.precompute.fill import (
     pad_steps,
 )
 from stoker.precompute.layout import layout_from_json
-from stoker.runtime.libc import tie_to_parent
+from stoker.runtime.processes.entry import Connection, use_one_thread
 from stoker.runtime.processes.heartbeat import BeatPage
 from stoker.runtime.processes.wire import Frame, ReaderChannel
 from stoker.schema import Sample
@@ -167,23 +162,20 @@ def _plain(faults: list[SampleFault]) -> list[dict[str, Any]]:
     return [asdict(fault) for fault in faults]
 
 
-def main(arguments: list[str]) -> int:
-    """Run one reader; arguments are four descriptors and the parent's process id."""
-    socket_fd, beat_fd, arena_fd, stack_fd, parent = (int(text) for text in arguments)
-    tie_to_parent(signal.SIGKILL, parent)  # even in the middle of a read
-    _one_thread()
-    for fd in (socket_fd, beat_fd, arena_fd, stack_fd):
-        os.set_inheritable(fd, False)  # what the source starts must not hold them
-    faulthandler.enable(file=stack_fd)  # not standard error, whose pipe may be full
-    faulthandler.register(signal.SIGUSR1, file=stack_fd, all_threads=True, chain=False)
-    channel = ReaderChannel(socket.socket(fileno=socket_fd))
-    beat = BeatPage(beat_fd)
+def serve(connection: Connection) -> int:
+    """Run one reader, until the caller is gone.
+
+    Torch, whenever the source imports it, begins with one thread, as `InProcess` reads: readers share the
+    cores with the encoder. Numpy has read its own settings by now and keeps its threads.
+    """
+    use_one_thread()
+    channel, beat = ReaderChannel(connection.socket), connection.heartbeat
+    (arena_fd,) = connection.shared
     try:
         start = channel.next()
         if start is None:
             return 0
         beat.write("start")
-        sys.path[:] = start["sys_path"]
         confine_sources(start["confined"])
         layout = layout_from_json(start["layout"])
         source = cloudpickle.loads(start["payload"])
@@ -197,16 +189,3 @@ def main(arguments: list[str]) -> int:
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the caller is gone, and so is the reason to read
     return 0
-
-
-def _one_thread() -> None:
-    """Have torch, whenever the source imports it, begin with one thread, as `InProcess` reads.
-
-    Readers share the cores with the encoder. Numpy has read its own settings by now and keeps its threads.
-    """
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.putenv(name, "1")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

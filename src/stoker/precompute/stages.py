@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -38,6 +36,7 @@ from stoker.precompute.supervisor import Supervisor
 from stoker.precompute.unchanged import Unchanged, digested_files
 from stoker.precompute.watchdog import EncodeWatchdog
 from stoker.precompute.write_thread import WriteThread
+from stoker.runtime.processes.child import LIGHT, TORCH
 from stoker.runtime.processes.output import Drain
 from stoker.sources.files import confined_sources
 from stoker.sources.protocol import Locating, Source
@@ -172,13 +171,21 @@ class Bench:
         payload = packed(self._reading)
         frame = {
             "kind": "start",
-            "sys_path": [entry or str(Path.cwd()) for entry in sys.path],
             "confined": confined_sources(),
             "layout": self._layout.to_json(),
             "offsets": list(self._parts.offsets),
             "nan": self.settings.nan,
         }
-        return Launch(payload=payload, frame=frame, layout=self._layout, logs=self.logs, drain=Drain())
+        # What a pickle names it will import. A reader that needs torch all the same imports it by itself.
+        modules = TORCH if b"torch" in payload else LIGHT
+        return Launch(
+            payload=payload,
+            frame=frame,
+            layout=self._layout,
+            logs=self.logs,
+            drain=Drain(),
+            modules=modules,
+        )
 
     def _make_logs(self) -> None:
         """The folder for readers' output; what is left there from more than a day ago goes."""

@@ -14,7 +14,7 @@ from stoker.precompute.arena import Arena
 from stoker.precompute.layout import Layout
 from stoker.precompute.parcel import ReaderView
 from stoker.precompute.patience import Patience
-from stoker.precompute.process import Child, Launch
+from stoker.precompute.process import Launch, LoggedChild
 from stoker.precompute.queue import GroupWork
 from stoker.precompute.settings import Deadlines
 from stoker.runtime.processes.heartbeat import Beat
@@ -65,17 +65,18 @@ class Worker:
         self.arena = _arena(launch.layout)
         log = launch.logs / f"reader-{number}-{os.getpid()}.txt"
         try:
-            self.process = Child(
-                "stoker.precompute.reader",
+            self.process = LoggedChild(
+                "stoker.precompute.reader:serve",
                 (self.arena.fd,),
                 what="a reader process",
                 log=log,
                 drain=launch.drain,
+                modules=launch.modules,
             )
         except BaseException:
             self.arena.close()
             raise
-        self.channel, self.beat = self.process.channel, self.process.beat
+        self.channel, self.beat = self.process.channel, self.process.heartbeat
         self.channel.send(launch.frame, launch.payload)
         self._loaded = False
         self._since = self._moved = time.monotonic()
@@ -173,7 +174,7 @@ class Worker:
             cause=f"reader {self.number} made no progress for {limit_s:g} s {where} "
             f"({self.process.kernel_view()})",
         )
-        self.process.ask_for_stacks()
+        self.process.request_stacks()
         self.state, self.until = "dumping", now + DUMP_S
 
     def dismiss(self, loss: Loss | None = None) -> Loss | None:
@@ -194,7 +195,7 @@ class Worker:
         busy = beat.stage in ("open", "read")
         where = f' in stage "{beat.stage}"' if busy else ""
         tail = self.process.tail()
-        cause = f"reader {self.number} (process {self.process.pid}) {self.process.death()}{where}"
+        cause = f"reader {self.number} (process {self.process.pid}) {self.process.exit}{where}"
         return Loss(
             stage=beat.stage,
             number=beat.number if busy else -1,
@@ -204,7 +205,7 @@ class Worker:
     def close(self) -> None:
         """Let descriptors go; the log stays if the reader was lost."""
         self.arena.close()
-        self.process.close(keep_log=self.failed)
+        self.process.discard(keep_log=self.failed)
 
 
 def _arena(layout: Layout) -> Arena:

@@ -327,7 +327,9 @@ class _Spawned:
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process, self.pid = process, process.pid
-        self.pidfd = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else -1
+        self.pidfd = -1
+        with suppress(AttributeError, OSError):  # not on macOS, nor in every sandbox
+            self.pidfd = os.pidfd_open(self.pid)
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)

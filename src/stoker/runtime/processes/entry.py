@@ -78,6 +78,7 @@ def run(fds: list[int], *, parent: int) -> int:
     os.close(output_fd)
     _reset_signals(stack_fd)
     _take_over(plan, folder_fd)
+    _name_process(plan)
     target, payload = _target(plan)
     connection = Connection(
         socket=socket.socket(fileno=socket_fd),
@@ -165,6 +166,18 @@ def _take_over(plan: Frame, folder_fd: int) -> None:
         from multiprocessing import spawn
 
         spawn.prepare(plan["main"])
+
+
+def _name_process(plan: Frame) -> None:
+    """Show in `ps`, /proc and `sys.argv` what this process runs and for whom, not what it was forked from."""
+    words = [plan["target"].partition(":")[0] or "child", str(plan["owner"])]
+    sys.argv[:] = words
+    sys.orig_argv[:] = [sys.executable, "-m", *words]
+    with suppress(OSError, ValueError):  # the kernel shows the memory that the words were handed over in
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = int(fields[45]), int(fields[46])
+        title = "\0".join(sys.orig_argv).encode()[: max(0, end - start - 1)]
+        ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
 
 
 def _target(plan: Frame) -> tuple[Target, bytes]:

@@ -113,6 +113,8 @@ class Preloaded:
                 self._control.close()
                 self._control = None
             if self._process is not None:
+                if not self._ready:  # at its imports, without a child
+                    self._process.kill()
                 try:
                     self._process.wait(_END_S)
                 except subprocess.TimeoutExpired:
@@ -139,9 +141,15 @@ class Preloaded:
             fd = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 3)
         try:
             if self._error_fd < 0:
-                self._error_fd = anonymous_file("stoker-preloaded")
+                self._error_fd = anonymous_file("preloaded-log")
             os.ftruncate(self._error_fd, 0)
-            words = ["stoker.runtime.processes.server", "serve", str(fd), str(os.getpid()), *self._modules]
+            words = [
+                "stoker.runtime.processes.server",
+                "serve",
+                str(fd),
+                str(os.getpid()),
+                ",".join(self._modules),
+            ]
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", *words],
                 stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""The preloaded process: `python -m stoker.runtime.processes.server serve SOCKET OWNER MODULE...`.
+"""The preloaded process: `python -m stoker.runtime.processes.server serve SOCKET OWNER MODULE,...`.
 
 It imports the modules, and then forks a child for each request. It runs no code of the user, has one thread
 and no CUDA context, so what a fork inherits is whole. It ends when its owner does, and its children with it:
@@ -179,7 +179,7 @@ def main(words: list[str]) -> int:
     """Serve, or run one child."""
     if words[0] == "run":
         return entry.run([int(word) for word in words[2:]], parent=int(words[1]))
-    serve(int(words[1]), int(words[2]), words[3:])
+    serve(int(words[1]), int(words[2]), words[3].split(","))
     return 0
 
 
