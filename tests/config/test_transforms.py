@@ -18,16 +18,21 @@ def test_transforms_are_read_and_read_back() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("[{kind: flop}]", r"entry 0 is of kind 'flop', .* \(did you mean flip\?\)"),
+        ("[{kind: flop}]", r'entry 0: kind: "flop" is given. .* \(did you mean flip\?\)'),
         (
             "[{kind: flip}, {kind: flip, axs: 1}]",
-            r"entry 1: axs is not a setting of flip \(did you mean axis",
+            r"entry 1: axs: no field has this name \(did you mean axis",
         ),
-        ("[{kind: roll, zzz: 1}]", r"zzz is not a setting of roll \(there are: fields, axes\)"),
-        ("[{axis: -1}]", "entry 0 has no kind. Expected a mapping with kind: one of flip, roll"),
-        ("[flip]", "entry 0 has no kind"),
-        ("[{kind: flip, axis: 1}]", r"entry 0: flip\.axis: .* less than 0"),
-        ("[{kind: crop}]", r"entry 0: crop\.size: Field required"),
+        ("[{kind: roll, zzz: 1}]", r"zzz: no field has this name \(there are: fields, kind, axes\)"),
+        ("[{axis: -1}]", "entry 0: kind: it is missing. Expected crop, flip, noise, normalize or roll"),
+        ("[flip]", 'entry 0: "flip" is given. Expected an object with a kind: crop, flip'),
+        ("[{kind: flip, axis: 1}]", r"entry 0: axis: 1 is given. Expected a whole number at most -1"),
+        ("[{kind: crop}]", r"entry 0: size: it is missing. Expected a whole number"),
+        (
+            "[{kind: crop, size: [4, 0]}]",
+            r"entry 0: size.1: 0 is given. Expected a whole number of at least 1",
+        ),
+        ("[{kind: noise, std: []}]", r"entry 0: std: an empty list is given. Expected a number, or a list"),
         ("flip", 'transforms is "flip". Expected a list, each with a kind: crop, flip'),
     ],
 )

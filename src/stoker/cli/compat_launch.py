@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 LIST_S = 600.0
 ENV_FILE = Path(".env")
 
+EnvFile = Annotated[Path, typer.Option(readable=False, help="Variables that are not exported.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show it, and send nothing.")]
 
 
@@ -181,9 +182,7 @@ def fetch_datasets_b2(
     to: Annotated[
         Path | None, typer.Option(metavar="DIR", readable=False, help="Default: DATA_ROOT.")
     ] = None,
-    env_file: Annotated[
-        Path, typer.Option(readable=False, help="Variables that are not exported.")
-    ] = ENV_FILE,
+    env_file: EnvFile = ENV_FILE,
     dry_run: DryRun = False,
     as_json: Json = False,
     debug: Debug = False,
@@ -217,9 +216,7 @@ def setup_vast_data(
     root: Annotated[
         Path | None, typer.Argument(metavar="DIR", readable=False, help="Default: data/pdebench.")
     ] = None,
-    env_file: Annotated[
-        Path, typer.Option(readable=False, help="Variables that are not exported.")
-    ] = ENV_FILE,
+    env_file: EnvFile = ENV_FILE,
     dry_run: DryRun = False,
     as_json: Json = False,
     debug: Debug = False,

@@ -31,7 +31,7 @@ from stoker.config.models import Config
 from stoker.config.names import all_sections, all_settings, as_name, nearest, shown
 from stoker.config.stages import ONLY_IN, StageConfig, Stages
 from stoker.config.tasks import blocks_of, check_weights, task_settings, unused_blocks
-from stoker.config.transforms import explain_step
+from stoker.config.transforms import Steps
 from stoker.config.wrong_fields import schema_of, wrong_fields
 from stoker.errors import ConfigError
 from stoker.sources.sql.address import has_password
@@ -363,23 +363,25 @@ def _explain(error: ValidationError, merged: Mapping[str, object], file: Layer, 
         )
         from_command = any(key == name or _mapping_of(key) == name for key in command.values)
         layer = command if from_command else file
-        detail = explain_step(problem) if name == "training.transforms" else None
-        if name == "stages":
-            detail = _explain_stage(problem)
+        detail = _explain_entry(problem, name) if name in _ENTRIES else None
         lines[name] = f"{layer.where}: {layer.spelled.get(name, name)} " + (
             f"is {shown(merged[name])}. Expected {all_settings()[name].expects}" if detail is None else detail
         )
     return list(lines.values())
 
 
-def _explain_stage(problem: Mapping[str, Any]) -> str | None:
-    """What is wrong with one stage, from an error of pydantic; None where it is the list that is wrong."""
-    place = problem["loc"][1:]
+def _explain_entry(problem: Mapping[str, Any], name: str) -> str | None:
+    """What is wrong with one entry of a list, from an error of pydantic; None where it is the list itself."""
+    place = problem["loc"][name.count(".") + 1 :]
     if not place and problem["type"] != "value_error":
         return None
-    ((path, detail),) = wrong_fields([{**problem, "loc": place}], schema_of(Stages))
+    ((path, detail),) = wrong_fields([{**problem, "loc": place}], schema_of(_ENTRIES[name]))
     entry, _, field = path.partition(".")
     return ": ".join([f"entry {entry}" if entry else "holds a wrong name", *filter(None, [field]), detail])
+
+
+_ENTRIES: Mapping[str, Any] = {"stages": Stages, "training.transforms": Steps}
+"""Settings that are lists of mappings, and their types."""
 
 
 def _check_batch(layer: Layer) -> None:

@@ -76,6 +76,8 @@ def _find(schema: Schema, loc: Sequence[int | str]) -> tuple[list[str], Schema, 
         if part in schema.get("discriminator", {}).get("mapping", {}):
             schema = schema["discriminator"]["mapping"][part]  # which kind it is, not a part of the path
             continue
+        if isinstance(part, str) and _is_union_of_values(schema):
+            continue  # which member refused it; the value may be any of them
         path.append(str(part))
         parent, schema = schema, _inside(schema, part)
     return path, parent, schema
@@ -83,9 +85,14 @@ def _find(schema: Schema, loc: Sequence[int | str]) -> tuple[list[str], Schema, 
 
 def _inside(schema: Schema, part: int | str) -> Schema:
     if isinstance(part, int):
-        return schema.get("items", {})
+        return next((one["items"] for one in (schema, *schema.get("anyOf", ())) if "items" in one), {})
     more = schema.get("additionalProperties")
     return schema.get("properties", {}).get(part, more if isinstance(more, Mapping) else {})
+
+
+def _is_union_of_values(schema: Schema) -> bool:
+    options: Sequence[Schema] = schema.get("anyOf", ())
+    return bool(options) and not any("properties" in one for one in options)
 
 
 def _choices(schema: Schema) -> list[str]:

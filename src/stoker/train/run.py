@@ -137,7 +137,7 @@ class Run:
         found: list[nn.Module] = [self.model] if stage.trains_operator else []
         return nn.ModuleList([*found, *([self.decoder] if self.decoder and stage.trains_decoder else [])])
 
-    def objective(self) -> Objective:
+    def _objective(self) -> Objective:
         """The loss of this stage."""
         at, columns = 0, dict[str, int]()
         for name, width in self.widths.items():
@@ -153,8 +153,8 @@ class Run:
             most_stride=self.config.most_stride,
         )
 
-    def losses(self, batch: PairBatch, objective: nn.Module) -> Losses:
-        """The losses of a batch by `objective`, a module as `self.objective` gives it, maybe wrapped."""
+    def _losses(self, batch: PairBatch, objective: nn.Module) -> Losses:
+        """The losses of a batch by `objective`, a module as `_objective` gives it, maybe wrapped."""
         pairs, fields = to_pairs(batch, self.widths, self.device), None
         if self.decoder is not None and self.space is not None and self.stage.trains_decoder:
             names = (f"{self.space.field}{k}" for k in (0, 1))
@@ -165,7 +165,7 @@ class Run:
     def stepper(self, ranks: Ranks = ALONE, stopped: Callable[[], bool] = lambda: False) -> Stepper:
         """What moves the weights of this stage, its gradients being means over `ranks`."""
         return Stepper(
-            losses=partial(self.losses, objective=ranks.wrapped(self.objective())),
+            losses=partial(self._losses, objective=ranks.wrapped(self._objective())),
             models=[*self.trained],
             optimizer=self.optimizer,
             grad_clip=self.config.grad_clip,
