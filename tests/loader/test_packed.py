@@ -194,3 +194,24 @@ def test_nothing_is_added_for_caches_that_are_not_packed(tmp_path: Path) -> None
     assert loader._serving.engine._assembly._unpack is None
     outputs = make_outputs(cache.schema, None, None)
     assert stored_outputs(outputs) == outputs
+
+
+def test_large_values_with_small_scales_are_gathered_a_batch_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gathered for many batches at once, as their scales are, they would take 128 times the memory."""
+    cache = write_cache(tmp_path, {"flat": torch.randn(256, 8192)}, dtype="int8")
+    rows: dict[torch.dtype, set[int]] = {}
+    select = torch.index_select
+
+    def noted(view: torch.Tensor, dim: int, index: torch.Tensor, **out: Any) -> torch.Tensor:
+        rows.setdefault(view.dtype, set()).add(len(index))
+        return select(view, dim, index, **out)
+
+    monkeypatch.setattr(torch, "index_select", noted)
+    for _ in Loader(cache, batch_size=4, tier="host"):
+        pass
+
+    bits, scales = rows.pop(torch.int8), rows
+    assert bits == {4}
+    assert max(max(counts) for counts in scales.values()) > 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from numpy.typing import NDArray
@@ -13,7 +13,6 @@ from stoker.errors import ConfigError, UncountedError, arg
 from stoker.loader import state as states
 from stoker.loader.ahead import Strips, Turn
 from stoker.loader.arguments import (
-    NOT_BY_NUMBER,
     Options,
     check_cache,
     refuse_workers,
@@ -24,7 +23,7 @@ from stoker.loader.engine import Design
 from stoker.loader.filling import FillingPass, begin_filling_pass
 from stoker.loader.fused import Normalise
 from stoker.loader.mend import Mender
-from stoker.loader.place import EpochSetter, Place
+from stoker.loader.place import EpochIterable, Place
 from stoker.loader.places import joined_indices
 from stoker.loader.ragged import Ragged
 from stoker.loader.transform import Columns, Finish, FixedBatch, Transform
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from stoker.store.blocks import Verify
 
 
-class Loader:
+class Loader(EpochIterable):
     """Iterable over batches, like a `DataLoader`; the same bytes whatever tier they come from.
 
     A finished pass goes on to the next epoch, an abandoned one starts its epoch again. Batches own their
@@ -158,16 +157,6 @@ class Loader:
         return self._serving.design.share.drop_last
 
     @property
-    def sampler(self) -> EpochSetter:
-        """What trainers call `set_epoch` on."""
-        return EpochSetter(self)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next batch."""
-        return self._place.at[0]
-
-    @property
     def mended(self) -> int:
         """Damaged records that this process has encoded again from their source."""
         return self._mender.records
@@ -191,10 +180,6 @@ class Loader:
             )
         return steps
 
-    def __getitem__(self, _: object) -> NoReturn:
-        """Refused: batches come in the order of an epoch."""
-        raise ConfigError(NOT_BY_NUMBER)
-
     def __repr__(self) -> str:
         design, size = self._serving.design, sum(row.bytes for row in self.plan.rows)
         steps, examples = self._serving.steps, format_count(design.examples.count, "example")
@@ -207,10 +192,6 @@ class Loader:
             f"{self.batch_size}, "
             f"{self._serving.design.order.kind} order, {self.plan.tier} tier, {format_bytes(size)})"
         )
-
-    def set_epoch(self, epoch: int) -> None:
-        """Have the next pass serve `epoch`; a restored position in this very epoch is kept."""
-        self._place.set_epoch(epoch)
 
     def state_dict(self, position: tuple[int, int] | None = None) -> dict[str, Json]:
         """Where to go on: after the batches handed out so far, or after the one whose `position` is given."""

@@ -6,18 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from stoker.errors import ConfigError, arg
 from stoker.loader import mixture_state as states
-from stoker.loader.arguments import NOT_BY_NUMBER, refuse_unknown, refuse_workers
+from stoker.loader.arguments import refuse_unknown, refuse_workers
 from stoker.loader.batch import RecordBatch, TaskBatch, WindowBatch
 from stoker.loader.conditions import find_conditions
 from stoker.loader.loader import Loader, complete, follow, is_beside, pass_from
 from stoker.loader.members import make_members
-from stoker.loader.place import EpochSetter, Place
+from stoker.loader.place import EpochIterable, Place
 from stoker.loader.state import VERSION
 from stoker.loader.turns import Exhausted, Mode, Turns, check_mode, make_turns, shares_of
 from stoker.schema import Json
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stoker.store import Cache
 
 
-class Mixture:
+class Mixture(EpochIterable):
     """Iterable over batches of several caches, like a `Loader`; each says which cache it is of.
 
     Which cache and which examples come at a step depends on seed, epoch and step alone, so tiers, ranks and
@@ -140,16 +140,6 @@ class Mixture:
         """Whether short batches are left out."""
         return all(loader.drop_last for loader in self.loaders.values())
 
-    @property
-    def sampler(self) -> EpochSetter:
-        """What trainers call `set_epoch` on."""
-        return EpochSetter(self)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next batch."""
-        return self._place.at[0]
-
     def __len__(self) -> int:
         """Batches of this rank in a whole epoch."""
         turns, total = self._turns, 0
@@ -159,19 +149,11 @@ class Mixture:
             total += passes * here + min(rest, here)
         return total
 
-    def __getitem__(self, _: object) -> NoReturn:
-        """Refused: batches come in the order of an epoch."""
-        raise ConfigError(NOT_BY_NUMBER)
-
     def __repr__(self) -> str:
         return (
             f"Mixture({', '.join(self.names)}, {self._mode}, {format_count(len(self))} batches of "
             f"{self.batch_size}, {', '.join(loader.plan.tier for loader in self.loaders.values())} tier)"
         )
-
-    def set_epoch(self, epoch: int) -> None:
-        """Have the next pass serve `epoch`; a restored position in this very epoch is kept."""
-        self._place.set_epoch(epoch)
 
     def state_dict(self, position: tuple[int, int] | None = None) -> dict[str, Json]:
         """Where to go on: after the batches handed out so far, or after the one whose `position` is given."""

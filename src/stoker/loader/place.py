@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import NoReturn
 
 from stoker.errors import ConfigError
-from stoker.loader.arguments import whole_numbers
+from stoker.loader.arguments import NOT_BY_NUMBER, whole_numbers
 
 
 class Place:
@@ -53,21 +54,43 @@ class Place:
             self.at = (epoch + 1, 0)
 
 
-class _Epochs(Protocol):
-    """What has epochs to set, and batches to count."""
+class EpochIterable(ABC):
+    """What loaders and mixtures have in common: epochs to set, and no items by number."""
+
+    _place: Place
 
     @property
-    def batch_size(self) -> int: ...
+    @abstractmethod
+    def batch_size(self) -> int:
+        """Examples in a full batch of this rank."""
 
-    def __len__(self) -> int: ...
+    @abstractmethod
+    def __len__(self) -> int:
+        """Batches of this rank in an epoch."""
 
-    def set_epoch(self, epoch: int) -> None: ...
+    @property
+    def sampler(self) -> EpochSetter:
+        """What trainers call `set_epoch` on."""
+        return EpochSetter(self)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self._place.at[0]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Have the next pass serve `epoch`; a restored position in this very epoch is kept."""
+        self._place.set_epoch(epoch)
+
+    def __getitem__(self, _: object) -> NoReturn:
+        """Refused: batches come in the order of an epoch."""
+        raise ConfigError(NOT_BY_NUMBER)
 
 
 class EpochSetter:
     """Stands where a `DataLoader` has its sampler."""
 
-    def __init__(self, loader: _Epochs) -> None:
+    def __init__(self, loader: EpochIterable) -> None:
         self._loader = loader
 
     def __len__(self) -> int:
