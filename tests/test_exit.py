@@ -14,7 +14,7 @@ import pytest
 SCRIPT = """
 import time
 from pathlib import Path
-from stoker import threads
+from stoker.runtime import threads
 from stoker.errors import StalledError
 threads.EXIT_S = 0.2
 big = Path("big")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from stoker.errors import SourceError
+from stoker.runtime.retry import RetryPolicy
 from stoker.sources import hdf5_blocks, hdf5_open
 from stoker.sources.arrays import ArraySource
 from stoker.sources.hdf5 import HDF5Source
@@ -111,7 +112,7 @@ def test_an_input_error_is_among_the_causes(write, ramp, monkeypatch, error: Exc
 
 def test_a_file_that_a_writer_holds(write, ramp, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write("a.h5", {"tensor": ramp(4, 3, 5)})
-    monkeypatch.setattr(hdf5_open, "_LOCK_WAIT_S", 0.01)
+    monkeypatch.setattr(hdf5_open, "_LOCKED", RetryPolicy(first_s=0.01, attempts=4))
     code = f"import h5py,sys;f=h5py.File({str(path)!r},'a');print('held',flush=True);sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1) as writer:
         assert writer.stdout.readline() == b"held\n"

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from stoker.errors import StalledError
-from stoker.store.remote import retries
+from stoker.runtime import retry
 from stoker.store.remote.protocol import PassingError
 from stoker.store.remote.retries import Retries
 
@@ -25,10 +25,16 @@ class Clock:
         self.now += seconds
 
 
+def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(retry, "time", clock)
+    monkeypatch.setattr(retry, "pause", clock.sleep)
+
+
 def test_who_waits_for_a_store_is_told_now_and_then_and_in_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(retries, "time", Clock())
+    slow_clock(monkeypatch)
     caplog.set_level(logging.WARNING)
     kept = Retries()
 
@@ -48,7 +54,7 @@ def test_who_waits_for_a_store_is_told_now_and_then_and_in_the_end(
 def test_what_passes_soon_is_not_talked_about(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(retries, "time", Clock())
+    slow_clock(monkeypatch)
     left = [PassingError("503")] * 3
 
     def third() -> str:

@@ -21,6 +21,7 @@ from stoker.cli.flags import Debug, Json
 from stoker.cli.quantities import duration, size
 from stoker.cli.render import bold, table
 from stoker.errors import ConfigError, Degraded, StalledError, StokerError
+from stoker.runtime.retry import RetryPolicy, retry
 from stoker.units import format_percent
 
 if TYPE_CHECKING:
@@ -290,14 +291,8 @@ def _submit(client: ServiceClient, asked: _Asked) -> dict[str, Any]:
     if asked.name is not None:
         body["job_name"] = asked.name
     key = asked.key or secrets.token_hex(16)
-    for left in reversed(range(TRIES)):
-        try:
-            return client.submit(body, key=key)
-        except (Degraded, StalledError):
-            if not left:
-                raise
-            time.sleep(0.5 * 2 ** (TRIES - left))
-    raise AssertionError
+    policy = RetryPolicy(first_s=1.0, attempts=TRIES)
+    return retry(lambda: client.submit(body, key=key), (Degraded, StalledError), policy)
 
 
 def _body(words: list[str]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import stat
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
@@ -16,6 +15,7 @@ from stoker.errors import StalledError, StokerError, TransferError
 from stoker.fetch.origin import Listed, is_remote, origin_of, shown_source
 from stoker.fetch.rclone import list_remote
 from stoker.fetch.wanted import Wanted, WantedFolder, check_names
+from stoker.runtime.retry import RetryPolicy, retry
 from stoker.runtime.threads import ItemClock, call_within
 
 LIST_S = 600.0
@@ -47,15 +47,17 @@ def expand(
 
 
 def _listed(one: WantedFolder, base: Path, tries: int, pause_s: float, tell: Tell) -> list[Wanted]:
-    for attempt in range(tries):
-        try:
-            return _checked(one, _list(one.source, base))
-        except (TransferError, StalledError) as error:
-            if attempt + 1 == tries or (isinstance(error, TransferError) and not error.passing):
-                raise
-            tell(f"{one.name}: {error}; trying again")
-            time.sleep(min(60.0, pause_s * 2**attempt))
-    raise AssertionError("tries is at least 1")
+    return retry(
+        lambda: _checked(one, _list(one.source, base)),
+        is_passing,
+        RetryPolicy(first_s=pause_s, attempts=tries),
+        on_retry=lambda failure: tell(f"{one.name}: {failure.error}; trying again"),
+    )
+
+
+def is_passing(error: Exception) -> bool:
+    """Return whether another try may help after an error."""
+    return isinstance(error, StalledError) or (isinstance(error, TransferError) and error.passing)
 
 
 def _checked(one: WantedFolder, found: list[Listed]) -> list[Wanted]:

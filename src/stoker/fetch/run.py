@@ -25,12 +25,13 @@ from stoker.errors import (
     TransferError,
 )
 from stoker.fetch.attempt import LOCAL_STAGES, RESERVE_BYTES, Attempt
-from stoker.fetch.listing import expand
+from stoker.fetch.listing import expand, is_passing
 from stoker.fetch.origin import Origin, origin_of, shown_source
 from stoker.fetch.record import Record, alone, look
 from stoker.fetch.wanted import Wanted, WantedFolder
 from stoker.runtime.disk import explained
 from stoker.runtime.files import make_folder
+from stoker.runtime.retry import RetryPolicy
 from stoker.schema import Json
 from stoker.units import format_bytes, format_seconds
 
@@ -38,7 +39,6 @@ LOOK_S = 0.1
 OWN_END_S = 2.0
 """Beyond `stall_s`, in which a try whose waits have that limit ends by itself, and keeps what came."""
 TELL_S = 0.5
-LONGEST_PAUSE_S = 60.0
 Status: TypeAlias = Literal["present", "fetched", "failed"]
 
 
@@ -319,12 +319,11 @@ class _Run:
     def _again(self, job: _Job, error: StokerError, *, free: bool) -> None:
         """Try a file again, unless that is of no use."""
         job.wrong += isinstance(error, DigestError)
-        passing = isinstance(error, StalledError) or (isinstance(error, TransferError) and error.passing)
-        if not passing or not free or job.wrong > 1 or job.idle >= self._settings.tries:
+        if not is_passing(error) or not free or job.wrong > 1 or job.idle >= self._settings.tries:
             self._fail(job, error)
             return
-        pause = min(LONGEST_PAUSE_S, self._settings.pause_s * 2 ** max(0, job.idle - 1))
-        pause *= _spread(job)
+        policy = RetryPolicy(first_s=self._settings.pause_s, jitter=0.5)
+        pause = policy.pause_s(max(1, job.idle), _draw(job))
         if isinstance(error, TransferError):
             pause = max(pause, error.wait_s)
         job.due = time.monotonic() + pause
@@ -391,10 +390,9 @@ class _Run:
         )
 
 
-def _spread(job: _Job) -> float:
-    """Between a half and one, so that many files do not come back at the same time; the same each time."""
-    seed = hashlib.sha256(f"{job.wanted.name}\0{job.tries}".encode()).digest()[0]
-    return 0.5 + seed / 510
+def _draw(job: _Job) -> float:
+    """Return a number between 0 and 1 for the pause after a try: the same each time, and per file."""
+    return hashlib.sha256(f"{job.wanted.name}\0{job.tries}".encode()).digest()[0] / 255
 
 
 def _as_stoker(error: BaseException | None) -> StokerError:

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from http.client import HTTPException, IncompleteRead, responses
 from typing import Any, Literal, TypeAlias, cast
+from urllib.parse import urlencode
 
-from stoker.errors import ConfigError, ServiceError, StalledError
-from stoker.fetch.http import NoRedirects, retry_after_s
+from stoker.errors import ConfigError, ServiceError, StalledError, StokerError
 from stoker.launch.script import API
+from stoker.runtime.http import Answer, FailureKind, HttpClient, HttpFailure, json_object, retry_after_s
+from stoker.runtime.retry import RetryPolicy, retry
 
 Method: TypeAlias = Literal["GET", "POST", "PUT", "DELETE"]
 BUSY = frozenset({429, 502, 503, 504})
-ANSWER_BYTES = 64 * 1024 * 1024
 LOG_BYTES = 16 * 1024 * 1024
 PAGE, PAGES = 25, 100
 """Instances that one answer lists at most, and answers that are asked for."""
@@ -60,6 +56,14 @@ class Instance:
     message: str
 
 
+class _BusyError(StokerError):
+    """The other side may do it later."""
+
+    def __init__(self, wait_s: float) -> None:
+        super().__init__("the other side is busy")
+        self.wait_s = wait_s
+
+
 class VastClient:
     """Calls with one key. Errors never show it."""
 
@@ -76,6 +80,7 @@ class VastClient:
             raise ConfigError(f"{api} is not the URL of an API. Expected https://...")
         self._key, self._api = key, api.rstrip("/")
         self._timeout_s, self._deadline_s, self._pause_s = timeout_s, deadline_s, pause_s
+        self._http = HttpClient(timeout_s=timeout_s)
 
     def offers(self, query: Mapping[str, Any]) -> list[Offer]:
         """Machines that fit a query, the cheapest first."""
@@ -100,7 +105,7 @@ class VastClient:
         asked = {"select_filters": "{}", "order_by": order, "limit": str(PAGE)}
         rows: list[dict[str, Any]] = []
         for _ in range(PAGES):
-            found = self._call("GET", f"/v1/instances/?{urllib.parse.urlencode(asked)}")
+            found = self._call("GET", f"/v1/instances/?{urlencode(asked)}")
             rows += _list(found, "instances")
             token = found.get("next_token")
             if not token:
@@ -123,20 +128,27 @@ class VastClient:
         url = found.get("result_url")
         if not isinstance(url, str) or not url.startswith(("https://", "http://")):
             raise ServiceError(f"instance {number} has no log yet: {_said(found)}")
-        while True:
-            request = urllib.request.Request(url)  # noqa: S310 - http(s); without our key
-            try:
-                return self._open(request, until)[:LOG_BYTES].decode(errors="replace")
-            except urllib.error.HTTPError as error:
-                if error.code not in (403, 404, *BUSY) or time.monotonic() + self._pause_s > until:
-                    raise ServiceError(
-                        f"the log of instance {number} is not there ({error.code}). Try again in a minute",
-                        status=error.code,
-                    ) from None
-            except (OSError, HTTPException) as error:
-                if time.monotonic() + self._pause_s > until:
-                    raise StalledError(f"the log of instance {number}: {error}. Try again") from None
-            time.sleep(self._pause_s)
+
+        def attempt() -> Answer:
+            answer = self._http.ask("GET", url, total_s=until - time.monotonic())  # without our key
+            if not answer.is_success:
+                raise ServiceError(
+                    f"the log of instance {number} is not there ({answer.status}). Try again in a minute",
+                    status=answer.status,
+                )
+            return answer
+
+        def is_passing(error: Exception) -> bool:
+            return isinstance(error, HttpFailure) or (
+                isinstance(error, ServiceError) and error.status in (403, 404, *BUSY)
+            )
+
+        left_s = until - time.monotonic()
+        policy = RetryPolicy(first_s=self._pause_s, factor=1.0, timeout_s=left_s)
+        try:
+            return retry(attempt, is_passing, policy).body[:LOG_BYTES].decode(errors="replace")
+        except HttpFailure as error:
+            raise StalledError(f"the log of instance {number}: {error}. Try again") from None
 
     def _changed(self, number: int, found: Mapping[str, Any]) -> None:
         if found.get("success") is False:
@@ -154,75 +166,54 @@ class VastClient:
         """
         until = time.monotonic() + self._deadline_s
         shown = f"{method} {path.partition('?')[0]}"
-        data = None if body is None else json.dumps(body).encode()
-        headers = {
-            "Authorization": f"Bearer {self._key}",
-            "Accept": "application/json",
-            "Content-Type": "application/json",
-            "User-Agent": "stoker",
-        }
-        pause = self._pause_s
-        while True:
-            request = urllib.request.Request(self._api + path, data, headers, method=method)  # noqa: S310
+        headers = {"Authorization": f"Bearer {self._key}", "Accept": "application/json"}
+
+        def attempt() -> dict[str, Any]:
+            left_s = until - time.monotonic()
             try:
-                data = self._open(request, until)
-                return _object(data.replace(self._key.encode() or b"\0", b"***"), shown)
-            except urllib.error.HTTPError as error:
-                with error:
-                    wait = self._refused(error, shown, once)
-            except (OSError, HTTPException) as error:
-                wait = self._unanswered(error, shown, once)
-            pause = min(pause * 2, 30.0)
-            wait = max(wait, pause / 2)
-            if time.monotonic() + wait > until:
-                raise StalledError(
-                    f"{shown}: busy for {self._deadline_s:g} s. Try again later, and less often"
-                )
-            time.sleep(wait)
+                answer = self._http.ask(method, self._api + path, headers=headers, body=body, total_s=left_s)
+            except HttpFailure as failure:
+                raise self._unanswered(failure, shown, once) from None
+            if not answer.is_success:
+                raise self._refused(answer, shown, once)
+            return json_object(answer.body.replace(self._key.encode() or b"\0", b"***"), shown)
 
-    def _open(self, request: urllib.request.Request, until: float) -> bytes:
-        left = max(0.1, min(self._timeout_s, until - time.monotonic()))
-        opener = urllib.request.build_opener(NoRedirects())
-        with opener.open(request, timeout=left) as answer:
-            pieces: list[bytes] = []
-            size = 0
-            while piece := answer.read1(1 << 20):
-                size += len(piece)
-                pieces.append(piece)
-                if size > ANSWER_BYTES or time.monotonic() > until:
-                    raise TimeoutError("its answer does not end")
-            if answer.length:
-                raise IncompleteRead(b"", answer.length)
-            return b"".join(pieces)
+        def give_up(_: object) -> StalledError:
+            return StalledError(f"{shown}: busy for {self._deadline_s:g} s. Try again later, and less often")
 
-    def _refused(self, error: urllib.error.HTTPError, shown: str, once: bool) -> float:
-        """Seconds to wait before the next try.
-
-        Raises:
-            ConfigError, ServiceError: There is no use in one.
-        """
-        if error.code in BUSY and not (once and error.code != 429):
-            return retry_after_s(error.headers.get("Retry-After"))
-        if error.code in (401, 403):
-            raise ConfigError(
-                f"{shown}: the key is refused ({error.code}). Set VAST_API_KEY to one that may do this"
-            )
-        said = ""
-        with suppress(OSError, HTTPException):  # the status says enough
-            said = self._hide(error.read(2000).decode(errors="replace"))
-        note = _maybe_created() if once and error.code >= 500 else ""
-        raise ServiceError(
-            f"{shown}: {error.code} {responses.get(error.code, '')}: {said or 'no reason given'}{note}",
-            status=error.code,
+        policy = RetryPolicy(first_s=self._pause_s, longest_s=15.0, timeout_s=self._deadline_s)
+        return retry(
+            attempt,
+            _BusyError,
+            policy,
+            asked_pause_s=lambda error: error.wait_s if isinstance(error, _BusyError) else 0.0,
+            give_up=give_up,
         )
 
-    def _unanswered(self, error: Exception, shown: str, once: bool) -> float:
-        reason = getattr(error, "reason", None) or error
-        if once and not isinstance(reason, ConnectionRefusedError):
-            raise StalledError(f"{shown}: {self._hide(str(reason))}{_maybe_created()}") from None
-        if isinstance(reason, TimeoutError):
-            raise StalledError(f"{shown}: no answer within {self._timeout_s:g} s. Try again") from None
-        return self._pause_s
+    def _refused(self, answer: Answer, shown: str, once: bool) -> Exception:
+        """Return the error for an answer that is no success."""
+        if answer.status in BUSY and not (once and answer.status != 429):
+            return _BusyError(retry_after_s(answer.headers))
+        if answer.status in (401, 403):
+            return ConfigError(
+                f"{shown}: the key is refused ({answer.status}). Set VAST_API_KEY to one that may do this"
+            )
+        said = self._hide(answer.body[:2000].decode(errors="replace"))
+        note = _maybe_created() if once and answer.status >= 500 else ""
+        return ServiceError(
+            f"{shown}: {answer.shown_status}: {said or 'no reason given'}{note}", status=answer.status
+        )
+
+    def _unanswered(self, failure: HttpFailure, shown: str, once: bool) -> Exception:
+        """Return the error for a request that had no answer."""
+        said = self._hide(failure.reason)
+        if once and failure.kind is not FailureKind.UNREACHABLE:
+            return StalledError(f"{shown}: {said}{_maybe_created()}")
+        if failure.kind is FailureKind.TIMEOUT:
+            return StalledError(f"{shown}: no answer within {self._timeout_s:g} s. Try again")
+        if failure.kind in (FailureKind.UNREACHABLE, FailureKind.BROKEN, FailureKind.CUT):
+            return _BusyError(0.0)
+        return ServiceError(f"{shown}: {failure.kind.value}: {said}")
 
     def _hide(self, text: str) -> str:
         return " ".join(text.replace(self._key, "***").split()) if self._key else text
@@ -230,16 +221,6 @@ class VastClient:
 
 def _maybe_created() -> str:
     return ". It may have been rented all the same: look with `stoker launch vast status`"
-
-
-def _object(data: bytes, shown: str) -> dict[str, Any]:
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ServiceError(f"{shown}: the answer is not a JSON object ({data[:80]!r})")
-    return cast("dict[str, Any]", found)
 
 
 def _list(found: Mapping[str, Any], key: str) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from stoker.errors import ConfigError, RecordError, SourceError, StalledError, a
 from stoker.pipeline.inspect import list_quarantined
 from stoker.pipeline.pt_reader import PtContent, PtReader, Refused
 from stoker.runtime.locks import lock_holder
+from stoker.runtime.retry import RetryPolicy, retry
 from stoker.schema import Field, Json, Sample, Schema
 from stoker.sources.protocol import FileRef, Part, SourceIdentity
 from stoker.store import Cache, Digests, Failure, Folder, make_recipe, open_folder
@@ -311,13 +312,14 @@ class _Import:
         return content.tensors
 
     def _read(self, path: Path) -> PtContent:
-        for attempt in range(TRIES):
-            try:
-                return self._reader.read(path)
-            except Refused as refused:
-                if not refused.transient or attempt + 1 == TRIES:
-                    raise Refused(f"{path}: {refused}", transient=refused.transient) from None
-        raise AssertionError  # the last try either returns or raises
+        try:
+            return retry(
+                lambda: self._reader.read(path),
+                lambda error: isinstance(error, Refused) and error.transient,
+                RetryPolicy(first_s=0.0, attempts=TRIES),
+            )
+        except Refused as refused:
+            raise Refused(f"{path}: {refused}", transient=refused.transient) from None
 
     def _failure(self, number: int, error: Exception) -> Failure:
         transient = isinstance(error, Refused) and error.transient

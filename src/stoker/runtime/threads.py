@@ -362,6 +362,11 @@ def ending() -> bool:
     return _ending.is_set()
 
 
+def pause(seconds: float) -> None:
+    """Sleep, but not beyond the moment at which the interpreter begins to exit."""
+    _ending.wait(seconds)
+
+
 def _unanswered(what: str, timeout_s: float, hint: str) -> StalledError:
     return StalledError(f"{what} did not answer within {timeout_s:g} s. {hint}")
 

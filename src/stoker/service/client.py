@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from urllib.parse import quote, urlencode, urlsplit
 
 from stoker.errors import ConfigError, Conflict, Degraded, NotFound, ServiceError, StalledError, StokerError
-from stoker.fetch.http import NoRedirects
+from stoker.runtime.http import ERROR_BYTES, FailureKind, HttpClient, HttpFailure, HttpStream, json_object
 
 API = "/api/v1/training"
-ANSWER_BYTES = 64 << 20
 TIMEOUT_S = 35.0
 """A little more than the service takes at most to begin an answer."""
 SILENCE_S = 60.0
 """Silence of a stream after which it is dead: the service says something every 15 s."""
+IS_IT = ". Is it a Stoker service?"
 Act = Literal["cancel", "pause", "resume"]
 
 
@@ -47,8 +44,7 @@ class ServiceClient:
         self.address = f"{parts.scheme}://{parts.netloc}"
         self._token = token
         self._timeout_s = timeout_s
-        # No proxy: the token would be sent to it. No redirect: it would go to the server that it names.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirects())
+        self._http = HttpClient(timeout_s=timeout_s, uses_proxies=False)  # one would be sent the token
 
     def submit(self, body: Mapping[str, Any], *, key: str | None = None) -> dict[str, Any]:
         """Make a job; with a key it may be sent again without making two."""
@@ -99,10 +95,10 @@ class ServiceClient:
             StalledError: The service fell silent; follow again from the number seen last.
         """
         headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
-        with self._open("GET", path, headers=headers, timeout_s=SILENCE_S) as answer:
+        with self._stream(path, headers) as stream:
             fields, number = dict[str, str](), after
             try:
-                for raw in answer:
+                for raw in stream.lines():
                     line = raw.decode().rstrip("\r\n")
                     if line:
                         name, _, value = line.partition(":")
@@ -112,8 +108,26 @@ class ServiceClient:
                         number = int(fields.get("id", number))
                         yield Told(number, fields.get("event", ""), data)
                         fields = {}
-            except (OSError, HTTPException) as error:
+            except HttpFailure as error:
                 raise StalledError(f"{self.address}{API}{path} broke off: {error}. Follow it again") from None
+
+    @contextmanager
+    def _stream(self, path: str, headers: Mapping[str, str]) -> Generator[HttpStream]:
+        try:
+            stream = self._http.open(
+                "GET", self.address + API + path, headers=self._headers(headers), timeout_s=SILENCE_S
+            )
+        except HttpFailure as error:
+            raise self._unanswered(error, SILENCE_S) from None
+        try:
+            if not 200 <= stream.status < 300:
+                said = b""
+                with suppress(HttpFailure):  # the status says enough
+                    said = stream.read(ERROR_BYTES)
+                raise self._refused(stream.status, said, f"GET {path}")
+            yield stream
+        finally:
+            stream.close()
 
     def _ask(
         self,
@@ -123,54 +137,32 @@ class ServiceClient:
         body: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        with self._open(method, path, body=body, headers=headers, timeout_s=self._timeout_s) as answer:
-            try:
-                text = answer.read(ANSWER_BYTES)
-            except (OSError, HTTPException) as error:
-                raise StalledError(
-                    f"{method} {self.address}{API}{path} broke off: {error}. Ask again"
-                ) from None
-        return _object(text, f"{method} {path}") if text else {}
-
-    @contextmanager
-    def _open(
-        self,
-        method: str,
-        path: str,
-        *,
-        timeout_s: float,
-        body: Mapping[str, Any] | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> Generator[HTTPResponse]:
-        sent = {"Authorization": f"Bearer {self._token}", "Accept": "application/json", **(headers or {})}
-        data = None if body is None else json.dumps(body).encode()
-        if data is not None:
-            sent["Content-Type"] = "application/json"
-        request = urllib.request.Request(  # noqa: S310 (the scheme is checked above)
-            self.address + API + path, data, sent, method=method
-        )
         try:
-            answer = self._opener.open(request, timeout=timeout_s)
-        except urllib.error.HTTPError as error:
-            with error:
-                raise self._refused(
-                    error.code, error.read(1 << 16), f"{method} {path.partition('?')[0]}"
-                ) from None
-        except (OSError, HTTPException) as error:
-            reason = getattr(error, "reason", None) or error
-            if isinstance(reason, TimeoutError):
-                raise StalledError(
-                    f"{self.address} did not answer within {timeout_s:g} s. Try again"
-                ) from None
-            raise ServiceError(
-                f"{self.address} does not answer: {reason}. Start it with `stoker serve`, or give --server"
-            ) from None
-        with answer:
-            yield answer
+            answer = self._http.ask(
+                method, self.address + API + path, headers=self._headers(headers or {}), body=body
+            )
+        except HttpFailure as error:
+            raise self._unanswered(error, self._timeout_s) from None
+        if not answer.is_success:
+            raise self._refused(answer.status, answer.body, f"{method} {path.partition('?')[0]}")
+        return json_object(answer.body, f"{method} {path}", IS_IT) if answer.body else {}
+
+    def _headers(self, headers: Mapping[str, str]) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._token}", "Accept": "application/json", **headers}
+
+    def _unanswered(self, failure: HttpFailure, timeout_s: float) -> StokerError:
+        if failure.kind is FailureKind.TIMEOUT:
+            return StalledError(f"{self.address} did not answer within {timeout_s:g} s. Try again")
+        if failure.kind is FailureKind.CUT:
+            return StalledError(f"the answer of {self.address} broke off: {failure}. Ask again")
+        return ServiceError(
+            f"{self.address} does not answer: {failure.reason}. Start it with `stoker serve`, or give "
+            "--server"
+        )
 
     def _refused(self, status: int, text: bytes, what: str) -> StokerError:
         try:
-            said = str(_object(text, what).get("error") or "no reason given")
+            said = str(json_object(text, what).get("error") or "no reason given")
         except ServiceError:
             said = text[:200].decode("utf-8", "replace")
         token = ServiceError(
@@ -226,15 +218,3 @@ def _first_line(path: Path, advice: str) -> str:
         return path.read_text().strip().splitlines()[0]
     except (OSError, ValueError, IndexError) as error:
         raise ConfigError(f"{path} cannot be read: {error}. {advice}") from None
-
-
-def _object(text: bytes, what: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ServiceError(
-            f"{what}: the answer is not a JSON object ({text[:80]!r}). Is it a Stoker service?"
-        )
-    return cast("dict[str, Any]", found)

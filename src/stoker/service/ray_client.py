@@ -6,18 +6,14 @@ documented and few. The token goes with each of them and is shown nowhere.
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from stoker.errors import ConfigError, NotFound, ResourceError
-from stoker.fetch.http import NoRedirects
+from stoker.errors import ConfigError, NotFound, ResourceError, ServiceError
+from stoker.runtime.http import Answer, HttpClient, HttpFailure, json_object
 
 ANSWER_S = 10.0
 """How long the cluster may take to answer one request."""
@@ -55,7 +51,7 @@ class RayJobs:
             )
         self.address = address.rstrip("/")
         self._token = token
-        self._opener = urllib.request.build_opener(NoRedirects())  # the token goes to this address alone
+        self._http = HttpClient(timeout_s=ANSWER_S, total_s=3 * ANSWER_S, limit_bytes=_MOST_BYTES)
 
     def check(self) -> None:
         """See whether the cluster answers, and takes the token. Errors as `submit`."""
@@ -94,35 +90,28 @@ class RayJobs:
         self._ask("POST", f"/api/jobs/{submission}/stop")
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
-        data = json.dumps(body).encode() if body is not None else None
-        request = urllib.request.Request(  # noqa: S310  http or https: looked at above
-            self.address + path, data=data, headers=headers, method=method
-        )
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         try:
-            with self._opener.open(request, timeout=ANSWER_S) as answer:
-                found: object = json.loads(answer.read(_MOST_BYTES) or b"{}")
-        except urllib.error.HTTPError as error:
-            raise self._refused(error, path) from error
-        except (OSError, ValueError, HTTPException, RecursionError) as error:
+            answer = self._http.ask(method, self.address + path, headers=headers, body=body)
+            if answer.is_success:
+                return json_object(answer.body or b"{}", path)
+        except (HttpFailure, ServiceError) as error:
             raise ResourceError(
                 f"the Ray cluster at {self.address} does not answer {method} {path}: {error}. Expected its "
                 "dashboard there; see `ray status`"
             ) from error
-        return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+        raise self._refused(answer, path)
 
-    def _refused(self, error: urllib.error.HTTPError, path: str) -> ConfigError | NotFound | ResourceError:
-        said = " ".join(error.read(2000).decode(errors="replace").split())[:500]
-        if error.code in (401, 403):
+    def _refused(self, answer: Answer, path: str) -> ConfigError | NotFound | ResourceError:
+        said = " ".join(answer.body[:2000].decode(errors="replace").split())[:500]
+        if answer.status in (401, 403):
             return ConfigError(
-                f"the Ray cluster at {self.address} wants another token ({error.code}). Set "
+                f"the Ray cluster at {self.address} wants another token ({answer.status}). Set "
                 "RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, for `stoker serve` as on the cluster"
             )
-        if error.code == 404:
+        if answer.status == 404:
             return NotFound(f"the Ray cluster at {self.address} has nothing at {path}: {said}")
-        return ResourceError(f"the Ray cluster at {self.address} refuses {path} ({error.code}): {said}")
+        return ResourceError(f"the Ray cluster at {self.address} refuses {path} ({answer.status}): {said}")
 
 
 def ray_token(environment: Mapping[str, str]) -> str | None:

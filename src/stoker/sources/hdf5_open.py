@@ -11,7 +11,6 @@ import math
 import os
 import re
 import stat
-import time
 import tokenize
 import zipfile
 import zlib
@@ -26,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import SourceError, StokerError
+from stoker.runtime.retry import RetryPolicy, retry
 from stoker.sources.files import check_opened, confined_sources, why_unreadable
 
 FOREIGN_ERRORS = (
@@ -53,8 +53,7 @@ OPEN_FILES = 16
 _ROWS = 100_000
 """Rows of which each may be listed as never written."""
 
-_LOCK_ATTEMPTS = 4
-_LOCK_WAIT_S = 0.25
+_LOCKED = RetryPolicy(first_s=0.25, factor=1.0, attempts=4)
 
 
 def open_file(path: Path) -> Any:
@@ -64,28 +63,28 @@ def open_file(path: Path) -> Any:
         SourceError: Missing, empty, truncated, locked by a writer, no HDF5 file, or outside of the paths
             that the process is confined to.
     """
-    for attempt in range(_LOCK_ATTEMPTS):
+
+    def attempt() -> Any:
+        # `hdf5_blocks` keeps what is decoded; HDF5's own chunk cache would hold it twice.
+        file: Any = h5py.File(path, "r", rdcc_nbytes=0)
         try:
-            # `hdf5_blocks` keeps what is decoded; HDF5's own chunk cache would hold it twice.
-            file: Any = h5py.File(path, "r", rdcc_nbytes=0)
-            try:
-                check_opened(int(file.id.get_vfd_handle()), path)
-            except StokerError:
-                file.close()
-                raise
-            return file
+            check_opened(int(file.id.get_vfd_handle()), path)
         except StokerError:
+            file.close()
             raise
-        except BlockingIOError as error:
-            if attempt + 1 == _LOCK_ATTEMPTS:
-                raise SourceError(
-                    f"{path} is locked by a process that writes it ({error}). Wait until it has finished; if "
-                    "nothing writes (some network file systems), set HDF5_USE_FILE_LOCKING=FALSE"
-                ) from error
-            time.sleep(_LOCK_WAIT_S)
-        except FOREIGN_ERRORS as error:
-            raise SourceError(_open_message(path, error)) from cause_of(error)
-    raise AssertionError("the last attempt returns or raises")
+        return file
+
+    try:
+        return retry(attempt, BlockingIOError, _LOCKED)
+    except StokerError:
+        raise
+    except BlockingIOError as error:
+        raise SourceError(
+            f"{path} is locked by a process that writes it ({error}). Wait until it has finished; if "
+            "nothing writes (some network file systems), set HDF5_USE_FILE_LOCKING=FALSE"
+        ) from error
+    except FOREIGN_ERRORS as error:
+        raise SourceError(_open_message(path, error)) from cause_of(error)
 
 
 def _open_message(path: Path, error: Exception) -> str:

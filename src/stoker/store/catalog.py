@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import CorruptError, FormatError, ResourceError, StalledError
 from stoker.runtime.files import sync_folder
+from stoker.runtime.retry import FailedAttempt, RetryPolicy, retry
 from stoker.runtime.threads import map_in_order
 from stoker.store.failures import Failure, read_failures
 from stoker.store.field_read import repair_advice
@@ -245,15 +245,20 @@ def write_index(
         DamagedShardError: Nothing was written.
         StalledError: Other machines replaced it each time.
     """
-    for _ in range(INDEX_TRIES):
+
+    def attempt() -> Index:
         # Before the list: a shard that another machine adds to both after the list makes the put fail.
         version = storage.version(INDEX_FILE)
-        with suppress(ChangedError):
-            return _write_index(storage, recipe, list_shards(), first, version, reread)
-    raise StalledError(
-        f"the index of {storage.path} was replaced by other machines {INDEX_TRIES} times while it was made. "
-        "See how many are writing to it, then run again"
-    )
+        return _write_index(storage, recipe, list_shards(), first, version, reread)
+
+    def give_up(failed: FailedAttempt) -> StalledError:
+        return StalledError(
+            f"the index of {storage.path} was replaced by other machines {failed.attempts} times while it "
+            "was made. See how many are writing to it, then run again"
+        )
+
+    policy = RetryPolicy(first_s=0.0, attempts=INDEX_TRIES)
+    return retry(attempt, ChangedError, policy, give_up=give_up)
 
 
 def _write_index(

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 
 from stoker.errors import ConfigError, SourceError, StalledError
+from stoker.runtime import retry
 from stoker.sources.sql import postgres, table
 from stoker.sources.sql.copy_binary import MalformedCopyError, copied_columns
 from stoker.sources.sql.request import Timeouts
@@ -197,8 +197,7 @@ def test_a_server_that_starts_again_is_waited_for(server: Server, monkeypatch: p
         write_postgres(opened, made())
     server.stop()
     pauses: list[float] = []
-    starting = SimpleNamespace(sleep=lambda pause: pauses.append(pause) or server.start())
-    monkeypatch.setattr(table, "time", starting)
+    monkeypatch.setattr(retry, "pause", lambda seconds: pauses.append(seconds) or server.start())
 
     assert len(source(server.url())) == 40
     assert pauses == [0.05]

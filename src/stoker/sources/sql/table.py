@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import math
 import operator
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from stoker.errors import SourceError, StalledError
+from stoker.runtime.retry import FailedAttempt, RetryPolicy, retry
 from stoker.runtime.threads import ItemClock, call_within
 from stoker.schema import digest_json
 from stoker.sources.sql.postgres import LostError, PostgresSession
@@ -103,27 +104,32 @@ def _with(request: Request, work: Callable[[Session, Callable[[int], None], Requ
     """What `work` makes of a session; a lost one is followed by another, some times."""
     timeouts = request.timeouts
 
-    clock = ItemClock()
+    clock, shown = ItemClock(), request.address.shown
+
+    def attempt() -> T:
+        clock.begin(0)
+        session = _session(request)
+        try:
+            return work(session, clock.begin, request)
+        finally:
+            session.close()
+
+    def note(failure: FailedAttempt) -> None:
+        _log.warning("%s: %s; next try in %.3g s", shown, failure.error, failure.pause_s)
+
+    def give_up(failure: FailedAttempt) -> StalledError:
+        return StalledError(
+            f"{shown}: no connection, or none that lasted, in {failure.attempts} attempts: {failure.error}. "
+            "Check that the database runs and can be reached"
+        )
 
     def attempts() -> T:
-        lost = ""
-        for attempt in range(timeouts.attempts):
-            if attempt:
-                pause = timeouts.backoff_s * 2 ** (attempt - 1)
-                _log.warning("%s: %s; next try in %.3g s", request.address.shown, lost, pause)
-                time.sleep(pause)
-            clock.begin(0)
-            try:
-                session = _session(request)
-                try:
-                    return work(session, clock.begin, request)
-                finally:
-                    session.close()
-            except LostError as error:
-                lost = str(error)
-        raise StalledError(
-            f"{request.address.shown}: no connection, or none that lasted, in {timeouts.attempts} attempts: "
-            f"{lost}. Check that the database runs and can be reached"
+        return retry(
+            attempt,
+            LostError,
+            RetryPolicy(first_s=timeouts.backoff_s, longest_s=math.inf, attempts=timeouts.attempts),
+            on_retry=note,
+            give_up=give_up,
         )
 
     return call_within(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from stoker.errors import StalledError
+from stoker.runtime.retry import FailedAttempt, RetryPolicy, retry
 from stoker.runtime.threads import ending
 from stoker.store.remote.protocol import PassingError
 
@@ -19,7 +18,7 @@ log = logging.getLogger("stoker")
 
 DEADLINE_S = 300.0
 """All attempts of one operation together."""
-FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 5.0
+POLICY = RetryPolicy(first_s=0.1, longest_s=5.0, jitter=0.5)
 SAY_AFTER = 4
 """Attempts in a row after which a warning says what does not work."""
 SAY_AGAIN_S = 30.0
@@ -44,27 +43,31 @@ class Retries:
             StalledError: The deadline passed; names the last failure and the number of attempts. Or the
                 process ends.
         """
-        began, attempts, say_at = time.monotonic(), 0, 0.0
-        while True:
-            attempts += 1
-            try:
-                return operation()
-            except PassingError as error:
-                pause = min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(attempts, 20))
-                pause *= random.uniform(0.5, 1)  # noqa: S311 -- so that many do not come back together
-                spent = time.monotonic() - began
-                if spent + pause > deadline_s:
-                    raise StalledError(
-                        f"{what} failed {attempts} times in {spent:.1f} s, {deadline_s:g} s are allowed: "
-                        f"{error}. See whether the store answers and the network holds, then run again: what "
-                        "arrived is kept"
-                    ) from error
-                with self._lock:
-                    self.count += 1
-                if attempts >= SAY_AFTER and spent >= say_at:
-                    say_at = spent + SAY_AGAIN_S
-                    left_s = deadline_s - spent
-                    log.warning("%s failed %d times, trying on for %.0f s: %s", what, attempts, left_s, error)
-                if ending():
-                    raise StalledError(f"{what}: the process ends") from error
-                time.sleep(pause)
+        say_at = 0.0
+
+        def note(failure: FailedAttempt) -> None:
+            nonlocal say_at
+            with self._lock:
+                self.count += 1
+            if failure.attempts >= SAY_AFTER and failure.spent_s >= say_at:
+                say_at = failure.spent_s + SAY_AGAIN_S
+                left_s = deadline_s - failure.spent_s
+                text = "%s failed %d times, trying on for %.0f s: %s"
+                log.warning(text, what, failure.attempts, left_s, failure.error)
+
+        def give_up(failure: FailedAttempt) -> StalledError:
+            if ending():
+                return StalledError(f"{what}: the process ends")
+            return StalledError(
+                f"{what} failed {failure.attempts} times in {failure.spent_s:.1f} s, {deadline_s:g} s are "
+                f"allowed: {failure.error}. See whether the store answers and the network holds, then run "
+                "again: what arrived is kept"
+            )
+
+        return retry(
+            operation,
+            PassingError,
+            replace(POLICY, timeout_s=deadline_s),
+            on_retry=note,
+            give_up=give_up,
+        )
