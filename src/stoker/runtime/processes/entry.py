@@ -8,6 +8,7 @@ own fork and exec; a preloaded process may be older than a change of these.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import faulthandler
 import os
 import resource
