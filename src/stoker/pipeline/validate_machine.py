@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from stoker.pipeline.plan import demand_of, left_by
 from stoker.plan import Resources, plan_tiers, probe
 from stoker.plan.resources import DISK_DEADLINE_S, within
 from stoker.precompute.space import check_space, needed_bytes
+from stoker.runtime.disk import free_space
 from stoker.units import GIB, format_bytes, format_count
 
 SHARED = Path("/dev/shm")  # noqa: S108  asked for its size, not written to
@@ -53,10 +53,9 @@ def check_shared_memory(folder: Path = SHARED) -> Row:
     """How large the memory file system is that workers of others exchange batches through."""
     whose = "workers of a torch DataLoader and NCCL need it, Stoker itself does not"
     try:
-        stat = within(lambda: os.statvfs(folder), DISK_DEADLINE_S, str(folder))
+        free, _, total = within(lambda: free_space(folder), DISK_DEADLINE_S, str(folder))
     except (OSError, StalledError) as error:
         return Row(check="shm", status="warn", detail=f"{folder} cannot be asked ({error}); {whose}")
-    total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
     detail = f"{format_bytes(free)} free of {format_bytes(total)} in {folder}; {whose}"
     if free < SHARED_BYTES:
         cure = "start the container with --shm-size=8g or --ipc=host"

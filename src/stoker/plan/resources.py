@@ -19,6 +19,7 @@ from stoker.errors import StalledError
 from stoker.plan.cgroups import CpuLimit, MemoryLimit, cpu_limits, least_cpus, memory_limits, unreclaimable
 from stoker.plan.devices import resolve_device
 from stoker.plan.mounts import Mount, mount_of
+from stoker.runtime.disk import free_space
 from stoker.schema import Json
 
 if TYPE_CHECKING:
@@ -223,14 +224,8 @@ def disk_space(path: Path) -> tuple[int, int | None]:
         StalledError: No answer within `DISK_DEADLINE_S`.
     """
 
-    def ask() -> tuple[int, int | None]:
-        place = path.absolute()
-        while not os.path.exists(place) and place != place.parent:  # noqa: PTH110  Path.exists raises EACCES
-            place = place.parent
-        stat = os.statvfs(place)
-        return stat.f_bavail * stat.f_frsize, stat.f_favail if stat.f_files else None
-
-    return within(ask, DISK_DEADLINE_S, f"the file system of {path}")
+    free = within(lambda: free_space(path, nearest=True), DISK_DEADLINE_S, f"the file system of {path}")
+    return free.bytes, free.inodes
 
 
 def within(ask: Callable[[], T], deadline_s: float, what: str) -> T:
