@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, IncompleteError, ResourceError, StalledError
+from stoker.errors import ConfigError, IncompleteError, StalledError
 from stoker.export import safetensors_files, tensordict_files
 from stoker.export.columns import ExportSettings, Tensor, check_ragged, chosen_fields, value_dtype
 from stoker.export.files import ExportedFile, Making
 from stoker.export.read import Records
-from stoker.runtime.disk import explained
+from stoker.runtime.disk import explained, free_space
 from stoker.runtime.files import make_folder, publish
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.schema import Json, Schema
@@ -27,7 +27,7 @@ from stoker.store import Cache, open_cache
 from stoker.store.adopt import FINGERPRINT
 from stoker.store.recipe import RECIPE_FILE
 from stoker.store.remote import local_path
-from stoker.units import MIB, format_bytes
+from stoker.units import MIB
 
 MANIFEST = "manifest.json"
 SPARE_BYTES = 16 * MIB
@@ -232,10 +232,10 @@ def _made(out: Path, size_bytes: int) -> Generator[Path]:
 
 
 def _check_room(out: Path, size_bytes: int) -> None:
-    disk = os.statvfs(out.parent)
-    free = disk.f_bavail * disk.f_frsize
-    if size_bytes + SPARE_BYTES > free:
-        raise ResourceError(
-            f"export: {format_bytes(size_bytes)} are to be written to {out.parent}, which has "
-            f"{format_bytes(free)} free. Make room, choose another folder, or export a part (records, fields)"
-        )
+    free_space(out.parent).require(
+        out.parent,
+        size_bytes,
+        "the export needs",
+        reserve_bytes=SPARE_BYTES,
+        advice="choose another folder, or export a part (records, fields)",
+    )

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 from typing import Literal, TypeAlias
 
-from stoker.errors import ResourceError, TransferError
+from stoker.errors import TransferError
 from stoker.fetch.origin import Origin, Stream
 from stoker.fetch.partial import Partial
 from stoker.fetch.record import Known, is_known, is_same, look
 from stoker.fetch.wanted import Wanted
-from stoker.units import MIB, format_bytes
+from stoker.runtime.disk import free_space
+from stoker.units import MIB
 
 RESERVE_BYTES = 64 * MIB
 """Room that is left on the disk."""
@@ -140,13 +140,13 @@ class Attempt:
         self.total = declared if size is None else size
         if self.total is None:
             return
-        disk = os.statvfs(self.target.parent)
-        room, needed = disk.f_bavail * disk.f_frsize, self.total - partial.at
-        if needed + RESERVE_BYTES > room:
-            raise ResourceError(
-                f"{self.target.parent} has {format_bytes(room)} free, {self.wanted.name} needs "
-                f"{format_bytes(needed)} and {format_bytes(RESERVE_BYTES)} of reserve. Make room"
-            )
+        free_space(self.target.parent).require(
+            self.target.parent,
+            self.total - partial.at,
+            f"{self.wanted.name} needs",
+            reserve_bytes=RESERVE_BYTES,
+            advice="or choose another folder",
+        )
 
     def _as_known(self, tag: str) -> Known:
         found = self.target.lstat()

@@ -7,7 +7,6 @@ started, so that nothing below (a name server, a mount, a program) can hold up t
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from typing import Literal, TypeAlias
 from stoker.errors import (
     ConfigError,
     DigestError,
-    ResourceError,
     SourceError,
     StalledError,
     StokerError,
@@ -29,11 +27,11 @@ from stoker.fetch.listing import expand, is_passing
 from stoker.fetch.origin import Origin, origin_of, shown_source
 from stoker.fetch.record import Record, alone, look
 from stoker.fetch.wanted import Wanted, WantedFolder
-from stoker.runtime.disk import explained
+from stoker.runtime.disk import explained, free_space
 from stoker.runtime.files import make_folder
 from stoker.runtime.retry import RetryPolicy
 from stoker.schema import Json
-from stoker.units import format_bytes, format_seconds
+from stoker.units import format_seconds
 
 LOOK_S = 0.1
 OWN_END_S = 2.0
@@ -232,13 +230,10 @@ def _check_room(jobs: Sequence[_Job], folder: Path) -> None:
         part = look(job.target.with_name(f".{job.target.name}.part"))
         if job.wanted.bytes is not None and (found is None or found.st_size != job.wanted.bytes):
             missing += max(0, job.wanted.bytes - (0 if part is None else part.st_size))
-    disk = os.statvfs(folder)
-    room = disk.f_bavail * disk.f_frsize
-    if missing and missing + RESERVE_BYTES > room:
-        raise ResourceError(
-            f"{folder} has {format_bytes(room)} free, what is missing needs {format_bytes(missing)} and "
-            f"{format_bytes(RESERVE_BYTES)} of reserve. Make room, or choose another folder"
-        )
+    if missing:
+        advice = "or choose another folder"
+        need = "what is missing needs"
+        free_space(folder).require(folder, missing, need, reserve_bytes=RESERVE_BYTES, advice=advice)
 
 
 class _Run:

@@ -24,13 +24,13 @@ from stoker.fetch.partial import paths_of
 from stoker.pipeline.folders import cache_dir_of
 from stoker.pipeline.stage_copy import Original, is_staged, look_at, stage_file
 from stoker.plan.resources import storage_of
-from stoker.runtime.disk import explained
+from stoker.runtime.disk import explained, free_space
 from stoker.runtime.files import make_folder
 from stoker.schema import JsonResult
 from stoker.sources.containers import find_containers
 from stoker.sources.files import find_files, resolve_files
 from stoker.store.remote import local_path
-from stoker.units import MIB, format_bytes, format_count
+from stoker.units import MIB, format_count
 
 log = logging.getLogger("stoker")
 StageMode: TypeAlias = Literal["auto", "never", "always"]
@@ -201,20 +201,14 @@ def _check_room(files: Sequence[Original], objects: Path) -> None:
         needed += file.bytes
         with suppress(OSError):
             needed -= paths_of(objects / file.object)[0].stat().st_size
-    free = os.statvfs(objects)
-    room = free.f_bavail * free.f_frsize
-    if missing and needed + RESERVE_BYTES > room:
-        raise ResourceError(
-            f"{objects.parent} has {format_bytes(room)} free, staging {format_count(len(missing))} files "
-            f"needs {format_bytes(needed)} and {format_bytes(RESERVE_BYTES)} of reserve. Make room, or name "
-            "another data.stage_dir"
-        )
-    names = 4 * len(files) + SPARE_INODES
-    if free.f_files and free.f_favail < names:
-        raise ResourceError(
-            f"{objects.parent} has room for {format_count(free.f_favail)} more files, staging needs "
-            f"{format_count(names)}. Remove files there, or name another data.stage_dir"
-        )
+    free_space(objects).require(
+        objects.parent,
+        needed if missing else 0,
+        f"staging {format_count(len(missing))} files needs",
+        reserve_bytes=RESERVE_BYTES if missing else 0,
+        files=4 * len(files) + SPARE_INODES,
+        advice="or name another data.stage_dir",
+    )
 
 
 def _below(file: Original) -> str:

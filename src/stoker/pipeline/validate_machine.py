@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from stoker.pipeline.together import encoders_of
 from stoker.plan import Resources, plan_tiers, probe
 from stoker.plan.resources import DISK_DEADLINE_S
 from stoker.precompute.space import check_space, needed_bytes
+from stoker.runtime.disk import free_space
 from stoker.runtime.threads import call_within
 from stoker.scale.ranks import ALONE
 from stoker.units import GIB, format_bytes, format_count
@@ -56,10 +56,9 @@ def check_shared_memory(folder: Path = SHARED) -> Row:
     """How large the memory file system is that workers of others exchange batches through."""
     whose = "workers of a torch DataLoader and NCCL need it, Stoker itself does not"
     try:
-        stat = call_within(DISK_DEADLINE_S, lambda: os.statvfs(folder), str(folder))
+        free, _, total = call_within(DISK_DEADLINE_S, lambda: free_space(folder), str(folder))
     except (OSError, StalledError) as error:
         return Row(check="shm", status="warn", detail=f"{folder} cannot be asked ({error}); {whose}")
-    total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
     detail = f"{format_bytes(free)} free of {format_bytes(total)} in {folder}; {whose}"
     if free < SHARED_BYTES:
         cure = "start the container with --shm-size=8g or --ipc=host"

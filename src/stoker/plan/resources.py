@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from stoker.plan.cgroups import CpuLimit, MemoryLimit, cpu_limits, least_cpus, memory_limits, unreclaimable
 from stoker.plan.devices import resolve_device
 from stoker.plan.mounts import Mount, mount_of
+from stoker.runtime.disk import free_space
 from stoker.runtime.threads import call_within
 from stoker.schema import Json
 
@@ -219,14 +220,9 @@ def disk_space(path: Path) -> tuple[int, int | None]:
         StalledError: No answer within `DISK_DEADLINE_S`.
     """
 
-    def ask() -> tuple[int, int | None]:
-        place = path.absolute()
-        while not os.path.exists(place) and place != place.parent:  # noqa: PTH110  Path.exists raises EACCES
-            place = place.parent
-        stat = os.statvfs(place)
-        return stat.f_bavail * stat.f_frsize, stat.f_favail if stat.f_files else None
-
-    return call_within(DISK_DEADLINE_S, ask, f"the file system of {path}")
+    what = f"the file system of {path}"
+    free = call_within(DISK_DEADLINE_S, lambda: free_space(path, nearest=True), what)
+    return free.bytes, free.inodes
 
 
 def storage_of(path: Path, proc: Path = Path("/proc")) -> Mount | None:

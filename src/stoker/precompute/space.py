@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from stoker.errors import ResourceError
 from stoker.plan.resources import Resources
 from stoker.precompute.layout import slot_size
 from stoker.precompute.settings import PrecomputeSettings
+from stoker.runtime.disk import FreeSpace
 from stoker.schema import Schema, columns_of
 from stoker.store import Recipe
 from stoker.store.mirror.root import limit_at
@@ -44,18 +46,15 @@ def check_space(folder: Path, schema: Schema, records: int, resources: Resources
     if (limit := limit_at(folder)) is not None:  # what is put elsewhere makes room here
         needed = min(needed, limit + OPEN_PARTS * _SHARD_BYTES)
     files = needed // _SHARD_BYTES + 1 + _SPARE_INODES
-    free, inodes = resources.disk_bytes, resources.disk_inodes
-    if free is not None and needed + _RESERVE_BYTES > free:
-        raise ResourceError(
-            f"{folder} has {format_bytes(free)} free, {format_count(records)} records need "
-            f"{format_bytes(needed)} and {format_bytes(_RESERVE_BYTES)} of reserve. "
-            f"Make room, choose another cache folder, or a smaller dtype"
-        )
-    if inodes is not None and inodes < files:
-        raise ResourceError(
-            f"{folder} has room for {format_count(inodes)} more files, {format_count(files)} are needed. "
-            f"Remove files there, or choose another cache folder"
-        )
+    free_bytes = sys.maxsize if resources.disk_bytes is None else resources.disk_bytes
+    FreeSpace(free_bytes, resources.disk_inodes).require(
+        folder,
+        needed,
+        f"{format_count(records)} records need",
+        reserve_bytes=_RESERVE_BYTES,
+        files=files,
+        advice="choose another cache folder, or a smaller dtype",
+    )
 
 
 def fit_memory(

@@ -15,12 +15,12 @@ DIR/jobs/ID/job.json    what the job is to do
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID
 
 from stoker.errors import NotFound
+from stoker.runtime.disk import format_inodes, free_space
 from stoker.service.recent import Recent
 from stoker.units import format_bytes
 
@@ -130,14 +130,13 @@ class StateFolder:
     def lack(self) -> str | None:
         """Why nothing can be begun here; None: there is room."""
         try:
-            found = os.statvfs(self.path)
+            free, inodes, _ = free_space(self.path)
         except OSError as error:
             return f"{self.path} cannot be looked at: {error.strerror}. Look at its disk"
-        free, inodes = found.f_bavail * found.f_frsize, found.f_favail
-        if free >= LEAST_BYTES and (inodes >= LEAST_INODES or not found.f_files):
+        if free >= LEAST_BYTES and (inodes is None or inodes >= LEAST_INODES):
             return None
         return (
-            f"the disk of {self.path} is full: {format_bytes(free)} and {inodes:,} inodes left, "
+            f"the disk of {self.path} is full: {format_bytes(free)} and {format_inodes(inodes)} left, "
             f"{format_bytes(LEAST_BYTES)} and {LEAST_INODES} are wanted. Make room; jobs wait until then"
         )
 
