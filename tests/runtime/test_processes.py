@@ -365,6 +365,15 @@ def test_a_child_that_hangs_shows_its_stack_and_is_ended_in_time(method: str) ->
     child.close()
 
 
+def test_a_child_that_is_left_behind_can_still_be_asked_whether_it_ended(method: str) -> None:
+    child = sleeping()
+    child.close()
+
+    assert not child.ended()
+    os.kill(child.pid, signal.SIGKILL)
+    until(child.ended)
+
+
 def test_killing_reaches_what_a_child_has_started(method: str) -> None:
     def work(connection: Connection) -> None:
         other = subprocess.Popen(["sleep", "3600"])

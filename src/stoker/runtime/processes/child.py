@@ -274,7 +274,10 @@ class Child:
             self._output.append("\n".join(filter(None, (what, self.stacks()))) + "\n")
 
     def close(self) -> None:
-        """Let its descriptors go, except its output's; it ends unless it has. Safe to call twice."""
+        """Let its descriptors go, except its output's. Safe to call twice.
+
+        Does not wait: one that has not ended may do so later, how is then unknown.
+        """
         if self._closed:
             return
         self._closed = True
@@ -282,6 +285,7 @@ class Child:
         self.heartbeat.close()
         os.close(self._stack_fd)
         self._process.close()
+        self.pidfd = -1
 
 
 class _Process(Protocol):
@@ -303,16 +307,18 @@ class _Forked:
         self.pid, self.pidfd, self._status = pid, pidfd, status
 
     def signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
+        with suppress(OSError):
             signal.pidfd_send_signal(self.pidfd, number)
 
     def poll(self, timeout_s: float) -> bool:
+        if self.pidfd < 0:  # closed before its end, and left behind: its number alone tells
+            return not Path(f"/proc/{self.pid}").exists()
         return _readable(self.pidfd, timeout_s)
 
     def code(self) -> int | None:
-        self._status.settimeout(_STATUS_S)
         data = b""
-        with suppress(OSError):
+        with suppress(OSError):  # also of a socket that is closed: nobody knows how it ended
+            self._status.settimeout(_STATUS_S)
             data = self._status.recv(64)
         self._status.close()  # its number may be another process's from now on
         return json.loads(data) if data else None
@@ -320,6 +326,7 @@ class _Forked:
     def close(self) -> None:
         self._status.close()
         os.close(self.pidfd)
+        self.pidfd = -1
 
 
 class _Spawned:
@@ -349,6 +356,7 @@ class _Spawned:
         self._process.poll()
         if self.pidfd >= 0:
             os.close(self.pidfd)
+            self.pidfd = -1
 
 
 def _started(fds: tuple[int, ...], modules: tuple[str, ...]) -> _Process:
