@@ -33,8 +33,8 @@ DESCRIPTION = """Jobs that train on cached data: make, follow, pause, resume and
 
 Every request needs `Authorization: Bearer TOKEN`; the token is in the file `token` of the state folder. A
 request that fails is answered with `{"error": ..., "fields": [{"path", "problem"}]}`. Events come as
-Server-Sent Events (`/events`, `/jobs/{job_id}/events`) or by WebSocket (`/ws`, `/ws/training/{job_id}`), each
-with a number: connect with the last one seen (`Last-Event-ID`, or `?after=`), and none is missed.
+Server-Sent Events (`/events`, `/jobs/{job_id}/events`), each with a number: connect with the last one seen
+(`Last-Event-ID`, or `?after=`), and none is missed.
 """
 HEADERS = (
     ("Content-Security-Policy", pages.policy()),
@@ -88,7 +88,6 @@ def create_app(services: Services) -> FastAPI:
         app.include_router(module.router, prefix=EARLIER_API, include_in_schema=False)
     app.include_router(routes_machine.health)
     app.include_router(routes_machine.figures, dependencies=token)
-    app.include_router(routes_live.sockets)
     app.include_router(pages.router)
     app.include_router(dashboard.router)
     app.mount("/static", pages.static_files(), name="static")
