@@ -1,18 +1,20 @@
 """Addresses of the earlier training service that its clients still ask.
 
-`/api/training/jobs` and `/api/v1/training/jobs` are our own. Here are the addresses of its second API, which
-do the same, and those of what it had and this service has not: 410, with the way that there is now. All of
-them are behind the same guard as every other address.
+An address that has another name now is written as that (`Earlier`), so each route exists once. What the
+earlier service had and this one has not answers 410, with the way that there is now. Both are behind the same
+guard as every other address.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.responses import JSONResponse, Response
 
-from stoker.service import routes_jobs
+from stoker.service.bodies import Receive
+from stoker.service.guard import App, Send
 
 JOBS = "/api/v1/jobs/training"
 """Where the second API had jobs."""
@@ -44,7 +46,7 @@ GONE = {
     "/models/{rest:path}": _NO_MODELS,
     "/jobs/synthetic": _MADE_BY_JOBS,
 }
-"""Addresses below `/api/v1/training` and `/api/training` that are no more, and what to do in their place."""
+"""Addresses below `/api/v1/training` that are no more, and what to do in their place."""
 GONE_ELSEWHERE = {
     "/api/v1/models": _NO_MODELS,
     "/api/v1/models/{rest:path}": _NO_MODELS,
@@ -55,38 +57,55 @@ GONE_ELSEWHERE = {
 }
 """The same of the second API."""
 
-
-_ROUTES = (
-    ("", routes_jobs.create_job, "POST", 201),
-    ("", routes_jobs.list_jobs, "GET", 200),
-    ("/{job_id}", routes_jobs.get_job, "GET", 200),
-    ("/{job_id}", routes_jobs.delete_job, "DELETE", 204),
-    ("/{job_id}/cancel", routes_jobs.cancel_job, "POST", 200),
-    ("/{job_id}/pause", routes_jobs.pause_job, "POST", 200),
-    ("/{job_id}/resume", routes_jobs.resume_job, "POST", 200),
-    ("/{job_id}/continue", routes_jobs.continue_job, "POST", 202),
-    ("/{job_id}/metrics", routes_jobs.get_metrics, "GET", 200),
+_READS = frozenset({"GET", "HEAD", "DELETE"})
+_MOVED = (
+    (re.compile(r"/api/training(?=/|$)"), _API, None),
+    (re.compile(re.escape(JOBS) + r"(?=/|$)"), f"{_API}/jobs", None),
+    (re.compile(re.escape(_API) + r"/synthetic/generate$"), f"{_API}/datasets/generate", frozenset({"POST"})),
+    # Not PATCH, which changed a data set; nor `/validate`, which noted nothing at its earlier address.
+    (re.compile(re.escape(_API) + r"/synthetic(?=/datasets(/[^/]+(/samples)?)?$)"), _API, _READS),
 )
-"""Of the second API, below `JOBS`: path, what answers it, method and status."""
+"""Of addresses the part that has another name now, that name, and the methods that this is so for; None: all.
+The later ones are applied to what the earlier ones give."""
 
 
-def add_earlier(app: FastAPI, prefixes: Sequence[str]) -> None:
-    """Add all of them to an application.
+def address_now(method: str, path: str) -> str:
+    """Return the address of this service that does what an earlier one did; any other comes back as it is.
 
-    Args:
-        prefixes: Where the API is. Call this before its own routes are added: `/jobs/synthetic` is no job.
+    >>> address_now("GET", "/api/training/synthetic/datasets/lab"), address_now("GET", "/api/trainings")
+    ('/api/v1/training/datasets/lab', '/api/trainings')
     """
-    for prefix in prefixes:
-        for path, way in GONE.items():
-            _refuse(app, f"{prefix}{path}", way, _ANY)
-        for path, method in (("", "PATCH"), ("/repair", "POST")):
-            _refuse(app, f"{prefix}/synthetic/datasets/{{dataset_id}}{path}", _NO_CHANGES, [method])
-    for path, way in GONE_ELSEWHERE.items():
+    for part, name, methods in _MOVED:
+        if methods is None or method in methods:
+            found = part.match(path)
+            path = path if found is None else name + path[found.end() :]
+    return path
+
+
+class Earlier:
+    """The middleware that sends a request to an earlier address to the one that it has now."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """Serve one connection of any kind."""
+        if scope["type"] == "http":
+            path = address_now(scope["method"], scope["path"])
+            if path != scope["path"]:
+                scope = {**scope, "path": path}
+        await self._app(scope, receive, send)
+
+
+def add_earlier(app: FastAPI) -> None:
+    """Add the answers for what is gone to an application.
+
+    Call this before its own routes are added: `/jobs/synthetic` is no job.
+    """
+    for path, way in {**{f"{_API}{path}": way for path, way in GONE.items()}, **GONE_ELSEWHERE}.items():
         _refuse(app, path, way, _ANY)
-    for path, endpoint, method, status in _ROUTES:
-        app.add_api_route(
-            f"{JOBS}{path}", endpoint, methods=[method], status_code=status, include_in_schema=False
-        )
+    for path, method in (("", "PATCH"), ("/repair", "POST")):
+        _refuse(app, f"{_API}/synthetic/datasets/{{dataset_id}}{path}", _NO_CHANGES, [method])
 
 
 def _refuse(app: FastAPI, path: str, way: str, methods: list[str]) -> None:
