@@ -27,7 +27,7 @@ CONFIG = {"dataset_ids": ["00000000-0000-4000-8000-000000000000"], "epochs": 3}
 
 @dataclass
 class Answer:
-    """What came back, over HTTP or as the answer to a WebSocket's handshake."""
+    """What came back."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -44,10 +44,9 @@ def ask(
     headers: Mapping[str, str] | Sequence[tuple[str, str]] = (),
     body: bytes | list[bytes] = b"",
     *,
-    socket: bool = False,
     server: str = "127.0.0.1",
 ) -> Answer:
-    """One request to an ASGI application; a `socket` that is accepted has status 101 and is closed.
+    """One request to an ASGI application.
 
     Args:
         server: The address of this machine that it came to.
@@ -59,10 +58,10 @@ def ask(
     pieces = [body] if isinstance(body, bytes) else list(body)
     answer = Answer()
     scope = {
-        "type": "websocket" if socket else "http",
+        "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.1",
-        "scheme": "ws" if socket else "http",
+        "scheme": "http",
         "path": raw,
         "raw_path": raw.encode(),
         "query_string": query.encode(),
@@ -70,22 +69,17 @@ def ask(
         "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in pairs],
         "server": (server, 8765),
         "client": ("127.0.0.1", 50000),
-        "extensions": {"websocket.http.response": {}} if socket else {},
-        "subprotocols": [],
-        **({} if socket else {"method": method}),
+        "extensions": {},
+        "method": method,
     }
 
     async def receive() -> dict[str, Any]:
-        if socket:
-            return {"type": "websocket.disconnect" if answer.status else "websocket.connect", "code": 1000}
         if pieces:
             return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
         return {"type": "http.disconnect"}
 
     async def send(message: dict[str, Any]) -> None:
-        if message["type"] == "websocket.accept":
-            answer.status = 101
-        elif message["type"].endswith("response.start"):
+        if message["type"].endswith("response.start"):
             answer.status = message["status"]
             answer.headers = {k.decode().lower(): v.decode() for k, v in message["headers"]}
         elif message["type"].endswith("response.body"):

@@ -14,7 +14,6 @@ import pytest
 from stoker.errors import ConfigError
 from stoker.service.app import create_app
 from stoker.service.auth import CODE_S, CODES, Auth, load_token
-from stoker.service.guard import RequestLimits
 from stoker.service.services import open_services
 from stoker.service.state_dir import prepare_state_dir
 from tests.service.running import Running, ask, serving
@@ -172,7 +171,7 @@ def test_a_login_with_more_fields_than_the_form_has_is_refused_without_a_fault(r
         assert answer.status_code == 401
 
 
-def test_a_browser_logs_in_with_a_code_and_asks_with_its_csrf_token(running: Running) -> None:
+def test_a_browser_logs_in_with_a_code_and_changes_things_from_our_page(running: Running) -> None:
     code = running.client.post(running.api("/login-codes")).json()["path"]
     with httpx.Client(base_url=running.address, trust_env=False) as browser:
         page = browser.get("/anything", headers={"accept": "text/html"})
@@ -193,7 +192,7 @@ def test_a_browser_logs_in_with_a_code_and_asks_with_its_csrf_token(running: Run
         session = running.services.auth.session(next(iter(browser.cookies.values())))
         assert session is not None
         kept = dict(browser.cookies)
-        left = browser.post("/logout", headers={"X-CSRF-Token": session.csrf})
+        left = browser.post("/logout", headers={"Origin": running.address})
         assert left.status_code == 303
         flags = {part.strip().lower() for part in left.headers["set-cookie"].split(";")[1:]}
         assert {"httponly", "samesite=strict", "path=/", "max-age=0"} <= flags
@@ -228,17 +227,12 @@ def test_a_public_address_is_one(tmp_path: Path, url: str) -> None:
         open_services(tmp_path / "state", public_url=url)
 
 
-def test_who_tries_codes_is_told_to_wait_and_who_has_one_is_not(tmp_path: Path) -> None:
-    with (
-        serving(tmp_path / "state", limits=RequestLimits(refused=5)) as own,
-        httpx.Client(base_url=own.address, trust_env=False) as browser,
-    ):
-        tried = [browser.get(f"/login?code=guess{n}") for n in range(4)]
-        tried += [browser.post("/login", data={"secret": f"guess{n}"}) for n in range(3)]
-        assert [one.status_code for one in tried] == [401] * 5 + [429] * 2
-        assert tried[-1].headers["retry-after"] == "60"
-        assert "Too many wrong codes" in tried[-1].text
-        assert browser.get(f"/login?code={own.services.auth.new_code()}").status_code == 303
+def test_who_tries_codes_is_refused_and_who_has_one_is_not(running: Running) -> None:
+    with httpx.Client(base_url=running.address, trust_env=False) as browser:
+        tried = [browser.get(f"/login?code=guess{n}") for n in range(40)]
+        tried += [browser.post("/login", data={"secret": f"guess{n}"}) for n in range(40)]
+        assert {one.status_code for one in tried} == {401}
+        assert browser.get(f"/login?code={running.services.auth.new_code()}").status_code == 303
 
 
 ELSEWHERE = [

@@ -11,7 +11,7 @@ import pytest
 
 from stoker.pipeline.radio import RadioSpec
 from stoker.pipeline.radio_store import write_radio
-from stoker.service.earlier import GONE, GONE_ELSEWHERE, JOBS
+from stoker.service.earlier import GONE, GONE_ELSEWHERE, JOBS, address_now
 from stoker.service.examples import DATASET
 from stoker.service.services import Services
 from stoker.service.states import State
@@ -131,6 +131,19 @@ def test_what_is_gone_answers_with_what_to_ask_instead(
 def test_data_sets_under_their_earlier_address(asking: Asking) -> None:
     assert asking("GET", f"{API}/synthetic/datasets").json()["total"] == 1
     assert asking("GET", f"{API}/synthetic/datasets/{ID}").json()["id"] == ID
+    assert asking("GET", f"{API}/synthetic/datasets/nothing").status == 404
+    assert asking("DELETE", f"{API}/synthetic/datasets/nothing").status == 404
+    assert asking("GET", f"{API}/synthetic/datasets/nothing/samples").status == 404
+    assert asking("POST", f"{API}/synthetic/generate", {}).status == 422
+    assert asking("POST", f"{API}/synthetic/datasets", {}).status >= 404, "nothing is registered there"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/api/trainings/jobs", "/api/training2", f"{API}2", f"{JOBS}s", "/x/api/training/jobs", "/static/x"],
+)
+def test_what_only_looks_like_an_earlier_address_is_left_as_it_is(path: str) -> None:
+    assert address_now("GET", path) == path
 
 
 def test_the_snippet_of_the_page_runs(here: Services, asking: Asking) -> None:

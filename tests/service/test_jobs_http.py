@@ -58,18 +58,6 @@ def test_the_body_of_the_guide_makes_a_job_at_both_addresses(running: Running) -
         assert GUIDE["config"].items() <= made["config"].items()
         found = running.client.get(running.address + answer.headers["location"]).json()
         assert found["job"] == made
-        assert found["websocket_url"] == f"ws://127.0.0.1:{running.port}/ws/training/{made['id']}"
-
-
-def test_behind_tls_a_job_is_followed_over_tls(tmp_path: Path) -> None:
-    with serving(tmp_path / "state", public_url="https://train.example") as running:
-        note_radio(running.services, CONFIG["dataset_ids"][0])
-        made = running.client.post(running.api("/jobs"), json={"config": CONFIG}).json()["id"]
-        host = {"host": "train.example"}
-
-        found = running.client.get(running.api(f"/jobs/{made}"), headers=host).json()
-
-        assert found["websocket_url"] == f"wss://train.example/ws/training/{made}"
 
 
 def test_a_hundred_requests_at_once_with_one_key_are_one_job(url: str, tmp_path: Path) -> None:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, aclosing, asynccontextmanager, closing, suppress
+from contextlib import ExitStack, aclosing, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-from websockets.exceptions import ConnectionClosed, InvalidStatus
-from websockets.sync.client import connect
 
-from stoker.service import routes_live, server, stream
+from stoker.service import server, stream
 from stoker.service.client import ServiceClient, Told
 from stoker.service.outbox import Event, append
 from tests.service.running import CONFIG, Running, note_radio, serving
@@ -252,125 +249,14 @@ def test_a_log_is_followed_to_its_end_and_from_any_place(running: Running, job: 
     assert [line for one in again for line in one.data.get("lines", ())] == ["half", "last without end"]
 
 
-def open_socket(running: Running, path: str, **headers: str) -> Any:
-    given = {"Authorization": f"Bearer {running.token}", **headers}
-    return connect(
-        f"ws://127.0.0.1:{running.port}{path}", additional_headers=given, proxy=None, open_timeout=10
-    )
-
-
-def test_a_websocket_tells_the_state_and_then_what_happens(running: Running, job: str) -> None:
-    after = running.services.outbox.newest()
-    with open_socket(running, f"/ws/training/{job}?after={after}") as ws:
-        assert json.loads(ws.recv(10))["event"] == "connected"
-        status = json.loads(ws.recv(10))
-        assert (status["event"], status["data"]["status"]) == ("training_status", "queued")
-        tell(running, job, 1)
-        event = json.loads(ws.recv(10))
-        assert (event["event"], event["data"]["n"], event["job_id"]) == ("training:progress", 0, job)
-        ws.send("ping")
-        assert json.loads(ws.recv(10)) == {"event": "pong"}
-    with open_socket(running, f"/ws?after={event['id'] - 1}") as ws:
-        assert json.loads(ws.recv(10))["event"] == "connected"
-        assert json.loads(ws.recv(10)) == event, "the same again, from the number before it"
-
-
-def test_a_websocket_needs_a_token_or_a_session_of_our_page(running: Running) -> None:
-    cookie = f"{running.services.auth.cookie}={running.services.auth.log_in(running.token)}"
-    ours, foreign = running.address, "http://evil.example"
-    for headers, status in (
-        ({}, 401),
-        ({"Cookie": cookie}, 403),
-        ({"Cookie": cookie, "Origin": foreign}, 403),
-        ({"Authorization": f"Bearer {running.token}", "Origin": foreign}, 403),
-    ):
-        with pytest.raises(InvalidStatus) as refused:
-            connect(f"ws://127.0.0.1:{running.port}/ws", additional_headers=headers, proxy=None)
-        assert refused.value.response.status_code == status
-    with connect(
-        f"ws://127.0.0.1:{running.port}/ws", additional_headers={"Cookie": cookie, "Origin": ours}
-    ) as ws:
-        assert json.loads(ws.recv(10)) == {"event": "connected"}
-
-
-def test_who_floods_a_websocket_is_cut_off(running: Running) -> None:
-    def flood(ws: Any, messages: list[str]) -> None:
-        ws.recv(10)
-        for message in messages:
-            ws.send(message)
-        while True:
-            ws.recv(10)
-
-    with open_socket(running, "/ws") as ws, pytest.raises(ConnectionClosed) as closed:
-        flood(ws, ["x" * 1000] * 10_000)
-    assert closed.value.rcvd is None or closed.value.rcvd.code == routes_live.POLICY
-
-    with open_socket(running, "/ws") as ws, pytest.raises(ConnectionClosed):
-        flood(ws, ["x" * 100_000])
-
-
-def frame(opcode: int, data: bytes = b"", *, last: bool = True) -> bytes:
-    """A frame as a client sends it, with a mask of zeros."""
-    assert len(data) < 126
-    return bytes([opcode | 0x80 * last, 0x80 | len(data), 0, 0, 0, 0]) + data
-
-
-TEXT, PART, PING = 1, 0, 9
-
-
-@pytest.mark.parametrize(
-    ("first", "again"),
-    [
-        pytest.param(b"", frame(PING, b"x" * 120), id="pings"),
-        pytest.param(frame(TEXT, b"a", last=False), frame(PART, b"", last=False), id="empty-parts"),
-        pytest.param(frame(TEXT, b"a", last=False), frame(PART, b"x" * 100, last=False), id="parts"),
-    ],
-)
-def test_who_sends_without_end_and_reads_nothing_is_cut_off(
-    running: Running, first: bytes, again: bytes
-) -> None:
-    with closing(reader_that_reads_nothing(running, "/ws")) as raw:
-        raw.sendall(first)
-        held: list[int] = []
-
-        def send() -> None:
-            for _ in range((200 << 20) // len(again) // 1000):
-                raw.sendall(again * 1000)
-                held.extend(running.unsent())
-
-        with pytest.raises(ConnectionError):
-            send()
-
-    assert max(held, default=0) < server.UNSENT_BYTES + (1 << 20), "answers to pings pile up no further"
-    assert running.client.get(running.api("/jobs")).status_code == 200
-
-
-def test_a_client_that_shows_no_life_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one whose machine was switched off: it ends nothing and answers nothing."""
-    monkeypatch.setattr(server, "PING_S", 0.3)
-    with (
-        serving(tmp_path / "state") as own,
-        open_socket(own, "/ws") as alive,
-        closing(reader_that_reads_nothing(own, "/ws")),
-    ):
-        assert json.loads(alive.recv(10)) == {"event": "connected"}
-        deadline, seen = time.monotonic() + 30, 0
-        while time.monotonic() < deadline and not (seen == 2 and own.services.feed.clients == 1):
-            seen = max(seen, own.services.feed.clients)
-            time.sleep(0.02)
-
-        assert (seen, own.services.feed.clients) == (2, 1), "the one that answers pings stays"
-
-
 @pytest.mark.slow
 def test_hundreds_of_readers_that_read_nothing_hold_little_and_let_others_in(tmp_path: Path) -> None:
     """Most are refused; of those that are not, each holds what one send may hold and no queue."""
     with serving(tmp_path / "state") as own, ExitStack() as stack:
         note_radio(own.services, CONFIG["dataset_ids"][0])
         job = own.services.jobs.create(dict(CONFIG), name="live", epochs=3)[0].id
-        for n in range(240):
-            path = "/ws" if n % 2 else "/api/v1/training/events"
-            stack.enter_context(closing(reader_that_reads_nothing(own, path)))
+        for _ in range(240):
+            stack.enter_context(closing(reader_that_reads_nothing(own, "/api/v1/training/events")))
         deadline = time.monotonic() + 60
         while own.services.feed.clients < stream.CLIENTS and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -388,13 +274,11 @@ def test_hundreds_of_readers_that_read_nothing_hold_little_and_let_others_in(tmp
 
 
 def test_streams_end_with_their_session(running: Running, job: str) -> None:
-    """Events, a log and WebSockets of the one that logs out; those of another and of the token stay."""
-    auth, host = running.services.auth, running.address.removeprefix("http://")
+    """Events and a log of the one that logs out; those of another and of the token stay."""
+    auth = running.services.auth
     running.services.folder.job(job).make()
     running.services.folder.job(job).log.write_text("said\n")
     cookies = [f"{auth.cookie}={auth.log_in(auth.new_code())}" for _ in range(2)]
-    session = auth.session(cookies[0].partition("=")[2])
-    assert session is not None
     with ExitStack() as stack:
 
         def streams(headers: dict[str, str]) -> list[httpx.Response]:
@@ -406,28 +290,13 @@ def test_streams_end_with_their_session(running: Running, job: str) -> None:
 
         own = streams({"cookie": cookies[0]})
         others = [*streams({"cookie": cookies[1]}), *streams({"authorization": f"Bearer {running.token}"})]
-        sockets = [
-            stack.enter_context(
-                connect(
-                    f"ws://{host}{path}", additional_headers={"cookie": cookies[0]}, origin=running.address
-                )
-            )
-            for path in ("/ws", f"/ws/training/{job}")
-        ]
-        assert {json.loads(one.recv(30))["event"] for one in sockets} == {"connected"}
-
         left = httpx.post(
-            running.address + "/logout", headers={"cookie": cookies[0], "X-CSRF-Token": session.csrf}
+            running.address + "/logout", headers={"cookie": cookies[0], "origin": running.address}
         )
         assert left.status_code == 303
 
         for answer in own:
             answer.read()  # to its end
-        for socket_ in sockets:
-            with suppress(ConnectionClosed):
-                while True:  # to its end
-                    socket_.recv(30)
-            assert socket_.close_code == 1008
         tell(running, job, 1)
         for answer in others[:2] + others[3:5]:
             assert next(text for text in answer.iter_text() if "progress" in text)
@@ -439,14 +308,11 @@ def test_one_stream_too_many_is_refused_and_places_are_given_back(running: Runni
         time.sleep(0.05)
     with ExitStack() as stack:
         for _ in range(stream.CLIENTS):
-            ws = stack.enter_context(open_socket(running, "/ws"))
-            ws.recv(10)
+            headers = {"Authorization": f"Bearer {running.token}"}
+            opened = httpx.stream("GET", running.api("/events"), headers=headers, timeout=30)
+            assert stack.enter_context(opened).status_code == 200
         answer = running.client.get(running.api("/events"))
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-        with open_socket(running, "/ws") as ws, pytest.raises(ConnectionClosed) as closed:
-            ws.recv(10)
-        assert closed.value.rcvd is not None
-        assert closed.value.rcvd.code == routes_live.TRY_LATER
     while running.services.feed.clients and time.monotonic() < deadline:
         time.sleep(0.05)
     assert running.services.feed.clients == 0
@@ -461,11 +327,6 @@ def reader_that_reads_nothing(running: Running, path: str) -> socket.socket:
         f"GET {path}?after={after} HTTP/1.1\r\nHost: 127.0.0.1:{running.port}\r\n"
         f"Authorization: Bearer {running.token}\r\n"
     )
-    if path.startswith("/ws"):
-        request += (
-            "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
-            "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
-        )
     raw.sendall(f"{request}\r\n".encode())
     return raw
 
@@ -473,9 +334,8 @@ def reader_that_reads_nothing(running: Running, path: str) -> socket.socket:
 def grown_mib(running: Running, job: str, megabytes: int) -> float:
     """Memory that this process grew by while readers that read nothing were told `megabytes`."""
     with ExitStack() as stack:
-        for n in range(stream.CLIENTS - 1):
-            path = "/ws" if n % 2 else "/api/v1/training/events"
-            stack.enter_context(closing(reader_that_reads_nothing(running, path)))
+        for _ in range(stream.CLIENTS - 1):
+            stack.enter_context(closing(reader_that_reads_nothing(running, "/api/v1/training/events")))
         deadline = time.monotonic() + 20
         while running.services.feed.clients < stream.CLIENTS - 1 and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -527,14 +387,12 @@ def test_streams_end_with_the_service(tmp_path: Path) -> None:
     with serving(tmp_path / "state") as own:
         told = client_of(own).follow("/events", 0)
         followed = threading.Thread(target=lambda: list(told))
-        with open_socket(own, "/ws") as ws:
-            assert json.loads(ws.recv(10)) == {"event": "connected"}
-            followed.start()
-            deadline = time.monotonic() + 20
-            while own.services.feed.clients < 2 and time.monotonic() < deadline:
-                time.sleep(0.05)
-            began = time.monotonic()
-            own.stop()
+        followed.start()
+        deadline = time.monotonic() + 20
+        while not own.services.feed.clients and time.monotonic() < deadline:
+            time.sleep(0.05)
+        began = time.monotonic()
+        own.stop()
     followed.join(20)
 
     assert not followed.is_alive()

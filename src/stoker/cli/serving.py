@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from stoker.service.serve import Started
 
 STATE_DIR = Path(".stoker/service")
-NEEDED = ("fastapi", "uvicorn", "websockets", "jinja2", "sqlalchemy")
+NEEDED = ("fastapi", "uvicorn", "jinja2", "sqlalchemy")
 """What the extra `service` brings."""
 DATABASE, SERVER, TOKEN = "STOKER_DATABASE", "STOKER_SERVER", "STOKER_TOKEN"
 """Variables of the environment: a command line can be read by everybody on a machine."""

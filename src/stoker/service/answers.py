@@ -38,7 +38,7 @@ STATUS: tuple[tuple[type[StokerError], int], ...] = (
     (SourceError, 422),
 )
 """Status by class, the first that fits; 422 for every other error raised on purpose."""
-EVERYWHERE = (400, 401, 403, 408, 413, 422, 429, 431, 503, 504)
+EVERYWHERE = (400, 401, 403, 408, 413, 422, 431, 503, 504)
 """What every route may answer: the guard's refusals, a wrong request, a database that does not answer."""
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 

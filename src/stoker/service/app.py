@@ -21,20 +21,18 @@ from stoker.service import (
     routes_live,
     routes_machine,
 )
-from stoker.service.earlier import add_earlier
+from stoker.service.earlier import Earlier, add_earlier
 from stoker.service.examples import BY_MODEL
 from stoker.service.guard import Guard, Rules
 from stoker.service.services import Services
 
 API = "/api/v1/training"
-EARLIER_API = "/api/training"
-"""Where the guide of an earlier system has it; the same routes."""
 DESCRIPTION = """Jobs that train on cached data: make, follow, pause, resume and cancel them.
 
 Every request needs `Authorization: Bearer TOKEN`; the token is in the file `token` of the state folder. A
 request that fails is answered with `{"error": ..., "fields": [{"path", "problem"}]}`. Events come as
-Server-Sent Events (`/events`, `/jobs/{job_id}/events`) or by WebSocket (`/ws`, `/ws/training/{job_id}`), each
-with a number: connect with the last one seen (`Last-Event-ID`, or `?after=`), and none is missed.
+Server-Sent Events (`/events`, `/jobs/{job_id}/events`), each with a number: connect with the last one seen
+(`Last-Event-ID`, or `?after=`), and none is missed.
 """
 HEADERS = (
     ("Content-Security-Policy", pages.policy()),
@@ -81,14 +79,12 @@ def create_app(services: Services) -> FastAPI:
         lifespan=running,
     )
     app.state.services = services
-    add_earlier(app, (API, EARLIER_API))
+    add_earlier(app)
     token = [Security(HTTPBearer(auto_error=False, description="The token of the state folder."))]
     for module in (routes_jobs, routes_live, routes_datasets, routes_caches, routes_machine):
         app.include_router(module.router, prefix=API, dependencies=token)
-        app.include_router(module.router, prefix=EARLIER_API, include_in_schema=False)
     app.include_router(routes_machine.health)
     app.include_router(routes_machine.figures, dependencies=token)
-    app.include_router(routes_live.sockets)
     app.include_router(pages.router)
     app.include_router(dashboard.router)
     app.mount("/static", pages.static_files(), name="static")
@@ -101,5 +97,6 @@ def create_app(services: Services) -> FastAPI:
         stranger=pages.log_in_first,
         traffic=services.traffic,
     )
-    app.add_middleware(Guard, rules)
+    app.add_middleware(Earlier)
+    app.add_middleware(Guard, rules)  # the last one added is asked first
     return app

@@ -40,8 +40,6 @@ class Session:
     """A browser that has logged in."""
 
     id: str
-    csrf: str
-    """What its unsafe requests must carry as `X-CSRF-Token`; no other site can know it."""
     until: float
     """When it ends, as unix time, unless it logs out before."""
 
@@ -124,7 +122,7 @@ class Auth:
         if not same(seal, self._seal("session", payload)):
             return None
         name, _, until = payload.partition(".")
-        session = Session(id=name, csrf=self._seal("csrf", name), until=float(until))
+        session = Session(id=name, until=float(until))
         return session if self.is_open(session) else None
 
     def is_open(self, session: Session) -> bool:

@@ -172,7 +172,6 @@ class ServiceClient:
         )
         known: dict[int, StokerError] = {
             401: token,
-            429: token,
             404: NotFound(said),
             409: Conflict(said),
             422: ConfigError(said),

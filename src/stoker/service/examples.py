@@ -37,7 +37,6 @@ JOB_LIST: Example = {"jobs": [JOB_OUT], "total": 1, "limit": 50, "offset": 0}
 JOB_DETAIL: Example = {
     "job": JOB_OUT,
     "recent_metrics": [_ROW],
-    "websocket_url": f"ws://127.0.0.1:8765/ws/training/{JOB}",
     "events_after": 1207,
 }
 JOB_METRICS: Example = {"job_id": JOB, "metrics": [_ROW]}

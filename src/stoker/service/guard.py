@@ -1,12 +1,12 @@
-"""What every request passes first, of any method, to any route, page, file or WebSocket.
+"""What every request passes first, of any method, to any route, page or file.
 
 Nothing is answered but what these rules allow, so a route that somebody forgot to protect is protected:
 
 1. `Host` is a name of ours (another site's name may resolve to this machine), and is given once.
-2. `Origin` and `Sec-Fetch-Site`, where a browser sends them, say that our own page asks.
+2. `Origin` and `Sec-Fetch-Site`, where a browser sends them, say that our own page asks. With a cookie, what
+   may change something has to carry one of them: a browser sends `Origin` with each such request.
 3. The token as `Authorization: Bearer`, or the cookie of a session; only `PUBLIC` needs neither.
-4. With a cookie, what may change something carries the session's `X-CSRF-Token`; a WebSocket, its Origin.
-5. Headers, body, its nesting and its strings are within `RequestLimits`, and so is the time to answer.
+4. Headers, body, its nesting and its strings are within `RequestLimits`, and so is the time to answer.
 
 Every answer carries the headers that keep a browser from running or framing anything that is not ours.
 """
@@ -25,7 +25,7 @@ from urllib.parse import unquote_plus
 
 from starlette.responses import JSONResponse, Response
 
-from stoker.service.auth import Auth, Session, same
+from stoker.service.auth import Auth, Session
 from stoker.service.bodies import Gone, Message, Receive, discard, fault_in_json, read_body, replay
 from stoker.service.traffic import Traffic
 
@@ -44,7 +44,6 @@ ONCE = (
     b"cookie",
     b"content-length",
     b"sec-fetch-site",
-    b"x-csrf-token",
 )
 """Headers that must not come twice: two readers may believe two different ones."""
 UNREAD_BYTES, UNREAD_S = 4 << 20, 2.0
@@ -72,8 +71,6 @@ class RequestLimits:
     body_s: float = 15.0
     answer_s: float = 30.0
     """Until an answer begins; what is streamed after that has no end."""
-    refused: int = 60
-    """Answers to wrong tokens and codes in a minute; beyond, they are told to wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,35 +99,29 @@ class Refusal:
 
 
 class Guard:
-    """The middleware. `scope["state"]["session"]` is the Session that asks, None for token or stranger;
-    `["may_guess"]` counts a wrong code, and says whether it still gets a plain answer."""
+    """The middleware. `scope["state"]["session"]` is the Session that asks, None for token or stranger."""
 
     def __init__(self, app: App, rules: Rules) -> None:
         self._app = app
         self._rules = rules
-        self._refused: list[float] = []
         self._auth, self._limits, self._traffic = rules.auth, rules.limits, rules.traffic
         self._hosts = frozenset(host.lower() for host in rules.hosts)
         self._headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in rules.headers]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection of any kind."""
+        """Serve one request."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         request = _Request(scope)
-        scope["state"]["may_guess"] = self._may_guess
         refusal = self._judge(request)
         if refusal is not None:
-            unread = scope["type"] == "http"
-            await self._refuse(request, refusal, receive, send, unread=unread)
-        elif scope["type"] == "websocket":
-            await self._app(scope, receive, send)
+            await self._refuse(request, refusal, receive, send, unread=True)
         else:
             await self._serve(request, receive, send)
 
     def _judge(self, request: _Request) -> Refusal | None:
-        for rule in (self._form, self._host, self._origin, self._who, self._csrf):
+        for rule in (self._form, self._host, self._origin, self._who, self._change):
             refusal = rule(request)
             if refusal is not None:
                 return refusal
@@ -170,39 +161,26 @@ class Guard:
         scheme, _, value = request.header("authorization").partition(" ")
         session = self._auth.session(request.cookie(self._auth.cookie))
         request.remember(session)
-        guess = scheme.lower() == "bearer"
-        if guess:
+        if scheme.lower() == "bearer":
             if self._auth.is_token(value.strip()):
                 request.remember(None)
                 return None
             session = None  # a client that sends a token means it
         if session is not None or (request.method, request.path) in PUBLIC:
             return None
-        # No token at all, or the cookie of a session that has ended, guesses at nothing: pages that are left
-        # open ask with it again and again, and must not shut others out.
-        if guess and not self._may_guess():
-            return Refusal(429, "too many wrong tokens. Wait a minute")
         return Refusal(
             401, "no valid token or session. Send `Authorization: Bearer TOKEN` (DIR/token), or log in"
         )
 
-    def _may_guess(self) -> bool:
-        """Whether a wrong token or code still gets a plain answer; right ones are never held up."""
-        now = time.monotonic()
-        self._refused = [at for at in self._refused if now - at < 60][-self._limits.refused :]
-        self._refused.append(now)
-        return len(self._refused) <= self._limits.refused
+    def _change(self, request: _Request) -> Refusal | None:
+        """With a cookie, which a browser adds by itself, a change has to say which page asks.
 
-    def _csrf(self, request: _Request) -> Refusal | None:
-        session = request.session
-        if session is None:
-            return None
-        socket = request.scope["type"] == "websocket"
-        if socket and not request.header("origin"):
-            return Refusal(403, "a WebSocket with a cookie needs an Origin. Send the token instead")
-        harmless = socket or request.method in SAFE or (request.method, request.path) in PUBLIC
-        if not harmless and not same(request.header("x-csrf-token"), session.csrf):
-            return Refusal(403, "X-CSRF-Token is missing or of another session. Reload the page")
+        `_origin` has refused all pages but ours; a request that names none is not a browser's.
+        """
+        named = request.header("origin") or request.header("sec-fetch-site").lower() == "same-origin"
+        harmless = request.method in SAFE or (request.method, request.path) in PUBLIC
+        if request.session is not None and not harmless and not named:
+            return Refusal(403, "a change with a cookie needs an Origin. Send the token instead")
         return None
 
     async def _serve(self, request: _Request, receive: Receive, send: Send) -> None:
@@ -268,23 +246,18 @@ class Guard:
         """Answer with a refusal; what is `unread` of the body is read and dropped, if that is little."""
         self._traffic.note(refusal.status, 0.0)
         stranger = self._rules.stranger
-        if refusal.status in (401, 429) and stranger is not None and request.wants_page:
+        if refusal.status == 401 and stranger is not None and request.wants_page:
             response = stranger(request.scope, request.path)
             response.status_code = refusal.status
         else:
             response = JSONResponse({"error": refusal.error}, refusal.status)
         if refusal.status == 401:
             response.headers["WWW-Authenticate"] = "Bearer"
-        if refusal.status in (429, 503, 504):
-            response.headers["Retry-After"] = "60" if refusal.status == 429 else "5"
+        if refusal.status == 504:
+            response.headers["Retry-After"] = "5"
         if unread and not await discard(receive, most=UNREAD_BYTES, within_s=UNREAD_S):
             response.headers["Connection"] = "close"
         response.raw_headers += self._missing(response.raw_headers)
-        if request.scope["type"] == "websocket":
-            await receive()  # the connect message, which comes first
-            if "websocket.http.response" not in request.scope.get("extensions", {}):
-                await send({"type": "websocket.close", "code": 1008})
-                return
         await response(request.scope, receive, send)
 
     def _missing(self, given: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
@@ -310,7 +283,7 @@ class _Request:
     @property
     def wants_page(self) -> bool:
         """Whether a person with a browser asks for a page."""
-        return self.scope["type"] == "http" and self.method == "GET" and "text/html" in self.header("accept")
+        return self.method == "GET" and "text/html" in self.header("accept")
 
     def remember(self, session: Session | None) -> None:
         self.scope.setdefault("state", {})["session"] = session

@@ -118,7 +118,6 @@ class JobDetail(BaseModel):
 
     job: JobOut
     recent_metrics: list[dict[str, Any]] = Field(description="The last ten epochs.")
-    websocket_url: str
     events_after: int = Field(description="Follow events from this number on, and nothing is missed.")
 
 

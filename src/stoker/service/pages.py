@@ -1,8 +1,7 @@
 """The pages: logging in and out, and the templates that every page is made of.
 
-A template knows `csrf`, which goes into a header of what its forms send (`X-CSRF-Token`), and `version`. What
-it shows is escaped; scripts and styles come from `static/`, since the policy sent with each answer allows no
-others.
+A template knows `version`. What it shows is escaped; scripts and styles come from `static/`, since the policy
+sent with each answer allows no others.
 """
 
 from __future__ import annotations
@@ -49,10 +48,7 @@ def static_files() -> StaticFiles:
 
 def page(request: Request, name: str, status: int = 200, **context: Any) -> HTMLResponse:
     """A page made of a template."""
-    session = request.state.session
-    csrf = "" if session is None else session.csrf
     text = _TEMPLATES.get_template(name).render(
-        csrf=csrf,
         version=stoker.__version__,
         path=request.url.path,
         degraded=services_of(request).degraded,
@@ -111,10 +107,6 @@ def post_logout(request: Request, here: Here) -> Response:
 
 def _log_in(request: Request, here: Services, secret: str, wanted: str) -> Response:
     cookie = here.auth.log_in(secret)
-    if cookie is None and not request.state.may_guess():
-        response = _form(wanted, "Too many wrong codes. Wait a minute.", status=429)
-        response.headers["Retry-After"] = "60"
-        return response
     if cookie is None:
         return _form(wanted, "That is no code of this service, or not any more.", status=401)
     response = RedirectResponse(wanted if _OURS.fullmatch(wanted) else "/", 303)

@@ -89,7 +89,6 @@ def register_dataset(
     return DatasetOut.of(here.datasets.register(body))
 
 
-@router.post("/synthetic/generate", status_code=202, include_in_schema=False)
 @router.post("/datasets/generate", status_code=202, responses=faults(409))
 def generate_dataset(
     body: Annotated[Generation, Body(openapi_examples=GENERATE)],  # type: ignore[arg-type]
@@ -108,7 +107,6 @@ def generate_dataset(
     return Made(dataset=DatasetOut.of(dataset), job=JobOut.of(job))
 
 
-@router.get("/synthetic/datasets", include_in_schema=False)
 @router.get("/datasets", responses=faults())
 def list_datasets(
     here: Here,
@@ -121,7 +119,6 @@ def list_datasets(
     return DatasetList(datasets=found, total=here.datasets.count(kind), limit=limit, offset=offset)
 
 
-@router.get("/synthetic/datasets/{dataset_id}", include_in_schema=False)
 @router.get("/datasets/{dataset_id}", responses=faults(404))
 def get_dataset(dataset_id: Id, here: Here) -> DatasetOut:
     """One data set, as it was when it was looked at last."""
@@ -146,7 +143,6 @@ def validate_dataset(dataset_id: Id, here: Here) -> DatasetOut:
     return DatasetOut.of(here.datasets.validate(dataset_id))
 
 
-@router.get("/synthetic/datasets/{dataset_id}/samples", include_in_schema=False)
 @router.get("/datasets/{dataset_id}/samples", responses=faults(404, 504, 507))
 def get_samples(
     dataset_id: Id, here: Here, limit: Annotated[int, Query(ge=1, le=100)] = 20, offset: Offset = 0
@@ -157,7 +153,6 @@ def get_samples(
     return SampleList(dataset_id=dataset.id, samples=samples)
 
 
-@router.delete("/synthetic/datasets/{dataset_id}", status_code=204, include_in_schema=False)
 @router.delete("/datasets/{dataset_id}", status_code=204, responses=faults(404, 409, 504))
 def delete_dataset(dataset_id: Id, here: Here) -> None:
     """Forget a data set. One that was made goes; one that was registered stays where it is."""

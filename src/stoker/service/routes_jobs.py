@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, cast
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import APIRouter, Header, Query, Response
 from fastapi import Path as InPath
 
 from stoker.errors import ConfigError, Conflict, NotFound
@@ -90,16 +90,14 @@ def list_jobs(
 
 
 @router.get("/jobs/{job_id}", response_model=JobDetail, responses=faults(404))
-def get_job(job_id: Id, here: Here, request: Request) -> Response:
+def get_job(job_id: Id, here: Here) -> Response:
     """One job, its last epochs, and where to follow it."""
     newest = here.outbox.newest()  # first: what the job says may be later, never earlier
     job = here.jobs.get(job_id)
-    scheme = "wss" if here.secure or request.url.scheme == "https" else "ws"
     return as_json(
         JobDetail(
             job=JobOut.of(job),
             recent_metrics=here.jobs.metrics(job_id, limit=RECENT, after=max(0, job.epoch - RECENT)),
-            websocket_url=f"{scheme}://{request.headers['host']}/ws/training/{job.id}",
             events_after=newest,
         )
     )

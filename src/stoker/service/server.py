@@ -13,7 +13,6 @@ from typing import Any
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from stoker.errors import ConfigError
 from stoker.runtime.files import replacing
@@ -25,10 +24,6 @@ CONNECTIONS = 200
 oldest that has not sent a whole request."""
 LOOK_S = 10.0
 """How often a connection is looked at; one that did nothing between two looks is closed."""
-PING_S = 20.0
-"""How often a WebSocket's client has to show that it lives, and how long it may take for it."""
-UNSENT_BYTES, PARTS = 1 << 20, 1000
-"""Bytes that the client of a WebSocket may leave unread before it says more, and parts of one message."""
 END_S = 5
 """How long answers under way get when the service ends."""
 
@@ -37,7 +32,8 @@ class Watched(H11Protocol):
     """A connection that is closed when it sends no whole request, or does not take what it is sent.
 
     Without it, somebody who opens connections and sends one byte a minute, or reads none, would hold them for
-    ever, and with them the buffers of what they do not read.
+    ever, and with them the buffers of what they do not read. No setting of uvicorn does this: its
+    `timeout_keep_alive` counts between requests, and `limit_concurrency` refuses the newest, not the slow.
     """
 
     def connection_made(self, transport: Any) -> None:
@@ -66,29 +62,13 @@ class Watched(H11Protocol):
         unsent = self.transport.get_write_buffer_size()
         if self.transport.is_closing() and not unsent:
             return
-        upgraded = self.transport.get_protocol() is not self  # a WebSocket: pings look whether it lives
         answering = not getattr(self.cycle, "response_complete", True)
-        stuck = ("unsent", unsent) if unsent else () if upgraded or answering else ("waiting", id(self.cycle))
+        stuck = ("unsent", unsent) if unsent else () if answering else ("waiting", id(self.cycle))
         if stuck and stuck == self._seen:
             self.transport.abort()
             return
         self._seen = stuck
         self.loop.call_later(LOOK_S, self._look)
-
-
-class Socket(WebSocketsSansIOProtocol):
-    """A WebSocket whose client cannot make us hold more than a little.
-
-    The library bounds the length of a message, but neither the answers to pings that nobody reads nor the
-    empty parts of a message that never ends.
-    """
-
-    def data_received(self, data: bytes) -> None:
-        """Take what came, unless there is too much of it."""
-        if self.transport.get_write_buffer_size() > UNSENT_BYTES or len(self.frames) > PARTS:
-            self.transport.abort()
-        else:
-            super().data_received(data)
 
 
 class Server(uvicorn.Server):
@@ -145,7 +125,7 @@ def make_server(services: Services, ready: Callable[[], None]) -> Server:
     config = uvicorn.Config(
         create_app(services),
         http=Watched,
-        ws=Socket,
+        ws="none",
         loop="asyncio",
         lifespan="on",
         log_config=None,
@@ -157,10 +137,6 @@ def make_server(services: Services, ready: Callable[[], None]) -> Server:
         h11_max_incomplete_event_size=services.limits.header_bytes,
         timeout_keep_alive=5,
         timeout_graceful_shutdown=END_S,
-        ws_max_size=16 << 10,
-        ws_ping_interval=PING_S,
-        ws_ping_timeout=PING_S,
-        ws_per_message_deflate=False,  # a few bytes could become many
     )
     return Server(config, services, ready)
 

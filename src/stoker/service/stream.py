@@ -27,7 +27,7 @@ from stoker.service.outbox import Event, Outbox
 
 log = logging.getLogger("stoker")
 CLIENTS = 32
-"""Streams and WebSockets at once."""
+"""Streams at once."""
 POLL_S = 0.25
 BEAT_S = 15.0
 """Silence after which a reader is told that all is well."""

@@ -1,7 +1,6 @@
 // What pages do beyond HTML: follow the service's events, draw curves, send forms as JSON, say what went wrong.
 "use strict";
 
-const CSRF = document.querySelector("meta[name=csrf]").content;
 const KINDS = ["queued", "claimed", "started", "progress", "batch", "metrics", "pausing", "paused", "resumed",
   "cancelling", "cancelled", "completed", "failed", "deleted", "gap"];
 const RETRY_MS = 3000;
@@ -234,7 +233,7 @@ function bodyOf(form, pressed) {
 
 async function ask(address, method, body, headers = {}) {
   const response = await fetch(address, {
-    method, headers: {"X-CSRF-Token": CSRF, "Content-Type": "application/json", Accept: "application/json", ...headers},
+    method, headers: {"Content-Type": "application/json", Accept: "application/json", ...headers},
     body: body === undefined ? undefined : JSON.stringify(body),
   });
   const kind = response.headers.get("content-type") || "";
