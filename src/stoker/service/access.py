@@ -79,7 +79,7 @@ class DataAccess:
                 f"settings: encoder.target {target!r} is not an encoder that this service runs ({allowed}). "
                 f"Start it with --allow-encoder {target}"
             )
-        for text in _texts(settings.get("encoder.arguments")):
+        for text in texts_in(settings.get("encoder.arguments")):
             if "/" in text or "\\" in text or text.startswith("."):
                 raise ConfigError(
                     f"settings: encoder.arguments holds {text!r}, which could be a path. A job gives numbers "
@@ -117,13 +117,14 @@ class DataAccess:
             )
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield every text in a JSON value, names of members included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for name, inner in cast("Mapping[str, Any]", value).items():
             yield name
-            yield from _texts(inner)
+            yield from texts_in(inner)
     elif isinstance(value, list | tuple):
         for inner in cast("list[Any]", value):
-            yield from _texts(inner)
+            yield from texts_in(inner)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from stoker.config import Config
 from stoker.config.load import make_config
 from stoker.config.names import nearest
 from stoker.errors import ConfigError
 from stoker.pipeline.radio_store import radio_columns, radio_where
+from stoker.service.access import texts_in
 from stoker.service.training_config import TrainingConfig
 
 NETWORKS: Mapping[str, str] = MappingProxyType(
@@ -110,7 +111,7 @@ def settings_of(
         "training.latent_cache_dir": caches,
         "training.run_dir": run_dir,
     }
-    for text in _texts(settings):
+    for text in texts_in(settings):
         if "${" in text:
             raise ConfigError(f"{text[:80]!r} holds '${{', which is refused here. Write the value itself")
     return make_config(settings, where="the job")
@@ -222,15 +223,3 @@ def _wrong_sets(config: TrainingConfig, kind: str, datasets: Sequence[Mapping[st
             f"validation_split={config.validation_split}: the data itself says what is for validation. "
             "Leave it out"
         )
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for name, one in cast("Mapping[str, Any]", value).items():
-            yield from _texts(name)
-            yield from _texts(one)
-    elif isinstance(value, Sequence):
-        for one in cast("Sequence[Any]", value):
-            yield from _texts(one)
