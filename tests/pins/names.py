@@ -29,8 +29,7 @@ from stoker.encoders.normalize import Normalized, Statistics
 from stoker.encoders.steady import SteadyEncoder
 from stoker.errors import StokerError
 from stoker.loader import Normalise, Pad, Weights
-from stoker.loader.order import Draws, Order, parse_order
-from stoker.loader.order_device import epoch_on
+from stoker.loader.order import Draws, Order, epoch_on, parse_order
 from stoker.schema import digest_json
 from stoker.sources.arrays import ArraySource
 from stoker.sources.hf_datasets import DatasetsSource
