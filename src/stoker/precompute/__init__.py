@@ -2,9 +2,9 @@
 
 The path of a sample:
 
-    reader.py      a subprocess reads a group into a slot of its arena  (fill, unchanged, arena, layout, beat)
+    reader.py      a subprocess reads a group into a slot of its arena  (fill, unchanged, arena, layout)
     supervisor.py  hands out work, enforces deadlines, replaces readers (worker, queue, ledger, limits, wire)
-    roster.py      readers at work, in reserve, that do not end         (process, output, oom, patience)
+    roster.py      readers at work, in reserve, that do not end         (process, patience)
     encode.py      the encoder, on fixed groups, in the calling process (parcel, precision)
     write_thread.py  converts, checksums, seals                         (space)
 
