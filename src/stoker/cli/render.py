@@ -179,12 +179,12 @@ def inspect(result: CacheSummary, console: Console) -> None:
     table(console, facts)
     console.print()
     rows: list[Cells] = [bold("field", "shape", "dtype", "mean", "std", "min", "max")]
-    for name, field in result.fields.items():
+    for name, described in result.fields.items():
         numbers: Mapping[str, object] = result.statistics.get(name) or {}
         errors: Mapping[str, object] = result.error.get(name) or {}
         figures = [_number(numbers.get(key)) for key in ("mean", "std", "min", "max")]
         rounded = f"largest rounding error {_number(errors['max'])}" if errors.get("max") else ""
-        rows.append((name, escape(str(field.shape)), _dtype(field), *figures, rounded))
+        rows.append((name, escape(str(described.shape)), _dtype(described), *figures, rounded))
     table(console, rows, fixed=7, right=range(3, 7), gap=2)
     lines = [f"  sample {f['number']:,} ({f['stage']}: {f['error']})" for f in result.quarantined]
     some(console, lines, "quarantined")

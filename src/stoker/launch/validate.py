@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from stoker.config import Config, load_config
+from stoker.config import load_config
+from stoker.config.models import Config
 from stoker.errors import ConfigError, StokerError
 from stoker.launch.plan import plan_launch
 from stoker.launch.preflight import changed_files, find_code, variables_for
