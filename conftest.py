@@ -10,10 +10,8 @@ NEEDED_BY = {
         "tests/scale/two_nodes.py",
         "src/stoker/scale/ray_cluster.py",
         "src/stoker/scale/ray_engine.py",
-        "src/stoker/scale/ray_out.py",
-        "src/stoker/scale/ray_round.py",
     ],
-    "triton": ["tests/loader/kernels/interpreted.py", "src/stoker/loader/kernels/triton_gather.py"],
+    "triton": ["tests/loader/kernels/interpreted.py", "src/stoker/loader/triton_gather.py"],
 }
 
 collect_ignore = [

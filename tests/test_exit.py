@@ -33,19 +33,19 @@ WORK = {
     rates._disk_rate(big)
 """,
     "limits": """
-    from stoker.plan import limits
-    limits.ANSWER_S, limits._reader = 0.5, hang
-    limits._read([(big, 0)], 4096, 2, 0.1, direct=False)
+    from stoker.plan import rates
+    rates.ANSWER_S, rates._reader = 0.5, hang
+    rates._read([(big, 0)], 4096, 2, 0.1, direct=False)
 """,
     "opening for limits": """
-    from stoker.plan import limits
-    limits.ANSWER_S, limits._open = 0.5, hang
-    limits._read([(big, 0)], 4096, 2, 0.1, direct=False)
+    from stoker.plan import rates
+    rates.ANSWER_S, rates._open = 0.5, hang
+    rates._read([(big, 0)], 4096, 2, 0.1, direct=False)
 """,
     "looking for limits": """
-    from stoker.plan import limits
-    limits.ANSWER_S, Path.stat = 0.5, hang
-    limits.random_limit([big], 4096)
+    from stoker.plan import rates
+    rates.ANSWER_S, Path.stat = 0.5, hang
+    rates.random_limit([big], 4096)
 """,
     "mirror": """
     from stoker.store.mirror.root import MirrorRoot
@@ -70,10 +70,10 @@ def test_a_process_whose_storage_hangs_reports_it_and_ends(what: str, tmp_path: 
 
 WATCHED = """
 import sys
-from stoker.cli import guardian
-guardian.STORAGE_S = 0.5
+from stoker.cli import process
+process.STORAGE_S = 0.5
 sys.argv = ["stoker", *sys.argv[1:]]
-guardian.main()
+process.main()
 """
 FIRST = """
 import os, sys

@@ -18,7 +18,7 @@ import torch
 
 import stoker
 from stoker.encoders.normalize import Normalized, Statistics
-from stoker.loader import Loader, Mixture, Normalise, Windows, kernels
+from stoker.loader import Loader, Mixture, Normalise, Windows
 from stoker.loader.fused import fused_of
 from stoker.schema import Field
 from stoker.store import Cache
@@ -195,7 +195,7 @@ def test_the_table_that_a_kernel_multiplies_by_is_float32(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setitem(sys.modules, "triton.language", language)
     monkeypatch.delitem(sys.modules, "stoker.loader.kernels.triton_gather", raising=False)
-    monkeypatch.setattr(kernels, "triton_gather", None, raising=False)  # so that it is as before afterwards
+    monkeypatch.setattr(stoker.loader, "triton_gather", None, raising=False)  # so that it is as before afterwards
     what = fused_of(Field(shape=(3, 4, 4), dtype="uint8"), IMAGE["image"], "float32")
     assert what is not None
 

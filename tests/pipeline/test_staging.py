@@ -234,7 +234,7 @@ def test_never_means_never_and_says_so(files: Path, tmp_path: Path) -> None:
 def later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two days from now: what is made in the test was not used since."""
     past = time.time() + 2 * 86400
-    monkeypatch.setattr(stage_prune, "time", SimpleNamespace(time=lambda: past))
+    monkeypatch.setattr(stage_prune, "time", SimpleNamespace(time=lambda: past, monotonic=time.monotonic))
 
 
 def test_copies_of_files_that_changed_or_are_gone_are_pruned(files: Path, tmp_path: Path, later) -> None:

@@ -678,12 +678,21 @@ def test_where_no_process_is_left_the_error_says_so_and_later_it_works(
 def test_where_no_descriptor_is_left_the_error_says_so(method: str) -> None:
     run(lambda connection: 0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 3, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, hard))
+    taken: list[int] = []
     try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for fd in taken[-3:]:  # a child needs more than these
+            os.close(fd)
+        del taken[-3:]
         with pytest.raises(ResourceError, match="a child cannot be started"):
             Child(sleep, what="a child", modules=BARE)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
 
     assert run(lambda connection: 5).exit.code == 5
 

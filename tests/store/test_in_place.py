@@ -166,7 +166,6 @@ def test_files_that_were_moved_or_touched_are_found_again(tmp_path: Path) -> Non
 def test_an_index_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.save(tmp_path / "u.npy", values())
     monkeypatch.setattr("stoker.store.layout.SHARD_BYTES", 8 * STEPS * POINTS * 4)
-    monkeypatch.setattr("stoker.store.index_in_place.layout.SHARD_BYTES", 8 * STEPS * POINTS * 4)
     source = ArraySource(tmp_path / "u.npy")
     cache = index_in_place(source, tmp_path / "c", name="u")
     assert len(cache.index.shards) > 3

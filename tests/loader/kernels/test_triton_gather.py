@@ -9,10 +9,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+import stoker.loader
 import torch
 from torch import Tensor
 
-from stoker.loader import kernels
 from stoker.loader.kernels import choose
 from stoker.loader.kernels.choose import OrTwin
 
@@ -102,7 +103,7 @@ def test_a_triton_that_cannot_be_used_leaves_the_twin_and_is_named(
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setitem(sys.modules, "triton.language", language)
     monkeypatch.delitem(sys.modules, "stoker.loader.kernels.triton_gather", raising=False)
-    monkeypatch.delattr(kernels, "triton_gather", raising=False)
+    monkeypatch.delattr(stoker.loader, "triton_gather", raising=False)
     monkeypatch.setattr(choose, "_say", said.append)
     choose._triton.cache_clear()
     try:

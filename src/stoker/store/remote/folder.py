@@ -190,7 +190,10 @@ class FolderRemote:
             raise PassingError(f"the folder has not answered for {limit_s:g} s") from None
         finally:
             given_up.set()
-        return ticket.result(limit_s, self._url)
+        try:
+            return ticket.result(limit_s, self._url)
+        finally:
+            del ticket  # an error keeps this frame, and the ticket keeps the error: a circle
 
     @staticmethod
     def _write(path: Path, data: bytes | Path, tell: Tell) -> str:
