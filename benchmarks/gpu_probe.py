@@ -29,7 +29,7 @@ from torch import Tensor
 import stoker
 from stoker.loader import Loader, Normalise, Windows
 from stoker.loader.fused import Fused, fused_of
-from stoker.loader.kernels.twin import TwinGather
+from stoker.loader.gather import TwinGather
 from stoker.loader.order import permutation_on
 from stoker.precompute.encode import GroupEncoder
 from stoker.schema import Field
@@ -113,7 +113,7 @@ def kernel(probe: Probe) -> None:
     """The kernel itself, with no way back to its twin: its bits, its speed at even and odd sizes, its launch."""
     if not probe.cuda:
         return
-    from stoker.loader.kernels.triton_gather import TritonGather
+    from stoker.loader.triton_gather import TritonGather
 
     for side in (224, 225, 256, 518):
         rows = torch.randint(0, 256, (2048, 3, side, side), dtype=torch.uint8, device=probe.device)

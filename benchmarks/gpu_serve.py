@@ -44,8 +44,7 @@ from measure import publish
 from serve_memory import MEAN, STD, Records, cache_of
 from stoker.loader import Normalise
 from stoker.loader.fused import fused_of
-from stoker.loader.kernels.choose import converting
-from stoker.loader.kernels.twin import TwinGather
+from stoker.loader.gather import TwinGather, converting
 from stoker.monitor.gpu import GpuSample, GpuSampler, open_gpu
 from stoker.schema import Field
 from stoker.sources.arrays import ArraySource

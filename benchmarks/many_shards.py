@@ -75,9 +75,9 @@ def sparse_cache(folder: Path, shards: int) -> Path:
 
 def index_costs(path: Path) -> dict[str, float]:
     """Run in a process of its own."""
-    import stoker.loader.engine  # noqa: F401 - what is imported once is no cost of the shards
+    import stoker.loader.design  # noqa: F401 - what is imported once is no cost of the shards
     from stoker.loader import Loader, Windows
-    from stoker.pipeline.inspect import inspect_cache
+    from stoker.pipeline.caches import inspect_cache
     from stoker.store import open_cache
 
     torch.set_num_threads(1)
@@ -127,7 +127,7 @@ def build_costs(work: Any) -> dict[str, Any]:
     """The index of a folder made afresh, by one thread and by several, from quick and from slow storage."""
     from stoker.store import catalog, open_cache
     from stoker.store.folder import Folder
-    from stoker.store.local import LocalStorage
+    from stoker.store.storage import LocalStorage
 
     class Slow(LocalStorage):
         def open(self, name: str) -> Any:
@@ -155,16 +155,16 @@ def build_costs(work: Any) -> dict[str, Any]:
 
 def read_costs(path: Path) -> dict[str, float]:
     """Records at random, with a thousand descriptors."""
-    from stoker.store import open_cache, open_shards
+    from stoker.store import open_cache, shard
 
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     cache = open_cache(path)
     numbers = np.random.default_rng(0).integers(0, len(cache), READS).tolist()
     found = {}
-    kept = open_shards.FACTS_BYTES
+    kept = shard.FACTS_BYTES
     for name, allowed in (("opened_us", 0), ("known_us", kept)):
-        open_shards.FACTS_BYTES = allowed
+        shard.FACTS_BYTES = allowed
         for measured in (False, True):
             begin = time.perf_counter()
             for number in numbers:
@@ -176,7 +176,7 @@ def read_costs(path: Path) -> dict[str, float]:
 
 def compact_costs(path: Path) -> dict[str, float]:
     """Run in a process of its own."""
-    from stoker.store.compact import compact
+    from stoker.store.maintain import compact
 
     before, begin = peak_bytes(), time.perf_counter()
     report = compact(path)

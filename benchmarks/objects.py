@@ -33,8 +33,8 @@ import torch
 import stoker
 from measure import publish
 from stoker.loader.loader import design_of
-from stoker.store.local import LocalStorage
-from stoker.store.mirror.attach import attach
+from stoker.store.mirror.root import attach
+from stoker.store.storage import LocalStorage
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 

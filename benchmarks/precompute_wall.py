@@ -127,10 +127,10 @@ class FirstCall:
 def run_precompute(path: str, kind: str, target: str, readers: str) -> dict[str, float]:
     """One whole call, with what it spent before the first call of the encoder."""
     from stoker.precompute import PrecomputeSettings, engine
-    from stoker.store import digests
+    from stoker.store import recipe
 
     marks: dict[str, float] = {}
-    digest, encoder = digests._digest, FirstCall(make_encoder(kind), marks)
+    digest, encoder = recipe._digest, FirstCall(make_encoder(kind), marks)
 
     def timed_digest(*args: Any, **kwargs: Any) -> str:
         begin = time.perf_counter()
@@ -138,7 +138,7 @@ def run_precompute(path: str, kind: str, target: str, readers: str) -> dict[str,
         marks["digest_s"] = time.perf_counter() - begin
         return found
 
-    digests._digest = timed_digest
+    recipe._digest = timed_digest
     source = CountedSource(path, preset="pdebench")
     source.log = target + ".log"
     encoder.group(source.schema())

@@ -28,15 +28,15 @@ import stoker
 from measure import publish
 from stoker.config import load_config
 from stoker.pipeline.build import build_jobs
-from stoker.pipeline.burgers import BurgersSpec, write_burgers
-from stoker.pipeline.locate import locate
+from stoker.pipeline.caches import locate
+from stoker.pipeline.demo import BurgersSpec, write_burgers
+from stoker.pipeline.loaders import make_loader
 from stoker.pipeline.precompute import fill_caches
 from stoker.pipeline.profile import profile_config
-from stoker.pipeline.serve import make_loader
 from stoker.pipeline.train import loop_settings
 from stoker.profile.result import ENCODE, Profile
 from stoker.profile.run import profile
-from stoker.train.ceiling import steps_of
+from stoker.train.loop import steps_of
 
 COUNT, SHAPE, BATCH = 1024, (16, 512), 32
 STEPS = 60

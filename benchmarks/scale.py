@@ -48,7 +48,7 @@ def chunks(count: int) -> Any:
     """What a loader makes batches from, over `count` examples of no cache."""
     from stoker.loader.chunks import Chunks, Locator
     from stoker.loader.order import Order, OrderKind
-    from stoker.loader.ranks import Share
+    from stoker.loader.places import Share
     from stoker.loader.windows import Examples
 
     per_record = min(WINDOWS, count // 10)

@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader
 import stoker
 from measure import publish
 from serve_memory import PerSampleFiles, Records, cache_of
-from stoker.loader import engine
+from stoker.loader import design
 from stoker.loader.chunks import Chunk, host
 from stoker.loader.disk import MAX_AHEAD, DiskBatches
 
@@ -346,7 +346,7 @@ def ahead(workload: Workload, folder: Path) -> Iterator[dict[str, Any]]:
         taken: dict[str, list[float]] = {}
         contenders: dict[str, Contender] = {}
         for further in (0, 8, 32):
-            engine.DiskBatches = type("", (Announced,), {"further": further})  # type: ignore[misc]
+            design.DiskBatches = type("", (Announced,), {"further": further})  # type: ignore[misc]
             loader = stoker.Loader(cache, batch_size=workload.batch, tier="disk", order=order, drop_last=True)
             contenders[str(further)] = Contender(served(loader, workload), files)
             contenders[str(further)].turn(cold=True)

@@ -23,7 +23,7 @@ import torch
 import stoker
 from measure import interleaved, publish
 from serve_memory import Records, cache_of, drain
-from stoker.plan.limits import drop_from_page_cache
+from stoker.plan.rates import drop_from_page_cache
 
 COUNT, SHAPE, BATCH, ROUNDS = 800, (101, 4, 128), 32, 5
 BATCHES = COUNT // BATCH

@@ -31,13 +31,18 @@ import stoker
 from measure import interleaved, publish
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
-from stoker.pipeline.fit_terms import FitSettings
-from stoker.pipeline.fitting import fit, one_thread
-from stoker.pipeline.radio import RadioSpec
-from stoker.pipeline.radio_regressor import Triangulation, TriangulationModel
-from stoker.pipeline.radio_store import TABLE, radio_columns, radio_where, write_radio
-from stoker.sources.sql.nested import METRES
+from stoker.pipeline.fitting import FitSettings, fit, one_thread
+from stoker.pipeline.radio import (
+    TABLE,
+    RadioSpec,
+    Triangulation,
+    TriangulationModel,
+    radio_columns,
+    radio_where,
+    write_radio,
+)
 from stoker.sources.sql.source import SQLSource
+from stoker.sources.sql.values import METRES
 
 BATCH = 256
 SETTINGS = FitSettings(epochs=5000, lr=1e-3)

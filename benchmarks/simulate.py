@@ -46,10 +46,10 @@ from precompute_wall import alone as alone_process
 from precompute_wall import make_encoder, write
 from serve_memory import Records, cache_of
 from stoker.loader.outputs import make_outputs
-from stoker.pipeline.served import served_loads
+from stoker.pipeline.plan import served_loads
 from stoker.plan import Load, Scenario, probe, simulate
 from stoker.precompute import PrecomputeSettings
-from stoker.precompute.trial import Trial, try_stages
+from stoker.precompute.measure import Trial, try_stages
 from stoker.store import make_recipe
 
 Found = tuple[float, float, float]
@@ -375,7 +375,7 @@ class Throttle:
 
 def throttled(path: Path) -> None:
     """Have all files of caches in this process come from the throttled store."""
-    from stoker.store.local import LocalFile
+    from stoker.store.storage import LocalFile
 
     read = LocalFile.read_into
 

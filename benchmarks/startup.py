@@ -38,7 +38,7 @@ DECLARED_SAMPLES = 10_000
 """What PDEBench publishes of one equation and one parameter."""
 PARTS = ("fetch", "validate", "precompute", "program start", "first batch")
 IMPORTS = {
-    "stoker.cli.guardian", "typer", "rich.console", "h5py", "numpy", "omegaconf", "stoker.config", "torch",
+    "stoker.cli.process", "typer", "rich.console", "h5py", "numpy", "omegaconf", "stoker.config", "torch",
     "stoker.pipeline.demo", "torch._dynamo", "matplotlib.figure",
 }  # fmt: skip
 """What is loaded for a start, and after it."""

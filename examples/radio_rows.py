@@ -6,11 +6,16 @@ from pathlib import Path
 import torch
 
 import stoker
-from stoker.pipeline.fit_terms import FitSettings
-from stoker.pipeline.fitting import fit, one_thread
-from stoker.pipeline.radio import RadioSpec
-from stoker.pipeline.radio_regressor import Triangulation, TriangulationModel, position_errors
-from stoker.pipeline.radio_store import TABLE, radio_columns, write_radio
+from stoker.pipeline.fitting import FitSettings, fit, one_thread
+from stoker.pipeline.radio import (
+    TABLE,
+    RadioSpec,
+    Triangulation,
+    TriangulationModel,
+    position_errors,
+    radio_columns,
+    write_radio,
+)
 
 
 def main(folder: Path) -> None:

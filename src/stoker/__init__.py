@@ -37,9 +37,8 @@ if TYPE_CHECKING:
     from stoker.sources.sql.source import SQLSource
     from stoker.sources.torch_dataset import TorchSource
     from stoker.store import Cache, open_cache
-    from stoker.store.index_in_place import index_in_place
-    from stoker.train.batch_size import find_batch_size
-    from stoker.train.compiling import disable_torch_compile
+    from stoker.store.in_place import index_in_place
+    from stoker.train.batch_size import disable_torch_compile, find_batch_size
 
 __version__ = "0.1.0"
 
@@ -79,9 +78,9 @@ _HOMES = {
     "TorchSource": "stoker.sources.torch_dataset",
     "Windows": "stoker.loader",
     "cached": "stoker.cached",
-    "disable_torch_compile": "stoker.train.compiling",
+    "disable_torch_compile": "stoker.train.batch_size",
     "find_batch_size": "stoker.train.batch_size",
-    "index_in_place": "stoker.store.index_in_place",
+    "index_in_place": "stoker.store.in_place",
     "open_cache": "stoker.store",
     "precompute": "stoker.precompute",
     "profile": "stoker.profile.run",

@@ -1,6 +1,6 @@
 """`python -m stoker`: the same as the command `stoker`."""
 
-from stoker.cli.guardian import main
+from stoker.cli.process import main
 
 if __name__ == "__main__":
     main()

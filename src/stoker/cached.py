@@ -13,7 +13,7 @@ from stoker.encoders.module import ModuleEncoder
 from stoker.encoders.protocol import Encoder
 from stoker.errors import ConfigError
 from stoker.loader import Loader
-from stoker.loader.arguments import (
+from stoker.loader.options import (
     IGNORED,
     REFUSED,
     TAKEN,
@@ -23,14 +23,14 @@ from stoker.loader.arguments import (
     whole_numbers,
 )
 from stoker.loader.outputs import check_dtype, check_names
-from stoker.plan.devices import encode_on, resolve_device
+from stoker.plan.resources import encode_on, resolve_device
 from stoker.precompute.engine import precompute as fill_cache
-from stoker.precompute.in_memory import MemoryFolder
+from stoker.precompute.space import MemoryFolder
 from stoker.runtime.processes.child import LIGHT, TORCH, preload
 from stoker.schema import Schema
 from stoker.sources.protocol import Source
 from stoker.sources.torch_dataset import TorchSource
-from stoker.store.mirror.attach import here
+from stoker.store.mirror.root import here
 
 if TYPE_CHECKING:
     import torch

@@ -55,7 +55,7 @@ def arg(name: str, *value: object, call: str = "", setting: str = "") -> str:
     Only what is written with this is translated. Whatever else a message holds arrives as it is.
 
     Args:
-        name: Name of an argument. Its setting is the one that ends in `.name`, see `config/remedies.py`.
+        name: Name of an argument. Its setting is the one that ends in `.name`, see `config/names.py`.
         value: Its value; left out: none is shown. `...` stands for any.
         call: In Python the argument is shown as one of this call: `Timeouts(lock_s=...)`.
         setting: Another setting, `data.join.columns`, or an option, `--ragged`.

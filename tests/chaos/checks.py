@@ -12,9 +12,9 @@ from stoker.errors import FormatError, StokerError
 from stoker.runtime.files import TEMPORARY
 from stoker.store import load_recipe, open_cache, open_folder
 from stoker.store.catalog import damaged_rows, is_shard_name, read_info
-from stoker.store.gc_scan import GONE
+from stoker.store.gc import GONE
 from stoker.store.index import load_index
-from stoker.store.local import LocalStorage
+from stoker.store.storage import LocalStorage
 from tests.chaos.scenarios import NAME, Scenario
 from tests.store.fakes import expected, same_bits
 

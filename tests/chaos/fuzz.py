@@ -29,7 +29,7 @@ from stoker.schema import canonical_json
 from stoker.store import Cache, Shard, load_recipe, open_cache
 from stoker.store.failures import read_failures
 from stoker.store.index import load_index
-from stoker.store.local import LocalStorage
+from stoker.store.storage import LocalStorage
 from stoker.units import MIB
 from tests.chaos import program
 from tests.chaos.scenarios import FAILED, MIXED, SMALL, nothing, quarantine

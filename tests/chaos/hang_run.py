@@ -22,16 +22,16 @@ from typing import ClassVar
 
 from stoker.encoders.protocol import Group
 from stoker.errors import StokerError
-from stoker.precompute import Deadlines, PrecomputeSettings, roster, run_precompute
-from stoker.precompute import supervisor as supervisor_module
-from stoker.precompute.verdict import describe_failures
+from stoker.precompute import Deadlines, PrecomputeSettings, run_precompute, workers
+from stoker.precompute import workers as supervisor_module
+from stoker.precompute.queue import describe_failures
 from stoker.store import open_cache
 from tests.chaos.hang_source import KINDS, SLOW, UNKILLABLE, HangSource, parts, values
 
 ROOT = Path(__file__).parents[2]
 
 
-class Recorded(roster.Worker):
+class Recorded(workers.Worker):
     """A reader that notes when it was killed and when it was ready to work."""
 
     kills: ClassVar[list[tuple[int, int, float]]] = []
@@ -127,7 +127,7 @@ def main():
     words.add_argument("--readers", type=int, default=4)
     words.add_argument("--deadline", type=float, default=1.0)
     asked = words.parse_args()
-    roster.Worker = Recorded
+    workers.Worker = Recorded
     sys.modules["stoker.precompute.stages"].Supervisor = Watched
     logging.getLogger("stoker").addHandler(Lines())
     folder = asked.folder or Path(tempfile.mkdtemp(prefix="stoker-hangs-"))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stoker.errors import IncompleteError
 from stoker.pipeline import import_pt
-from stoker.pipeline.pt_reader import PtContent
+from stoker.pipeline.import_pt import PtContent
 from stoker.precompute.engine import PrecomputeSettings, clear, run_precompute
 from stoker.store import (
     Digests,
@@ -32,9 +32,8 @@ from stoker.store import (
     open_cache,
     open_folder,
 )
-from stoker.store.compact import compact
 from stoker.store.gc import GcPolicy, collect
-from stoker.store.repair import repair
+from stoker.store.maintain import compact, repair
 from tests.chaos import program
 from tests.store.fakes import RAGGED, FakeSource, batch_of, fill
 

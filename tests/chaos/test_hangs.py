@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import ReaderError
-from stoker.precompute import Deadlines, PrecomputeSettings, roster, run_precompute, worker
+from stoker.precompute import Deadlines, PrecomputeSettings, run_precompute
+from stoker.precompute import workers as workers_module
 from tests.chaos.hang_source import KINDS, SLOW, UNKILLABLE, FreezesItself
 
 ROOT = Path(__file__).parents[2]
 FREEZER = Path("/sys/fs/cgroup/freezer")
-GRACE_S = worker.GRACE_S
+GRACE_S = workers_module.GRACE_S
 DUMP_S, REPLACE_S, EXIT_S = 0.5, 2.0, 5.0
 """Promised: how late a hang is noticed, how long a replacement takes, and the end of the process."""
 
@@ -162,13 +163,13 @@ def spawned(monkeypatch, freezer):
     """Every reader that is started; all have ended after the test, and were waited for."""
     workers = []
 
-    class Recorded(roster.Worker):
+    class Recorded(workers_module.Worker):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             workers.append(self)
 
-    monkeypatch.setattr(roster, "Worker", Recorded)
-    monkeypatch.setattr(worker, "GRACE_S", 0.3)
+    monkeypatch.setattr(workers_module, "Worker", Recorded)
+    monkeypatch.setattr(workers_module, "GRACE_S", 0.3)
     yield workers
     (freezer / "freezer.state").write_text("THAWED")
     wait_until(lambda: all(one.reap() for one in workers), 10)

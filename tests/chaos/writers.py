@@ -28,7 +28,7 @@ from stoker.precompute import PrecomputeSettings, run_precompute
 from stoker.runtime.locks import lock_holder
 from stoker.store import load_recipe, open_cache
 from stoker.store.catalog import damaged_rows, is_shard_name, read_info
-from stoker.store.local import LocalStorage
+from stoker.store.storage import LocalStorage
 from tests.chaos import children, program
 from tests.chaos.checks import left_behind
 from tests.precompute.fake_encoders import FakeEncoder

@@ -15,12 +15,12 @@ import pytest
 import torch
 import typer
 
-from stoker.cli import render
+from stoker.cli import output
 from stoker.cli.edge import console, edge
 from stoker.cli.edge import run as run_app
 from stoker.cli.main import app, main
 from stoker.config import load_config
-from stoker.pipeline.inspect import inspect_cache
+from stoker.pipeline.caches import inspect_cache
 from stoker.pipeline.plan import plan_config
 from stoker.pipeline.validate import validate_config
 from tests.cli.commands import Screen, run, run_json, strip_ansi
@@ -164,7 +164,7 @@ def test_without_colour_nothing_but_text_is_shown(project: Path, monkeypatch: py
     for no_color in ("", "1"):
         monkeypatch.setenv("NO_COLOR", no_color)
         screen = Screen()
-        render.plan(result, console(screen))
+        output.plan(result, console(screen))
         shown.append(screen.getvalue())
 
     assert "\x1b[1m" in shown[0]
@@ -182,9 +182,9 @@ def test_a_narrow_terminal_loses_nothing(
     summary = inspect_cache(Path(cache))
     screen = Screen()
 
-    render.inspect(summary, console(screen))
-    render.plan(plan_config(load_config("c.yaml")), console(screen))
-    render.validate(validate_config("c.yaml"), console(screen))
+    output.inspect(summary, console(screen))
+    output.plan(plan_config(load_config("c.yaml")), console(screen))
+    output.validate(validate_config("c.yaml"), console(screen))
 
     text = strip_ansi(screen.getvalue())
     assert "…" not in text

@@ -14,8 +14,8 @@ from pathlib import Path
 import h5py
 import pytest
 
-from stoker.cli import guardian
-from stoker.cli.file_calls import file_call
+from stoker.cli import process
+from stoker.cli.process import file_call
 
 STOKER = [sys.executable, "-m", "stoker"]
 DEADLINE_S = 120
@@ -74,7 +74,7 @@ def wait_for_shards(count):
         time.sleep(0.02)
 
 if sys.argv[0] == "-m":
-    from stoker.store.writer import RecordWriter
+    from stoker.store.write import RecordWriter
     append = RecordWriter.append
 
     def append_and_seal(self, *args, **more):
@@ -104,8 +104,8 @@ SLOW_DISK = """\
 
 if sys.argv[0] == "-m":
     import time
-    from stoker.precompute.write_thread import WriteThread
-    from stoker.store.writer import RecordWriter
+    from stoker.precompute.run import WriteThread
+    from stoker.store.write import RecordWriter
     append = RecordWriter.append
 
     def late(self, *args, **more):
@@ -435,7 +435,7 @@ def test_another_system_is_refused_in_one_line(
     monkeypatch.setattr(sys, "argv", ["stoker", "train", "c.yaml"])
 
     with pytest.raises(SystemExit) as stop:
-        guardian.main()
+        process.main()
 
     assert stop.value.code == 3
     assert "needs Linux" in capsys.readouterr().err

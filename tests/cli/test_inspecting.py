@@ -7,7 +7,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from stoker.cli import render
+from stoker.cli import output
 from stoker.cli.edge import console
 from stoker.pipeline.why import Explanation
 from stoker.store import Difference
@@ -136,7 +136,7 @@ def test_why_shows_values_whole_but_for_digests(project: Path) -> None:
              Difference(entry="d", a="0123456789abcdef" * 4, b="f" * 64, note="other bytes")]  # fmt: skip
     screen = Screen()
 
-    render.why(Explanation(a="a", b="b", differences=tuple(found)), console(screen))
+    output.why(Explanation(a="a", b="b", differences=tuple(found)), console(screen))
 
     text = " ".join(strip_ansi(screen.getvalue()).split())
     assert '{"name": "burgers1d_train_and_more.h5", "count": 10000, "selection": [0, 9000]}' in text

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from stoker.cli.live import Screen, Watcher, draw, line, watching
+from stoker.cli.output import Screen, Watcher, draw, line, watching
 
 INTERVAL: dict[str, Any] = {
     "step": 120, "epoch": 2, "total": 1000, "stall": 0.25, "wait_s": 0.5, "step_s": 1.5, "examples": 6400,

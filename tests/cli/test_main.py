@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from stoker.cli import render
+from stoker.cli import output
 from stoker.cli.main import app
 from tests.cli.commands import run, run_json
 
@@ -298,7 +298,7 @@ def test_a_run_cut_short_says_how_much_of_an_epoch_it_was(project: Path) -> None
 def test_a_resumed_run_says_what_is_different_now() -> None:
     said: list[str] = []
 
-    render.events(said.append)("resume", {"step": 5, "epoch": 2, "changed": {"threads": [2, 4]}})
+    output.events(said.append)("resume", {"step": 5, "epoch": 2, "changed": {"threads": [2, 4]}})
 
     assert said == ["resumed at step 5, epoch 2; threads was 2, is 4"]
 

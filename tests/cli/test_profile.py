@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from stoker.pipeline.served import served_loads
+from stoker.pipeline.plan import served_loads
 from stoker.plan import Rates
-from stoker.precompute import trial
+from stoker.precompute import measure
 from stoker.sources.hdf5 import HDF5Source
 from tests.cli.commands import run, run_json
 from tests.conftest import write_burgers
@@ -78,7 +78,7 @@ def test_a_profile_leaves_neither_cache_nor_run_behind_and_takes_a_complete_cach
 
 
 def test_a_few_samples_stand_for_many(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "SAMPLES", 4)
+    monkeypatch.setattr(measure, "SAMPLES", 4)
     write_burgers(project / "raw" / "burgers1d_train.h5", samples=300)
 
     found = run_json("profile", "c.yaml", *FAST, "training.batch_size=8")

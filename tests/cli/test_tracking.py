@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from stoker.monitor import GpuAbsent, GpuSample
-from stoker.monitor.gpu_watch import GpuWatch
+from stoker.monitor.gpu import GpuWatch
 from stoker.pipeline.tracking import COST, GPU, Phase, RunTracking, Startup, tracking
 from tests.cli.commands import run, run_json
 

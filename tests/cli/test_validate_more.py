@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from stoker.monitor import gpu
-from stoker.pipeline.validate_machine import check_driver, check_shared_memory
-from stoker.pipeline.validate_trackers import check_each, unreachable
+from stoker.pipeline.validate import check_driver, check_each, check_shared_memory, unreachable
 from stoker.plan.resources import disk_space
 from tests.cli.commands import run, run_json
 

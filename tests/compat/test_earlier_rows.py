@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-import stoker.compat.devices
+import stoker.compat.images
 from stoker.compat import collate_gpu_cached
 from stoker.compat.rows import COORDS, GPUCachedDataset, GPUDataLoader, create_gpu_cached_dataloaders
 from stoker.errors import ConfigError, ResourceError, SplitError
-from stoker.pipeline.radio import RadioSpec
-from stoker.pipeline.radio_store import write_radio
+from stoker.pipeline.radio import RadioSpec, write_radio
 from tests.compat.page import snippets
 
 SPEC = RadioSpec(rows=160)
@@ -39,7 +38,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make(database: str, caches: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The earlier call, with the folder of caches in addition."""
-    monkeypatch.setattr(stoker.compat.devices, "_said", set[str]())
+    monkeypatch.setattr(stoker.compat.images, "_said", set[str]())
 
     def made(split: str = "train", device: str = "cuda", **more: Any) -> GPUCachedDataset:
         return GPUCachedDataset(

@@ -12,7 +12,7 @@ import pytest
 
 import stoker.compat
 from stoker.cli.flags import PrecomputeFlags
-from stoker.config.earlier import EARLIER, MEANT
+from stoker.config.load import EARLIER, MEANT
 from tests.cli.commands import run
 from tests.compat.test_earlier_units import write_samples
 from tests.conftest import write_burgers

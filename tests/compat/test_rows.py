@@ -83,7 +83,7 @@ def test_what_are_no_ids_is_refused(table: Path, ids: Any) -> None:
 
 
 def test_without_columns_rows_are_those_of_the_demo(table: Path) -> None:
-    pytest.importorskip("stoker.pipeline.radio_store", reason="the rules of the demo are not there")
+    pytest.importorskip("stoker.pipeline.radio", reason="the rules of the demo are not there")
 
     with pytest.raises(SourceError, match="receiver_features"):
         rows(table, columns=None)

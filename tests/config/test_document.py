@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from stoker.config.document import describe_settings
-from stoker.config.earlier import EARLIER
+from stoker.config.load import EARLIER
 from stoker.config.names import all_sections, all_settings
 
 DOCS = Path(__file__).parent.parent.parent / "docs"

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from stoker.config import load_config
-from stoker.config.kinds import KINDS, TAKEN_BY
 from stoker.config.models import DataConfig
+from stoker.config.sections import KINDS, TAKEN_BY
 from stoker.errors import ConfigError, SourceError
-from stoker.pipeline.build import build_source, tasks_of
-from stoker.pipeline.kinds import BUILDERS
+from stoker.pipeline.build import BUILDERS, build_source, tasks_of
 
 
 def test_without_a_kind_data_is_hdf5_as_before() -> None:

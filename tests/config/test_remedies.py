@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import stoker
 from stoker.config import load_config
-from stoker.config.names import all_settings
-from stoker.config.remedies import OTHER_NAMES, in_settings, setting_of
+from stoker.config.names import OTHER_NAMES, all_settings, in_settings, setting_of
 from stoker.errors import (
     ConfigError,
     CorruptError,

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from stoker.encoders import decode as decode_module
-from stoker.encoders.decode import decoder_of
-from stoker.encoders.grid import GridEncoder
+from stoker.encoders import grid as decode_module
+from stoker.encoders.grid import GridEncoder, decoder_of
 from stoker.encoders.keeping import keeping
 from stoker.encoders.normalize import Normalized, Statistics
 
@@ -77,7 +76,7 @@ def test_any_leading_axes_and_chunks_give_the_same(monkeypatch: pytest.MonkeyPat
     assert whole.shape == (3, 5, 4, 4, 1)
     assert torch.allclose(encoder.decode(latents[1, 2]), whole[1, 2], atol=1e-6)
     assert encoder.decode(latents[:0]).shape == (0, 5, 4, 4, 1)
-    monkeypatch.setattr(decode_module, "CHUNK_BYTES", 128)
+    monkeypatch.setattr(decode_module, "DECODE_CHUNK_BYTES", 128)
     assert torch.allclose(encoder.decode(latents), whole, atol=1e-6)
     assert encoder.decode(latents.to(torch.float16)).dtype == torch.float32
 

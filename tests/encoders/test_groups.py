@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from stoker.encoders.groups import fixed_group
-from stoker.encoders.protocol import Group
+from stoker.encoders.protocol import Group, fixed_group
 from stoker.schema import Field
 
 KIB_256 = Field(shape=(64, 1024), dtype="float32", time=True)

@@ -16,7 +16,7 @@ from stoker.errors import ConfigError, EncoderError
 from stoker.loader import Loader, Mixture, Windows
 from stoker.sources.hdf5 import HDF5Source
 from stoker.store import Cache, load_recipe
-from stoker.train.batches import cond_widths
+from stoker.train.operator import cond_widths
 from tests.loader.caches import Arrays
 
 

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stoker.encoders.describe import describe_function
-from stoker.encoders.module import ModuleEncoder
+from stoker.encoders.module import ModuleEncoder, describe_function
 from stoker.encoders.protocol import Encoder, Group
 from stoker.errors import EncoderError
 from stoker.schema import Field

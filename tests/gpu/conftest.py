@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from stoker.loader.kernels import choose
+from stoker.loader import gather
 
 
 @pytest.fixture(autouse=True)
 def kernels_ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail where a kernel was replaced by plain torch, which gives the same values."""
     replaced: list[str] = []
-    monkeypatch.setattr(choose, "_say", replaced.append)
+    monkeypatch.setattr(gather, "_say", replaced.append)
     yield
     if replaced and importlib.util.find_spec("triton") is not None:
         pytest.fail(f"plain torch in place of a kernel: {replaced[0]}")

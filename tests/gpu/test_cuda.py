@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stoker
-from stoker.loader import residency, watch
+from stoker.loader import placement
 from stoker.precompute import PrecomputeSettings, run_precompute
 from stoker.train.config import TrainConfig
 from stoker.train.loop import train
@@ -151,7 +151,7 @@ def test_a_part_on_the_device_serves_the_same_bytes(
     common: dict[str, Any] = {"windows": windows, "order": order, "seed": 3, "batch_size": 12}
     expected = list(stoker.Loader(sharded, tier="host", **common))
     homes = {"device": frozenset(range(on_device)), "host": frozenset(range(on_device, 6))}
-    monkeypatch.setattr(residency, "assign", lambda *_: homes)
+    monkeypatch.setattr(placement, "assign", lambda *_: homes)
 
     loader = stoker.Loader(sharded, device="cuda", tier="device", **common)
 
@@ -167,7 +167,7 @@ def test_a_part_on_the_device_serves_the_same_bytes(
 def test_the_device_is_filled_after_three_steps_and_given_back_under_pressure(
     sharded: stoker.Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "LOOK_S", 0.0)
+    monkeypatch.setattr(placement, "LOOK_S", 0.0)
     loader = stoker.Loader(sharded, 4, device="cuda", seed=1)
     expected = list(stoker.Loader(sharded, 4, tier="host", seed=1))
     for batch, wanted in zip(loader, expected, strict=True):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stoker.loader import Loader, Normalise, Windows
-from stoker.loader.keyed import bits, example_keys, integers, normal, uniform
+from stoker.loader.order import bits, example_keys, integers, normal, uniform
 from stoker.transforms import Crop, Flip, Noise, Normalize, Roll
 from tests.loader.caches import trajectories, write_cache
 

@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from stoker.loader import Loader, Mixture
-from stoker.loader.arguments import IGNORED, REFUSED, TAKEN
+from stoker.loader.options import IGNORED, REFUSED, TAKEN
 from stoker.store import Cache
 from tests.integrations.passes import make_cache
 

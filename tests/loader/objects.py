@@ -12,9 +12,9 @@ import torch
 
 from stoker.loader import Loader
 from stoker.store import Cache, open_cache
-from stoker.store.local import LocalStorage
-from stoker.store.mirror.attach import attach
 from stoker.store.mirror.folder import MirrorFolder
+from stoker.store.mirror.root import attach
+from stoker.store.storage import LocalStorage
 from tests.loader.caches import write_cache
 from tests.loader.layouts import same
 from tests.store.s3_server import S3Server

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from stoker.loader import Loader, Windows
-from stoker.loader.ahead import Ahead, Strips, Turn
+from stoker.loader.prefetch import Ahead, Strips, Turn
 from stoker.runtime.threads import Pool
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
@@ -202,7 +202,7 @@ def test_a_pass_that_a_fork_inherits_is_left_or_refused_at_once() -> None:
     code = """
 import os, sys, threading, time
 from stoker.errors import StalledError
-from stoker.loader.ahead import Ahead
+from stoker.loader.prefetch import Ahead
 go = threading.Event()
 def source():
     for number in range(20):

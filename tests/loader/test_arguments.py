@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 
 import stoker
 from stoker.errors import ConfigError
-from stoker.loader import decide
-from stoker.loader.arguments import check_share
-from stoker.loader.ranks import Share
+from stoker.loader import design
+from stoker.loader.options import check_share
+from stoker.loader.places import Share
 from stoker.plan import Resources
-from stoker.plan.devices import resolve_device
+from stoker.plan.resources import resolve_device
 
 
 class Numbers:
@@ -131,7 +131,7 @@ def test_tables_and_orders_are_part_of_what_a_gpu_is_asked_for(
         device="cuda:0", device_bytes=2**33, device_total_bytes=2**33, device_name="a GPU",
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(decide, "probe", lambda **_: gpu)
+    monkeypatch.setattr(design, "probe", lambda **_: gpu)
 
     loader = stoker.Loader(cache, 8, device="cuda:0", order=order)
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from stoker.loader.buffers import KEPT, Buffers
+from stoker.loader.batch import KEPT, Buffers
 
 
 def buffers() -> Buffers:

@@ -194,16 +194,18 @@ def test_the_table_that_a_kernel_multiplies_by_is_float32(monkeypatch: pytest.Mo
     language.constexpr = None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setitem(sys.modules, "triton.language", language)
-    monkeypatch.delitem(sys.modules, "stoker.loader.kernels.triton_gather", raising=False)
-    monkeypatch.setattr(stoker.loader, "triton_gather", None, raising=False)  # so that it is as before afterwards
+    monkeypatch.delitem(sys.modules, "stoker.loader.triton_gather", raising=False)
+    monkeypatch.setattr(
+        stoker.loader, "triton_gather", None, raising=False
+    )  # so that it is as before afterwards
     what = fused_of(Field(shape=(3, 4, 4), dtype="uint8"), IMAGE["image"], "float32")
     assert what is not None
 
     with default_dtype(torch.bfloat16):
-        from stoker.loader.kernels.triton_gather import TritonGather
+        from stoker.loader.triton_gather import TritonGather
 
         TritonGather(torch.zeros((5, 3, 4, 4), dtype=torch.uint8), what, 2, static=False)(torch.arange(2))
-    monkeypatch.delitem(sys.modules, "stoker.loader.kernels.triton_gather")
+    monkeypatch.delitem(sys.modules, "stoker.loader.triton_gather")
 
     _, _, out, scale, shift, *_ = launched[0]
     assert out.dtype == scale.dtype == shift.dtype == torch.float32

@@ -15,15 +15,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.errors import CorruptError, StalledError
-from stoker.loader import Loader, partial, residency
-from stoker.loader import device as device_tier
-from stoker.loader.device import STAGING_BUFFERS, Staging, resident
+from stoker.loader import Loader, partial, placement
+from stoker.loader import tiers as device_tier
 from stoker.loader.gather import MemoryBatches
-from stoker.loader.memory import Memory
 from stoker.loader.outputs import Output
 from stoker.loader.places import find_places
+from stoker.loader.tiers import STAGING_BUFFERS, Memory, Staging, resident
 from stoker.store import Cache, open_cache
-from stoker.store.shard_read import PIECE_BYTES
+from stoker.store.shard import PIECE_BYTES
 from stoker.units import MIB
 from tests.loader.caches import write_cache
 
@@ -57,7 +56,7 @@ def test_loading_takes_no_more_host_memory_than_its_buffers(tmp_path: Path) -> N
     child = f"""
 import torch
 from pathlib import Path
-from stoker.loader.device import resident
+from stoker.loader.tiers import resident
 from stoker.loader.places import find_places
 from stoker.store import open_cache
 
@@ -173,7 +172,7 @@ def test_both_threads_that_copy_to_a_device_begin_so(tmp_path: Path, monkeypatch
     for module in (device_tier, partial):
         monkeypatch.setattr(module, "begin_thread", note)
     cache = write_cache(tmp_path, {"x": torch.randn(12, 3)}, shards=(6,))
-    monkeypatch.setattr(residency, "assign", lambda *_: {"device": frozenset([0]), "host": frozenset()})
+    monkeypatch.setattr(placement, "assign", lambda *_: {"device": frozenset([0]), "host": frozenset()})
 
     list(Loader(cache, 4, tier="device"))
 

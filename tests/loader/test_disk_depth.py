@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.loader import Loader, Windows, pieces
-from stoker.store import Cache, local
-from stoker.store.local import LocalFile
+from stoker.loader import Loader, Windows, disk
+from stoker.store import Cache, storage
+from stoker.store.storage import LocalFile
 from tests.loader.caches import trajectories, write_cache
 
 
@@ -118,7 +118,7 @@ def test_neighbours_in_one_shard_are_read_together(
     wanted: dict[int, int],
 ) -> None:
     """Per field one read in each of two shards, up to a size that fits into a core's cache."""
-    monkeypatch.setattr(pieces, "JOINED_BYTES", joined_bytes)
+    monkeypatch.setattr(disk, "JOINED_BYTES", joined_bytes)
     fields = trajectories(24)
     cache = write_cache(tmp_path, fields, shards=[10])
     loader = Loader(cache, batch_size=24, tier="disk", shuffle=False, indices=chosen)
@@ -156,14 +156,14 @@ def test_whatever_the_system_cannot_the_batches_are_the_same(
         return read(fd, [outs[0][: len(outs[0]) // 2]] if flags else outs, offset)
 
     if way == "no advice":
-        monkeypatch.setattr(pieces, "ADVISED", False)
+        monkeypatch.setattr(disk, "ADVISED", False)
         monkeypatch.delattr(os, "posix_fadvise")
         monkeypatch.setattr(LocalFile, "read_cached", lambda *_: False)
     elif way == "advice refused":
         monkeypatch.setattr("os.posix_fadvise", lambda *_: os.stat("/nonexistent"))
         monkeypatch.setattr(LocalFile, "read_cached", lambda *_: False)
     elif way == "cannot say":
-        monkeypatch.setattr(local, "RWF_NOWAIT", 0)
+        monkeypatch.setattr(storage, "RWF_NOWAIT", 0)
     elif way == "has half":
         monkeypatch.setattr(os, "preadv", half)
     else:

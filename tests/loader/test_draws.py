@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stoker.errors import ConfigError, StaleStateError
 from stoker.loader import Loader, Weights, Windows
-from stoker.loader.draws import natural_log, without_repeats
+from stoker.loader.order import natural_log, without_repeats
 from stoker.splitmix import keys_of
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache

@@ -21,8 +21,8 @@ from stoker.errors import (
 from stoker.loader import Loader, Windows
 from stoker.loader.fused import Normalise
 from stoker.store import Cache, make_recipe, open_cache, open_folder
+from stoker.store.cache import Growing, fill_blocks
 from stoker.store.failures import Failure
-from stoker.store.growing import Growing, fill_blocks
 from tests.loader.caches import Arrays, trajectories
 
 COUNT = 64

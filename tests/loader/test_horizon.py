@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from stoker.loader import Loader, Windows
-from stoker.loader.horizon import Depth, Horizon
+from stoker.loader.assembly import stored_outputs
 from stoker.loader.loader import design_of
-from stoker.loader.packed import stored_outputs
-from stoker.loader.ranks import Share
-from stoker.loader.reach import Reach
+from stoker.loader.places import Share
+from stoker.loader.prefetch import Depth, Horizon, Reach
 from stoker.store import Cache
-from stoker.store.local import LocalFile
+from stoker.store.storage import LocalFile
 from tests.loader.caches import trajectories, write_cache
 
 BLOCK = 4096

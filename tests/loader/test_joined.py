@@ -18,7 +18,7 @@ import stoker
 from stoker.encoders.keeping import keeping
 from stoker.errors import ConfigError, SourceError
 from stoker.store import Cache
-from stoker.store.join import join_table
+from stoker.store.joins import join_table
 from tests.loader.caches import trajectories, write_cache
 
 COLUMNS: dict[str, Any] = {"label": {"text": ["cat", "dog"]}, "weight": "float32"}

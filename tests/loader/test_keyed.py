@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import ConfigError
-from stoker.loader.keyed import bits, child_keys, example_keys, integers, normal, uniform
+from stoker.loader.order import bits, child_keys, example_keys, integers, normal, uniform
 from stoker.splitmix import GAMMA, MASK, MIX_B, mix, stream
 
 int64s = st.integers(-(1 << 63), (1 << 63) - 1)

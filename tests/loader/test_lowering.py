@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.loader import Loader, Normalise, engine
-from stoker.loader.lowering import lowered
+from stoker.loader import Loader, Normalise, design
 from stoker.loader.outputs import make_outputs
+from stoker.loader.transform import lowered
 from stoker.plan import Ledger
 from stoker.store import Cache
 from stoker.transforms import Crop, Flip, Noise
@@ -48,7 +48,7 @@ def test_the_bytes_are_those_of_transforms_after_the_gather(
     if isinstance(transforms[-1], Noise) and not (normalise or cache.schema["image"].floating):
         pytest.skip("noise is for floats")
     done: list[int] = []
-    replaced = engine.replace
+    replaced = design.replace
 
     def counted(one: Any, **changes: Any) -> Any:
         done.append(changes.get("transformed", 0))
@@ -57,7 +57,7 @@ def test_the_bytes_are_those_of_transforms_after_the_gather(
     settings: dict[str, Any] = {"batch_size": 4, "transforms": transforms, "normalise": normalise, "seed": 2}
     expected = batches(Loader(cache, tier="disk", **settings))
     running = Running(cache, Machine(device=10), Ledger(), tier="device", **settings)
-    monkeypatch.setattr(engine, "replace", counted)
+    monkeypatch.setattr(design, "replace", counted)
 
     got = batches(running.loader)
 

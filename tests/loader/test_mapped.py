@@ -11,11 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.loader import Loader, mapped
-from stoker.loader.device import resident
-from stoker.loader.mapped import map_host
-from stoker.loader.memory import Memory
+from stoker.loader import Loader, tiers
 from stoker.loader.places import find_places
+from stoker.loader.tiers import Memory, map_host, resident
 from stoker.store import Cache
 from tests.loader.caches import write_cache
 
@@ -85,7 +83,7 @@ def test_without_addresses_everything_is_copied(tmp_path: Path, monkeypatch: pyt
     def refuse(self: object, size_bytes: int) -> None:
         raise OSError(12, "no addresses")
 
-    monkeypatch.setattr(mapped.AddressRange, "__init__", refuse)
+    monkeypatch.setattr(tiers.AddressRange, "__init__", refuse)
     memory = fill(map_host(cache, find_places(cache, None), everything(cache)))
 
     assert torch.equal(memory.sources["x"][memory.rows], values)
@@ -99,7 +97,7 @@ def test_too_many_maps_and_machines_without_them_fall_back(
 
     for name, value in (("MAX_MAPS", 2), ("MAX_RANGE_BYTES", 1)):
         with monkeypatch.context() as patch:
-            patch.setattr(mapped, name, value)
+            patch.setattr(tiers, name, value)
             fill(map_host(cache, find_places(cache, None), everything(cache)))
             assert maps_of(cache.path) == 0
     assert "3 shards of 1 fields are more than the 2 that one process can map" in caplog.text

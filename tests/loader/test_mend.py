@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from stoker.errors import ConfigError, CorruptError, ResourceError
-from stoker.loader import Loader, Mixture, Windows, decide
+from stoker.loader import Loader, Mixture, Windows, design
 from stoker.precompute import PrecomputeSettings, run_precompute
 from stoker.store import Cache, open_cache
 from tests.precompute.fake_encoders import FakeEncoder
@@ -295,8 +295,8 @@ def test_a_mend_does_not_plan_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     cache = make(tmp_path / "c")
     flip(cache, 5)
     loader = Loader(cache, batch_size=3, seed=1, tier="host")
-    full = replace(decide.probe(device="cpu", path=tmp_path), host_bytes=0)
-    monkeypatch.setattr(decide, "probe", lambda **_: full)
+    full = replace(design.probe(device="cpu", path=tmp_path), host_bytes=0)
+    monkeypatch.setattr(design, "probe", lambda **_: full)
     with pytest.raises(ResourceError):
         Loader(cache, batch_size=3, seed=1, tier="host")
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from stoker.errors import StalledError
-from stoker.loader import Loader, read_ahead
+from stoker.loader import Loader, prefetch
 from stoker.loader.loader import design_of
 from stoker.monitor import StallMeter
 from stoker.store import Cache
-from stoker.store.mirror import folder, names, root
+from stoker.store.mirror import folder, root
 from stoker.units import KIB
 from tests.loader.objects import compared, opened, put, settings, size_of, stored, variables
 from tests.store.faulty_s3 import Faults, a_wire
@@ -51,7 +51,7 @@ def test_a_small_mirror_serves_the_same_batches_and_fetches_no_more_than_was_sai
 ) -> None:
     """Each epoch fetches about what does not fit. By what was unused longest it would be nearly all."""
     block = 64 * KIB
-    for module in (read_ahead, folder, root, names):
+    for module in (prefetch, folder, root, folder):
         monkeypatch.setattr(module, "BLOCK_BYTES", block)
     cache = stored(tmp_path / "share", 400, record=(64, 64))
     room = size_of(cache) // 2
@@ -126,9 +126,9 @@ def test_requests_that_hang_twice_are_given_up_before_the_loader_is(
     local: Cache, server: S3Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the ratio of the defaults: 60 s for a batch, 15 s of silence for an answer."""
-    from stoker.store.remote import objects
+    from stoker.store import object_store
 
-    monkeypatch.setattr(objects, "SILENCE_S", 4.0)
+    monkeypatch.setattr(object_store, "SILENCE_S", 4.0)
     faults = Faults(rate=0.3, kinds=("hang",), most=2, seed=7, under=".safetensors")
     with a_wire(server.url, faults) as wire, variables(server.variables(wire.url)):
         remote, mirror = opened(url, tmp_path)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from stoker.errors import CorruptError
-from stoker.loader import Loader, Windows, packed
+from stoker.loader import Loader, Windows, assembly
+from stoker.loader.assembly import stored_outputs
 from stoker.loader.outputs import make_outputs
-from stoker.loader.packed import stored_outputs
 from stoker.schema import PACKED_DTYPES
 from stoker.store import Cache, open_cache
-from stoker.store.packing import unpack
+from stoker.store.values import unpack
 from tests.loader.caches import trajectories, write_cache
 from tests.loader.layouts import same, values_of
 
@@ -123,7 +123,7 @@ def test_large_values_with_small_scales_are_gathered_batch_by_batch(
         held.append(bits.untyped_storage().nbytes())
         return unpack(bits, *rest)
 
-    monkeypatch.setattr(packed, "unpack", unpacked)
+    monkeypatch.setattr(assembly, "unpack", unpacked)
 
     assert len([*Loader(cache, batch_size=4, tier="host", windows=windows)]) == 16
     assert max(held) <= 4 * 2 * 8192
@@ -140,7 +140,7 @@ def test_floats_come_as_bfloat16_for_cuda(cache: Cache) -> None:
 def test_a_batch_may_draw_from_memory_and_disk(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     windows = Windows(field="latent", horizon=2)
     expected = list(Loader(cache, batch_size=6, windows=windows, tier="host"))
-    monkeypatch.setattr("stoker.loader.residency.assign", lambda *_: {"device": frozenset(), "host": {0, 2}})
+    monkeypatch.setattr("stoker.loader.placement.assign", lambda *_: {"device": frozenset(), "host": {0, 2}})
 
     mixed = Loader(cache, batch_size=6, windows=windows, tier="host")
 

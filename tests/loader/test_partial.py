@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stoker.loader import Loader, Normalise, Windows, partial
-from stoker.loader.pieces import Pieces
+from stoker.loader.disk import Pieces
 from stoker.schema import PACKED_DTYPES
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stoker.plan.cgroups import memory_limits
+from stoker.plan.resources import memory_limits
 from stoker.units import MIB
 from tests.loader.caches import write_cache
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from stoker.errors import ConfigError
 from stoker.loader import Loader, Windows
-from stoker.loader.ranks import Share
+from stoker.loader.places import Share
 from tests.loader.caches import write_cache
 
 

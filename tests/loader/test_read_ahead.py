@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from stoker.loader import Loader, read_ahead
+from stoker.loader import Loader, prefetch
+from stoker.loader.assembly import stored_outputs
 from stoker.loader.loader import design_of
-from stoker.loader.packed import stored_outputs
-from stoker.loader.reach import Reach
-from stoker.store.mirror import folder, names, root
+from stoker.loader.prefetch import Reach
+from stoker.store.mirror import folder, root
 from stoker.units import KIB
 from tests.loader.objects import opened, settings, size_of, stored
 
@@ -24,7 +24,7 @@ def test_blocks_that_an_order_takes_within_the_lead_come_in_few_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each batch takes blocks here and there in a window; one request for each costs half of the rate."""
-    for module in (read_ahead, folder, root, names):
+    for module in (prefetch, folder, root, folder):
         monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
     stored(tmp_path / "share", 384, record=(64, 16))
     cache, mirror = opened(f"file://{tmp_path}/share/c", tmp_path / "mirrors")
@@ -34,7 +34,7 @@ def test_blocks_that_an_order_takes_within_the_lead_come_in_few_requests(
     def reach(block_bytes: int) -> Reach:
         return Reach(cache, design.places, design.examples, outputs, block_bytes)
 
-    ahead = read_ahead.read_ahead_of(cache, reach, design.share, design.order.epoch)
+    ahead = prefetch.read_ahead_of(cache, reach, design.share, design.order.epoch)
     assert ahead is not None
     ahead.at(0, 0)
     until = time.monotonic() + WAIT_S

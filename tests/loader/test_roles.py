@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import stoker
-from stoker.loader.keyed import example_keys
+from stoker.loader.order import example_keys
 from stoker.splitmix import Salt, stream
 from stoker.store import Cache
 

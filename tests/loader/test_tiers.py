@@ -18,7 +18,7 @@ from stoker.errors import (
     CorruptError,
     StalledError,
 )
-from stoker.loader import Loader, Windows, pieces, residency
+from stoker.loader import Loader, Windows, disk, placement
 from stoker.store import Cache, open_cache
 from tests.loader.caches import write_cache
 from tests.loader.layouts import COUNT, LAYOUTS, TIMED, same, values_of
@@ -84,7 +84,7 @@ def test_a_batch_may_draw_from_memory_and_disk(cache: Cache, monkeypatch: pytest
     """While shards are brought into memory, and for good where only some fit."""
     windows = Windows(field="latent", horizon=2)
     expected = list(Loader(cache, batch_size=6, windows=windows, tier="host"))
-    monkeypatch.setattr(residency, "assign", lambda *_: {"device": frozenset(), "host": frozenset({0, 2})})
+    monkeypatch.setattr(placement, "assign", lambda *_: {"device": frozenset(), "host": frozenset({0, 2})})
 
     mixed = Loader(cache, batch_size=6, windows=windows, tier="host")
 
@@ -102,7 +102,7 @@ def test_what_memory_has_of_a_batch_is_copied_by_those_who_read_the_rest(
 ) -> None:
     """Beside the step, that is; also for a model that is evaluated under `torch.inference_mode`."""
     expected = list(Loader(cache, batch_size=6, tier="host"))
-    monkeypatch.setattr(residency, "assign", lambda *_: {"device": frozenset(), "host": frozenset({0, 2})})
+    monkeypatch.setattr(placement, "assign", lambda *_: {"device": frozenset(), "host": frozenset({0, 2})})
     mixed = Loader(cache, batch_size=6, tier="host")
     select, by = torch.index_select, set[str]()
 
@@ -123,17 +123,17 @@ def test_the_first_batches_do_not_wait_for_memory_to_fill(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = list(Loader(cache, batch_size=4, tier="disk"))
-    monkeypatch.setattr(residency, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(placement, "FIRST_WAIT_S", 0.0)
     loads = iter(range(100))
     gate = threading.Event()
-    read = residency.Residency._fill
+    read = placement.Residency._fill
 
-    def slowly(self: residency.Residency) -> None:
+    def slowly(self: placement.Residency) -> None:
         gate.wait(30)
         next(loads)
         read(self)
 
-    monkeypatch.setattr(residency.Residency, "_fill", slowly)
+    monkeypatch.setattr(placement.Residency, "_fill", slowly)
     loader = Loader(cache, batch_size=4, tier="host")
     running = iter(loader)
     got = [next(running), next(running)]
@@ -200,7 +200,7 @@ def test_a_read_that_hangs_is_a_stall_not_a_hang(cache: Cache, monkeypatch: pyte
     import threading
 
     gate = threading.Event()
-    monkeypatch.setattr(pieces.Pieces, "read", lambda *_: gate.wait(30))
+    monkeypatch.setattr(disk.Pieces, "read", lambda *_: gate.wait(30))
 
     with pytest.raises(StalledError, match=r"reading a batch .* 0\.1 s"):
         next(iter(Loader(cache, batch_size=4, tier="disk", timeout=0.1)))
@@ -221,13 +221,13 @@ def test_fixed_addresses_for_graphs(cache: Cache, fields: dict[str, torch.Tensor
 
 
 def test_fixed_addresses_wait_for_memory_to_be_filled(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill = residency.Residency._fill
+    fill = placement.Residency._fill
 
-    def slowly(self: residency.Residency) -> None:
+    def slowly(self: placement.Residency) -> None:
         time.sleep(0.3)  # longer than other loaders wait before they serve from disk
         fill(self)
 
-    monkeypatch.setattr(residency.Residency, "_fill", slowly)
+    monkeypatch.setattr(placement.Residency, "_fill", slowly)
     loader = Loader(cache, batch_size=5, tier="device", static=True)
 
     assert len({batch["latent"].data_ptr() for batch in loader}) == 1
@@ -241,7 +241,7 @@ def test_what_ends_the_filling_of_memory_is_raised(cache: Cache, monkeypatch: py
         gate.wait(30)
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("stoker.store.shard_read.Shard.verify_column", failing)
+    monkeypatch.setattr("stoker.store.shard.Shard.verify_column", failing)
     loader = Loader(cache, batch_size=1, tier="host")
     running = iter(loader)
     next(running)

@@ -4,7 +4,7 @@ import time
 from typing import Any, cast
 
 from stoker.monitor import GpuAbsent, GpuSample, GpuSampler
-from stoker.monitor.gpu_watch import GpuWatch
+from stoker.monitor.gpu import GpuWatch
 
 
 class Gpu:

@@ -32,13 +32,11 @@ from stoker.loader import Normalise, Pad, Weights
 from stoker.loader.order import Draws, Order, epoch_on, parse_order
 from stoker.schema import digest_json
 from stoker.sources.arrays import ArraySource
-from stoker.sources.hf_datasets import DatasetsSource
 from stoker.sources.meshes import MeshSource
-from stoker.sources.parquet import ParquetSource
-from stoker.sources.split_of import SplitOf
-from stoker.sources.subset import Subset
+from stoker.sources.splits import SplitOf, Subset
+from stoker.sources.tables import DatasetsSource, ParquetSource
 from stoker.sources.tar import TarSource
-from stoker.store.join import join_table
+from stoker.store.joins import join_table
 from stoker.testing.dexycb import write_dexycb
 from stoker.transforms import CropImages, Decode, Flip, Noise, Normalize, Roll
 

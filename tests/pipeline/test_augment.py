@@ -11,8 +11,7 @@ import torch
 from stoker.config import Config
 from stoker.errors import ConfigError
 from stoker.loader import Loader, subset
-from stoker.pipeline.augment import read_numbers
-from stoker.pipeline.serve import make_loader, make_val_loader
+from stoker.pipeline.loaders import make_loader, make_val_loader, read_numbers
 from stoker.pipeline.train import prepare, train_config
 from stoker.store import Cache
 from tests.pipeline.conftest import Configure

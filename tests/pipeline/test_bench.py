@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from stoker.plan import limits
-
 from stoker.errors import ConfigError
 from stoker.pipeline import bench
-from stoker.pipeline.bench import BenchResult, Figure, job_of_cache, run_bench
-from stoker.pipeline.bench_picture import draw_bench
+from stoker.pipeline.bench import BenchResult, Figure, draw_bench, job_of_cache, run_bench
+from stoker.plan import rates as rates_module
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
 
@@ -57,7 +55,7 @@ def test_without_a_cache_there_are_the_limits_of_memory(tmp_path: Path) -> None:
 
 def test_rounds_that_differ_are_said_to(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = iter([1e9, 4e9])
-    monkeypatch.setattr(limits, "copy_limit", lambda: lambda _seconds: next(rates))
+    monkeypatch.setattr(rates_module, "copy_limit", lambda: lambda _seconds: next(rates))
 
     result = run_bench(None, seconds=0.1, picture=None)
 

@@ -8,7 +8,7 @@ import pytest
 from stoker.encoders.grid import GridEncoder
 from stoker.errors import EncoderError, SplitError, StokerError
 from stoker.pipeline.build import build_jobs, stem_of, tasks_of
-from stoker.pipeline.locate import batch_size_of, windows_of
+from stoker.pipeline.caches import batch_size_of, windows_of
 from tests.conftest import write_burgers
 from tests.pipeline.conftest import Configure
 
@@ -83,7 +83,7 @@ def test_statistics_are_fitted_once(configure: Configure, monkeypatch: pytest.Mo
     """Else every start would read all raw data again to know the fingerprint."""
     config = configure("data.normalize=true")
     first = build_jobs(config, "burgers1d", ["train"])[0]
-    monkeypatch.setattr("stoker.pipeline.statistics.fit_statistics", None)
+    monkeypatch.setattr("stoker.pipeline.build.fit_statistics", None)
 
     again = build_jobs(config, "burgers1d", ["train"])[0]
 

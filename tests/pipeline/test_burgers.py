@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from stoker.errors import ConfigError, ReadOnlyError, ResourceError
-from stoker.pipeline.burgers import BurgersSpec, initial_states, solve_burgers, write_burgers
+from stoker.pipeline.demo import BurgersSpec, initial_states, solve_burgers, write_burgers
 
 NU = 0.01
 
@@ -43,7 +43,7 @@ def test_time_error_falls_with_the_fourth_power(monkeypatch: pytest.MonkeyPatch)
     start, end = cole_hopf(x, 0.0, NU, 0.5)[None] * 20, None
     errors = []
     for courant in (0.01, 0.8, 0.4):
-        monkeypatch.setattr("stoker.pipeline.burgers.COURANT", courant)
+        monkeypatch.setattr("stoker.pipeline.demo.COURANT", courant)
         last = solve_burgers(start, viscosity=NU * 5, interval=0.1, steps=2)[0, 1]
         end = last if end is None else end
         errors.append(np.abs(last - end).max())

@@ -12,9 +12,17 @@ import numpy as np
 import pytest
 
 from stoker.errors import ConfigError, SourceError
-from stoker.pipeline.demo_radio import RadioResult, run_radio
-from stoker.pipeline.radio import FEATURES, RECEIVERS, RadioSpec, radio_rows
-from stoker.pipeline.radio_store import TABLE, radio_columns, write_radio
+from stoker.pipeline.radio import (
+    FEATURES,
+    RECEIVERS,
+    TABLE,
+    RadioResult,
+    RadioSpec,
+    radio_columns,
+    radio_rows,
+    run_radio,
+    write_radio,
+)
 from stoker.sources.sql.source import SQLSource
 
 SMALL = RadioSpec(rows=300, seed=3)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from stoker.config import Config
 from stoker.encoders.module import ModuleEncoder
 from stoker.pipeline import encode_batch
-from stoker.pipeline.locate import locate
+from stoker.pipeline.caches import locate
 from stoker.pipeline.precompute import precompute_config
-from stoker.precompute.encode_batch import EncodeBatch, measure_encode_batch
+from stoker.precompute.measure import EncodeBatch, measure_encode_batch
 from stoker.schema import Field
 from tests.cli.commands import run_json
 

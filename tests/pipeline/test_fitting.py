@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from stoker.errors import ConfigError, CorruptError, DivergedError, Interrupted, StaleStateError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
-from stoker.pipeline.fit_terms import FitReport, FitSettings
-from stoker.pipeline.fitting import fit
+from stoker.pipeline.fitting import FitReport, FitSettings, fit
 from stoker.store import Cache
 from tests.loader.caches import write_cache
 

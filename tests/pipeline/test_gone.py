@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import SourceError
-from stoker.pipeline.locate import locate
+from stoker.pipeline.caches import locate
 from stoker.pipeline.precompute import fill_caches
 from stoker.pipeline.train import train_config
 from stoker.store.use import unused_for_s

@@ -7,7 +7,7 @@ import pytest
 from stoker.errors import CorruptError
 from stoker.pipeline.precompute import fill_caches, precompute_config
 from stoker.store import Cache, open_cache
-from stoker.store.repair import repair
+from stoker.store.maintain import repair
 from tests.pipeline.conftest import Configure
 
 

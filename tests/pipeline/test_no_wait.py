@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import ConfigError
-from stoker.pipeline.augment import check_beside
+from stoker.pipeline.loaders import check_beside
 from stoker.pipeline.precompute import fill_caches
 from stoker.pipeline.train import train_config
 from stoker.scale.ranks import ALONE, Ranks

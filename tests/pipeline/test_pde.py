@@ -16,7 +16,7 @@ from stoker.config import load_config
 from stoker.encoders.grid import GridEncoder
 from stoker.encoders.steady import SteadyEncoder
 from stoker.errors import ConfigError, EncoderError
-from stoker.pipeline.locate import locate
+from stoker.pipeline.caches import locate
 from stoker.pipeline.train import train_config
 from stoker.schema import Field
 from stoker.train.config import TrainConfig

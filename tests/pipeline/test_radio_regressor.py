@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from stoker.pipeline.radio_regressor import (
+from stoker.pipeline.radio import (
     TriangulationModel,
     TriangulationShape,
     haversine_m,
@@ -19,7 +19,7 @@ from stoker.pipeline.radio_regressor import (
     position_losses,
     save_regressor,
 )
-from stoker.sources.sql.nested import metres_from
+from stoker.sources.sql.values import metres_from
 
 STATISTICS = {"target": {"mean": [1_000.0, -500.0], "deviation": [30_000.0, 20_000.0]}}
 

@@ -9,10 +9,10 @@ import pytest
 
 from stoker.errors import CorruptError
 from stoker.loader import Loader, Windows
-from stoker.pipeline.served import Step, _apart, served_loads
+from stoker.pipeline.plan import Step, _apart, served_loads
 from stoker.store import Cache, open_cache
-from stoker.store.mirror.attach import attach
-from stoker.store.mirror.push import push
+from stoker.store.mirror.root import attach
+from stoker.store.mirror.transfer import push
 from tests.loader.caches import trajectories, write_cache
 
 

@@ -12,10 +12,10 @@ import pytest
 from stoker.config import Config, load_config
 from stoker.errors import ConfigError
 from stoker.pipeline.build import build_jobs
+from stoker.pipeline.loaders import joined, serve
 from stoker.pipeline.precompute import precompute_config
-from stoker.pipeline.serve import joined, serve
 from stoker.pipeline.train import prepare
-from stoker.sources.sql import table
+from stoker.sources.sql import tables
 
 
 @pytest.fixture
@@ -54,9 +54,9 @@ def test_a_table_becomes_caches_by_split(settings: Path) -> None:
 def test_the_splits_are_of_one_reading(settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a row that is written between two readings could be in two splits."""
     read: list[object] = []
-    whole = table.read_table
+    whole = tables.read_table
     monkeypatch.setattr(
-        "stoker.sources.sql.bulk.read_table", lambda request: read.append(1) or whole(request)
+        "stoker.sources.sql.source.read_table", lambda request: read.append(1) or whole(request)
     )
 
     jobs = build_jobs(load_config(settings), "lab", ["train", "val"])

@@ -12,24 +12,22 @@ import pytest
 
 from stoker.config import load_config
 from stoker.errors import ConfigError, ResourceError, SourceError, StalledError
-from stoker.fetch import folder as fetch_folder
-from stoker.fetch import partial
-from stoker.fetch.folder import FileStream
-from stoker.fetch.partial import paths_of
-from stoker.pipeline import stage_prune, staging
+from stoker.fetch import origins as fetch_folder
+from stoker.fetch import run
+from stoker.fetch.origins import FileStream
+from stoker.fetch.run import paths_of
+from stoker.pipeline import staging
 from stoker.pipeline.build import build_source
 from stoker.pipeline.precompute import precompute_config
-from stoker.pipeline.stage_copy import is_staged, look_at, stage_file
-from stoker.pipeline.stage_prune import prune_staged
-from stoker.pipeline.staging import stage_config, stage_task
-from stoker.plan.mounts import Mount
+from stoker.pipeline.staging import is_staged, look_at, prune_staged, stage_config, stage_file, stage_task
+from stoker.plan.resources import Mount
 
 LOCAL = Mount(point="/", kind="ext4", source="/dev/sda")
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(run, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(fetch_folder, "PIECE_BYTES", 1000)
     monkeypatch.setattr(staging, "RESERVE_BYTES", 0)
 
@@ -133,9 +131,9 @@ def test_a_copy_that_does_not_read_back_gets_no_name(tmp_path: Path, monkeypatch
     path, objects = tmp_path / "a.bin", tmp_path / "objects"
     path.write_bytes(os.urandom(3500))
     objects.mkdir()
-    original, real = look_at(path), partial.Partial.keep
+    original, real = look_at(path), run.Partial.keep
 
-    def keep(one: partial.Partial) -> None:
+    def keep(one: run.Partial) -> None:
         real(one)
         part, _ = paths_of(objects / original.object)
         if part.exists():
@@ -143,11 +141,11 @@ def test_a_copy_that_does_not_read_back_gets_no_name(tmp_path: Path, monkeypatch
                 file.seek(2500)
                 file.write(b"torn")
 
-    monkeypatch.setattr(partial.Partial, "keep", keep)
+    monkeypatch.setattr(run.Partial, "keep", keep)
     with pytest.raises(SourceError, match="does not read back"):
         stage_file(original, objects, deadline_s=20)
     assert not is_staged(original, objects)
-    monkeypatch.setattr(partial.Partial, "keep", real)
+    monkeypatch.setattr(run.Partial, "keep", real)
     assert stage_file(original, objects, deadline_s=20) == 1500
     assert (objects / original.object).read_bytes() == path.read_bytes()
 
@@ -234,7 +232,7 @@ def test_never_means_never_and_says_so(files: Path, tmp_path: Path) -> None:
 def later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two days from now: what is made in the test was not used since."""
     past = time.time() + 2 * 86400
-    monkeypatch.setattr(stage_prune, "time", SimpleNamespace(time=lambda: past, monotonic=time.monotonic))
+    monkeypatch.setattr(staging, "time", SimpleNamespace(time=lambda: past, monotonic=time.monotonic))
 
 
 def test_copies_of_files_that_changed_or_are_gone_are_pruned(files: Path, tmp_path: Path, later) -> None:

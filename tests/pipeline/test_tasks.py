@@ -17,15 +17,13 @@ from stoker.config.document import describe_settings
 from stoker.errors import ConfigError, DeviceError, Interrupted, SourceError
 from stoker.pipeline import precompute as module
 from stoker.pipeline.build import build_jobs, share_encoders
-from stoker.pipeline.diary import run_dir_of
-from stoker.pipeline.mixed import OneTask, TaskPairs
-from stoker.pipeline.plan import plan_config
-from stoker.pipeline.plan_tasks import plan_tasks
+from stoker.pipeline.caches import run_dir_of
+from stoker.pipeline.loaders import OneTask, Served, TaskPairs, serve
+from stoker.pipeline.plan import plan_config, plan_tasks
 from stoker.pipeline.precompute import precompute_config
-from stoker.pipeline.serve import Served, serve
 from stoker.pipeline.train import prepare, train_config
 from stoker.pipeline.why import explain
-from stoker.precompute.spot_check import SpotChecks
+from stoker.precompute.background import SpotChecks
 from tests.conftest import write_burgers
 from tests.pipeline.conftest import Configure
 from tests.pipeline.test_train import Events

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from stoker.errors import ConfigError
-from stoker.pipeline.diary import write_diary
+from stoker.pipeline.caches import write_diary
+from stoker.pipeline.loaders import make_loader, make_val_loader, on_own_device, own_trajectories, share_steps
 from stoker.pipeline.precompute import fill_caches
-from stoker.pipeline.serve import make_loader, make_val_loader
-from stoker.pipeline.together import on_own_device, own_trajectories, share_steps
 from stoker.scale.ranks import ALONE, Ranks
 from tests.pipeline.conftest import Configure
 

@@ -11,10 +11,10 @@ from weakref import WeakSet
 import pytest
 
 from stoker.errors import ConfigError, Interrupted
-from stoker.pipeline.diary import FILE, last_step_s, run_dir_of
+from stoker.pipeline.caches import FILE, last_step_s, run_dir_of
+from stoker.pipeline.loaders import make_loader, make_val_loader
 from stoker.pipeline.plan import plan_config
 from stoker.pipeline.precompute import fill_caches
-from stoker.pipeline.serve import make_loader, make_val_loader
 from stoker.pipeline.train import (
     loop_settings,
     prepare,
@@ -210,7 +210,7 @@ def test_validation_is_planned_into_the_memory_that_training_leaves(
     train_cache, val_cache = (result.cache for result in prepare(config).caches)
     size = make_loader(config, train_cache).plan.rows[1].bytes
     free = Resources(host_bytes=size + 8, host_total_bytes=2**40, host_limit="machine memory")
-    monkeypatch.setattr("stoker.loader.decide.probe", lambda **_: free)
+    monkeypatch.setattr("stoker.loader.design.probe", lambda **_: free)
     monkeypatch.setattr(LEDGER, "_claims", WeakSet())  # without what other tests still hold
 
     assert make_val_loader(config, val_cache).plan.tier == "host"

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from stoker.config import Config
 from stoker.errors import ConfigError, EncoderError
 from stoker.pipeline.build import build_jobs
-from stoker.pipeline.locate import locate
+from stoker.pipeline.caches import locate
 from stoker.pipeline.precompute import precompute_config
 from stoker.pipeline.train import train_config
 from stoker.pipeline.why import explain

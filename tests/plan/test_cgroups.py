@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.plan.cgroups import CpuLimit, cpu_limits, memory_limits, read_stat, unreclaimable
+from stoker.plan.resources import CpuLimit, cpu_limits, memory_limits, read_stat, unreclaimable
 
 GIB = 2**30
 NO_LIMIT_V1 = "9223372036854771712"

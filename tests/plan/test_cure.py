@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from stoker.plan import Demand, Plan, Rates, Resources, plan_tiers
-from stoker.plan.cure import Waiting, cure, over_budget
+from stoker.plan.tiers import Waiting, cure, over_budget
 
 MIB = 2**20
 

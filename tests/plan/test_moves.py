@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from stoker.plan import Plan, plan_tiers
-from stoker.plan.moves import MOST_PATIENCE_S, PATIENCE_S, Calm, gain, short, without
+from stoker.plan.placement import MOST_PATIENCE_S, PATIENCE_S, Calm, gain, short, without
 from stoker.plan.tiers import reserves_of
 from tests.plan.test_tiers import RECORD, counts, demand, machine
 

@@ -9,11 +9,11 @@ import pytest
 from stoker.errors import ConfigError
 from stoker.plan import Demand, Load, Rates, Resources, Scenario, plan_tiers, simulate, stall_of
 from stoker.plan.simulation import parse_scenario
-from stoker.plan.simulation.keys import KEYS, rate
-from stoker.plan.simulation.mirror import hit_share
-from stoker.plan.simulation.pace import encoding_with
 from stoker.plan.simulation.queues import Traffic, Visit, passed
 from stoker.plan.simulation.report import HEAD, cells, remarks
+from stoker.plan.simulation.result import encoding_with
+from stoker.plan.simulation.run import hit_share
+from stoker.plan.simulation.scenario import KEYS, rate
 
 SMALL = Scenario(records=10_000, record_bytes=1e6, batch=10, step_s=0.02, host_memory_bytes=100_000_000_000)
 CLUSTER = replace(  # read as a mounted folder is, byte by byte
@@ -241,7 +241,7 @@ def test_costs_are_hours_bytes_and_a_month() -> None:
 
 
 def test_reads_of_a_store_are_those_of_a_mirror() -> None:
-    from stoker.store.mirror.block_map import BLOCK_BYTES
+    from stoker.store.mirror.blocks import BLOCK_BYTES
     from stoker.store.mirror.root import AT_ONCE
 
     assert (SMALL.fetch_bytes, SMALL.requests) == (BLOCK_BYTES, AT_ONCE)

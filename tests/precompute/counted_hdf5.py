@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from stoker.sources import hdf5_blocks
+from stoker.sources import hdf5_open
 from stoker.sources.hdf5 import HDF5Source
 
 
@@ -22,14 +22,14 @@ class CountedHDF5(HDF5Source):
     def __setstate__(self, state):
         super().__setstate__(state)
         self.log = state["log"]
-        fetch = hdf5_blocks.fetch
+        fetch = hdf5_open.fetch
 
         def counted(dataset, selection, out):
             with Path(self.log).open("a") as file:
                 file.write(f"{os.getpid()} {selection[0].start} {selection[0].stop}\n")
             fetch(dataset, selection, out)
 
-        hdf5_blocks.fetch = counted  # in a reader's process, which nobody else shares
+        hdf5_open.fetch = counted  # in a reader's process, which nobody else shares
 
 
 def decoded_rows(log):

@@ -202,7 +202,7 @@ def test_early_seals_come_soon_and_then_ever_more_rarely(
     import torch
 
     now = [1000.0]
-    monkeypatch.setattr("stoker.store.writer.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("stoker.store.write.time.monotonic", lambda: now[0])
     folder = open_folder(tmp_path, "x", make_recipe(FakeSource((1000,)), None))
     writer = folder.writer(WriterSettings(early=True))
     seals = []

@@ -14,11 +14,10 @@ from torch.utils.data import TensorDataset
 import stoker
 from stoker.encoders.weights import weights_device
 from stoker.errors import ConfigError, ResourceError
-from stoker.plan import devices
-from stoker.plan.devices import device_name, encode_on, resolve_device
+from stoker.plan import resources
+from stoker.plan.resources import device_name, encode_on, resolve_device
 from stoker.precompute import EncodeFiller, PrecomputeSettings, precompute, run_precompute
-from stoker.precompute.probe_encoder import try_encoder
-from stoker.precompute.trial import Trial, try_stages
+from stoker.precompute.measure import Trial, try_encoder, try_stages
 from stoker.store import make_recipe
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
@@ -131,7 +130,7 @@ def test_the_device_that_auto_stands_for_is_said_once_with_the_reason(
     capfd: pytest.CaptureFixture[str],
     first: str,
 ) -> None:
-    monkeypatch.setattr(devices, "_said", set())
+    monkeypatch.setattr(resources, "_said", set())
     with caplog.at_level(logging.INFO, "stoker"):
         if first == "resolve_device":
             resolve_device("auto")

@@ -13,8 +13,7 @@ from stoker.errors import EncoderError
 from stoker.precompute import PrecomputeSettings, run_precompute
 from stoker.precompute.arena import private_arrays
 from stoker.precompute.encode import GroupEncoder
-from stoker.precompute.parcel import Parcel
-from stoker.precompute.queue import GroupWork
+from stoker.precompute.queue import GroupWork, Parcel
 from stoker.schema import Field
 from stoker.store import make_recipe
 from tests.precompute.fake_encoders import FakeEncoder

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from stoker.config.remedies import in_settings
+from stoker.config.names import in_settings
 from stoker.errors import (
     ConfigError,
     EncoderError,
@@ -29,9 +29,9 @@ from stoker.errors import (
 )
 from stoker.precompute import PrecomputeSettings, precompute, run_precompute
 from stoker.precompute.progress import LineProgress
-from stoker.precompute.worker import Worker
+from stoker.precompute.workers import Worker
 from stoker.sources.files import confine_sources
-from stoker.sources.split_of import SplitOf
+from stoker.sources.splits import SplitOf
 from stoker.sources.torch_dataset import TorchSource
 from stoker.store import open_cache
 from stoker.store.use import alone

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stoker.errors import ReaderError
-from stoker.precompute.limits import LossLimits
+from stoker.precompute.workers import LossLimits
 
 
 def lose(limits, count, *, attempt=1, quarantined=0):

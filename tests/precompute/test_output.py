@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from stoker.runtime.processes.output import MAX_LOG_BYTES, Drain, Output
+from stoker.runtime.processes.child import MAX_LOG_BYTES, Drain, Output
 
 
 def flooding(output, text):

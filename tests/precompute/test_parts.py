@@ -10,17 +10,14 @@ import pytest
 
 from stoker.errors import ConfigError, EncoderError
 from stoker.precompute import Deadlines
-from stoker.precompute.arena import Arena
-from stoker.precompute.fill import SampleFault
-from stoker.precompute.layout import ALIGNMENT, layout_from_json, plan_layout, slot_size
-from stoker.precompute.ledger import Ledger
-from stoker.precompute.live import LiveProgress
-from stoker.precompute.pace import Pace
-from stoker.precompute.parcel import ReaderView
-from stoker.precompute.progress import LineProgress, Snapshot, automatic
+from stoker.precompute.arena import ALIGNMENT, Arena, layout_from_json, plan_layout, slot_size
+from stoker.precompute.progress import LineProgress, LiveProgress, Snapshot, automatic
+from stoker.precompute.queue import Ledger, ReaderView
+from stoker.precompute.reading import SampleFault
+from stoker.precompute.run import Pace
 from stoker.precompute.space import needed_bytes
+from stoker.runtime.processes.child import oom_kills
 from stoker.runtime.processes.heartbeat import BeatPage
-from stoker.runtime.processes.oom import oom_kills
 from stoker.schema import Field
 
 MIB = 1024**2

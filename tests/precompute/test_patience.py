@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from stoker.precompute.patience import MOST_DEADLINES, Patience
+from stoker.precompute.workers import MOST_DEADLINES, Patience
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ import torch
 import stoker
 from stoker.errors import EncoderError, IncompleteError
 from stoker.precompute import PrecomputeSettings, run_precompute
-from stoker.precompute.precision import full_precision
+from stoker.precompute.encode import full_precision
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from stoker.errors import ConfigError
-from stoker.precompute import Deadlines, parts
-from stoker.precompute.parts import part_of
+from stoker.precompute import Deadlines, engine
+from stoker.precompute.engine import part_of
 from stoker.store import make_recipe, open_folder
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
@@ -67,7 +67,7 @@ def test_a_rank_waits_for_one_that_lives_and_takes_over_when_it_is_gone(tmp_path
             until = time.monotonic() + 30
             while len(folder.missing()) > 12 and time.monotonic() < until:
                 time.sleep(0.05)
-            time.sleep(4 * parts.POLL_S)
+            time.sleep(4 * engine.POLL_S)
             assert not waiting.done()
             assert folder.missing().tolist() == [*range(4, 8), *range(12, 16), *range(20, 24)]
         report = waiting.result(60)

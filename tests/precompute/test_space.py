@@ -12,11 +12,11 @@ import pytest
 import stoker
 from stoker.errors import ResourceError
 from stoker.plan.resources import Resources
-from stoker.precompute import engine, here, space
+from stoker.precompute import engine, space, stages
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.precompute.space import fit_copies
 from stoker.schema import Field
-from stoker.store.mirror.attach import attach
+from stoker.store.mirror.root import attach
 from stoker.units import GIB, MIB
 
 
@@ -61,14 +61,14 @@ def test_readers_are_as_many_as_there_may_be_copies(
 def test_a_dataset_too_large_for_copies_is_read_in_this_process_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = here.probe
+    real = stages.probe
     small = free(4 * 8 + 1)
 
     def low(**where: Path) -> Resources:
         return space.replace(real(**where), host_bytes=small.host_bytes)
 
-    monkeypatch.setattr(here, "probe", low)
-    monkeypatch.setattr(here, "fit_memory", lambda _a, _b, settings, _c: (settings, 1))
+    monkeypatch.setattr(stages, "probe", low)
+    monkeypatch.setattr(stages, "fit_memory", lambda _a, _b, settings, _c: (settings, 1))
     monkeypatch.setattr(stoker.TorchSource, "prove", lambda _: pytest.fail("a copy was made"))
 
     with caplog.at_level(logging.WARNING, "stoker"):

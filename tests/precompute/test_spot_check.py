@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stoker.precompute import EncodeFiller, PrecomputeSettings, guarded, run_precompute
-from stoker.precompute.spot_check import SpotChecks, distance
+from stoker.precompute import EncodeFiller, PrecomputeSettings, heartbeat, run_precompute
+from stoker.precompute.background import SpotChecks, distance
 from stoker.runtime.processes.heartbeat import BeatPage
 from stoker.store import Cache, Folder
 from tests.precompute.fake_encoders import FakeEncoder
@@ -102,7 +102,7 @@ def test_a_guardian_hears_nothing_of_it(tmp_path: Path, monkeypatch: pytest.Monk
     page = BeatPage.create()
     page.write("encode", 3, limit_s=9)
     before = page.look()
-    monkeypatch.setattr(guarded, "_page", page)
+    monkeypatch.setattr(heartbeat, "_page", page)
 
     report = checked(cache)
 

@@ -12,14 +12,9 @@ import pytest
 import torch
 
 from stoker.errors import ReaderError, ResourceError, SourceError
-from stoker.precompute import (
-    Deadlines,
-    PrecomputeSettings,
-    limits,
-    pace,
-    roster,
-    run_precompute,
-)
+from stoker.precompute import Deadlines, PrecomputeSettings, run_precompute
+from stoker.precompute import run as run_module
+from stoker.precompute import workers as workers_module
 from stoker.runtime.processes import child
 from tests.precompute.broken_sources import BreaksAtUnpickling, LoadsOnce
 from tests.precompute.fake_encoders import FakeEncoder
@@ -39,12 +34,12 @@ def spawned(monkeypatch):
     """Every reader that is started, in order."""
     workers = []
 
-    class Recorded(roster.Worker):
+    class Recorded(workers_module.Worker):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             workers.append(self)
 
-    monkeypatch.setattr(roster, "Worker", Recorded)
+    monkeypatch.setattr(workers_module, "Worker", Recorded)
     return workers
 
 
@@ -145,7 +140,7 @@ def test_readers_that_never_start_do_not_storm(tmp_path, spawned, mode, says):
 @pytest.mark.chaos
 def test_readers_lost_in_a_row_end_the_run(tmp_path, monkeypatch):
     """Every sample of every file kills: it is the machine or the code, not the data."""
-    monkeypatch.setattr(limits, "_MAX_IN_A_ROW", 5)
+    monkeypatch.setattr(workers_module, "_MAX_IN_A_ROW", 5)
     source = FakeSource((1,) * 60, faults=dict.fromkeys(range(60), "kill"))
 
     with pytest.raises(ReaderError, match="in a row without a sample read"):
@@ -175,7 +170,7 @@ def test_torch_has_one_thread_in_a_reader_whenever_it_is_imported(tmp_path, monk
 
 
 def test_automatic_readers_grow_while_the_encoder_waits(tmp_path, monkeypatch):
-    monkeypatch.setattr(pace, "_WINDOW_S", 0.2)
+    monkeypatch.setattr(run_module, "_WINDOW_S", 0.2)
 
     report = run(FakeSource((120,), delay_s=0.02), tmp_path, readers=None)
 
@@ -187,28 +182,28 @@ def test_a_reader_that_is_not_needed_gets_no_work_and_comes_back_without_a_new_p
     tmp_path, monkeypatch, spawned
 ):
     plan, handed = iter([1, 1, -1, -1, 1, -1] * 10), []
-    monkeypatch.setattr(pace, "_WINDOW_S", 0.05)
-    change = pace.Pace.change
+    monkeypatch.setattr(run_module, "_WINDOW_S", 0.05)
+    change = run_module.Pace.change
 
-    monkeypatch.setattr(pace, "_WINDOW_GROUPS", 1)
+    monkeypatch.setattr(run_module, "_WINDOW_GROUPS", 1)
 
     def scripted(self, readers, processor_s):
         change(self, readers, processor_s)
         return next(plan, 0)
 
-    monkeypatch.setattr(pace.Pace, "change", scripted)
-    hand_out = roster.Worker.hand_out
+    monkeypatch.setattr(run_module.Pace, "change", scripted)
+    hand_out = workers_module.Worker.hand_out
 
     def noted(self, works, absent):
         handed.append((self.number, frozenset(crew[0].parked)))
         hand_out(self, works, absent)
 
-    crew, make = [], roster.Roster.__init__
+    crew, make = [], workers_module.Roster.__init__
     monkeypatch.setattr(
-        roster.Roster, "__init__", lambda self, launch: (make(self, launch), crew.append(self))[0]
+        workers_module.Roster, "__init__", lambda self, launch: (make(self, launch), crew.append(self))[0]
     )
-    monkeypatch.setattr(roster.Worker, "hand_out", noted)
-    monkeypatch.setattr(roster, "_SPARE_TRIES", 0)
+    monkeypatch.setattr(workers_module.Worker, "hand_out", noted)
+    monkeypatch.setattr(workers_module, "_SPARE_TRIES", 0)
 
     report = run(FakeSource((300,), delay_s=0.01), tmp_path, readers=None)
 
@@ -249,7 +244,7 @@ def refuse_all_but(monkeypatch, allowed):
 def test_a_further_reader_that_cannot_be_started_is_said_and_does_not_end_the_run(
     tmp_path, monkeypatch, caplog, readers
 ):
-    monkeypatch.setattr(pace, "_WINDOW_S", 0.2)
+    monkeypatch.setattr(run_module, "_WINDOW_S", 0.2)
     tries = refuse_all_but(monkeypatch, 1)
     before = held()
 
@@ -279,7 +274,7 @@ def test_no_reader_at_all_is_an_error_with_advice(tmp_path, monkeypatch):
 def test_a_further_reader_that_cannot_load_the_source_does_not_end_the_run(
     tmp_path, monkeypatch, caplog, mode
 ):
-    monkeypatch.setattr(pace, "_WINDOW_S", 0.2)
+    monkeypatch.setattr(run_module, "_WINDOW_S", 0.2)
     source = LoadsOnce((200,), mode, delay_s=0.02, marker=str(tmp_path))
 
     report = run(source, tmp_path / "c", readers=None)
@@ -292,10 +287,12 @@ def test_a_further_reader_that_cannot_load_the_source_does_not_end_the_run(
 
 @pytest.mark.chaos
 def test_a_reader_in_reserve_takes_over_without_loading_the_source_first(tmp_path, monkeypatch, spawned):
-    monkeypatch.setattr(roster, "_SPARE_AFTER_S", 0.1)
-    put_to_work, add = [], roster.Roster.add
+    monkeypatch.setattr(workers_module, "_SPARE_AFTER_S", 0.1)
+    put_to_work, add = [], workers_module.Roster.add
     monkeypatch.setattr(
-        roster.Roster, "add", lambda self: put_to_work.append(self.spare and self.spare.state) or add(self)
+        workers_module.Roster,
+        "add",
+        lambda self: put_to_work.append(self.spare and self.spare.state) or add(self),
     )
     faults = {55: "kill-once"}
     source = BreaksAtUnpickling((60,), "slow", delay_s=0.05, faults=faults, marker=str(tmp_path), run=4)
@@ -309,7 +306,7 @@ def test_a_reader_in_reserve_takes_over_without_loading_the_source_first(tmp_pat
 
 @pytest.mark.chaos
 def test_a_reserve_that_cannot_be_had_is_not_tried_for_ever(tmp_path, monkeypatch, spawned):
-    monkeypatch.setattr(roster, "_SPARE_AFTER_S", 0)
+    monkeypatch.setattr(workers_module, "_SPARE_AFTER_S", 0)
     source = LoadsOnce((60,), "exit", delay_s=0.05, marker=str(tmp_path))
 
     report = run(source, tmp_path / "c", readers=1, deadlines=Deadlines(read=150))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stoker.precompute.trial import Trial
+from stoker.precompute.measure import Trial
 
 
 @pytest.mark.parametrize(

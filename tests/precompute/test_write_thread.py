@@ -11,7 +11,7 @@ import pytest
 
 from stoker.errors import RecordError, ResourceError, StalledError
 from stoker.precompute.encode import Encoded
-from stoker.precompute.write_thread import WriteThread
+from stoker.precompute.run import WriteThread
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 from tests.precompute.test_engine import assert_same, records, run

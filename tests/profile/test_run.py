@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 import stoker
 from stoker.errors import ConfigError, StalledError
 from stoker.plan import Rates, Resources
-from stoker.profile.elsewhere import elsewhere
 from stoker.profile.page import write_page
-from stoker.profile.result import demand_of
+from stoker.profile.result import demand_of, elsewhere
 from stoker.profile.run import profile_script
 from tests.cli.commands import run
 

@@ -12,8 +12,7 @@ from stoker.errors import StalledError
 from stoker.runtime.threads import map_in_order
 from stoker.store import make_recipe, open_cache, open_folder
 from stoker.store.folder import Folder
-from stoker.store.local import LocalStorage
-from stoker.store.protocols import OpenFile
+from stoker.store.storage import LocalStorage, OpenFile
 from tests.store.fakes import FakeSource, fill
 
 

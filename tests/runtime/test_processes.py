@@ -19,9 +19,8 @@ import pytest
 
 from stoker.errors import ResourceError
 from stoker.runtime.processes import child as child_module
-from stoker.runtime.processes.child import LIGHT, TORCH, Child, preload, set_start_method
+from stoker.runtime.processes.child import LIGHT, TORCH, Child, Drain, Output, preload, set_start_method
 from stoker.runtime.processes.entry import Connection, limit_memory
-from stoker.runtime.processes.output import Drain, Output
 from stoker.runtime.processes.preloaded import preloaded
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="preloaded processes are of Linux")

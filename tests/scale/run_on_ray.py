@@ -15,7 +15,7 @@ from pathlib import Path
 from stoker.errors import StokerError
 from stoker.precompute import LineProgress, PrecomputeSettings, run_precompute
 from stoker.precompute.settings import as_deadlines
-from stoker.store.mirror.attach import attach
+from stoker.store.mirror.root import attach
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 

@@ -11,10 +11,10 @@ from contextlib import nullcontext
 
 import pytest
 
-from stoker.cli.together import joined
+from stoker.cli.edge import joined
 from stoker.config import Config
 from stoker.errors import ConfigError, Interrupted, StalledError
-from stoker.scale import group, pulse
+from stoker.scale import group
 from stoker.scale.group import RankGroup
 from stoker.scale.place import Place
 from stoker.scale.ranks import ALONE
@@ -86,9 +86,9 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(join: Callable[..., 
 def test_a_rank_that_stops_counting_is_gone_before_the_deadline(
     join: Callable[..., RankGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulse, "SILENT_S", 1.0)
+    monkeypatch.setattr(group, "SILENT_S", 1.0)
     with join(0, deadline_s=60.0) as ranks, join(1) as other:
-        time.sleep(2 * pulse.BEAT_S)
+        time.sleep(2 * group.BEAT_S)
         other._pulse.stop()
         begun = time.monotonic()
         with pytest.raises(StalledError, match=r"rank 1 of 2 ended without a message.*at the checkpoint"):
@@ -103,10 +103,10 @@ def test_who_is_asked_to_end_since_a_rank_was_lost_names_it(
     request_: BaseException,
 ) -> None:
     """A launcher asks the others to end as soon as one rank is gone, before any of them could notice."""
-    monkeypatch.setattr(pulse, "SILENT_S", 1.0)
+    monkeypatch.setattr(group, "SILENT_S", 1.0)
     survivor = join(0)
     with join(1) as lost:
-        time.sleep(2 * pulse.BEAT_S)
+        time.sleep(2 * group.BEAT_S)
         lost._pulse.stop()
         with (
             pytest.raises(StalledError, match=r"rank 1 of 2 ended without a message.*at its own end"),
@@ -152,8 +152,8 @@ def test_a_rank_that_is_done_is_not_lost(
 ) -> None:
     last = join(0)
     with join(1):
-        time.sleep(2 * pulse.BEAT_S)
-    monkeypatch.setattr(pulse, "SILENT_S", 1.0)
+        time.sleep(2 * group.BEAT_S)
+    monkeypatch.setattr(group, "SILENT_S", 1.0)
     with pytest.raises(KeyboardInterrupt), last:
         raise KeyboardInterrupt
 

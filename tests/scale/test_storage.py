@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import IncompleteError
-from stoker.pipeline.agreed import agreed
-from stoker.pipeline.precompute import CacheResult
+from stoker.pipeline.precompute import CacheResult, agreed
 from stoker.scale.group import RankGroup
 from stoker.scale.place import Place, find_place
-from stoker.scale.ranks import ALONE, Ranks
-from stoker.scale.storage import nodes_that_share
+from stoker.scale.ranks import ALONE, Ranks, nodes_that_share
 from tests.precompute.fake_encoders import FakeEncoder
 from tests.precompute.fake_sources import FakeSource
 from tests.precompute.test_engine import run

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from stoker.service.app import create_app
-from stoker.service.database import Database
-from stoker.service.schema import COUNTERS, EVENTS, JOBS, METRICS
+from stoker.service.database import COUNTERS, EVENTS, JOBS, METRICS, Database
 from stoker.service.services import Services, open_services
 from tests.sources.sql.server import Server
 

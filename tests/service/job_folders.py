@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from stoker.pipeline.radio import RadioSpec
-from stoker.pipeline.radio_store import TABLE, write_radio
-from stoker.service.job_file import JobFile
+from stoker.pipeline.radio import TABLE, RadioSpec, write_radio
+from stoker.service.folders import JobFile
 from tests.conftest import write_burgers
 
 SMALL = RadioSpec(rows=300, seed=3)

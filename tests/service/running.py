@@ -15,8 +15,8 @@ import httpx
 import torch
 
 import stoker
-from stoker.service.dataset_table import DATASETS
-from stoker.service.guard import RequestLimits
+from stoker.service.database import DATASETS
+from stoker.service.security import RequestLimits
 from stoker.service.server import address_of, make_server, open_socket
 from stoker.service.services import Services, open_services
 

@@ -11,12 +11,12 @@ import threading
 from pathlib import Path
 
 from stoker.errors import Degraded
-from stoker.service.attempt import Pace
 from stoker.service.database import Database
 from stoker.service.executor import Limits
 from stoker.service.folders import StateFolder
-from stoker.service.leases import Terms
+from stoker.service.jobs import Terms
 from stoker.service.supervise import Staff, Supervisor
+from stoker.service.worker import Pace
 
 STAND_IN = (sys.executable, "-I", "-S", str(Path(__file__).with_name("stand_in.py")))
 

@@ -29,12 +29,9 @@ import psutil
 import sqlalchemy as sa
 
 from stoker.errors import Degraded
-from stoker.service.database import Database
+from stoker.service.database import ENDED, HELD, JOBS, Database, Outbox, State
 from stoker.service.folders import StateFolder
 from stoker.service.jobs import Jobs
-from stoker.service.outbox import Outbox
-from stoker.service.schema import JOBS
-from stoker.service.states import ENDED, HELD, State
 from tests.sources.sql.server import Server
 
 WEIGHTS = {"service": 2, "worker": 8, "job": 4, "freeze": 1}

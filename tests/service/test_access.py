@@ -11,14 +11,13 @@ import pytest
 from pydantic import TypeAdapter
 
 from stoker.service.app import create_app
-from stoker.service.dataset_requests import Registration
-from stoker.service.dataset_table import DATASETS
-from stoker.service.leases import Leases
+from stoker.service.database import DATASETS, State
+from stoker.service.datasets import Registration
+from stoker.service.jobs import Leases
 from stoker.service.looks import LOOKS
 from stoker.service.services import Services, open_services
-from stoker.service.states import State
 from stoker.service.worker import Settings, worker_of
-from stoker.sources.sql.address import sqlite_url
+from stoker.sources.sql.query import sqlite_url
 from tests.service.job_folders import SMALL, burgers_dataset, radio_dataset
 from tests.service.running import ask, note_radio
 

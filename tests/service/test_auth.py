@@ -13,9 +13,9 @@ import pytest
 
 from stoker.errors import ConfigError
 from stoker.service.app import create_app
-from stoker.service.auth import CODE_S, CODES, Auth, load_token
+from stoker.service.folders import prepare_state_dir
+from stoker.service.security import CODE_S, CODES, Auth, load_token
 from stoker.service.services import open_services
-from stoker.service.state_dir import prepare_state_dir
 from tests.service.running import Running, ask, serving
 
 

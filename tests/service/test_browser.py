@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from stoker.pipeline.burgers import BurgersSpec, write_burgers
-from stoker.service.leases import Claim, Leases, Outcome
-from stoker.service.lines import Line
-from stoker.service.states import State
+from stoker.pipeline.demo import BurgersSpec, write_burgers
+from stoker.service.database import State
+from stoker.service.jobs import Claim, Leases, Line, Outcome
 from tests.service.running import CONFIG, Running, cached_rows, note_radio, serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install 'stoker[browser]'")

@@ -16,12 +16,11 @@ from pydantic import TypeAdapter
 from safetensors import safe_open
 
 from stoker.service import child
-from stoker.service.access import DataAccess
 from stoker.service.database import Database
-from stoker.service.dataset_requests import Registration
-from stoker.service.datasets import Datasets, describe
+from stoker.service.datasets import Datasets, Registration, describe
 from stoker.service.executor import NO_ROOM
 from stoker.service.looks import LOOKS
+from stoker.service.security import DataAccess
 from stoker.sources.files import confine_sources
 from tests.service.conftest import made_on
 from tests.service.job_folders import (

@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import LeaseLost
-from stoker.service.database import Database
-from stoker.service.jobs import Jobs
-from stoker.service.leases import Leases, Terms
-from stoker.service.states import State
+from stoker.service.database import Database, State
+from stoker.service.jobs import Jobs, Leases, Terms
 
 DAY_S = 86_400
 SOURCE = Path(__file__).with_name("clock.c")
@@ -23,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 STRANGER = """
 import json, sys, time
 from stoker.service.database import Database
-from stoker.service.leases import Leases
+from stoker.service.jobs import Leases
 
 database = Database(sys.argv[1])
 leases = Leases(database)

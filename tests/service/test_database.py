@@ -16,10 +16,9 @@ import pytest
 import sqlalchemy as sa
 
 from stoker.errors import ConfigError, Degraded, FormatError
-from stoker.plan.mounts import Mount
-from stoker.service.database import Database
+from stoker.plan.resources import Mount
+from stoker.service.database import META, Database
 from stoker.service.jobs import Jobs
-from stoker.service.schema import META
 from tests.sources.sql.server import Server
 
 ROOT = Path(__file__).parents[2]

@@ -11,19 +11,16 @@ import pytest
 from pydantic import TypeAdapter
 
 from stoker.errors import ConfigError, Conflict, NotFound, SourceError, StalledError
-from stoker.service.access import DataAccess
-from stoker.service.database import Database
-from stoker.service.dataset_requests import Generation, Registration
-from stoker.service.datasets import Datasets, describe, unmade
-from stoker.service.job_file import JobFile
-from stoker.service.jobs import Jobs
-from stoker.service.leases import Leases, Outcome
+from stoker.service.database import Database, State
+from stoker.service.datasets import Datasets, Generation, Registration, describe, unmade
+from stoker.service.folders import JobFile
+from stoker.service.jobs import Jobs, Leases, Outcome
 from stoker.service.look import look
 from stoker.service.looks import LOOKS
 from stoker.service.runs.generate import generate
 from stoker.service.runs.journal import Journal
-from stoker.service.states import State
-from stoker.sources.sql.address import parse_address, sqlite_url
+from stoker.service.security import DataAccess
+from stoker.sources.sql.query import parse_address, sqlite_url
 from tests.service.job_folders import SMALL, burgers_dataset, images_dataset, is_sound, radio_dataset
 
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from stoker.pipeline.radio import RadioSpec
-from stoker.pipeline.radio_store import write_radio
-from stoker.service.earlier import GONE, GONE_ELSEWHERE, JOBS, address_now
-from stoker.service.examples import DATASET
+from stoker.pipeline.radio import RadioSpec, write_radio
+from stoker.service.app import GONE, GONE_ELSEWHERE, JOBS, address_now
+from stoker.service.database import State
+from stoker.service.models import DATASET
 from stoker.service.services import Services
-from stoker.service.states import State
 from tests.compat.page import snippets
 from tests.service.running import CONFIG, Answer, ask, note_radio
 

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from starlette.routing import Mount
 
-from stoker.service.app import create_app
-from stoker.service.earlier import JOBS as JOBS_EARLIER
-from stoker.service.earlier import address_now
-from stoker.service.guard import PUBLIC, RequestLimits
+from stoker.service.app import JOBS as JOBS_EARLIER
+from stoker.service.app import address_now, create_app
+from stoker.service.security import PUBLIC, RequestLimits
 from stoker.service.services import Services
 from tests.service.running import Answer, ask
 

@@ -9,12 +9,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import ConfigError, Conflict, NotFound
-from stoker.service.database import Database
-from stoker.service.jobs import Jobs
-from stoker.service.leases import Leases, Outcome
-from stoker.service.lines import Line
-from stoker.service.outbox import Outbox
-from stoker.service.states import MOVES, State, before
+from stoker.service.database import MOVES, Database, Outbox, State, before
+from stoker.service.jobs import Jobs, Leases, Line, Outcome
 
 
 @pytest.fixture

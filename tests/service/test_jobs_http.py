@@ -17,8 +17,7 @@ import pytest
 
 import stoker
 from stoker.errors import Conflict, Degraded
-from stoker.service.leases import Leases
-from stoker.service.lines import Line
+from stoker.service.jobs import Leases, Line
 from tests.conftest import write_burgers
 from tests.service.job_folders import OPERATOR
 from tests.service.running import CONFIG, Running, cached_rows, note_radio, serving

@@ -9,13 +9,8 @@ import pytest
 import sqlalchemy as sa
 
 from stoker.errors import LeaseLost
-from stoker.service.database import Database
-from stoker.service.jobs import Jobs
-from stoker.service.leases import Leases, Outcome, Terms
-from stoker.service.lines import Line
-from stoker.service.outbox import Outbox
-from stoker.service.schema import JOBS, META
-from stoker.service.states import State
+from stoker.service.database import JOBS, META, Database, Outbox, State
+from stoker.service.jobs import Jobs, Leases, Line, Outcome, Terms
 
 EPOCH = Line(kind="metrics", data={"epoch": 1, "val_loss": 0.5, "checkpoint": "epoch_1"})
 DONE = Outcome(state=State.COMPLETED, message="done", exit_code=0, data={"result": 1})

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.service.lines import CHUNK_BYTES, LINE_BYTES, Line, end_line, parse, read_lines
+from stoker.service.jobs import CHUNK_BYTES, LINE_BYTES, Line, end_line, parse, read_lines
 
 
 def line(kind: str = "batch", **data: object) -> bytes:

@@ -18,7 +18,7 @@ import pytest
 
 from stoker.service import server, stream
 from stoker.service.client import ServiceClient, Told
-from stoker.service.outbox import Event, append
+from stoker.service.database import Event, append
 from tests.service.running import CONFIG, Running, note_radio, serving
 
 

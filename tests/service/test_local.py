@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import StalledError
-from stoker.service.executor import Limits
+from stoker.service.executor import Limits, LocalExecutor, LocalRun
 from stoker.service.folders import JobFolder
-from stoker.service.local import LocalExecutor, LocalRun
 
 PYTHON = (sys.executable, "-I", "-S", "-c")
 SLEEPER = (*PYTHON, "import time; time.sleep(600)")
@@ -117,7 +116,7 @@ import os, time
 from pathlib import Path
 from stoker.service.executor import Limits
 from stoker.service.folders import JobFolder
-from stoker.service.local import LocalExecutor
+from stoker.service.executor import LocalExecutor
 run = LocalExecutor(os.environ).hold(JobFolder(Path({str(folder.path)!r}))).start({SLEEPER!r}, Limits())
 print(run.pid, flush=True)
 time.sleep(600)

@@ -18,13 +18,10 @@ import pytest
 from pydantic import BaseModel
 
 from stoker.service.app import create_app
-from stoker.service.dataset_table import DATASETS
-from stoker.service.examples import BY_MODEL, DATASET, JOB
-from stoker.service.leases import Leases, Outcome
-from stoker.service.lines import Line
-from stoker.service.schema import JOBS
+from stoker.service.database import DATASETS, JOBS, State
+from stoker.service.jobs import Leases, Line, Outcome
+from stoker.service.models import BY_MODEL, DATASET, JOB
 from stoker.service.services import Services, open_services
-from stoker.service.states import State
 from tests.service.running import CONFIG, ask, note_radio, serving
 
 PROGRAM = "from schemathesis.cli import schemathesis; schemathesis()"

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from stoker.service.database import Database
-from stoker.service.jobs import Jobs
-from stoker.service.leases import Leases
-from stoker.service.lines import Line
-from stoker.service.outbox import Outbox, append
-from stoker.service.schema import EVENTS
+from stoker.service.database import EVENTS, Database, Outbox, append
+from stoker.service.jobs import Jobs, Leases, Line
 
 
 def test_a_reader_that_follows_many_writers_misses_nothing(database: Database) -> None:

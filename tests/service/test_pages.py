@@ -15,11 +15,10 @@ import pytest
 
 import stoker
 from stoker.errors import Degraded
-from stoker.pipeline.burgers import BurgersSpec, write_burgers
+from stoker.pipeline.demo import BurgersSpec, write_burgers
 from stoker.service import pages
-from stoker.service.leases import Leases
-from stoker.service.lines import Line
-from stoker.service.states import WAITING
+from stoker.service.database import WAITING
+from stoker.service.jobs import Leases, Line
 from stoker.service.stream import CLIENTS, FULL
 from stoker.store.gc import GcPolicy, collect
 from stoker.units import format_bytes

@@ -21,19 +21,17 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from stoker.errors import ConfigError, PathRefusedError, SourceError
-from stoker.service.access import DataAccess
 from stoker.service.database import Database
-from stoker.service.dataset_requests import Registration
-from stoker.service.datasets import Datasets
+from stoker.service.datasets import Datasets, Registration
 from stoker.service.executor import NO_ROOM, STOPPED
 from stoker.service.look import look
 from stoker.service.looks import LOOKS
-from stoker.service.paths import Roots
+from stoker.service.security import DataAccess, Roots
 from stoker.sources.files import confine_sources, find_files
 from stoker.sources.hdf5 import HDF5Source
 from stoker.sources.hdf5_open import open_file
-from stoker.sources.images.files import images_below, read_file
-from stoker.sources.sql.sqlite import connect_read_only
+from stoker.sources.images.folders import images_below, read_file
+from stoker.sources.sql.databases import connect_read_only
 from tests.service.job_folders import (
     burgers_dataset,
     finish,

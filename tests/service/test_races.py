@@ -30,13 +30,8 @@ from hypothesis.stateful import (
 )
 
 from stoker.errors import Conflict, LeaseLost
-from stoker.service.database import Database
-from stoker.service.jobs import Jobs
-from stoker.service.leases import Claim, Leases, Outcome, Terms
-from stoker.service.lines import Line
-from stoker.service.outbox import Outbox
-from stoker.service.schema import JOBS
-from stoker.service.states import ENDED, HELD, MOVES, WAITING, State, before
+from stoker.service.database import ENDED, HELD, JOBS, MOVES, WAITING, Database, Outbox, State, before
+from stoker.service.jobs import Claim, Jobs, Leases, Line, Outcome, Terms
 from tests.service.conftest import emptied
 
 OUTCOMES = [State.COMPLETED, State.FAILED, State.PAUSED, State.CANCELLED]

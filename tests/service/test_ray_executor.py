@@ -21,15 +21,11 @@ import psutil
 import pytest
 
 from stoker.errors import ConfigError, ResourceError, StalledError
-from stoker.service import ray_child, ray_executor
-from stoker.service.database import Database
-from stoker.service.executor import Limits
-from stoker.service.folders import JobFolder, StateFolder
-from stoker.service.job_file import JobFile
-from stoker.service.local import LocalExecutor
-from stoker.service.ray_client import RayJobs, RayTarget, ray_token
-from stoker.service.ray_executor import RayExecutor, RayRun
-from stoker.service.states import State
+from stoker.service import ray, ray_child
+from stoker.service.database import Database, State
+from stoker.service.executor import Limits, LocalExecutor
+from stoker.service.folders import JobFile, JobFolder, StateFolder
+from stoker.service.ray import RayExecutor, RayJobs, RayRun, RayTarget, ray_token
 from tests.service.one_node import TOKEN, OneNode
 from tests.service.test_workers import Bench
 
@@ -93,7 +89,7 @@ def executor(jobs: RayJobs) -> RayExecutor:
 @pytest.fixture
 def bench(embedded: Database, tmp_path: Path, jobs: RayJobs, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """A worker whose jobs run on the cluster."""
-    monkeypatch.setattr(ray_executor, "LOOK_S", 0.1)
+    monkeypatch.setattr(ray, "LOOK_S", 0.1)
     state = StateFolder(tmp_path / "state")
     state.make()
     bench = Bench(embedded, state, Limits(grace_s=20.0))
@@ -176,7 +172,7 @@ def test_what_does_not_stop_is_killed(folder: JobFolder, jobs: RayJobs) -> None:
     run.kill()
     soon(lambda: run.poll() is not None)
 
-    assert run.poll() == ray_executor.KILLED
+    assert run.poll() == ray.KILLED
     pid = int((folder.path / "witness.txt").read_text().split()[1])
     soon(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
@@ -194,8 +190,8 @@ def test_a_submission_whose_answer_was_lost_is_sent_once(folder: JobFolder, node
 def test_a_cluster_that_is_gone_loses_the_attempt_and_nobody_starts_another_in_the_dark(
     folder: JobFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_executor, "SILENT_S", 0.5)
-    monkeypatch.setattr(ray_executor, "LOOK_S", 0.1)
+    monkeypatch.setattr(ray, "SILENT_S", 0.5)
+    monkeypatch.setattr(ray, "LOOK_S", 0.1)
     node = OneNode()
     jobs = RayJobs(node.address, TOKEN)
     hold = executor(jobs).hold(folder)
@@ -205,7 +201,7 @@ def test_a_cluster_that_is_gone_loses_the_attempt_and_nobody_starts_another_in_t
     soon(lambda: run.poll() is not None)
     hold.release()
 
-    assert run.poll() == ray_executor.KILLED
+    assert run.poll() == ray.KILLED
     with pytest.raises(StalledError, match="whether that still runs cannot be told"):
         executor(jobs).hold(folder)  # the process does run, out of our sight
     for process in node.processes.values():

@@ -19,9 +19,9 @@ import httpx
 import pytest
 
 from stoker.errors import ConfigError
-from stoker.service import serve, server
+from stoker.service import server
 from stoker.service.client import ServiceClient
-from stoker.service.guard import RequestLimits
+from stoker.service.security import RequestLimits
 from stoker.service.supervise import Staff
 from tests.cli.commands import run
 from tests.service.running import serving
@@ -198,8 +198,8 @@ def test_limits_of_jobs_reach_the_workers(tmp_path: Path, monkeypatch: pytest.Mo
         def stop(self, **_limit: float) -> bool:
             return True
 
-    monkeypatch.setattr(serve, "Supervisor", NoWorkers)
-    monkeypatch.setattr(serve, "run_server", lambda _server, listening: listening.close())
+    monkeypatch.setattr(server, "Supervisor", NoWorkers)
+    monkeypatch.setattr(server, "run_server", lambda _server, listening: listening.close())
     words = ["serve", "--port", "0", "--state-dir", str(tmp_path / "state"), "--workers", "2"]
 
     run(*words)

@@ -14,15 +14,10 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import ConfigError, Degraded, NotFound
-from stoker.service.database import Database
-from stoker.service.executor import Limits
-from stoker.service.folders import StateFolder
-from stoker.service.job_file import JobFile
-from stoker.service.jobs import Job, Jobs
-from stoker.service.leases import Leases, Terms
-from stoker.service.local import LocalExecutor
-from stoker.service.outbox import Outbox
-from stoker.service.states import ENDED, WAITING, State
+from stoker.service.database import ENDED, WAITING, Database, Outbox, State
+from stoker.service.executor import Limits, LocalExecutor
+from stoker.service.folders import JobFile, StateFolder
+from stoker.service.jobs import Job, Jobs, Leases, Terms
 from stoker.service.supervise import Supervisor, remove_orphans
 from stoker.service.worker import Settings, Worker
 from tests.service.serve import staff
@@ -186,7 +181,7 @@ def test_a_job_that_finds_the_disk_full_waits_for_room_however_often(bench: Benc
     assert bench.leases.claim("here") is None, "not at once"
 
 
-@pytest.mark.parametrize("where", ["stoker.service.worker.JobFile.write", "stoker.service.attempt.end_line"])
+@pytest.mark.parametrize("where", ["stoker.service.worker.JobFile.write", "stoker.service.worker.end_line"])
 def test_a_job_whose_folder_takes_nothing_waits_for_room(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

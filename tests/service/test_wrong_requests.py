@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from stoker.service.dataset_requests import Generation, Registration
+from stoker.service.datasets import Generation, Registration
 from stoker.service.models import JobRequest, MoreEpochs
 from stoker.service.routes_caches import GcRequest
 from tests.service.running import Answer, ask
@@ -189,7 +189,7 @@ def test_a_job_whose_stored_configuration_is_not_taken_any_more_says_which_field
 
 
 def test_a_model_in_a_model_is_described_by_its_fields() -> None:
-    from stoker.config.wrong_fields import schema_of, wrong_fields
+    from stoker.config.names import schema_of, wrong_fields
 
     class Inner(BaseModel):
         one: int

@@ -15,7 +15,7 @@ from stoker import Loader, Windows, precompute
 from stoker.errors import ConfigError, SourceError, SplitError, StokerError
 from stoker.schema import Field
 from stoker.sources.arrays import ArraySource
-from stoker.sources.split_of import SplitOf
+from stoker.sources.splits import SplitOf
 from stoker.testing import check_source
 
 LENGTHS = [5, 3, 9, 4, 7, 1]

@@ -17,10 +17,9 @@ from stoker import HDF5Source, ImageSource, SQLSource, TorchSource
 from stoker.errors import SourceError
 from stoker.precompute import PrecomputeSettings, run_precompute
 from stoker.sources.arrays import ArraySource
-from stoker.sources.parquet import ParquetSource
 from stoker.sources.protocol import Source
-from stoker.sources.split_of import SplitOf
-from stoker.sources.subset import Subset
+from stoker.sources.splits import SplitOf, Subset
+from stoker.sources.tables import ParquetSource
 from stoker.sources.tar import TarSource
 
 ROWS, BAD = 6, 4

@@ -22,8 +22,8 @@ from PIL import Image
 import stoker
 from stoker.precompute import PrecomputeReport, PrecomputeSettings, run_precompute
 from stoker.sources.arrays import ArraySource
-from stoker.sources.parquet import ParquetSource
-from stoker.sources.split_of import SplitOf
+from stoker.sources.splits import SplitOf
+from stoker.sources.tables import ParquetSource
 from stoker.sources.tar import TarSource
 
 SPLITS = {"train": 0.6, "val": 0.4}

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from stoker.errors import SourceError
-from stoker.sources import hdf5_blocks
+from stoker.sources import hdf5_open
 from stoker.sources.hdf5 import HDF5Source
-from stoker.sources.hdf5_blocks import BLOCK_LIMIT_BYTES, plan_block
 from stoker.sources.hdf5_layout import Piece
+from stoker.sources.hdf5_open import BLOCK_LIMIT_BYTES, plan_block
 from stoker.units import MIB
 
 
@@ -49,7 +49,7 @@ def test_chunk_touches_are_counted_call_by_call(noise, monkeypatch: pytest.Monke
     """The same claim without the kernel's counter: chunks that each call into HDF5 intersects."""
     path, _ = noise
     touched: dict[tuple, int] = {}
-    fetch = hdf5_blocks.fetch
+    fetch = hdf5_open.fetch
 
     def counting(dataset, selection, out) -> None:
         spans = [
@@ -59,7 +59,7 @@ def test_chunk_touches_are_counted_call_by_call(noise, monkeypatch: pytest.Monke
             touched[tuple(chunk)] = touched.get(tuple(chunk), 0) + 1
         fetch(dataset, selection, out)
 
-    monkeypatch.setattr(hdf5_blocks, "fetch", counting)
+    monkeypatch.setattr(hdf5_open, "fetch", counting)
     source = HDF5Source(path, preset="pdebench")
     for number in range(len(source)):
         source.read(number)
@@ -121,14 +121,14 @@ def test_blocks_never_exceed_their_limit() -> None:
         unit = (
             chunks[1] * strides["t"] * shape[2] * shape[3] * 4
         )  # one row of chunks of one sample is the floor
-        assert hdf5_blocks.block_bytes(found, block, strides) <= max(limit, unit)
+        assert hdf5_open.block_bytes(found, block, strides) <= max(limit, unit)
 
 
 def test_a_row_of_chunks_beyond_the_limit_still_reads_right(
     noise, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
     path, values = noise
-    monkeypatch.setattr("stoker.sources.hdf5_scan.BLOCK_LIMIT_BYTES", 512 * 1024)
+    monkeypatch.setattr("stoker.sources.hdf5.BLOCK_LIMIT_BYTES", 512 * 1024)
     source = HDF5Source(path)
 
     np.testing.assert_array_equal(source.read(7, 13, 57)["data"][:, 0, :, 0], values[7, 13:57])

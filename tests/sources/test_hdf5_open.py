@@ -13,7 +13,7 @@ import pytest
 
 from stoker.errors import SourceError
 from stoker.runtime.retry import RetryPolicy
-from stoker.sources import hdf5_blocks, hdf5_open
+from stoker.sources import hdf5_open
 from stoker.sources.arrays import ArraySource
 from stoker.sources.hdf5 import HDF5Source
 
@@ -102,7 +102,7 @@ def test_an_input_error_is_among_the_causes(write, ramp, monkeypatch, error: Exc
 
     source = HDF5Source(write("a.h5", {"tensor": ramp(4, 3, 5)}, gzip=gzip))
     len(source)
-    monkeypatch.setattr(hdf5_blocks, "fetch", fail)
+    monkeypatch.setattr(hdf5_open, "fetch", fail)
 
     with pytest.raises(SourceError) as caught:
         source.read(0)
@@ -137,7 +137,7 @@ def test_whatever_h5py_raises_names_path_dataset_and_sample(
     def fails(*_: object) -> None:
         raise UnicodeDecodeError("utf-8", b"x", 0, 1, "odd") if error is UnicodeDecodeError else error("odd")
 
-    monkeypatch.setattr(hdf5_blocks, "fetch", fails)
+    monkeypatch.setattr(hdf5_open, "fetch", fails)
 
     with pytest.raises(SourceError, match=r"a\.h5: row 2: .*'tensor'.*odd") as caught:
         source.read(2)

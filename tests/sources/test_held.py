@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import stoker
-from stoker.sources.held import held_bytes
+from stoker.sources.travel import held_bytes
 
 ARRAY = np.zeros(250_000)
 TENSOR = torch.zeros(500_000)

@@ -6,9 +6,8 @@ import pytest
 from stoker import cached, precompute
 from stoker.errors import ConfigError, SourceError
 from stoker.schema import Field
-from stoker.sources.hf_datasets import DatasetsSource
-from stoker.sources.parquet import ParquetSource
-from stoker.sources.split_of import SplitOf
+from stoker.sources.splits import SplitOf
+from stoker.sources.tables import DatasetsSource, ParquetSource
 from stoker.testing import check_source
 
 pa = pytest.importorskip("pyarrow")

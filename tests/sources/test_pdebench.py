@@ -9,7 +9,7 @@ import pytest
 
 import stoker
 from stoker.config import load_config
-from stoker.config.remedies import in_settings
+from stoker.config.names import in_settings
 from stoker.errors import SourceError
 from stoker.schema import Field
 from stoker.sources.hdf5 import HDF5Source

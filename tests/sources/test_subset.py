@@ -2,7 +2,7 @@ import pytest
 
 from stoker.errors import ConfigError
 from stoker.sources.hdf5 import HDF5Source
-from stoker.sources.subset import Subset
+from stoker.sources.splits import Subset
 from stoker.testing import check_source
 
 

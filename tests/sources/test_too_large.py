@@ -19,8 +19,8 @@ from stoker.errors import DecodeError
 from stoker.precompute import PrecomputeSettings, run_precompute
 from stoker.sources.arrays import ArraySource
 from stoker.sources.hdf5 import HDF5Source
-from stoker.sources.parquet import ParquetSource
 from stoker.sources.protocol import Source
+from stoker.sources.tables import ParquetSource
 from stoker.sources.tar import TarSource
 from stoker.sources.torch_dataset import TorchSource
 

@@ -17,7 +17,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, Te
 import stoker
 from stoker.errors import ConfigError, SourceError, StalledError
 from stoker.schema import Field
-from stoker.sources.split_of import SplitOf
+from stoker.sources.splits import SplitOf
 from stoker.sources.torch_dataset import TorchSource
 from stoker.testing import check_source
 

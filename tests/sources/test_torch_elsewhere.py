@@ -14,7 +14,7 @@ import torch
 
 import stoker
 from stoker.errors import SourceError, StalledError
-from stoker.sources.subset import Subset
+from stoker.sources.splits import Subset
 from stoker.sources.torch_dataset import TorchSource
 
 HERE = os.getpid()

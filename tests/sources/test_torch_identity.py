@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from stoker import used_code
-from stoker.sources import torch_arrays, torch_identity
+from stoker.sources import torch_identity
 from stoker.sources.torch_dataset import TorchSource
 from stoker.store import make_recipe
 
@@ -239,7 +239,7 @@ def test_a_loop_in_what_is_held_ends() -> None:
 def test_large_arrays_are_drawn_from_and_said(monkeypatch, caplog) -> None:
     monkeypatch.setattr(torch_identity, "LIMIT_BYTES", 2 * 2**20)
     hashed = []
-    monkeypatch.setattr(torch_arrays, "_bytes", lambda block: hashed.append(block.nbytes) or b"")
+    monkeypatch.setattr(torch_identity, "_bytes", lambda block: hashed.append(block.nbytes) or b"")
 
     first, second = (identity(Holder(np.zeros((64, 2**17)))) for _ in range(2))
 

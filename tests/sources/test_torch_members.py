@@ -18,7 +18,7 @@ from torch.utils.data import Subset
 
 from stoker.errors import SourceError
 from stoker.sources.torch_dataset import TorchSource
-from stoker.sources.torch_members import obstacles, random_members
+from stoker.sources.torch_identity import obstacles, random_members
 from stoker.sources.travel import packed
 
 

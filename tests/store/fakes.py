@@ -14,7 +14,7 @@ from torch import Tensor
 from stoker.schema import Field, Json, Schema
 from stoker.sources.protocol import Part, SourceIdentity
 from stoker.store import Cache, Folder, Recipe, WriterSettings, make_recipe, open_folder
-from stoker.store.convert import torch_dtype
+from stoker.store.values import torch_dtype
 
 SCHEMA: Schema = {
     "latent": Field(shape=(9, 4, 8), dtype="float32", time=True),

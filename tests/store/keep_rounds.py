@@ -14,9 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from stoker.store import make_recipe, open_cache, open_folder
-from stoker.store.compact import compact
 from stoker.store.gc import GcPolicy, collect
-from stoker.store.repair import repair
+from stoker.store.maintain import compact, repair
 from tests.store.fakes import FakeSource, expected, fill, same_bits
 from tests.store.kill_points import killed_at
 

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from stoker.store import make_recipe, open_cache, open_folder
-from stoker.store.compact import compact
 from stoker.store.gc import GcPolicy, collect
-from stoker.store.repair import repair
+from stoker.store.maintain import compact, repair
 from tests.store.fakes import FakeSource, expected, fill, same_bits
 
 WRITING = ("open", "pwrite", "write", "ftruncate", "fsync", "rename", "replace", "unlink", "rmdir", "utime")

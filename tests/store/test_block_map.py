@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import CorruptError
-from stoker.store.local import LocalStorage
-from stoker.store.mirror.block_map import HERE, BlockMap, new_map
+from stoker.store.mirror.blocks import HERE, BlockMap, new_map
 from stoker.store.mirror.folder import MirrorFolder
 from stoker.store.mirror.root import make_root
-from stoker.store.remote.folder import FolderRemote
+from stoker.store.remote import FolderRemote
+from stoker.store.storage import LocalStorage
 
 NAME = "shard-00-000000.safetensors"
 BLOCK, BLOCKS = 4096, 40

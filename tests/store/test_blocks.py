@@ -13,9 +13,10 @@ from hypothesis import given, settings
 
 from stoker.errors import CorruptError, RecordError
 from stoker.schema import Field
-from stoker.store import Cache, Shard, blocks
-from stoker.store.local import LocalFile
-from stoker.store.sums import block_sums, match
+from stoker.store import Cache, Shard
+from stoker.store import shard as shard_module
+from stoker.store.storage import LocalFile
+from stoker.store.values import block_sums, match
 from tests.store.fakes import FakeSource, make_cache
 
 SCHEMA = {
@@ -144,7 +145,7 @@ def test_threads_that_read_first_at_the_same_time_agree_on_what_was_compared(
         part.append(known.cover(0, 10, 20, "first"))
         return bytearray(size)
 
-    monkeypatch.setattr(blocks, "bytearray", interrupted, raising=False)
+    monkeypatch.setattr(shard_module, "bytearray", interrupted, raising=False)
     assert known.right(1, 0, rows[1], "first")
 
     low, high = part[0]

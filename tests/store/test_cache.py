@@ -15,7 +15,8 @@ import torch
 
 from stoker.errors import ConfigError, FormatError, IncompleteError, MissingRecordError, RecordError
 from stoker.schema import Field
-from stoker.store import FileDigest, make_recipe, open_cache, open_folder, shard_read
+from stoker.store import FileDigest, make_recipe, open_cache, open_folder
+from stoker.store import shard as shard_module
 from stoker.store.cache import Cache
 from stoker.store.index import LISTED_SEGMENTS
 from tests.loader.caches import write_cache
@@ -217,8 +218,8 @@ def test_a_column_that_is_read_whole_is_announced_once_from_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loader may have told the system to read nothing ahead by itself."""
-    monkeypatch.setattr(shard_read, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(shard_read, "AHEAD_BYTES", 4000)
+    monkeypatch.setattr(shard_module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(shard_module, "AHEAD_BYTES", 4000)
     cache = write_cache(tmp_path, {"x": torch.arange(12_345, dtype=torch.uint8)})
     announced: list[tuple[int, int]] = []
     monkeypatch.setattr("os.posix_fadvise", lambda _fd, begin, size, _how: announced.append((begin, size)))

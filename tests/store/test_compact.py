@@ -17,8 +17,8 @@ from stoker.errors import ConfigError, IncompleteError, ResourceError, StalledEr
 from stoker.loader import Loader
 from stoker.schema import Field, Schema
 from stoker.store import Cache, WriterSettings, make_recipe, open_cache, open_folder, use
-from stoker.store.compact import compact
-from stoker.store.shard_write import OpenShard
+from stoker.store.maintain import compact
+from stoker.store.write import OpenShard
 from tests.store.fakes import RAGGED, SCHEMA, FakeSource, assert_whole, batch_of, fill, make_cache
 
 ROOT = Path(__file__).parents[2]
@@ -239,7 +239,7 @@ def test_shards_full_of_tiny_records_are_not_merged_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A ragged shard is full by its bytes or by its rows."""
-    monkeypatch.setattr("stoker.store.layout.MAX_ROWS", 4)
+    monkeypatch.setattr("stoker.store.format.MAX_ROWS", 4)
     source = FakeSource(RAGGED, [("a", 12)])
     folder = open_folder(tmp_path, "x", make_recipe(source, None))
     for begin in range(0, 12, 3):
@@ -295,8 +295,8 @@ def test_an_index_is_not_written_for_every_part(tmp_path: Path, monkeypatch: pyt
     assert report.generation <= before.index.generation + 2
     assert_whole(open_cache(before.path), source)
 
-    monkeypatch.setattr("stoker.store.compact.PUBLISH_S", 0.0)
-    monkeypatch.setattr("stoker.store.compact.PUBLISH_TIMES", 0.0)
+    monkeypatch.setattr("stoker.store.maintain.PUBLISH_S", 0.0)
+    monkeypatch.setattr("stoker.store.maintain.PUBLISH_TIMES", 0.0)
     before = make_short(tmp_path / "again", source, step=2)
     assert compact(before.path).generation == before.index.generation + 12, "as soon as they may serve"
 
@@ -344,7 +344,7 @@ def test_ten_thousand_short_shards_become_a_few(tmp_path: Path, monkeypatch: pyt
     assert len(before.index.shards) == 10_000
     code = f"""
         import resource
-        from stoker.store.compact import compact
+        from stoker.store.maintain import compact
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         report = compact({str(before.path)!r})

@@ -18,7 +18,7 @@ from stoker.schema import Field, canonical_json
 from stoker.store import Cache, Shard, load_recipe, make_recipe, open_cache, open_folder
 from stoker.store.catalog import Catalog, damaged_rows
 from stoker.store.index import load_index
-from stoker.store.local import LocalStorage
+from stoker.store.storage import LocalStorage
 from tests.store.fakes import RAGGED, FakeSource, assert_whole, expected, fill, make_cache, same_bits
 
 MIXED = {

@@ -10,8 +10,8 @@ import pytest
 
 from stoker.errors import ConfigError, SourceError
 from stoker.sources.protocol import FileRef
-from stoker.store import Digests, digests
-from stoker.store.digests import sampled_offsets
+from stoker.store import Digests, recipe
+from stoker.store.recipe import sampled_offsets
 
 
 @pytest.fixture
@@ -24,20 +24,20 @@ def file(tmp_path: Path) -> FileRef:
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files count as old at once, so that their digests are remembered: nobody can set a change time back."""
-    monkeypatch.setattr(digests, "SETTLED_S", -1.0)
+    monkeypatch.setattr(recipe, "SETTLED_S", -1.0)
 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of files that were read."""
     seen: list[str] = []
-    real = digests._digest
+    real = recipe._digest
 
     def counted(ref: FileRef, before: os.stat_result, *, sampled: bool) -> str:
         seen.append(ref.name)
         return real(ref, before, sampled=sampled)
 
-    monkeypatch.setattr(digests, "_digest", counted)
+    monkeypatch.setattr(recipe, "_digest", counted)
     return seen
 
 
@@ -114,7 +114,7 @@ def test_beyond_the_limit_files_are_sampled_each_on_its_own(
     file: FileRef, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So adding a file leaves the digests of those before it as they were."""
-    monkeypatch.setattr(digests, "FULL_BYTES", 5000)
+    monkeypatch.setattr(recipe, "FULL_BYTES", 5000)
     others = []
     for name in "xy":
         (tmp_path / name).write_bytes(name.encode() * 3000)
@@ -127,7 +127,7 @@ def test_beyond_the_limit_files_are_sampled_each_on_its_own(
     assert three[:2] == two
     assert not any(f.sampled for f in Digests(identity="full").files([file, *others]))
     assert [f.digest for f in Digests(identity="full").files([file])] == [two[0].digest]
-    monkeypatch.setattr(digests, "FULL_BYTES", 2000)
+    monkeypatch.setattr(recipe, "FULL_BYTES", 2000)
     assert Digests().files([file])[0].sampled, "a first file above the limit"
 
 
@@ -144,7 +144,7 @@ def test_a_sampled_file_is_read_at_head_tail_and_seeded_blocks() -> None:
 
 
 def test_a_sampled_digest_sees_a_byte_in_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "FULL_BYTES", 0)
+    monkeypatch.setattr(recipe, "FULL_BYTES", 0)
     path = tmp_path / "big"
     with path.open("wb") as file:
         file.truncate(200 << 20)

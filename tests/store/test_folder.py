@@ -15,7 +15,7 @@ import torch
 
 from stoker.errors import ConfigError, ReadOnlyError, RecordError
 from stoker.store import Cache, Failure, Folder, make_recipe, open_cache, open_folder
-from stoker.store.local import LocalStorage
+from stoker.store.storage import LocalStorage
 from tests.store.fakes import FakeSource, assert_whole, batch_of, fill, make_cache
 
 ROOT = Path(__file__).parents[2]

@@ -12,10 +12,9 @@ import pytest
 
 from stoker.errors import ConfigError, FormatError
 from stoker.store import Cache, load_recipe, make_recipe, open_cache, open_folder
-from stoker.store.compact import compact
 from stoker.store.gc import GcPolicy, GcReport, collect
-from stoker.store.local import LocalStorage
-from stoker.store.repair import repair
+from stoker.store.maintain import compact, repair
+from stoker.store.storage import LocalStorage
 from stoker.store.use import Use, alone, unused_for_s
 from tests.store.fakes import FakeSource, assert_whole, batch_of, fill, make_cache
 from tests.store.kill_points import make_old
@@ -312,7 +311,7 @@ def test_weights_go_with_the_last_recipe_that_names_them(tmp_path: Path) -> None
         (tmp_path / "encoders" / f"{name}.safetensors").write_bytes(b"w" * 100)
     (tmp_path / "encoders" / f".gone-{names[paths[1]]}.safetensors").write_bytes(b"w" * 100)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stoker.store.gc_scan._weights_of", lambda recipe: recipe.fingerprint * 4)
+        patch.setattr("stoker.store.gc._weights_of", lambda recipe: recipe.fingerprint * 4)
 
         report = collect(tmp_path, GcPolicy(keep=1))
 
@@ -381,7 +380,7 @@ def test_weights_count_before_another_recipe_goes_for_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = make_fingerprints(tmp_path, 3)
-    monkeypatch.setattr("stoker.store.gc_scan._weights_of", lambda recipe: recipe.fingerprint * 4)
+    monkeypatch.setattr("stoker.store.gc._weights_of", lambda recipe: recipe.fingerprint * 4)
     (tmp_path / "encoders").mkdir()
     weights = tmp_path / "encoders" / f"{paths[0].name * 4}.safetensors"
     weights.write_bytes(bytes(100_000))
@@ -435,9 +434,9 @@ WORK = """
 import sys, time
 from pathlib import Path
 from stoker.store import make_recipe, open_cache, open_folder
-from stoker.store.compact import compact
+from stoker.store.maintain import compact
 from stoker.store.gc import GcPolicy, collect
-from stoker.store.repair import repair
+from stoker.store.maintain import repair
 from tests.store.fakes import FakeSource, assert_whole, batch_of, fill
 root, kind = Path(sys.argv[1]), sys.argv[2]
 source = FakeSource(parts=[("a", 24)])

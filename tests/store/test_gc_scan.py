@@ -11,8 +11,7 @@ import pytest
 
 from stoker.errors import FormatError
 from stoker.store import make_recipe, open_cache, open_folder
-from stoker.store.gc import GcPolicy, collect
-from stoker.store.gc_scan import scan
+from stoker.store.gc import GcPolicy, collect, scan
 from tests.store.fakes import assert_whole, fill
 from tests.store.kill_points import make_old
 from tests.store.test_gc import CURRENT, gone, make_fingerprints, snapshot, stays

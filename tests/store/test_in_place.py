@@ -10,8 +10,8 @@ import torch
 from stoker import HDF5Source, Loader, Windows, index_in_place, open_cache, precompute
 from stoker.errors import ConfigError, CorruptError, SourceError
 from stoker.sources.arrays import ArraySource
-from stoker.sources.split_of import SplitOf
-from stoker.store.local import LocalStorage
+from stoker.sources.splits import SplitOf
+from stoker.store.storage import LocalStorage
 
 TIERS = ["disk", "host"]
 COUNT, STEPS, POINTS = 30, 7, 16
@@ -165,7 +165,7 @@ def test_files_that_were_moved_or_touched_are_found_again(tmp_path: Path) -> Non
 
 def test_an_index_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.save(tmp_path / "u.npy", values())
-    monkeypatch.setattr("stoker.store.layout.SHARD_BYTES", 8 * STEPS * POINTS * 4)
+    monkeypatch.setattr("stoker.store.format.SHARD_BYTES", 8 * STEPS * POINTS * 4)
     source = ArraySource(tmp_path / "u.npy")
     cache = index_in_place(source, tmp_path / "c", name="u")
     assert len(cache.index.shards) > 3

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stoker.store import Cache, WriterSettings, make_recipe, open_cache, open_folder
-from stoker.store.compact import compact
 from stoker.store.gc import DAY_S, GcPolicy, collect
+from stoker.store.maintain import compact
 from stoker.store.use import unused_for_s
 from tests.store.fakes import RAGGED, SCHEMA, FakeSource, assert_whole, batch_of, expected, fill, same_bits
 from tests.store.kill_points import make_old

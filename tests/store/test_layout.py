@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stoker.schema import Field, Schema
-from stoker.store.layout import PAGE, block_count, column_order, place_columns, row_capacity
+from stoker.store.format import PAGE, block_count, column_order, place_columns, row_capacity
 
 
 def fixed(**sizes: int) -> Schema:

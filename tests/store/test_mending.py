@@ -13,10 +13,10 @@ import xxhash
 
 from stoker.errors import CorruptError, FormatError
 from stoker.store import Folder, Shard, make_recipe, open_cache, open_folder
-from stoker.store.header import TensorEntry, pack_header, read_header
+from stoker.store.format import TensorEntry, pack_header, read_header
 from stoker.store.index import load_index
-from stoker.store.local import LocalFile, LocalStorage
-from stoker.store.repair import repair
+from stoker.store.maintain import repair
+from stoker.store.storage import LocalFile, LocalStorage
 from tests.store.fakes import FakeSource, assert_whole, fill, make_cache
 from tests.store.test_damage import MIXED, flip
 

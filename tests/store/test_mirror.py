@@ -26,21 +26,17 @@ from stoker.errors import (
 from stoker.runtime.locks import lock_range
 from stoker.schema import Field, Schema
 from stoker.store import make_recipe, open_cache, open_folder
+from stoker.store import remote as remote_module
 from stoker.store.cache import Cache
-from stoker.store.compact import compact
 from stoker.store.gc import GcPolicy, collect
-from stoker.store.local import LocalStorage
-from stoker.store.mirror import fetch
-from stoker.store.mirror.attach import attach
-from stoker.store.mirror.block_map import BlockMap
-from stoker.store.mirror.clean import clean
+from stoker.store.maintain import compact, repair
+from stoker.store.mirror import folder as folder_module
+from stoker.store.mirror.blocks import BlockMap, Stand
 from stoker.store.mirror.folder import MirrorFolder
-from stoker.store.mirror.stand import Stand
-from stoker.store.remote import folder
-from stoker.store.remote.folder import FolderRemote
-from stoker.store.remote.protocol import PassingError
-from stoker.store.remote.retries import Retries
-from stoker.store.repair import repair
+from stoker.store.mirror.root import attach
+from stoker.store.mirror.transfer import clean
+from stoker.store.remote import FolderRemote, PassingError, Retries
+from stoker.store.storage import LocalStorage
 from stoker.units import MIB
 from tests.store.fakes import RAGGED, SCHEMA, FakeSource, expected, fill, make_cache
 
@@ -241,7 +237,7 @@ def test_blocks_that_another_process_is_fetching_are_not_forgotten(
     name = cache.index.shards[0].file
     mirror, path = mirror_of(cache), cache.path / f".map-{name}"
     before = BlockMap(path).state.tolist()
-    monkeypatch.setattr(fetch, "DEADLINE_S", 0.05)
+    monkeypatch.setattr(folder_module, "DEADLINE_S", 0.05)
 
     with lock_range(path, 0, 1, timeout_s=0) as got:
         assert got
@@ -354,7 +350,7 @@ def test_a_place_that_does_not_answer_is_named_with_attempts_when_the_deadline_p
 def test_a_folder_is_read_no_faster_than_what_was_read_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder, "PIECE_BYTES", 1024)
+    monkeypatch.setattr(remote_module, "PIECE_BYTES", 1024)
     remote, sent = FolderRemote(shared(tmp_path)), os.urandom(200 * 1024)
     remote.put("object", sent)
     pread, came, ahead = os.pread, list[bytes](), list[int]()
@@ -370,10 +366,10 @@ def test_a_folder_is_read_no_faster_than_what_was_read_is_taken(
         came.append(bytes(piece))
         ahead.append(read - len(came))
 
-    monkeypatch.setattr(folder.os, "pread", counted)
+    monkeypatch.setattr(remote_module.os, "pread", counted)
     remote.read("object", 0, len(sent), etag="", sink=slow)
     assert b"".join(came) == sent
-    assert max(ahead) <= folder.PIECES_AHEAD + 1
+    assert max(ahead) <= remote_module.PIECES_AHEAD + 1
 
 
 @pytest.mark.parametrize("call", ["list", "open", "read", "write"])
@@ -395,11 +391,11 @@ def test_a_folder_that_does_not_answer_is_an_error_in_time(
         return wait
 
     at = {"list": "os.scandir", "open": "LocalFile", "read": "os.pread", "write": "PendingFile"}[call]
-    target = f"stoker.store.remote.folder.{at}"
+    target = f"stoker.store.remote.{at}"
     owner, _, name = target.rpartition(".")
     monkeypatch.setattr(target, hanging(getattr(resolve_name(owner), name)))
-    monkeypatch.setattr(folder, "ANSWER_S", 0.1)
-    monkeypatch.setattr(folder, "PUT_S", 0.1)
+    monkeypatch.setattr(remote_module, "ANSWER_S", 0.1)
+    monkeypatch.setattr(remote_module, "PUT_S", 0.1)
     got = bytearray()
     doing: dict[str, Callable[[], Any]] = {
         "list": lambda: remote.list("x"),

@@ -12,11 +12,10 @@ import pytest
 
 from stoker.errors import AccessError, ConfigError
 from stoker.store import catalog, make_recipe, open_cache, open_folder
-from stoker.store.local import LocalStorage
-from stoker.store.mirror.attach import attach
-from stoker.store.mirror.pull import pull
-from stoker.store.mirror.push import push
+from stoker.store.mirror.root import attach
+from stoker.store.mirror.transfer import pull, push
 from stoker.store.remote import ChangedError, open_remote
+from stoker.store.storage import LocalStorage
 from stoker.units import MIB
 from tests.store.fakes import FakeSource, fill, make_cache
 from tests.store.faulty_s3 import Faults, a_wire
@@ -181,7 +180,7 @@ def test_a_forked_process_is_told_instead_of_waiting_for_ever(variables: S3Serve
 
 
 def test_an_address_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "stoker.store.remote.objects", raising=False)
+    monkeypatch.delitem(sys.modules, "stoker.store.object_store", raising=False)
     monkeypatch.setitem(sys.modules, "obstore", None)
 
     with pytest.raises(ConfigError, match=r"pip install 'stoker\[objects\]'"):

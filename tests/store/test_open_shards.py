@@ -17,8 +17,8 @@ import torch
 from stoker.errors import CorruptError, ResourceError
 from stoker.loader import Loader
 from stoker.schema import Field
-from stoker.store import Cache, open_shards
-from stoker.store.local import LocalFile
+from stoker.store import Cache, shard
+from stoker.store.storage import LocalFile
 from tests.store.fakes import FakeSource, make_cache, same_bits
 
 SMALL = {"x": Field(shape=(3,), dtype="float32")}
@@ -61,8 +61,8 @@ def check_with_few_files(root: Path) -> dict[str, str]:
     for name, check in FEW_FILES.items():
         with pytest.MonkeyPatch.context() as monkeypatch:
             # Caches of earlier checks have a part in everything.
-            monkeypatch.setattr(open_shards, "_living", {})
-            monkeypatch.setattr(open_shards, "most_open", lambda: 10)
+            monkeypatch.setattr(shard, "_living", {})
+            monkeypatch.setattr(shard, "most_open", lambda: 10)
             resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + 40, hard))
             try:
                 check(root / name, monkeypatch)
@@ -118,7 +118,7 @@ def what_others_have_open_is_made_room_for(root: Path, monkeypatch: pytest.Monke
 def a_shard_is_parsed_once_however_often_it_is_opened(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = shards_of(root, 30)
     first = [cache[number] for number in cache.numbers]
-    monkeypatch.setattr("stoker.store.shard_facts.read_facts", None)
+    monkeypatch.setattr("stoker.store.shard.read_facts", None)
 
     again = [cache[number] for number in cache.numbers]
 
@@ -128,7 +128,7 @@ def a_shard_is_parsed_once_however_often_it_is_opened(root: Path, monkeypatch: p
 @with_few_files
 def what_is_known_of_shards_takes_so_much_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = shards_of(root, 30)
-    monkeypatch.setattr(open_shards, "FACTS_BYTES", 100_000)
+    monkeypatch.setattr(shard, "FACTS_BYTES", 100_000)
     for number in cache.numbers:
         assert cache[number]
 

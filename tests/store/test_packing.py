@@ -18,8 +18,8 @@ from stoker.schema import PACKED_DTYPES, Field, canonical_json, columns_of
 from stoker.store import WriterSettings, make_recipe, open_cache, open_folder
 from stoker.store import index as index_module
 from stoker.store import recipe as recipe_module
-from stoker.store.packing import store_columns, unpack, unpack_rows
-from stoker.store.repair import repair
+from stoker.store.maintain import repair
+from stoker.store.values import store_columns, unpack, unpack_rows
 from tests.store.fakes import FakeSource, assert_whole, batch_of, fill, make_cache, rounded, same_bits
 
 STEP = {"int8": 0.5 / 127, "float8_e4m3fn": 2.0**-4}

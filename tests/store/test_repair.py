@@ -14,9 +14,8 @@ import pytest
 from stoker.errors import ConfigError, CorruptError, FormatError
 from stoker.store import Cache, make_recipe, open_cache, open_folder
 from stoker.store.cache import rebuild
-from stoker.store.compact import compact
 from stoker.store.gc import collect
-from stoker.store.repair import folder_to_repair, repair
+from stoker.store.maintain import compact, folder_to_repair, repair
 from stoker.store.use import indexing
 from tests.store.fakes import FakeSource, assert_whole, fill, make_cache
 
@@ -240,7 +239,7 @@ def test_repairing_some_shards_keeps_what_was_noted_of_the_others(
         with indexing(folder):
             yield
 
-    monkeypatch.setattr("stoker.store.repair.indexing", noted_by_another)
+    monkeypatch.setattr("stoker.store.maintain.indexing", noted_by_another)
 
     assert repair(cache.path, shards=[path.name]).missing == [3, 12]
     assert_whole(open_cache(cache.path, require_complete=False), SOURCE, {*range(16)} - {3, 12})

@@ -8,8 +8,7 @@ import pytest
 
 from stoker.errors import StalledError
 from stoker.runtime import retry
-from stoker.store.remote.protocol import PassingError
-from stoker.store.remote.retries import Retries
+from stoker.store.remote import PassingError, Retries
 
 
 class Clock:

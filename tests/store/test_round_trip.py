@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from safetensors import safe_open
 
-from stoker.loader.memory import Into
+from stoker.loader.tiers import Into
 from stoker.schema import DTYPE_BYTES, FLOATS, PACKED_DTYPES, Field, Schema
 from stoker.store import Cache, WriterSettings, make_recipe, open_cache, open_folder
-from stoker.store.packing import unpack
+from stoker.store.values import unpack
 from tests.store.fakes import FakeSource, assert_whole, batch_of, bits, expected, make_cache
 
 SIZES = st.integers(0, 4)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stoker.schema import Field, canonical_json
-from stoker.store.statistics import Accumulator, summarise, widest_partial
+from stoker.store.values import Accumulator, summarise, widest_partial
 from tests.store.fakes import FakeSource, make_cache
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stoker.store import make_recipe, open_cache
-from stoker.store.convert import torch_dtype
+from stoker.store.values import torch_dtype
 from tests.data.make_store_v1 import NAME, QUARANTINED, RAGGED, SCHEMA, GoldenSource, record
 
 STORE = Path(__file__).parents[1] / "data" / "store_v1"

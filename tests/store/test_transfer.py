@@ -13,12 +13,10 @@ import pytest
 from stoker.errors import ConfigError, CorruptError, FormatError, IncompleteError, StalledError
 from stoker.runtime.locks import lock_folder
 from stoker.store import make_recipe, open_cache, open_folder, use
-from stoker.store.mirror.attach import attach
-from stoker.store.mirror.pull import pull
-from stoker.store.mirror.push import push
-from stoker.store.mirror.transfer import Progress, Wanted
-from stoker.store.remote.folder import FolderRemote
-from stoker.store.repair import repair
+from stoker.store.maintain import repair
+from stoker.store.mirror.root import attach
+from stoker.store.mirror.transfer import Progress, Wanted, pull, push
+from stoker.store.remote import FolderRemote
 from tests.store.fakes import FakeSource, make_cache
 from tests.store.test_mirror import check, damage
 

@@ -128,7 +128,7 @@ def test_zeros_and_wider_dtypes_have_no_error(tmp_path: Path) -> None:
 
 def test_an_old_shard_is_sealed_by_tick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr("stoker.store.writer.time.monotonic", lambda: now)
+    monkeypatch.setattr("stoker.store.write.time.monotonic", lambda: now)
     source = FakeSource()
     folder = open_x(tmp_path, source)
     writer = folder.writer(WriterSettings(seal_after_s=30))

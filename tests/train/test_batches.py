@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stoker.errors import RecordError
-from stoker.train.batches import cond_widths, measure_scales, to_pairs
+from stoker.train.operator import cond_widths, measure_scales, to_pairs
 from tests.train.fakes import FakeBatch, FakeLoader
 
 CPU = torch.device("cpu")

@@ -14,11 +14,10 @@ import torch
 
 from stoker.errors import DivergedError
 from stoker.monitor.meter import StallMeter
-from stoker.train import ceiling, loop
-from stoker.train.ceiling import time_steps, twin_of
-from stoker.train.checkpoint import load_checkpoint
+from stoker.train import loop
 from stoker.train.config import TrainConfig, TrainReport
-from stoker.train.loop import train
+from stoker.train.loop import time_steps, train, twin_of
+from stoker.train.run import load_checkpoint
 from tests.train.fakes import FakeBatch, FakeLoader, waves
 
 LONG: dict[str, Any] = {"epochs": 25, "width": 8, "depth": 1, "heads": 2, "lr": 0.01}
@@ -99,7 +98,7 @@ def test_the_time_of_measuring_is_not_a_step(tmp_path: Path, monkeypatch: pytest
 
     assert len(seen) == 1
     assert report.ceiling_step_s is not None
-    assert seen[0] > ceiling.MOST_STEPS * report.ceiling_step_s
+    assert seen[0] > loop.MOST_STEPS * report.ceiling_step_s
 
 
 @pytest.mark.parametrize("error", [DivergedError("nan"), torch.OutOfMemoryError("full")])
@@ -112,18 +111,18 @@ def test_a_twin_that_fails_costs_the_figure_alone(error: Exception) -> None:
 
 def test_a_long_step_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, steps = [0.0], []
-    monkeypatch.setattr(ceiling.time, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now_s[0])
 
     def step() -> None:
         now_s[0] += 60.0
         steps.append(1)
 
     assert time_steps(step, torch.device("cpu")) == 60.0
-    assert len(steps) == ceiling.WARM_STEPS + 1
+    assert len(steps) == loop.WARM_STEPS + 1
 
 
 def test_the_meter_leaves_lines_and_tells_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.train.pace.TELL_S", 0.0)
+    monkeypatch.setattr("stoker.train.loop.TELL_S", 0.0)
     told: list[dict[str, Any]] = []
 
     report = run(tmp_path, StallMeter(), sink=lambda kind, facts: kind == "stall" and told.append(facts))
@@ -140,7 +139,7 @@ def test_the_meter_leaves_lines_and_tells_intervals(tmp_path: Path, monkeypatch:
 def test_a_new_run_moves_the_lines_of_the_last_one_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stoker.train.pace.EVERY_S", 1e9)
+    monkeypatch.setattr("stoker.train.loop.EVERY_S", 1e9)
     run(tmp_path, StallMeter(rank=1), epochs=1)
     run(tmp_path, StallMeter(rank=1), epochs=1)
 
@@ -152,7 +151,7 @@ def test_a_new_run_moves_the_lines_of_the_last_one_aside(
 def test_passes_shorter_than_an_interval_are_told_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stoker.train.pace.TELL_S", 1e9)
+    monkeypatch.setattr("stoker.train.loop.TELL_S", 1e9)
     told: list[dict[str, Any]] = []
 
     def note(kind: str, facts: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from stoker.errors import CorruptError, ResourceError
-from stoker.train.checkpoint import (
+from stoker.train.run import (
     KEPT,
     Checkpoint,
     Kind,

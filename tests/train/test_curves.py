@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib.figure
 import pytest
 
-from stoker.train.curves import curves_as_svg, draw_curves
+from stoker.train.report import curves_as_svg, draw_curves
 
 
 def epoch(number: int, **changes: Any) -> dict[str, Any]:

@@ -16,10 +16,9 @@ import torch
 
 from stoker.errors import ConfigError, DivergedError, Interrupted, RecordError, ResourceError, StaleStateError
 from stoker.monitor.meter import StallMeter
-from stoker.train.checkpoint import load_checkpoint
 from stoker.train.config import TrainConfig, TrainReport
 from stoker.train.loop import train
-from stoker.train.metrics import MetricsLog
+from stoker.train.run import MetricsLog, load_checkpoint
 from stoker.train.step import learning_rate
 from tests.train.fakes import FakeBatch, FakeLoader, waves
 

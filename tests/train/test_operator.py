@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from stoker.train.batches import Scales
 from stoker.train.objective import Objective
-from stoker.train.operator import LatentOperator, OperatorShape
+from stoker.train.operator import LatentOperator, OperatorShape, Scales
 
 SHAPE = OperatorShape(tokens=4, dim=3, cond=2, width=16, depth=2, heads=2)
 

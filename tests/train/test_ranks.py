@@ -14,14 +14,12 @@ from torch import Tensor
 
 from stoker.errors import DivergedError, StaleStateError
 from stoker.scale.ranks import ALONE, Ranks
-from stoker.train.batches import measure_scales, to_pairs
-from stoker.train.checkpoint import Checkpoint
 from stoker.train.config import TrainConfig
 from stoker.train.evaluate import evaluate
 from stoker.train.guard import FiniteGuard, StepFacts
 from stoker.train.loop import train
-from stoker.train.operator import LatentOperator, OperatorShape
-from stoker.train.run import check_same
+from stoker.train.operator import LatentOperator, OperatorShape, measure_scales, to_pairs
+from stoker.train.run import Checkpoint, check_same
 from tests.train.fakes import FakeLoader, waves
 
 

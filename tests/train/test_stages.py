@@ -11,16 +11,14 @@ import pytest
 import torch
 
 import stoker
-from stoker.encoders.decode import decoder_of
-from stoker.encoders.differentiable import encode_of
+from stoker.encoders.grid import decoder_of, encode_of
 from stoker.encoders.keeping import keeping
 from stoker.errors import ConfigError, RecordError, StaleStateError
-from stoker.train.checkpoint import Checkpoint, load_checkpoint
 from stoker.train.config import FieldSpace, Stage, StageName, TrainConfig, TrainReport
-from stoker.train.decoder import DecoderShape, FieldDecoder
 from stoker.train.loop import train
 from stoker.train.objective import Objective
-from stoker.train.operator import LatentOperator, OperatorShape
+from stoker.train.operator import DecoderShape, FieldDecoder, LatentOperator, OperatorShape
+from stoker.train.run import Checkpoint, load_checkpoint
 from tests.conftest import write_burgers
 
 STAGES = (

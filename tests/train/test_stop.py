@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from stoker.precompute.interrupts import TOGETHER_S
-from stoker.train.stop import StopFlag
+from stoker.precompute.share import TOGETHER_S
+from stoker.train.guard import StopFlag
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -12,9 +12,9 @@ import torch
 import stoker
 from stoker.errors import StaleStateError
 from stoker.monitor.meter import StallMeter
-from stoker.train.checkpoint import load_checkpoint
 from stoker.train.config import TrainConfig, TrainReport
 from stoker.train.loop import train
+from stoker.train.run import load_checkpoint
 from tests.conftest import write_burgers
 
 

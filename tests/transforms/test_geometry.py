@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from stoker.config.remedies import in_settings
+from stoker.config.names import in_settings
 from stoker.errors import ConfigError
 from stoker.loader import RecordBatch, WindowBatch
-from stoker.loader.keyed import child_keys, example_keys, integers, uniform
+from stoker.loader.order import child_keys, example_keys, integers, uniform
 from stoker.transforms import Crop, Flip, Roll, Take
 from stoker.transforms.geometry import padded
 

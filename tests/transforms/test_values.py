@@ -7,7 +7,7 @@ import torch
 
 from stoker.errors import ConfigError
 from stoker.loader import Loader, RecordBatch, WindowBatch, Windows
-from stoker.loader.keyed import example_keys
+from stoker.loader.order import example_keys
 from stoker.transforms import Noise, Normalize
 from tests.loader.caches import trajectories, write_cache
 

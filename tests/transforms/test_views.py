@@ -5,7 +5,7 @@ import torch
 
 from stoker.errors import ConfigError
 from stoker.loader import RecordBatch, WindowBatch
-from stoker.loader.keyed import child_keys, example_keys
+from stoker.loader.order import child_keys, example_keys
 from stoker.loader.transform import run
 from stoker.transforms import Crop, Flip, Noise, Normalize, Views
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stoker.errors import ConfigError
 from stoker.loader import Loader, Windows, transform
-from stoker.loader.keyed import example_keys
+from stoker.loader.order import example_keys
 from stoker.store import Cache
 from stoker.transforms import Crop, Flip, Noise, Normalize, Roll, Views, normal
 from tests.loader.caches import trajectories, write_cache

@@ -51,7 +51,7 @@ def fetch(
       stoker fetch files.json --to data/pdebench
     """
     with edge(as_json=as_json, debug=debug) as out:
-        from stoker.launch.secrets import without_secrets
+        from stoker.launch.script import without_secrets
         from stoker.pipeline.fetch import fetch as fetch_all
 
         with listening(out) as listen:

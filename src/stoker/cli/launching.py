@@ -17,9 +17,8 @@ from stoker.errors import ConfigError
 from stoker.units import format_count
 
 if TYPE_CHECKING:
-    from stoker.launch.client import Instance, VastClient
     from stoker.launch.plan import Launch, Target
-    from stoker.launch.vast import DryRun, Log, Machines, Offers, Rented
+    from stoker.launch.vast import DryRun, Instance, Log, Machines, Offers, Rented, VastClient
 
 VERBS = ("up", "search", "status", "logs", "down")
 KEY_FILES = ("~/.config/vastai/vast_api_key", "~/.vast_api_key")
@@ -110,8 +109,7 @@ def planned(
     environment: Mapping[str, str] = os.environ,
 ) -> Launch:
     """Return what would run elsewhere, checked; what the machine will not have is said."""
-    from stoker.launch.plan import plan_launch
-    from stoker.launch.preflight import changed_files
+    from stoker.launch.plan import changed_files, plan_launch
     from stoker.launch.script import API
 
     api = os.environ.get("VAST_API_URL", API)
@@ -133,8 +131,8 @@ def vast_client() -> VastClient:
     Raises:
         ConfigError: There is no key.
     """
-    from stoker.launch.client import VastClient
     from stoker.launch.script import API
+    from stoker.launch.vast import VastClient
 
     key = os.environ.get("VAST_API_KEY", "").strip()
     for name in KEY_FILES:

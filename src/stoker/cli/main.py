@@ -13,18 +13,8 @@ from typing import Annotated
 
 import typer
 
-from stoker.cli import (
-    bench,
-    compat,
-    demo,
-    fetching,
-    keeping,
-    launching,
-    moving,
-    profile,
-    serving,
-)
-from stoker.cli.edge import Edge, edge, run, stop_on_sigterm
+from stoker.cli import caches, compat, fetching, launching, serving, training
+from stoker.cli.edge import Edge, edge, joined, run, stop_on_sigterm
 from stoker.cli.flags import (
     CachePath,
     Config,
@@ -44,11 +34,10 @@ from stoker.cli.flags import (
     spread_flags,
     tell_settings,
 )
-from stoker.cli.runs import load_settings, run_training
 from stoker.cli.streams import INTERRUPTED
-from stoker.cli.together import joined
+from stoker.cli.training import load_settings, run_training
 from stoker.errors import ConfigError, FormatError, Interrupted
-from stoker.precompute.guarded import GUARD_VARIABLE, Lifeline, attach
+from stoker.precompute.heartbeat import GUARD_VARIABLE, Lifeline, attach
 
 app = typer.Typer(
     name="stoker",
@@ -95,7 +84,7 @@ def options(
     """Encode once, keep it verified, and feed the GPU from the fastest place that fits."""
 
 
-demo.register(app)
+training.register_demo(app)
 fetching.register(app)
 
 
@@ -125,13 +114,13 @@ def precompute(  # noqa: PLR0913  one parameter per flag that is not a setting
     with edge(as_json=as_json, debug=debug) as out:
         path, overrides = config_and_overrides(words or [], config)
         settings = load_settings(out, path, flags.settings(overrides))
-        from stoker.cli import render_tasks
+        from stoker.cli import output
         from stoker.pipeline.precompute import precompute_config
 
         with joined(settings) as ranks:
             wanted = split_words(splits or [])
             result = precompute_config(settings, splits=wanted, manifest=manifest, ranks=ranks)
-        out.show(result, render_tasks.precompute)
+        out.show(result, output.precompute_of_tasks)
         if result.exit_code:
             raise typer.Exit(result.exit_code)
 
@@ -163,7 +152,7 @@ def plan(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     if not words and not simulate:
         ctx.fail("Missing argument 'CONFIG'.")
     with edge(as_json=as_json, debug=debug) as out:
-        from stoker.cli.simulating import refuse_words, simulated
+        from stoker.cli.training import refuse_words, simulated
 
         if simulate:
             simulated(out, words or [], as_markdown=markdown, picture=picture)
@@ -172,15 +161,14 @@ def plan(  # noqa: PLR0913, PLR0917 (one parameter per flag)
             raise ConfigError("--markdown and --picture are of --simulate. Add that, or leave them out")
         refuse_words(words or [])
         settings = load_settings(out, *config_and_overrides(words or []))
-        from stoker.cli import render, render_tasks
+        from stoker.cli import output
         from stoker.pipeline.build import tasks_of
-        from stoker.pipeline.plan import plan_config
-        from stoker.pipeline.plan_tasks import plan_tasks
+        from stoker.pipeline.plan import plan_config, plan_tasks
 
         if len(tasks_of(settings)) > 1:
-            out.show(plan_tasks(settings), render_tasks.plan)
+            out.show(plan_tasks(settings), output.plan_of_tasks)
         else:
-            out.show(plan_config(settings), render.plan)
+            out.show(plan_config(settings), output.plan)
 
 
 @app.command()
@@ -240,22 +228,22 @@ def inspect(path: CachePath, as_json: Json = False, debug: Debug = False) -> Non
       stoker inspect data/latent_cache
     """
     with edge(as_json=as_json, debug=debug) as out:
-        from stoker.cli import render
-        from stoker.pipeline.inspect import CacheSummary, inspect_path
+        from stoker.cli import output
+        from stoker.pipeline.caches import CacheSummary, inspect_path
 
         found = inspect_path(path)
         if isinstance(found, CacheSummary):
-            out.show(found, render.inspect)
+            out.show(found, output.inspect)
             return
-        out.show(found, render.inspect_folder)
+        out.show(found, output.inspect_folder)
         if found.unreadable:
             raise typer.Exit(FormatError.exit_code)
 
 
-keeping.register(app)
-moving.register(app)
-bench.register(app)
-profile.register(app)
+caches.register_caches(app)
+caches.register_remote(app)
+training.register_bench(app)
+training.register_profile(app)
 launching.register(app)
 serving.register(app)
 compat.register(app)
@@ -288,13 +276,13 @@ def validate(
             else:
                 out.write(settings.to_yaml())
             return
-        from stoker.cli import render
-        from stoker.launch.validate import launch_rows
+        from stoker.cli import output
+        from stoker.launch.plan import launch_rows
         from stoker.pipeline.validate import validate_config
 
         result = validate_config(config, overrides or [], environment=os.environ)
         result = result.and_these(launch_rows(config, overrides or [], os.environ))
-        out.show(result, render.validate)
+        out.show(result, output.validate)
         if result.exit_code:
             raise typer.Exit(result.exit_code)
 
@@ -324,14 +312,14 @@ def why(
       stoker why data/latent_cache/burgers1d_train/3fa9c1d2e4b7a810 configs/train_burgers_32dim.yaml
     """
     with edge(as_json=as_json, debug=debug) as out:
-        from stoker.cli import render
+        from stoker.cli import output
         from stoker.pipeline.why import explain
 
         _, overrides = tell_settings(words or [])
         paths = [word for word in words or [] if word not in overrides]
         if len(paths) > 1:
             raise ConfigError(f"expected A and one B, found {', '.join([a, *paths])}. Give two at most")
-        out.show(explain(a, *paths, overrides=overrides), render.why)
+        out.show(explain(a, *paths, overrides=overrides), output.why)
 
 
 if __name__ == "__main__":

@@ -17,17 +17,16 @@ from rich.console import Console
 from rich.markup import escape
 
 from stoker.cli.edge import Edge, edge
-from stoker.cli.flags import Debug, Json
-from stoker.cli.quantities import duration, size
-from stoker.cli.render import bold, table
+from stoker.cli.flags import Debug, Json, duration, size
+from stoker.cli.output import bold, table
 from stoker.errors import ConfigError, Degraded, StalledError, StokerError
 from stoker.runtime.retry import RetryPolicy, retry
 from stoker.units import format_percent
 
 if TYPE_CHECKING:
     from stoker.service.client import Act, ServiceClient
-    from stoker.service.ray_client import RayTarget
-    from stoker.service.serve import Started
+    from stoker.service.ray import RayTarget
+    from stoker.service.server import Started
 
 STATE_DIR = Path(".stoker/service")
 NEEDED = ("fastapi", "uvicorn", "jinja2", "sqlalchemy")
@@ -124,8 +123,8 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
             raise ConfigError(
                 f"stoker serve needs {', '.join(missing)}. Install it: pip install 'stoker[service]'"
             )
-        from stoker.service.serve import ServeSettings
-        from stoker.service.serve import serve as run
+        from stoker.service.server import ServeSettings
+        from stoker.service.server import serve as run
 
         cluster = _cluster(executor, ray_address, ray_gpus)
         settings = ServeSettings(
@@ -158,7 +157,7 @@ def _cluster(executor: str, address: str | None, gpus: float) -> RayTarget | Non
         )
     if address is None:
         return None
-    from stoker.service.ray_client import RayJobs, RayTarget, ray_token
+    from stoker.service.ray import RayJobs, RayTarget, ray_token
 
     RayJobs(address, ray_token(os.environ)).check()
     return RayTarget(address=address, python=sys.executable, gpus=gpus)

@@ -25,18 +25,17 @@ from stoker.compat.settings import config_of
 from stoker.config import Config
 from stoker.errors import FormatError, IncompleteError, SourceError, StokerError
 from stoker.pipeline.build import tasks_of
-from stoker.pipeline.checks import Row
+from stoker.pipeline.caches import locate, recipe_of
 from stoker.pipeline.folders import cache_dir_of
 from stoker.pipeline.gone import data_is_gone, find_without_source
-from stoker.pipeline.import_pt import MAX_FILE_BYTES, SAMPLE_FILE
-from stoker.pipeline.locate import locate, recipe_of
-from stoker.pipeline.pt_reader import PtReader, Refused
+from stoker.pipeline.import_pt import MAX_FILE_BYTES, SAMPLE_FILE, PtReader, Refused
+from stoker.pipeline.validate import Row
 from stoker.plan.resources import probe
 from stoker.schema import canonical_json, columns_of
 from stoker.sources.files import canonical_split
 from stoker.store import Cache, open_cache
-from stoker.store.layout import is_fixed, record_bytes
-from stoker.store.local import LocalStorage
+from stoker.store.format import is_fixed, record_bytes
+from stoker.store.storage import LocalStorage
 from stoker.units import MIB, format_bytes
 
 log = logging.getLogger("stoker")

@@ -25,9 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stoker.compat.pieces import EarlierCall
-from stoker.encoders.checkpoint import read_checkpoint
 from stoker.encoders.grid import GridEncoder
-from stoker.encoders.weights import weights_to_bytes
+from stoker.encoders.weights import read_checkpoint, weights_to_bytes
 from stoker.errors import EncoderError
 from stoker.runtime.files import replacing
 from stoker.schema import Json

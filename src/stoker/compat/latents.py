@@ -22,7 +22,7 @@ from stoker.compat.caches import (
     check_sufficient_ram,
     stored_in,
 )
-from stoker.compat.devices import available_device
+from stoker.compat.images import available_device
 from stoker.compat.pieces import EarlierCall, grid_coords
 from stoker.compat.pieces import GridEncoder as EarlierGridEncoder
 from stoker.compat.settings import config_of
@@ -33,8 +33,8 @@ from stoker.errors import ConfigError, ResourceError, SourceError
 from stoker.loader import Loader, Mixture, Windows
 from stoker.loader.windows import time_field
 from stoker.pipeline.build import device_of, tasks_of
+from stoker.pipeline.caches import batch_size_of, trajectory_steps, windows_of
 from stoker.pipeline.import_pt import schema_of
-from stoker.pipeline.locate import batch_size_of, trajectory_steps, windows_of
 from stoker.pipeline.precompute import fill_caches
 from stoker.precompute import precompute
 from stoker.schema import Schema

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from stoker.errors import ConfigError, TransferError
-from stoker.fetch.origin import Listed
+from stoker.fetch.origins import Listed
 from stoker.fetch.wanted import Wanted
 
 REMOTES = ("B2TRAIN", "UPSB2")

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from stoker.compat.caches import check_sufficient_ram
-from stoker.compat.devices import device_or_cpu
 from stoker.compat.gpu_loader import GPUDataLoader
+from stoker.compat.images import device_or_cpu
 from stoker.errors import ConfigError
 from stoker.loader import Loader
 from stoker.precompute import precompute as fill_cache
 from stoker.sources.sql.source import SQLSource
-from stoker.store.layout import record_bytes
+from stoker.store.format import record_bytes
 
 SPLITS: Mapping[str, float] = {"train": 0.8, "val": 0.2}
 TABLE = "measurement_features"
@@ -310,4 +310,4 @@ def _address(db_session: Any) -> str | Path:
 
 
 def _rules() -> Any:
-    return import_module("stoker.pipeline.radio_store")
+    return import_module("stoker.pipeline.radio")

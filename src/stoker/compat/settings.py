@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from stoker.compat.devices import available_device
+from stoker.compat.images import available_device
 from stoker.config import Config
 from stoker.config.load import make_config, read_settings
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -15,26 +17,404 @@ from pydantic import ValidationError
 from yaml import MarkedYAMLError, YAMLError
 from yaml.reader import ReaderError
 
-from stoker.config.earlier import (
-    EARLIER,
-    Layer,
-    counts_windows_now,
-    is_earlier,
-    lift_sequential,
-    modernize,
-    of_then,
-    translate,
-)
-from stoker.config.engines import beside_engine
-from stoker.config.kinds import misplaced, misplaced_in_encoder, with_defaults
-from stoker.config.models import Config
-from stoker.config.names import all_sections, all_settings, as_name, nearest, shown
-from stoker.config.stages import ONLY_IN, StageConfig, Stages
-from stoker.config.tasks import blocks_of, check_weights, task_settings, unused_blocks
-from stoker.config.transforms import Steps
-from stoker.config.wrong_fields import schema_of, wrong_fields
+from stoker.config.models import ONLY_IN, OTHER_NAMES, Config, StageConfig, Stages, Steps
+from stoker.config.names import all_sections, all_settings, as_name, nearest, schema_of, shown, wrong_fields
+from stoker.config.sections import beside_engine, misplaced, misplaced_in_encoder, with_defaults
 from stoker.errors import ConfigError
-from stoker.sources.sql.address import has_password
+from stoker.sources.sql.query import has_password
+from stoker.train.config import STAGES
+
+# ----------------------------------------------------------------------------------------------------------
+# Settings of earlier systems: what each means here.
+#
+# A name that still means something sets what it means; one that means nothing any more is accepted with a
+# note. A layer (the file, or the command line) is translated by itself, so that the command line may
+# override an earlier name in the file.
+#
+# `translate` serves every command. `modernize` goes further, for `stoker compat` and `stoker.compat` alone:
+# it gives names that exist today the meaning that they had then, and leaves out what belonged to other
+# programs.
+
+
+RENAMED: Mapping[str, str] = {
+    "data.patch_size": "encoder.patch_size",
+    "training.num_workers": "precompute.readers",
+    "training.learning_rate": "training.lr",
+    "training.max_grad_norm": "training.grad_clip",
+    "precompute.identity": "identity",
+}
+"""Earlier name to today's, with the same values."""
+
+SWITCHES: Mapping[str, Mapping[bool, tuple[str, object]]] = {
+    "training.force_ram_preload": {True: ("training.tier", "host")},
+    "training.force_legacy_loader": {True: ("training.tier", "disk")},
+    "training.use_preloaded_cache": {False: ("training.tier", "disk")},
+}
+"""Earlier switch to what it sets, per position; the other position leaves things automatic."""
+
+IGNORED: Mapping[str, str] = {
+    "training.pin_memory": "memory is pinned where the tier gains from it",
+    "training.prefetch_factor": "depth follows the measured latency",
+    "training.persistent_workers": "serving uses no worker processes",
+    "training.num_gpus": "`torchrun --nproc-per-node N -m stoker train CONFIG` starts one process for each",
+    "training.use_parallel_encoding": "readers read, one process encodes",
+}
+"""Earlier name to why it has no effect."""
+
+EARLIER = (*RENAMED, *SWITCHES, *IGNORED)
+"""All earlier names that are known."""
+
+MEANT: Mapping[str, str] = {
+    "training.batch_size": "training.batch_trajectories",
+    "seed": "training.seed",
+    "training.patience": "training.early_stop_patience",
+    "optimizer.lr": "training.lr",
+    "optimizer.weight_decay": "training.weight_decay",
+    "stages.operator.epochs": "training.epochs",
+    "stages.operator.patience": "training.early_stop_patience",
+    "stages.operator.optimizer.lr": "training.lr",
+    "stages.operator.optimizer.weight_decay": "training.weight_decay",
+}
+"""What names meant in a file of the earlier latent cache, the more special ones last: they win."""
+
+STAGE_MEANT: Mapping[str, str] = {
+    "patience": "early_stop_patience",
+    "optimizer.lr": "lr",
+    **{name: name for name in StageConfig.model_fields if name != "name"},
+}
+"""What names in a section of `stages` meant, for stages other than `operator`, which has its own above."""
+
+BATCH_TRAJECTORIES = 16
+"""Trajectories in a batch of an earlier file that gives no `training.batch_size`."""
+
+OTHER_SECTIONS = frozenset({
+    "stages", "checkpoint", "checkpoints", "logging", "operator", "optimizer", "diffusion", "distillation",
+    "evaluation", "ttc", "tracker", "wandb",
+})  # fmt: skip
+"""Sections of earlier files that belonged to other programs: a file with one of them is an earlier one."""
+
+_Stages: TypeAlias = dict[str, dict[str, object]]
+
+ALIKE = 0.85
+"""Names at least this much alike are taken for one name misspelt, which is an error."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Layer:
+    """Settings from one place, by today's dotted name."""
+
+    where: str
+    """The file, or `command line`; begins every message."""
+    values: dict[str, object] = field(default_factory=dict[str, object])
+    spelled: dict[str, str] = field(default_factory=dict[str, str])
+    """Today's name to the one that the user wrote."""
+    notes: list[str] = field(default_factory=list[str])
+
+    def put(self, name: str, value: object, spelled: str) -> None:
+        """Set `name`.
+
+        Raises:
+            ConfigError: It is set already, under this or another name.
+        """
+        if name in self.values:
+            first = self.spelled[name]
+            again = "is given twice" if first == spelled else f"and {spelled} are the same setting"
+            raise ConfigError(f"{self.where}: {first} {again}. Give it once")
+        self.values[name], self.spelled[name] = value, spelled
+
+
+def translate(given: Mapping[str, object], where: str) -> Layer:
+    """Settings of one place under today's names.
+
+    Args:
+        given: Dotted name, today's or an earlier one, to value.
+        where: For messages.
+
+    Raises:
+        ConfigError: Two names set the same thing.
+    """
+    layer = Layer(where=where)
+    for name, value in given.items():
+        if name not in EARLIER:
+            layer.put(name, value, name)
+        elif name in RENAMED:
+            layer.put(RENAMED[name], value, name)
+        elif name in IGNORED:
+            layer.notes.append(f"{where}: {name} has no effect any more: {IGNORED[name]}")
+    for name in SWITCHES:
+        if name in given:
+            _switch(layer, name, given[name])
+    return layer
+
+
+def _switch(layer: Layer, name: str, position: object) -> None:
+    """Set what a switch means; today's own name for it must not say something else."""
+    if not isinstance(position, bool):
+        raise ConfigError(f"{layer.where}: {name} is {shown(position)}. Expected true or false")
+    if position not in SWITCHES[name]:
+        return
+    target, value = SWITCHES[name][position]
+    present = layer.values.get(target, value)
+    spelled = layer.spelled.get(target, name)
+    if present != value:
+        raise ConfigError(
+            f"{layer.where}: {name}={shown(position)} means {target}={shown(value)}, "
+            f"but {spelled} says {shown(present)}. Give one of them"
+        )
+    layer.values[target], layer.spelled[target] = value, spelled
+
+
+def modernize(given: Mapping[str, object], where: str) -> tuple[dict[str, object], list[str]]:
+    """Return the settings of an earlier file, or of its command line, by the names that mean the same now.
+
+    Args:
+        given: Nested, or by dotted name.
+        where: Begins every note.
+
+    Returns:
+        Settings by dotted name, for `translate`, and notes: a line for what has no effect, one for each
+        setting that was given in two places. A name that is nearly a known one stays in, so that reading
+        it says which one it resembles.
+    """
+    kept: dict[str, object] = {}
+    spelled: dict[str, str] = {}
+    left: dict[str, None] = {}
+    notes: list[str] = []
+    flat = dict(_leaves(given))
+    if stages := _take_stages(flat):
+        kept["stages"], spelled["stages"] = stages, "stages"
+    order = [*MEANT]
+    for name in sorted(flat, key=lambda name: order.index(name) if name in MEANT else -1):
+        value, today = flat[name], MEANT.get(name, name)
+        if not _is_known(today) and not _resembles(name):
+            left[name if _stage_of(name) else _shortest(name)] = None
+            continue
+        if value is None and today in all_settings() and "null" not in all_settings()[today].expects:
+            continue  # unset, as an earlier file says it
+        if today in kept and kept[today] != value:
+            notes.append(f"{where}: {name} {shown(value)} is used, not {spelled[today]} {shown(kept[today])}")
+        kept[today], spelled[today] = value, name
+    if left:
+        notes.append(f"{where}: no effect here: {', '.join(left)} (docs/migration.md#settings)")
+    return kept, notes
+
+
+def _take_stages(flat: dict[str, object]) -> dict[str, dict[str, object]]:
+    """Move stages that `stoker train` has out of `flat`; nothing where `operator` is the only one."""
+    found: dict[str, dict[str, object]] = {}
+    whole = flat.get("stages")
+    if isinstance(whole, Mapping):
+        del flat["stages"]
+        for key, own in cast("Mapping[str, object]", whole).items():
+            name = f"stages.{as_name(key)}"
+            if stage := _stage_of(name):
+                found[stage] = {}
+            if own or stage is None:
+                flat |= _leaves({name: own})
+    for name in [name for name in flat if name not in MEANT]:
+        stage, leaf = _stage_of(name), name.split(".", 2)[-1]
+        if stage and leaf in STAGE_MEANT:
+            found.setdefault(stage, {})[STAGE_MEANT[leaf]] = flat.pop(name)
+    return {"operator": {}} | found if any(name != "operator" or own for name, own in found.items()) else {}
+
+
+def _stage_of(name: str) -> str | None:
+    """The stage of today that an earlier name is about; None: none."""
+    section, _, rest = name.partition(".")
+    stage = rest.partition(".")[0]
+    stage = OTHER_NAMES.get(stage, stage)
+    return stage if section == "stages" and stage in STAGES else None
+
+
+def of_then(given: dict[str, object], overrides: dict[str, object], where: str) -> list[str]:
+    """Add to the settings of an earlier file what it did not say and meant; notes about it."""
+    both = {**given, **overrides}
+    stages, more = given.get("stages"), overrides.get("stages")
+    if isinstance(stages, dict) and isinstance(more, dict):
+        file, command = cast("_Stages", stages), cast("_Stages", more)
+        overrides["stages"] = {
+            name: file.get(name, {}) | command.get(name, {}) for name in {**file, **command}
+        }
+    if "training.start_every" not in both:
+        given["training.start_every"] = "${training.time_stride}"  # pairs began a stride apart
+    if "training.batch_trajectories" in both or "training.batch_size" in both:
+        return []
+    given["training.batch_trajectories"] = BATCH_TRAJECTORIES
+    return [f"{where}: training.batch_size is not given: {BATCH_TRAJECTORIES} trajectories"]
+
+
+def lift_sequential(file: Layer, overrides: Mapping[str, object]) -> None:
+    """Let `training.use_parallel_encoding=true` on the command line lift the file's `num_workers: 0`."""
+    if overrides.get("training.use_parallel_encoding") is True and file.values.get("precompute.readers") == 0:
+        del file.values["precompute.readers"]
+
+
+def is_earlier(given: Mapping[str, object]) -> bool:
+    """Return True for the settings of an earlier file: by a section, or a name, that only those had."""
+    return any(
+        name in EARLIER or name.partition(".")[0] in OTHER_SECTIONS - {*all_sections(), *all_settings()}
+        for name, _ in _leaves(given)
+    )
+
+
+def counts_windows_now(flat: Mapping[str, object]) -> bool:
+    """Return True for an earlier file whose `training.batch_size` meant trajectories."""
+    return "training.batch_size" in flat and not flat.keys().isdisjoint([*SWITCHES, *IGNORED])
+
+
+def _leaves(given: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Values by dotted name; a setting that is a mapping stays whole."""
+    for key, value in given.items():
+        name = f"{prefix}{as_name(key)}"
+        if isinstance(value, Mapping) and not _is_known(name):
+            yield from _leaves(cast("Mapping[str, object]", value), f"{name}.")
+        elif name not in all_sections() or value is not None:
+            yield name, value
+
+
+def _is_known(name: str) -> bool:
+    owner = all_settings().get(name.rpartition(".")[0])
+    entry = name.startswith("tasks.") or (owner is not None and owner.mapping)
+    return name in all_settings() or name in EARLIER or entry
+
+
+def _shortest(name: str) -> str:
+    """The shortest part of an unknown name below which nothing is known: `logging` for `logging.wandb.on`."""
+    known = (*all_settings(), *EARLIER, *MEANT)
+    parts = name.split(".")
+    heads = (".".join(parts[:n]) for n in range(1, len(parts)))
+    return next((head for head in heads if not any(k.startswith(f"{head}.") for k in known)), name)
+
+
+def _resembles(name: str) -> bool:
+    """Whether `name`, in a section that is known, is nearly a known name: then it may be a slip."""
+    section, _, leaf = name.rpartition(".")
+    if section not in all_sections():
+        return False
+    known = (*all_settings(), *EARLIER)
+    leaves = [other.rpartition(".")[2] for other in known if other.startswith(f"{section}.")]
+    return any(
+        SequenceMatcher(None, leaf, other).ratio() >= ALIKE or other.endswith(f"_{leaf}") for other in leaves
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Settings of single tasks: `tasks: {name: {...}}`, over those of all.
+#
+# A block may set what decides a task's records and the size of its batches. Everything else is one for the
+# whole run, since one operator is trained on all tasks.
+
+
+SECTIONS = ("data", "latent", "encoder", "precompute")
+"""Sections of which a task may have its own settings."""
+SINGLE = ("training.batch_size", "training.latent_cache_dtype")
+"""Further settings that a task may have of its own."""
+_ENTRY = re.compile(rf"(?P<task>.+?)\.(?P<setting>(?:{'|'.join(SECTIONS)}|training)\..+)")
+
+
+def blocks_of(given: object, where: str) -> dict[str, dict[str, object]]:
+    """The blocks by task, each by dotted name.
+
+    Args:
+        given: `{task: {section: {name: value}}}`, with dots or nested, and `task.section.name` as from the
+            command line.
+
+    Raises:
+        ConfigError: It is no such mapping, or a name is none that a task can set.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{where}: tasks is {given!r}. Expected settings by task, as {_EXAMPLE}")
+    blocks: dict[str, dict[str, object]] = {}
+    for key, value in cast("Mapping[str, Any]", given).items():
+        entry = _ENTRY.fullmatch(str(key))
+        task, flat = (
+            (entry["task"], {entry["setting"]: value}) if entry else (str(key), _flat(value, where, key))
+        )
+        for name, one in flat.items():
+            _check_name(name, f"{where}: tasks.{task}.{name}")
+            blocks.setdefault(task, {})[name] = one
+    return blocks
+
+
+def task_settings(tasks: Sequence[str], merged: Mapping[str, object]) -> dict[str, dict[str, object]]:
+    """What differs for each task by dotted name: its block, and that it is the task."""
+    blocks = cast("Mapping[str, Mapping[str, object]]", merged.get("tasks") or {})
+    if len(tasks) == 1 and not blocks.get(tasks[0]):
+        return {}
+    found: dict[str, dict[str, object]] = {}
+    for task in tasks:
+        found[task] = {"data.task": task, **blocks.get(task, {})}
+        if "training.batch_size" in found[task]:  # which is the other way to say it
+            found[task]["training.batch_trajectories"] = None
+    return found
+
+
+def unused_blocks(config: Config, where: str) -> list[str]:
+    """A note for each block whose task is not among those of the run, with the name that may be misspelt."""
+    blocks, tasks = config.tasks or {}, config.data.tasks
+    bare = [task for task in tasks if task not in blocks]
+    notes: list[str] = []
+    for block in blocks:
+        if block not in tasks:
+            near = get_close_matches(block, bare, n=1)
+            hint = f". Did you mean data.task {block} for {near[0]}, or tasks.{near[0]} here?" if near else ""
+            notes.append(f"{where}: tasks.{block} has no effect: data.task is {', '.join(tasks)}{hint}")
+    return notes
+
+
+def check_weights(config: Config, where: str) -> None:
+    """Refuse `training.task_weights` that do not fit the tasks, before anything is encoded for them.
+
+    Raises:
+        ConfigError: As said.
+    """
+    weights, tasks = config.training.task_weights, config.data.tasks
+    if weights is None or len(tasks) == 1:
+        return
+    said = f"{where}: training.task_weights"
+    if config.training.mixture != "weighted":
+        raise ConfigError(
+            f"{said} are of training.mixture=weighted, but it is {config.training.mixture}. "
+            "Set it, or leave the weights out"
+        )
+    lacking = [task for task in tasks if task not in weights]
+    for name in weights:
+        if name not in tasks:
+            near = get_close_matches(name, lacking, n=1)
+            hint = f"Did you mean {near[0]}?" if near else "Leave it out"
+            raise ConfigError(f"{said} has {name}, but data.task is {', '.join(tasks)}. {hint}")
+    if lacking:
+        raise ConfigError(f"{said} has nothing for {', '.join(lacking)}. Give each task a number above 0")
+
+
+_EXAMPLE = "tasks: {burgers1d: {data: {preset: pdebench}}}"
+
+
+def _flat(block: object, where: str, task: str, prefix: str = "") -> dict[str, object]:
+    if not isinstance(block, Mapping):
+        raise ConfigError(f"{where}: tasks.{task} is {block!r}. Expected settings, as {_EXAMPLE}")
+    flat: dict[str, object] = {}
+    for key, value in cast("Mapping[str, Any]", block).items():
+        name = f"{prefix}{as_name(key)}"
+        if name in all_settings() or not isinstance(value, Mapping):
+            flat[name] = value
+        else:
+            flat.update(_flat(cast("Mapping[str, Any]", value), where, task, f"{name}."))
+    return flat
+
+
+def _check_name(name: str, said: str) -> None:
+    if name not in all_settings():
+        near = nearest(name, all_settings())
+        raise ConfigError(
+            f"{said} is not a setting ({f'did you mean {near}?' if near else 'see docs/config.md'})"
+        )
+    if name == "data.task" or (name.partition(".")[0] not in SECTIONS and name not in SINGLE):
+        raise ConfigError(
+            f"{said}: a task has no {name} of its own. Set it for all of them; of its own it has "
+            f"{', '.join(f'{section}.*' for section in SECTIONS)}, {', '.join(SINGLE)}"
+        )
+
 
 COMMAND_LINE = "command line"
 

@@ -6,36 +6,193 @@ what a run was started with is what it records. Names of earlier systems are not
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from omegaconf import OmegaConf
-from pydantic import BeforeValidator, Field, JsonValue, PrivateAttr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PrivateAttr
 
-from stoker.config.datasets import TorchConfig
-from stoker.config.engines import RayConfig
-from stoker.config.fetching import FetchConfig
-from stoker.config.files_kinds import ArraysConfig, ParquetConfig, TarConfig
-from stoker.config.images import ImagesConfig
-from stoker.config.kinds import Kind
-from stoker.config.launching import LaunchConfig
-from stoker.config.rows import JoinConfig, SqlConfig
-from stoker.config.section import (
+from stoker.config.sections import (
+    ArraysConfig,
     CountBytes,
     CountInt,
+    FetchConfig,
     Flag,
     Fraction,
+    ImagesConfig,
+    JoinConfig,
+    Kind,
+    LaunchConfig,
     Names,
     NonNegativeFloat,
+    ParquetConfig,
     Place,
     PositiveBytes,
     PositiveFloat,
     PositiveInt,
+    RayConfig,
     SettingsSection,
+    SqlConfig,
+    TarConfig,
+    TorchConfig,
     as_names,
 )
-from stoker.config.stages import Stages
-from stoker.config.transforms import Steps
+from stoker.errors import ConfigError
 from stoker.schema import Json
+from stoker.train.config import STAGES, StageName
+
+# ----------------------------------------------------------------------------------------------------------
+# `stages`: the parts of a training run, in order.
+
+
+OTHER_NAMES: Mapping[str, str] = {"decoder_finetune": "decoder", "decoder_fine_tune": "decoder"}
+"""Names of earlier systems to today's of equal meaning."""
+
+_REFUSED: Mapping[str, str] = {
+    "diffusion": "a diffusion model of what the operator misses",
+    "diff_residual": "a diffusion model of what the operator misses",
+    "distill": "a diffusion model in few steps",
+    "consistency_distill": "a diffusion model in few steps",
+}
+"""Names of earlier systems to what they trained, which this version does not."""
+
+
+def stage_name(name: str) -> StageName:
+    """Return the stage that `name` means.
+
+    >>> stage_name("decoder_finetune")
+    'decoder'
+
+    Raises:
+        ConfigError: No stage has this name. For one of the earlier systems it says what to use instead.
+    """
+    name = OTHER_NAMES.get(name, name)
+    if name in _REFUSED:
+        raise ConfigError(
+            f"stage {name!r} trained {_REFUSED[name]}, which this version does not have. For consistent "
+            "roll-outs use the stage consistency; for a diffusion model of your own train on stoker.Loader"
+        )
+    if name not in STAGES:
+        raise ConfigError(f"stage {name!r} is unknown. Known: {', '.join(STAGES)}")
+    return name
+
+
+class StageConfig(BaseModel):
+    """One stage. What is left out is as in `training`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: StageName
+    epochs: PositiveInt | None = None
+    lr: PositiveFloat | None = None
+    early_stop_patience: CountInt | None = None
+    freeze_operator: Flag = True
+    lambda_inv_enc: NonNegativeFloat | None = None
+    lambda_inv_dec: NonNegativeFloat | None = None
+    lambda_consistency: NonNegativeFloat = 1.0
+    horizon: Annotated[int, Field(ge=2, strict=True)] | None = None
+
+
+ONLY_IN: Mapping[str, str] = {
+    "freeze_operator": "decoder",
+    "lambda_consistency": "consistency",
+    "horizon": "consistency",
+}
+"""Keys to the stage that alone has a use for them."""
+
+
+def _named(name: str, own: object) -> object:
+    """An entry of a mapping as one of a list; what is not a mapping is left to be refused."""
+    if own is None:
+        return {"name": name}
+    return {"name": name, **cast("Mapping[str, object]", own)} if isinstance(own, Mapping) else own
+
+
+def _listed(value: object) -> object:
+    """`{operator: {epochs: 20}, decoder: {}}` as a list; names of earlier systems as today's."""
+    if isinstance(value, Mapping):
+        mapping = cast("Mapping[str, object]", value)
+        value = [_named(name, own) for name, own in mapping.items()]
+    if not isinstance(value, list | tuple):
+        return value
+    found: list[object] = []
+    for entry in cast("list[object]", value):
+        own = {"name": entry} if isinstance(entry, str) else entry
+        if isinstance(own, Mapping) and isinstance(own.get("name"), str):  # pyright: ignore[reportUnknownMemberType]
+            known = cast("Mapping[str, object]", own)
+            own = {**known, "name": stage_name(str(known["name"]))}
+        found.append(own)
+    return tuple(found)
+
+
+Stages: TypeAlias = Annotated[tuple[StageConfig, ...], BeforeValidator(_listed)]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# `training.transforms`: what is done to training batches; each is one of `stoker.transforms`, by kind.
+
+
+Axis: TypeAlias = Annotated[int, Field(lt=0, strict=True)]
+Axes: TypeAlias = Annotated[tuple[Axis, ...], Field(min_length=1)]
+Number: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
+Numbers: TypeAlias = Number | Annotated[tuple[Number, ...], Field(min_length=1)]
+
+
+class _Step(BaseModel):
+    """What all kinds share: no unknown names, and the fields that are changed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    fields: tuple[str, ...] | None = None
+
+
+class FlipStep(_Step):
+    """As `stoker.transforms.Flip`."""
+
+    kind: Literal["flip"]
+    axis: Axis = -2
+    p: Annotated[float, Field(ge=0, le=1)] = 0.5
+    negate: tuple[Annotated[int, Field(ge=0, strict=True)], ...] = ()
+
+
+class RollStep(_Step):
+    """As `stoker.transforms.Roll`."""
+
+    kind: Literal["roll"]
+    axes: Axes = (-2,)
+
+
+class CropStep(_Step):
+    """As `stoker.transforms.Crop`."""
+
+    kind: Literal["crop"]
+    size: Annotated[int, Field(ge=1, strict=True)] | tuple[Annotated[int, Field(ge=1, strict=True)], ...]
+    axes: Axes = (-3, -2)
+    padding: Annotated[int, Field(ge=0, strict=True)] = 0
+    border: Literal["zeros", "wrap", "reflect"] = "zeros"
+
+
+class NoiseStep(_Step):
+    """As `stoker.transforms.Noise`."""
+
+    kind: Literal["noise"]
+    std: Numbers
+
+
+class NormalizeStep(_Step):
+    """As `stoker.transforms.Normalize`; without `mean` and `std` by the statistics of the training cache."""
+
+    kind: Literal["normalize"]
+    mean: Numbers | None = None
+    std: Numbers | None = None
+    axis: Axis = -1
+
+
+Step: TypeAlias = Annotated[
+    FlipStep | RollStep | CropStep | NoiseStep | NormalizeStep, Field(discriminator="kind")
+]
+Steps: TypeAlias = tuple[Step, ...]
+
 
 _SHORT = {
     "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16",

@@ -16,8 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stoker.encoders.groups import fixed_group
-from stoker.encoders.protocol import Group
+from stoker.encoders.protocol import Group, fixed_group
 from stoker.encoders.weights import digest_weights
 from stoker.errors import EncoderError, arg
 from stoker.schema import Field, Json, Schema

@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.encoders.groups import fixed_group
-from stoker.encoders.protocol import Encoder, Group
+from stoker.encoders.protocol import Encoder, Group, fixed_group
 from stoker.encoders.weights import digest_weights
 from stoker.errors import EncoderError, RecordError
 from stoker.schema import Field, Json, Sample, Schema

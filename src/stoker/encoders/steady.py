@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from stoker.encoders.groups import fixed_group
-from stoker.encoders.protocol import Encoder, Group
+from stoker.encoders.protocol import Encoder, Group, fixed_group
 from stoker.encoders.weights import digest_weights
 from stoker.errors import EncoderError
 from stoker.schema import Field, Json, Schema

@@ -8,7 +8,7 @@ safetensors_files.py, tensordict_files.py  the two layouts
 docs/export.md says what they hold.
 """
 
-from stoker.export.columns import ExportSettings
+from stoker.export.records import ExportSettings
 from stoker.export.run import ExportReport, export_cache
 
 __all__ = ["ExportReport", "ExportSettings", "export_cache"]

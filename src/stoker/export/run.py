@@ -2,32 +2,115 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, IncompleteError, StalledError
-from stoker.export import safetensors_files, tensordict_files
-from stoker.export.columns import ExportSettings, Tensor, check_ragged, chosen_fields, value_dtype
-from stoker.export.files import ExportedFile, Making
-from stoker.export.read import Records
+from stoker.errors import ConfigError, IncompleteError, StalledError, arg
+from stoker.export.records import (
+    ExportSettings,
+    ExportTensor,
+    Records,
+    check_ragged,
+    chosen_fields,
+    cut,
+    tensors_of,
+    value_dtype,
+)
 from stoker.runtime.disk import explained, free_space
 from stoker.runtime.files import make_folder, publish
 from stoker.runtime.locks import lock_folder, lock_holder
-from stoker.schema import Json, Schema
+from stoker.schema import DTYPE_BYTES, Json, Schema
 from stoker.store import Cache, open_cache
-from stoker.store.adopt import FINGERPRINT
+from stoker.store.catalog import FINGERPRINT
+from stoker.store.format import TENSOR_DTYPES
 from stoker.store.recipe import RECIPE_FILE
 from stoker.store.remote import local_path
 from stoker.units import MIB
+
+# ----------------------------------------------------------------------------------------------------------
+# Files of an export while they are made: counted and hashed as they are written.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedFile:
+    """One file of an export."""
+
+    file: str
+    """Name in the folder."""
+    bytes: int
+    sha256: str
+    """Of all of it, 64 hex digits."""
+    records: int
+    first: int
+    """Sample number of the first record in it."""
+    last: int
+    """Sample number of the last."""
+
+    def to_json(self) -> dict[str, Json]:
+        """The keys that scripts rely on."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Making:
+    """What the files of an export are made of and in."""
+
+    folder: Path
+    records: Records
+    wrote: Callable[[int], None]
+    """Told of bytes as they are written."""
+
+    def file(self, name: str, between: tuple[int, int], pieces: Iterator[Any]) -> ExportedFile:
+        """Write one file; `between`: the places of the records in it.
+
+        Raises:
+            ResourceError: No space left.
+        """
+        digest, size = hashlib.sha256(), 0
+        with explained(self.folder), (self.folder / name).open("xb", buffering=0) as file:
+            for piece in pieces:
+                data = memoryview(piece).cast("B")
+                at = 0
+                while at < len(data):
+                    at += file.write(data[at:])
+                digest.update(data)
+                size += len(data)
+                self.wrote(len(data))
+        numbers = self.records.numbers(*between)
+        return ExportedFile(
+            file=name,
+            bytes=size,
+            sha256=digest.hexdigest(),
+            records=between[1] - between[0],
+            first=int(numbers[0]),
+            last=int(numbers[-1]),
+        )
+
+    def values(
+        self, tensor: ExportTensor, between: tuple[int, int], lengths: NDArray[np.int64] | None
+    ) -> Iterator[Any]:
+        """The bytes of a tensor over the records at places `between`; `lengths`: theirs, if it is ragged."""
+        if tensor.part == "index":
+            yield self.records.numbers(*between).astype("<i8").data
+        elif tensor.part == "values":
+            to = tensor.shape[1] if tensor.padded else None
+            yield from self.records.pieces(tensor.field, tensor.dtype, *between, padded_to=to)
+        elif lengths is not None:
+            both = {"lengths": lengths, "offsets": np.concatenate([[0], np.cumsum(lengths)])}
+            yield both[tensor.part].astype("<i8").data
+
 
 MANIFEST = "manifest.json"
 SPARE_BYTES = 16 * MIB
@@ -123,7 +206,7 @@ def export_cache(
     total = sum(tensor.nbytes for tensor in _tensors(fields, settings, records.count, lengths))
     with _made(out, total) as folder:
         making = Making(folder=folder, records=records, wrote=_teller(progress, total))
-        write = {"safetensors": safetensors_files.write, "tensordict": tensordict_files.write}[settings.to]
+        write = {"safetensors": write_safetensors, "tensordict": write_tensordict}[settings.to]
         files = write(making, fields, settings, lengths)
         report = ExportReport(
             path=str(out),
@@ -144,10 +227,10 @@ def export_cache(
 
 def _tensors(
     fields: Schema, settings: ExportSettings, count: int, lengths: Mapping[str, NDArray[np.int64]]
-) -> list[Tensor]:
+) -> list[ExportTensor]:
     if settings.to == "tensordict":
-        return tensordict_files.tensors(fields, settings, count, lengths)
-    files = safetensors_files.stretches(fields, settings, count, lengths)
+        return tensors(fields, settings, count, lengths)
+    files = stretches(fields, settings, count, lengths)
     return [tensor for tensors in files for tensor in tensors]
 
 
@@ -239,3 +322,160 @@ def _check_room(out: Path, size_bytes: int) -> None:
         reserve_bytes=SPARE_BYTES,
         advice="choose another folder, or export a part (records, fields)",
     )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Plain safetensors files: each field one tensor over all records, or over those in a file of several.
+#
+# One file is `records.safetensors`. Several have the form in which large models are published: files
+# `records-00001-of-00003.safetensors`, tensors named apart by the file's number (`latent.00001`), and
+# `records.safetensors.index.json`, which says in which file each tensor is.
+
+
+NAME = "records"
+ALIGN = 8
+"""Tensors of the widest items come first, after a header of a multiple of this: all of them lie aligned."""
+
+
+def stretches(
+    fields: Schema, settings: ExportSettings, count: int, lengths: Mapping[str, NDArray[np.int64]]
+) -> list[list[ExportTensor]]:
+    """The tensors of each file; `lengths`: of all records, per ragged field."""
+    longest = {name: int(own.max(initial=0)) for name, own in lengths.items()}
+    return [
+        tensors_of(fields, settings, end - begin, _between(lengths, begin, end), longest)
+        for begin, end in bounds(fields, settings, count, lengths)
+    ]
+
+
+def bounds(
+    fields: Schema, settings: ExportSettings, count: int, lengths: Mapping[str, NDArray[np.int64]]
+) -> list[tuple[int, int]]:
+    """The places of the records in each file."""
+    longest = {name: int(own.max(initial=0)) for name, own in lengths.items()}
+    nothing = {name: np.zeros(1, np.int64) for name in lengths}
+    one = sum(tensor.nbytes for tensor in tensors_of(fields, settings, 1, nothing, longest))
+    if settings.ragged == "pad" or not lengths:
+        return cut(one, count, settings.file_bytes)
+    sizes = np.full(count, one, np.int64)
+    for tensor in tensors_of(fields, settings, 1, {name: np.ones(1, np.int64) for name in lengths}, longest):
+        if tensor.field in lengths and tensor.part == "values":
+            sizes += lengths[tensor.field] * tensor.nbytes
+    return cut(sizes, count, settings.file_bytes)
+
+
+def write_safetensors(
+    making: Making, fields: Schema, settings: ExportSettings, lengths: Mapping[str, NDArray[np.int64]]
+) -> list[ExportedFile]:
+    """Write all files; returns what they are, the index apart.
+
+    Raises:
+        StokerError: As `Records.pieces`; or there is no room.
+    """
+    cuts = bounds(fields, settings, making.records.count, lengths)
+    of_each = stretches(fields, settings, making.records.count, lengths)
+    found: list[ExportedFile] = []
+    weight_map: dict[str, str] = {}
+    for i, (between, tensors) in enumerate(zip(cuts, of_each, strict=True), 1):
+        name = f"{NAME}-{i:05d}-of-{len(cuts):05d}.safetensors" if len(cuts) > 1 else f"{NAME}.safetensors"
+        suffix = f".{i:05d}" if len(cuts) > 1 else ""
+        own = _between(lengths, *between)
+        found.append(making.file(name, between, _pieces(making, tensors, between, own, suffix)))
+        weight_map |= {tensor.name + suffix: name for tensor in tensors}
+    if len(cuts) > 1:
+        total = sum(tensor.nbytes for tensors in of_each for tensor in tensors)
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+        (making.folder / f"{NAME}.safetensors.index.json").write_text(text + "\n")
+    return found
+
+
+def _between(lengths: Mapping[str, NDArray[np.int64]], begin: int, end: int) -> dict[str, NDArray[np.int64]]:
+    return {name: own[begin:end] for name, own in lengths.items()}
+
+
+def _pieces(
+    making: Making,
+    tensors: list[ExportTensor],
+    between: tuple[int, int],
+    lengths: Mapping[str, NDArray[np.int64]],
+    suffix: str,
+) -> Iterator[Any]:
+    """The bytes of one file."""
+    ordered = sorted(tensors, key=lambda tensor: (-DTYPE_BYTES[tensor.dtype], tensor.name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in ordered:
+        header[tensor.name + suffix] = {
+            "dtype": TENSOR_DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // ALIGN) * ALIGN)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in ordered:
+        yield from making.values(tensor, between, lengths.get(tensor.field))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The memory-mapped layout of tensordict: `TensorDict.load_memmap(folder)` reads it back.
+#
+# A file of raw values per tensor, `<name>.memmap`, and `meta.json`, which has shape and dtype of each and
+# the batch size. Written by its documented form, so that tensordict need not be installed here.
+
+
+META = "meta.json"
+TAKEN = ("shape", "device")
+"""What `meta.json` says of the whole, beside the names of tensors. Others of its own begin with `_`."""
+
+
+def tensors(
+    fields: Schema, settings: ExportSettings, count: int, lengths: Mapping[str, NDArray[np.int64]]
+) -> list[ExportTensor]:
+    """The tensors; `lengths`: of all records, per ragged field.
+
+    Raises:
+        ConfigError: A name cannot be one of a file, or means something else in `meta.json`.
+    """
+    longest = {name: int(own.max(initial=0)) for name, own in lengths.items()}
+    found = tensors_of(fields, settings, count, lengths, longest)
+    for tensor in found:
+        if tensor.name in TAKEN or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", tensor.name):
+            raise ConfigError(
+                f"export: a field is called {tensor.name!r}, which the layout of tensordict has no file name "
+                f"for. Leave it out with {arg('fields', setting='--fields')}, or export to safetensors"
+            )
+    return found
+
+
+def write_tensordict(
+    making: Making, fields: Schema, settings: ExportSettings, lengths: Mapping[str, NDArray[np.int64]]
+) -> list[ExportedFile]:
+    """Write a file for each tensor, then `meta.json`.
+
+    Raises:
+        StokerError: As `Records.pieces`; or there is no room.
+    """
+    count = making.records.count
+    meta: dict[str, Any] = {}
+    found: list[ExportedFile] = []
+    for tensor in tensors(fields, settings, count, lengths):
+        meta[tensor.name] = {
+            "device": "cpu",
+            "shape": list(tensor.shape),
+            "dtype": f"torch.{tensor.dtype}",
+            "is_nested": False,
+        }
+        if tensor.nbytes:  # a file of no bytes cannot be mapped: the shape says it all
+            pieces = making.values(tensor, (0, count), lengths.get(tensor.field))
+            found.append(making.file(f"{tensor.name}.memmap", (0, count), pieces))
+    # Steps of nested records are not as many as records: then the whole has no batch dimension.
+    nested = bool(lengths) and settings.ragged == "nested"
+    meta |= {
+        "shape": [] if nested else [count],
+        "device": "cpu",
+        "_type": "<class 'tensordict._td.TensorDict'>",
+    }
+    (making.folder / META).write_text(json.dumps(meta) + "\n")
+    return found

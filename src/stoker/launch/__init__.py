@@ -10,8 +10,8 @@ client.py      the provider's REST interface
 vast.py        search, up, status, logs, down
 """
 
-from stoker.launch.client import VastClient
 from stoker.launch.plan import Launch, plan_launch
 from stoker.launch.script import StartScript
+from stoker.launch.vast import VastClient
 
 __all__ = ["Launch", "StartScript", "VastClient", "plan_launch"]

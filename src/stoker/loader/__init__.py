@@ -22,13 +22,11 @@ keyed.py       random numbers for transforms, by example; draws.py, subsets.py: 
 """
 
 from stoker.loader.batch import RecordBatch, TaskBatch, WindowBatch
-from stoker.loader.draws import Weights
 from stoker.loader.fused import Normalise
 from stoker.loader.loader import Loader
 from stoker.loader.mixture import Mixture
-from stoker.loader.points import PointBatch
-from stoker.loader.ragged import Pad
-from stoker.loader.subsets import subset
+from stoker.loader.order import Weights, subset
+from stoker.loader.points import Pad, PointBatch
 from stoker.loader.windows import Windows
 
 __all__ = [

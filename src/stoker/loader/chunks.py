@@ -22,10 +22,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.loader.memory import Memory
 from stoker.loader.order import Ids, Order
 from stoker.loader.outputs import RECORD
-from stoker.loader.ranks import Share
+from stoker.loader.places import Share
+from stoker.loader.tiers import Memory
 from stoker.loader.windows import Examples
 from stoker.runtime.threads import Pool, Ticket
 

@@ -11,23 +11,22 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, UncountedError, arg
 from stoker.loader import state as states
-from stoker.loader.ahead import Strips, Turn
-from stoker.loader.arguments import (
+from stoker.loader.design import Design
+from stoker.loader.filling import FillingPass, begin_filling_pass
+from stoker.loader.fused import Normalise
+from stoker.loader.options import (
     Options,
     check_cache,
     refuse_workers,
     take_dataloader_arguments,
 )
-from stoker.loader.draws import Weights
-from stoker.loader.engine import Design
-from stoker.loader.filling import FillingPass, begin_filling_pass
-from stoker.loader.fused import Normalise
-from stoker.loader.mend import Mender
-from stoker.loader.place import EpochIterable, Place
+from stoker.loader.order import Weights
 from stoker.loader.places import joined_indices
-from stoker.loader.ragged import Ragged
+from stoker.loader.points import Ragged
+from stoker.loader.prefetch import Strips, Turn
+from stoker.loader.serving import Mender, Serving, Whole
+from stoker.loader.state import EpochIterable, Place
 from stoker.loader.transform import Columns, Finish, FixedBatch, Transform
-from stoker.loader.whole import Serving, Whole
 from stoker.loader.windows import Windows
 from stoker.plan import Plan
 from stoker.schema import Json
@@ -36,7 +35,7 @@ from stoker.units import format_bytes, format_count
 if TYPE_CHECKING:
     from stoker.monitor.meter import StallMeter
     from stoker.store import Cache
-    from stoker.store.blocks import Verify
+    from stoker.store.shard import Verify
 
 
 class Loader(EpochIterable):

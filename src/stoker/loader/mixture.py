@@ -2,30 +2,425 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial, reduce
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+import numpy as np
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stoker.errors import ConfigError, arg
-from stoker.loader import mixture_state as states
-from stoker.loader.arguments import refuse_unknown, refuse_workers
+from stoker.loader import state as states
 from stoker.loader.batch import RecordBatch, TaskBatch, WindowBatch
-from stoker.loader.conditions import find_conditions
-from stoker.loader.loader import Loader, complete, follow, is_beside, pass_from
-from stoker.loader.members import make_members
-from stoker.loader.place import EpochIterable, Place
-from stoker.loader.state import VERSION
-from stoker.loader.turns import Exhausted, Mode, Turns, check_mode, make_turns, shares_of
+from stoker.loader.design import Design, completed
+from stoker.loader.loader import Loader, complete, design_of, follow, is_beside, pass_from
+from stoker.loader.options import check_cache, refuse_unknown, refuse_workers
+from stoker.loader.outputs import RECORD, Compute, Output, Role
+from stoker.loader.state import VERSION, EpochIterable, Place
+from stoker.loader.turns import Exhausted, Lap, Mode, Turns, check_mode, make_turns, member_seed, shares_of
 from stoker.schema import Json
+from stoker.sources.given import shown
+from stoker.store import Cache
+from stoker.store.joins import Joint, same_fields, served_schema
 from stoker.units import format_count
 
 if TYPE_CHECKING:
     from stoker.monitor.meter import StallMeter
-    from stoker.store import Cache
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The loaders that a mixture is put together from: made of caches, or taken as they are.
+
+
+REFUSED = {
+    "indices": "sample numbers are of one cache",
+    "static": "its batches have the shapes of several caches",
+}
+"""Settings of a `Loader` that have no meaning for several caches at once, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Members:
+    """What a mixture serves from."""
+
+    names: tuple[str, ...]
+    """Of the caches, in the order given."""
+    caches: tuple[Cache, ...]
+    loaders: Mapping[str, Loader]
+    """By name; where batches hold examples of several caches, the one loader of all of them."""
+    joint: Joint | None
+    """The caches as one, where batches hold examples of several of them."""
+
+    @property
+    def designs(self) -> dict[str, Design]:
+        """What was decided about each loader."""
+        return {name: design_of(loader) for name, loader in self.loaders.items()}
+
+    @property
+    def laps(self) -> dict[str, Lap]:
+        """One pass over each loader."""
+        return {name: _lap_of(loader) for name, loader in self.loaders.items()}
+
+    @property
+    def sequential(self) -> bool:
+        """Whether every loader serves in sample order."""
+        return all(design.order.kind.kind == "sequential" for design in self.designs.values())
+
+    @property
+    def windowed(self) -> bool:
+        """Whether examples are windows."""
+        return next(iter(self.designs.values())).windowed
+
+    def whose(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Place of the cache of each example of a joint batch, and its `index` in that cache."""
+        assert self.joint is not None
+        offsets = _on(index.device, self.joint.offsets)
+        own = index.clone()
+        numbers = own.view(len(own), -1)[:, 0]
+        tasks = torch.bucketize(numbers.contiguous(), offsets, right=True).sub_(1)
+        numbers.sub_(offsets[tasks])
+        return tasks, own
+
+
+def make_members(
+    given: Sequence[Cache | Loader],
+    names: Sequence[str] | None,
+    *,
+    in_one_batch: bool | None,
+    full_batches: bool,
+    seed: int,
+    settings: Mapping[str, Any],
+) -> Members:
+    """Loaders for what was given.
+
+    Args:
+        given: Caches, for which loaders are made, or loaders.
+        names: One for each; None: the caches' own.
+        in_one_batch: Whether a batch may hold examples of several caches; None: where that can be.
+        full_batches: Passes are made of full batches, wherever there is one.
+        seed: Each loader gets one of its own that is made from it.
+        settings: Of the loaders that are made.
+
+    Raises:
+        ConfigError: Nothing was given, names repeat, or the loaders do not fit together.
+        StokerError: As `Loader`.
+    """
+    _check_given(given, settings)
+    called = _names([_cache_of(one) for one in given], names)
+    made = any(isinstance(one, Loader) for one in given)
+    if in_one_batch and made:
+        raise ConfigError(
+            "mix='example' puts examples of several caches into one batch, which takes caches: a Loader "
+            "makes batches of its own. Give the caches, or mix='batch'"
+        )
+    filling = [_cache_of(one) for one in given if isinstance(one, Cache) and _being_filled(one)]
+    if in_one_batch and filling:
+        raise ConfigError(
+            "mix='example' shuffles the examples of all caches together, which takes complete ones, and "
+            f"{filling[0].path} is being filled. Leave {arg('wait', False)} out of its "
+            "precompute, or give mix='batch'"
+        )
+    if filling:
+        in_one_batch = False
+    whole = [one if isinstance(one, Loader) or one in filling else completed(one) for one in given]
+    caches = [_cache_of(one) for one in whole]
+    joint = None
+    if (not made and same_fields(caches)) if in_one_batch is None else in_one_batch:
+        joint = Joint(caches)
+        loaders = {"+".join(called): Loader(joint, seed=seed, **settings)}
+    else:
+        loaders = _loaders(dict(zip(called, whole, strict=True)), seed, settings, full_batches=full_batches)
+    members = Members(names=called, caches=tuple(caches), loaders=loaders, joint=joint)
+    _check_together(members)
+    return members
+
+
+def _loaders(
+    given: Mapping[str, Cache | Loader], seed: int, settings: Mapping[str, Any], *, full_batches: bool
+) -> dict[str, Loader]:
+    """The loaders by name; each is planned into the memory that those before it leave (`plan.ledger`)."""
+    loaders: dict[str, Loader] = {}
+    for place, (name, one) in enumerate(given.items()):
+        if isinstance(one, Loader):
+            loaders[name] = one
+            continue
+        loader = Loader(one, seed=member_seed(seed, place), **settings)
+        lap = _lap_of(loader)
+        short = lap.tail > 0 or is_beside(loader)  # where samples may yet prove to be quarantined
+        if full_batches and lap.whole and short and settings.get("drop_last") is None:
+            full: dict[str, Any] = {**settings, "drop_last": True}
+            loader = Loader(one, seed=member_seed(seed, place), **full)
+        loaders[name] = loader
+    return loaders
+
+
+def _cache_of(one: Cache | Loader) -> Cache:
+    return one.dataset if isinstance(one, Loader) else one
+
+
+def _check_given(given: object, settings: Mapping[str, Any]) -> None:
+    if isinstance(given, Cache | Loader):
+        raise ConfigError(f"a mixture is of several caches or Loaders, got {given!r}. Give a list of them")
+    several = isinstance(given, Collection) and not isinstance(given, str | bytes | bytearray | Mapping)
+    members = cast("Collection[object]", given) if several else ()
+    if not members:
+        raise ConfigError(
+            f"a mixture is of caches or Loaders, got {shown(given)}. Give a list of them, each as "
+            "stoker.open_cache(path) opens it"
+        )
+    for one in members:
+        if isinstance(one, Loader):
+            design_of(one)  # which refuses one whose batches nobody can count
+        else:
+            check_cache(one, "a member of the mixture")
+    if settings and all(isinstance(one, Loader) for one in members):
+        raise ConfigError(
+            f"{', '.join(settings)}: settings of loaders that are made already. Give them to Loader(...)"
+        )
+    for name, why in REFUSED.items():
+        if settings.get(name) is not None:
+            raise ConfigError(f"{name}= means nothing in a mixture: {why}. Give Loaders made with {name}=")
+
+
+def _being_filled(cache: Cache) -> bool:
+    """Whether a process is at it; who takes it from there serves it meanwhile."""
+    return not cache.complete and cache.filling is not None and not cache.filling.done()
+
+
+def _names(caches: Sequence[Cache], names: Sequence[str] | None) -> tuple[str, ...]:
+    called = tuple(cache.name for cache in caches) if names is None else tuple(map(str, names))
+    if len(called) != len(caches):
+        raise ConfigError(f"{len(called)} names for {len(caches)} caches. Give one name for each")
+    twice = [name for name, count in Counter(called).items() if count > 1]
+    if twice:
+        raise ConfigError(f"several caches are called {twice[0]!r}. Give each a name of its own with names=")
+    return called
+
+
+def _check_together(members: Members) -> None:
+    """Refuse loaders that cannot take turns.
+
+    Raises:
+        ConfigError: They differ in rank, world, device, or whether they serve windows.
+    """
+    designs = members.designs
+    first = next(iter(designs))
+    for name, design in designs.items():
+        if design.cuts is not None:
+            raise ConfigError(
+                f"the loader of {name!r} cuts windows from fields of points, whose batches no mixture joins. "
+                "Iterate over that Loader by itself, or mix caches of latents (encoder.kind=mesh)"
+            )
+        for what, a, b in (
+            ("rank", designs[first].share.rank, design.share.rank),
+            ("world", designs[first].share.world, design.share.world),
+            ("device", str(designs[first].device), str(design.device)),
+            ("windows", designs[first].windowed, design.windowed),
+        ):
+            if a != b:
+                raise ConfigError(
+                    f"the loaders of {first!r} and {name!r} differ in {what}: {a} and {b}. "
+                    "Loaders of one mixture agree in rank, world, device, and whether they cut windows"
+                )
+
+
+@cache
+def _on(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
+    """The numbers as int64 on a device."""
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def _lap_of(loader: Loader) -> Lap:
+    design = design_of(loader)
+    share = design.share
+    if share.contiguous:  # every rank has steps of its own
+        return Lap(whole=share.steps(), tail=0, step=share.step)
+    # Beside a filling whatever is known of it by now: turns must not depend on when they are laid out.
+    positions = design.order.positions if is_beside(loader) else share.positions
+    return Lap(whole=positions // share.step, tail=positions % share.step, step=share.step)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Conditions of several caches under one roof: the same names, widths and dtypes in every batch.
+#
+# A name that a cache lacks is given as zeros with a mask that says so; one that is narrower there is filled
+# up with zeros. Names come sorted, so the order of the caches decides nothing.
+
+
+OURS = ("task", "tasks", "mask")
+"""What a mixture adds to a batch of whole records."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """One condition as batches of a mixture have it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of one example: that of every cache that has it, or the widest one's `(C,)`."""
+    dtype: torch.dtype
+    """The narrowest that holds the values of all caches."""
+    shapes: tuple[tuple[int, ...] | None, ...]
+    """Its shape in each cache; None where it has none."""
+    same_dtype: bool
+    """All caches that have it have it in this dtype."""
+
+
+class Conditions:
+    """All conditions of a mixture, sorted by name."""
+
+    def __init__(self, conditions: Sequence[Condition], raw: Sequence[frozenset[str]] = ()) -> None:
+        """`raw` names per cache the kept raw fields: no conditions, they stay in its own batches alone."""
+        self._all, self._raw = tuple(conditions), tuple(raw)
+        members = range(len(self._all[0].shapes) if self._all else 0)
+        self._as_it_is = {
+            member: {one.name for one in self._all if one.shapes[member] == one.shape and one.same_dtype}
+            for member in members
+        }
+        self._masks: dict[tuple[int, int, torch.device], dict[str, Tensor]] = {}
+        self._tasks: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, sorted."""
+        return tuple(one.name for one in self._all)
+
+    def tasks(self, member: int, index: Tensor) -> Tensor:
+        """`member` for every example, as masks are given."""
+        key = (member, len(index), index.device)
+        if key not in self._tasks:
+            with torch.inference_mode(False):  # it outlives the caller's mode
+                self._tasks[key] = torch.tensor(member, device=index.device).expand(len(index))
+        return self._tasks[key]
+
+    def align(self, member: int, own: Mapping[str, Tensor], index: Tensor) -> tuple[dict[str, Tensor], ...]:
+        """Conditions and masks of a batch by name. Masks are the same for every batch of a size and cache,
+        so they are given without memory of their own: writing to one is an error.
+
+        Args:
+            member: Place of the batch's cache.
+            own: The batch's values.
+            index: Tells size and device.
+        """
+        as_it_is = self._as_it_is.get(member, ())
+        values = {
+            one.name: own[one.name] if one.name in as_it_is else _fitted(one, member, own, index)
+            for one in self._all
+        }
+        if self._raw:
+            values |= {name: own[name] for name in self._raw[member]}
+        key = (member, len(index), index.device)
+        if key not in self._masks:
+            with torch.inference_mode(False):
+                self._masks[key] = {one.name: _mask(one, member, index) for one in self._all}
+        return values, self._masks[key].copy()
+
+
+def _fitted(one: Condition, member: int, own: Mapping[str, Tensor], index: Tensor) -> Tensor:
+    """Values of a cache in the shape and dtype of all; zeros where it has none."""
+    shape = one.shapes[member]
+    if shape is None:
+        return torch.zeros((len(index), *one.shape), dtype=one.dtype, device=index.device)
+    value = own[one.name].to(one.dtype)
+    if shape == one.shape:
+        return value
+    value = value.reshape(len(index), -1)
+    return F.pad(value, (0, one.shape[0] - value.shape[1]))
+
+
+def _mask(one: Condition, member: int, index: Tensor) -> Tensor:
+    shape, row = one.shapes[member], torch.zeros(one.shape, dtype=torch.bool, device="cpu")
+    if shape == one.shape:
+        row.fill_(True)
+    elif shape is not None:
+        row[: _width(shape)] = True
+    return row.to(index.device).expand(len(index), *one.shape)
+
+
+def find_conditions(designs: Mapping[str, Design]) -> Conditions:
+    """The conditions of the caches that `designs` serve.
+
+    With windows these are all but the field they are cut from; of whole records those without time that hold
+    one number or a row of numbers, since only these can stand beside those of another cache.
+
+    Raises:
+        ConfigError: A field of whole records has a name that batches of a mixture give to something else.
+    """
+    for name, design in designs.items():
+        if design.windows is not None and isinstance(design.windows.field, tuple):
+            raise ConfigError(
+                f"windows of {name!r} have several state fields, {', '.join(design.windows.field)}, which a "
+                "mixture cannot line up with those of other caches. Name one field in Windows(field=...)"
+            )
+    found = [_outputs_of(design) for design in designs.values()]
+    for name, design in designs.items():
+        taken = [own for own in OURS if not design.windowed and own in served_schema(design.cache)]
+        if taken:
+            raise ConfigError(
+                f"records of {name!r} have a field {taken[0]!r}, a name that batches of a mixture give to "
+                "something else. Give the field another name in its source"
+            )
+    names = sorted({name for outputs in found for name in outputs})
+    raw = [frozenset(_kept_by(design)) for design in designs.values()]
+    return Conditions([_condition(name, found) for name in names], raw if any(raw) else ())
+
+
+def _kept_by(design: Design) -> list[str]:
+    """Names under which batches of windows give what is no condition: kept raw fields, a mask."""
+    schema = design.cache.schema
+    return [
+        o.name
+        for o in design.outputs
+        if design.windowed and (schema[o.field].kept or o.compute is Compute.MASK)
+    ]
+
+
+def _outputs_of(design: Design) -> dict[str, Output]:
+    outputs, columns = design.outputs, _column_outputs(design)
+    if design.windowed:
+        kept = _kept_by(design)
+        conditions = [output for output in outputs if output.role is Role.FIELD]
+        return {o.name: o for o in (*conditions, *columns) if o.name not in kept}
+    schema = served_schema(design.cache)
+    own = (*outputs, *columns)
+    return {o.name: o for o in own if not (schema[o.field].time or o.ragged or len(o.shape) > 1)}
+
+
+def _column_outputs(design: Design) -> list[Output]:
+    """The columns of a table as batches have them: beside windows as `(B, C)`."""
+    joined = design.cache.joined
+    found = {} if joined is None else joined.values
+    return [
+        Output(
+            name=name,
+            field=name,
+            index=RECORD,
+            shape=(int(np.prod(values.shape[1:])),) if design.windowed else tuple(values.shape[1:]),
+            dtype=values.dtype,
+        )
+        for name, values in found.items()
+    ]
+
+
+def _condition(name: str, found: Sequence[Mapping[str, Output]]) -> Condition:
+    own = [outputs[name] for outputs in found if name in outputs]
+    shapes, dtypes = {output.shape for output in own}, {output.cast or output.dtype for output in own}
+    return Condition(
+        name=name,
+        shape=shapes.pop() if len(shapes) == 1 else (max(map(_width, shapes)),),
+        dtype=reduce(torch.promote_types, dtypes),
+        shapes=tuple(outputs[name].shape if name in outputs else None for outputs in found),
+        same_dtype=len(dtypes) == 1,
+    )
+
+
+def _width(shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape, dtype=np.int64))
 
 
 class Mixture(EpochIterable):
@@ -182,7 +577,7 @@ class Mixture(EpochIterable):
             if name in self.loaders:
                 follow(self.loaders[name], one)
         self._turns = self._arranged()
-        self._place.restore(states.restore(state, self.state_dict(), self._turns.steps))
+        self._place.restore(states.restore_mixture(state, self.state_dict(), self._turns.steps))
         self._beside = state.get("beside")
 
     def only(self, name: str) -> Iterator[Any]:

@@ -13,12 +13,13 @@ its orders without a number crossing from the host. Nothing waits for the device
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -26,9 +27,78 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.errors import ConfigError, arg
-from stoker.loader.buffers import sent
-from stoker.loader.draws import without_repeats
-from stoker.splitmix import GAMMA, keys_of, mix, mix_, remainders, shifted, signed, stream
+from stoker.loader.batch import sent
+from stoker.splitmix import (
+    GAMMA,
+    MASK,
+    MIX_A,
+    MIX_B,
+    Salt,
+    keys_of,
+    mix,
+    mix_,
+    remainders,
+    shifted,
+    signed,
+    stream,
+)
+
+if TYPE_CHECKING:
+    from stoker.store import Cache
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Examples drawn by weight: how often is asked for, and draws without repeats.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Weights:
+    """How often each record is drawn: for `weights=`, where numbers alone do not say enough."""
+
+    values: Sequence[float] | NDArray[Any] = field(kw_only=False)
+    """One per stored record in number order, or per entry of `indices=`; at least 0, not all 0."""
+    samples: int | None = None
+    """Examples of an epoch; None: as many as there are."""
+    replacement: bool = True
+    """Whether an example may be drawn again in the same epoch."""
+
+    def __post_init__(self) -> None:
+        """Refuse an epoch without examples."""
+        if self.samples is not None and self.samples < 1:
+            raise ConfigError(f"Weights(samples={self.samples}). Expected at least 1, or None")
+
+
+def without_repeats(
+    weights: NDArray[np.float64], keys: NDArray[np.uint64], samples: int
+) -> NDArray[np.int64]:
+    """Draw `samples` examples one after another by weight, each from those that are left.
+
+    The lowest of exponential numbers, each divided by its weight (Efraimidis and Spirakis, 2006).
+
+    Args:
+        weights: One per example; `samples` of them at least are above 0.
+        keys: Random, one per example.
+    """
+    possible = np.flatnonzero(weights)
+    uniform = ((keys[possible] >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    times = -natural_log(uniform) / weights[possible]
+    return possible[np.argsort(times, kind="stable")[:samples]]
+
+
+def natural_log(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The logarithm by additions, products and quotients alone, to 15 digits: the same bits on every machine.
+
+    A library's differs in the last bit from one processor to the next, and so would the order of examples.
+    """
+    mantissa, exponent = np.frexp(values)
+    small = mantissa < np.sqrt(0.5)
+    mantissa, exponent = np.where(small, 2 * mantissa, mantissa), exponent - small
+    ratio = (mantissa - 1) / (mantissa + 1)
+    square, total = ratio * ratio, np.zeros_like(ratio)
+    for odd in range(21, 0, -2):
+        total = total * square + 1 / odd
+    return 2 * ratio * total + exponent * 0.6931471805599453
+
 
 SORTED_LIMIT = 1 << 27
 """Up to this many examples an order is sorted (8 bytes each); above, computed by position. Part of the order,
@@ -458,3 +528,95 @@ def permutation_on(device: torch.device, count: int, base: int) -> Tensor:
 def _low_bits(count: int) -> int:
     """The bits of a key that hold a number below `count`."""
     return (1 << max(1, (count - 1).bit_length())) - 1
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Parts of a cache that stand for the whole.
+
+
+def subset(cache: Cache, fraction: float, *, seed: int = 0) -> NDArray[np.int64]:
+    """Sample numbers of a part of the stored records, sorted, for `indices=`.
+
+    Each part of the source (a file, say) gives its share, to within one record. A smaller fraction with the
+    same seed is a part of a larger one, so that runs on 1 %, 10 % and all of the data are comparable.
+
+    Raises:
+        ConfigError: `fraction` is not above 0 and at most 1.
+    """
+    if isinstance(fraction, str) or not 0 < fraction <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"subset: fraction {fraction!r}. Expected a number above 0 and at most 1")
+    numbers = cache.numbers
+    keys = keys_of(stream(seed, 0, Salt.SUBSET), numbers)
+    ends = np.array([part.offset + part.count for part in cache.recipe.parts])
+    part = np.searchsorted(ends, numbers, side="right")
+    shuffled = np.lexsort((keys, part))
+    sizes = np.bincount(part)
+    first = np.cumsum(sizes) - sizes
+    # The place of each record among those of its part, 0..1: taking the lowest takes the same share of each.
+    place = (np.arange(len(numbers)) - first[part[shuffled]] + 0.5) / sizes[part[shuffled]]
+    lowest = np.lexsort((keys[shuffled], place))[: max(1, round(fraction * len(numbers)))]
+    return np.sort(numbers[shuffled[lowest]])
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Random numbers for transforms: row `i` depends on key `i` alone, never on how many rows there are.
+#
+# splitmix64 with an increment of its own per key (`split` of Steele, Lea, Flood, OOPSLA 2014). Integers are
+# equal on every device and machine; so are uniform numbers, which are exact in float32. Normal numbers go
+# through the device's logarithm and cosine, and are equal on one kind of device.
+
+
+MASK_32 = (1 << 32) - 1
+
+
+def example_keys(seed: int, epoch: int, examples: Tensor) -> Tensor:
+    """The random key of each example in this epoch, int64, on the device of `examples`."""
+    return keys_of(stream(seed, epoch, Salt.TRANSFORM), examples)
+
+
+def child_keys(keys: Tensor, place: int) -> Tensor:
+    """Keys of their own for part `place` of whatever `keys` stand for; same shape.
+
+    A transform that draws for several purposes uses one child for each, so that none repeats another.
+    """
+    return mix_(mix_(keys + signed(GAMMA)) + signed(MIX_A * (place + 1) & MASK))
+
+
+def bits(keys: Tensor, count: int) -> Tensor:
+    """`(B, count)` int64, all 64 bits random; column `j` is the same whatever `count` is.
+
+    Args:
+        keys: `(B,)` int64, as a transform is given them.
+    """
+    steps = mix_(keys ^ signed(MIX_B)) | 1
+    places = torch.arange(1, count + 1, device=keys.device)
+    return mix_(torch.addcmul(keys[:, None], steps[:, None], places))
+
+
+def uniform(keys: Tensor, count: int) -> Tensor:
+    """`(B, count)` float32, multiples of 2^-24 in [0, 1)."""
+    return shifted(bits(keys, count), 40).to(torch.float32).mul_(2.0**-24)
+
+
+def integers(keys: Tensor, count: int, below: int) -> Tensor:
+    """`(B, count)` int64 from 0 to `below - 1`, each as likely as another to within `below` / 2^32.
+
+    Raises:
+        ConfigError: `below` is not between 1 and 2^31.
+    """
+    if not 1 <= below <= 1 << 31:
+        raise ConfigError(f"integers below {below} cannot be drawn. Expected 1 to {1 << 31}")
+    return shifted(bits(keys, count), 32).mul_(below).bitwise_right_shift_(32)
+
+
+def normal(keys: Tensor, count: int) -> Tensor:
+    """`(B, count)` float32 of mean 0 and deviation 1, at most 6.8 in size.
+
+    Box and Muller (1958): the halves of one word give radius and angle of two numbers.
+    """
+    words = bits(keys, (count + 1) // 2)
+    radius = shifted(words, 32).to(torch.float32).add_(0.5).mul_(2.0**-32)
+    radius.log_().mul_(-2).clamp_min_(0).sqrt_()
+    angle = words.bitwise_and_(MASK_32).to(torch.float32).mul_(math.tau * 2.0**-32)
+    pairs = torch.stack((angle.cos().mul_(radius), angle.sin_().mul_(radius)), dim=-1)
+    return pairs.reshape(len(keys), -1)[:, :count]

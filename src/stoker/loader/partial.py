@@ -29,13 +29,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.loader.chunks import Chunk, Locator, host
-from stoker.loader.device import begin_thread
 from stoker.loader.disk import READ_DEADLINE_S, DiskBatches
-from stoker.loader.gather import STRIP_BATCHES, RaggedGather
-from stoker.loader.kernels.choose import twin_for
-from stoker.loader.memory import Memory
+from stoker.loader.gather import STRIP_BATCHES, RaggedGather, twin_for
 from stoker.loader.outputs import RECORD, Output, view_for
 from stoker.loader.places import Places
+from stoker.loader.tiers import Memory, begin_thread
 from stoker.runtime.threads import Pool, Ticket
 from stoker.units import MIB
 

@@ -7,17 +7,19 @@ function of what it contains. Anything else that decides an example must be the 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import xxhash
 
-from stoker.errors import StaleStateError
+from stoker.errors import ConfigError, StaleStateError
+from stoker.loader.options import NOT_BY_NUMBER, whole_numbers
 from stoker.loader.transform import names_of
 from stoker.schema import Json
 
 if TYPE_CHECKING:
-    from stoker.loader.engine import Design
+    from stoker.loader.design import Design
     from stoker.loader.order import Order
 
 VERSION = 1
@@ -164,3 +166,169 @@ def note_transforms(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
             "made into batches in the new way",
             *(", ".join(map(str, names)) or "none" for names in (was, now)),
         )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# A mixture's state: a few numbers that say which step comes next, and what they depend on.
+
+
+_FREE = ("version", "epoch", "position", "generation", "fingerprint", NOTED)
+"""Entries of a loader's state that are no terms of it here: fingerprints are compared by cache."""
+
+
+def loaders_in(state: object) -> Mapping[str, dict[str, Any]]:
+    """The states of its loaders at their begin, by name, where a state has them."""
+    found = checked(state, "mixture", ()).get("loaders")
+    return cast("dict[str, dict[str, Any]]", found) if isinstance(found, dict) else {}
+
+
+def restore_mixture(state: object, here: Mapping[str, Any], steps: int) -> tuple[int, int]:
+    """Epoch and step of a saved state, after a check that they mean the same here.
+
+    Args:
+        here: The state of this mixture, wherever it is.
+        steps: Of an epoch.
+
+    Raises:
+        StaleStateError: Not a state of a mixture, or something that decides examples differs; names it.
+    """
+    there = checked(state, "mixture", here.keys() - {"beside"})
+    at = place_in(there, "step")
+    saved, caches = (dict(cast("list[list[str]]", one["caches"])) for one in (there, here))
+    different = _caches_that_differ(saved, caches)
+    if not different:
+        different = _loaders_that_differ(there["loaders"], here["loaders"], at[1])
+        different += [
+            f"{name} {there[name]!r} there, {here[name]!r} here"
+            for name in ("mode", "seed", "counts")
+            if there[name] != here[name]
+        ]
+    if different:
+        raise StaleStateError(
+            f"the saved state belongs to another mixture: {'; '.join(different)}. "
+            "Make the mixture as it was, or start the epoch again"
+        )
+    check_within(at, steps, "step")
+    for name, loader in here["loaders"].items():
+        note_transforms(there["loaders"][name], loader)
+    return at
+
+
+def _caches_that_differ(saved: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    if list(saved) != list(here):
+        return [f"caches {', '.join(saved)} there, {', '.join(here)} here"]
+    return [
+        f"cache {name!r} has fingerprint {saved[name]} there, {fingerprint} here"
+        for name, fingerprint in here.items()
+        if saved[name] != fingerprint
+    ]
+
+
+def _loaders_that_differ(there: Mapping[str, Any], here: Mapping[str, Any], position: int) -> list[str]:
+    different: list[str] = []
+    for name, terms in here.items():
+        saved = there.get(name, {})
+        free = [*_FREE, *(["world"] if terms["order"] != "sequential" or not position else [])]
+        different += [
+            f"{name!r} has {key} {saved.get(key)!r} there, {value!r} here"
+            for key, value in terms.items()
+            if key not in free and saved.get(key) != value
+        ]
+    return different
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Where a loader is in its epochs, and what trainers tell that to.
+
+
+class Place:
+    """Epoch and position of the next batch: what a pass moves, `set_epoch` sets and a state restores."""
+
+    def __init__(self) -> None:
+        self.at = (0, 0)
+        self._restored = False
+        """The next pass begins amid its epoch."""
+
+    def set_epoch(self, epoch: object) -> None:
+        """Have the next pass serve `epoch`; a restored position in this very epoch is kept.
+
+        Raises:
+            ConfigError: It is no number from 0 on.
+        """
+        (number,) = whole_numbers(epoch=epoch)
+        if number < 0:
+            raise ConfigError(f"epoch {number} is not one. Expected 0 or more")
+        if number != self.at[0]:
+            self.at, self._restored = (number, 0), False
+
+    def restore(self, at: tuple[int, int]) -> None:
+        """Have the next pass go on at `at`."""
+        self.at, self._restored = at, True
+
+    @property
+    def amid(self) -> bool:
+        """Whether the next pass goes on within an epoch, where a restored state was taken."""
+        return self._restored and self.at[1] > 0
+
+    def rewind(self) -> None:
+        """An iterator is asked for: an epoch whose pass was abandoned begins again."""
+        if not self._restored:
+            self.at = (self.at[0], 0)
+
+    def begin(self) -> tuple[int, int]:
+        """Where a pass begins whose first batch is asked for."""
+        self._restored = False
+        return self.at
+
+    def end(self, epoch: int, last: tuple[int, int]) -> None:
+        """A pass over `epoch` has no batch after `last`, even if that is not the end of the epoch."""
+        if self.at == last and last[0] == epoch:
+            self.at = (epoch + 1, 0)
+
+
+class EpochIterable(ABC):
+    """What loaders and mixtures have in common: epochs to set, and no items by number."""
+
+    _place: Place
+
+    @property
+    @abstractmethod
+    def batch_size(self) -> int:
+        """Examples in a full batch of this rank."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Batches of this rank in an epoch."""
+
+    @property
+    def sampler(self) -> EpochSetter:
+        """What trainers call `set_epoch` on."""
+        return EpochSetter(self)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self._place.at[0]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Have the next pass serve `epoch`; a restored position in this very epoch is kept."""
+        self._place.set_epoch(epoch)
+
+    def __getitem__(self, _: object) -> NoReturn:
+        """Refused: batches come in the order of an epoch."""
+        raise ConfigError(NOT_BY_NUMBER)
+
+
+class EpochSetter:
+    """Stands where a `DataLoader` has its sampler."""
+
+    def __init__(self, loader: EpochIterable) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        """Batches of this rank in an epoch, times the batch size at most."""
+        return len(self._loader) * self._loader.batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """As `Loader.set_epoch`."""
+        self._loader.set_epoch(epoch)

@@ -7,7 +7,6 @@ trackers.py  TensorBoard, W&B, MLflow; tracking.py runs each in a process and ne
 """
 
 from stoker.monitor.gpu import GpuAbsent, GpuSample, GpuSampler, open_gpu
-from stoker.monitor.journal import StallJournal
-from stoker.monitor.meter import StallMeter, StallReport
+from stoker.monitor.meter import StallJournal, StallMeter, StallReport
 
 __all__ = ["GpuAbsent", "GpuSample", "GpuSampler", "StallJournal", "StallMeter", "StallReport", "open_gpu"]

@@ -6,25 +6,31 @@ two figures differ. Nothing is written but the picture; reads are of the cache's
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stoker.config import Config
 from stoker.errors import ConfigError
 from stoker.loader import Loader, Windows
 from stoker.monitor import StallMeter
-from stoker.pipeline.build import device_of, tasks_of
+from stoker.pipeline.build import build_jobs, device_of, tasks_of
+from stoker.pipeline.caches import batch_size_of, locate, trajectory_steps, windows_for
+from stoker.pipeline.encode_batch import Settled, measure_jobs, settled_batch
 from stoker.pipeline.folders import require_writable
-from stoker.pipeline.locate import batch_size_of, locate, trajectory_steps, windows_for
-from stoker.plan import Plan, limits, probe
-from stoker.plan.limits import Limit
-from stoker.runtime.files import make_folder
-from stoker.schema import JsonResult
+from stoker.pipeline.loaders import encoders_of
+from stoker.plan import Plan, probe, rates
+from stoker.plan.rates import Limit
+from stoker.precompute.measure import EncodeBatch
+from stoker.runtime.files import make_folder, replacing
+from stoker.scale.ranks import ALONE
+from stoker.schema import Json, JsonResult
 from stoker.sources.files import canonical_split
 from stoker.store import Cache, open_cache
-from stoker.store.layout import record_bytes
+from stoker.store.format import record_bytes
 from stoker.units import KIB, MIB, format_bytes, format_count, format_percent, format_seconds
 
 ROUNDS = 2
@@ -171,8 +177,6 @@ def run_bench(job: Job | None, *, seconds: float, picture: Path | None) -> Bench
         seconds=time.monotonic() - begun,
     )
     if picture is not None:
-        from stoker.pipeline.bench_picture import draw_bench
-
         make_folder(picture.parent)
         draw_bench(result, picture)
     return result
@@ -182,27 +186,27 @@ def _limits(job: Job | None) -> dict[str, tuple[str, Limit]]:
     row, batch = (PLAIN_BYTES, PLAIN_BATCH) if job is None else (_row_bytes(job), job.batch_size)
     held = SERVED_BYTES if job is None else min(SERVED_BYTES, sum(path.stat().st_size for path in job.files))
     found: dict[str, tuple[str, Limit]] = {
-        "copy": ("copying 64 MiB within memory, one thread", limits.copy_limit()),
+        "copy": ("copying 64 MiB within memory, one thread", rates.copy_limit()),
         "gather": (
             f"gathering {batch} rows of {format_bytes(row)} at random, one thread",
-            limits.gather_limit(row, batch, source_bytes=held),
+            rates.gather_limit(row, batch, source_bytes=held),
         ),
     }
     if job is None:
         return found
     size = _example_bytes(job)
-    block = format_bytes(-(-size // limits.PAGE_BYTES) * limits.PAGE_BYTES)
-    found["disk, sequential"] = ("direct reads of 8 MiB in order", limits.sequential_limit(job.files))
-    found["disk, random"] = (f"direct reads of {block} at random", limits.random_limit(job.files, size))
+    block = format_bytes(-(-size // rates.PAGE_BYTES) * rates.PAGE_BYTES)
+    found["disk, sequential"] = ("direct reads of 8 MiB in order", rates.sequential_limit(job.files))
+    found["disk, random"] = (f"direct reads of {block} at random", rates.random_limit(job.files, size))
     found["page cache"] = (
         f"reads of {block} at random that need no disk",
-        limits.random_limit(job.files, size, cached=True),
+        rates.random_limit(job.files, size, cached=True),
     )
     if job.device != "cpu":
-        found["to the GPU"] = ("page-locked memory to the GPU", limits.to_device_limit(job.device))
+        found["to the GPU"] = ("page-locked memory to the GPU", rates.to_device_limit(job.device))
         found["gather, GPU"] = (
             f"gathering {batch} rows of {format_bytes(row)} on the GPU",
-            limits.gather_limit(row, batch, job.device, source_bytes=held),
+            rates.gather_limit(row, batch, job.device, source_bytes=held),
         )
     return found
 
@@ -243,7 +247,7 @@ class _Served:
         meter.reset()
         while took < seconds:
             if self._cold:
-                limits.drop_from_page_cache(self._job.files)
+                rates.drop_from_page_cache(self._job.files)
             begin = time.perf_counter()
             for _ in loader:
                 count += 1
@@ -358,3 +362,151 @@ def _choice(plan: Plan, tiers: Mapping[str, Figure]) -> list[str]:
             "or order=block make its reads longer."
         )
     return said
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Draw what `stoker bench` found: a bar for each limit and tier, and how much of its limit a tier reaches.
+
+
+BLUE, ORANGE, GREY, TEXT = "#1f6fb4", "#d9731a", "#9aa5b1", "#24313f"
+PALE = "#d5dce3"
+
+
+def draw_bench(result: BenchResult, path: Path) -> None:
+    """Write a PNG; works without a display and leaves pyplot alone."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Picture
+
+    rows = len(result.limits) + len(result.tiers)
+    picture: Any = Picture(figsize=(10, 1.7 + 0.42 * rows), dpi=130, layout="constrained")
+    FigureCanvasAgg(picture)
+    picture.get_layout_engine().set(w_pad=0.15, h_pad=0.12, hspace=0.06)
+    if result.tiers:
+        heights = [len(result.tiers) + 0.6, len(result.limits) + 0.6]
+        tiers, limits = picture.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": heights})
+        _draw_tiers(tiers, result)
+    else:
+        limits = picture.subplots(1, 1)
+    _draw_limits(limits, result)
+    written: dict[str, Any] = {"color": TEXT, "x": 0.01, "ha": "left"}
+    picture.suptitle(f"{result.machine}\n{result.cache}".strip(), fontsize=9, **written)
+    picture.supxlabel("\n".join(textwrap.wrap(result.advice, 130)), fontsize=8.5, **written)
+    with replacing(path) as temporary:
+        picture.savefig(temporary, format="png")
+
+
+def _draw_tiers(axes: Any, result: BenchResult) -> None:
+    """A tier's bar lies on the pale bar of its limit."""
+    names = list(result.tiers)[::-1]
+    for place, name in enumerate(names):
+        figure = result.tiers[name]
+        limit = result.limits.get(figure.limit or "")
+        top = max(figure.bytes_s, 0.0 if limit is None else limit.bytes_s)
+        if limit is not None:
+            axes.barh(place, limit.bytes_s, color=PALE, height=0.62)
+        axes.barh(place, figure.bytes_s, color=BLUE, height=0.62)
+        said = "" if figure.fraction is None else f"{format_percent(figure.fraction)} of {figure.limit}, "
+        batch = "" if figure.batch_s is None else f"{format_seconds(figure.batch_s)} a batch"
+        _label(axes, top, place, f"{_rate(figure.bytes_s)}   {said}{batch}", figure)
+    _finish(axes, names, "what each tier serves, beside its limit")
+
+
+def _draw_limits(axes: Any, result: BenchResult) -> None:
+    names = list(result.limits)[::-1]
+    for place, name in enumerate(names):
+        figure = result.limits[name]
+        axes.barh(place, figure.bytes_s, color=GREY, height=0.62)
+        _label(axes, figure.bytes_s, place, f"{_rate(figure.bytes_s)}   {figure.what}", figure)
+    _finish(axes, names, "what this machine can do at most")
+    axes.set_xlabel("bytes a second, logarithmic", fontsize=9, color=TEXT)
+
+
+def _label(axes: Any, x: float, place: int, text: str, figure: Figure) -> None:
+    scattered = figure.scatter > 0.2
+    shown = text + (f"   rounds differ by {format_percent(figure.scatter)}" if scattered else "")
+    style = {"va": "center", "fontsize": 8.5, "color": ORANGE if scattered else TEXT}
+    axes.text(x, place, f"  {shown}", **style)
+
+
+def _finish(axes: Any, names: list[str], title: str) -> None:
+    axes.set_yticks(range(len(names)), names)
+    axes.set_title(title, fontsize=10, loc="left", color=TEXT)
+    axes.set_xscale("log")
+    values = [float(patch.get_width()) for patch in axes.patches] or [1.0]
+    axes.set_xlim(min(values) / 4, max(values) * 60)
+    axes.set_ylim(-0.6, len(names) - 0.4)
+    axes.tick_params(which="both", labelsize=8.5, color=GREY, labelcolor=TEXT, left=False)
+    axes.xaxis.set_major_formatter(_tick)
+    axes.xaxis.set_minor_formatter("")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(GREY)
+
+
+def _tick(value: float, _place: int) -> str:
+    return _rate(value)
+
+
+def _rate(bytes_s: float) -> str:
+    """Bytes a second, in the decimal units of data sheets.
+
+    >>> _rate(1e12), _rate(7.25e9), _rate(85e6)
+    ('1 TB/s', '7.25 GB/s', '85 MB/s')
+    """
+    unit, name = next(
+        ((unit, name) for unit, name in ((1e12, "TB/s"), (1e9, "GB/s")) if bytes_s >= unit), (1e6, "MB/s")
+    )
+    return f"{bytes_s / unit:.3g} {name}"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Measure the encode batch of a configuration, to show it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodeBench:
+    """The encode batch of a task: what is in force, and what was measured now."""
+
+    task: str
+    in_force: Settled | None
+    """None: `auto`, and nothing was encoded or measured before."""
+    fixed: int
+    """Samples in one call by the fixed rule."""
+    found: EncodeBatch
+
+    @property
+    def setting(self) -> str:
+        """The setting with what was measured, as `key=value`."""
+        samples = self.found.samples
+        return f"precompute.encode_batch={'null' if samples is None else samples}"
+
+    def to_json(self) -> dict[str, Json]:
+        """The keys that scripts rely on."""
+        force = self.in_force
+        return {
+            "task": self.task,
+            **self.found.to_json(),
+            "setting": self.setting,
+            "fixed_rule": self.fixed,
+            "in_force": None if force is None else force.samples or self.fixed,
+        }
+
+
+def bench_encode(config: Config) -> EncodeBench:
+    """Measure the encoder of the first task on its device; nothing is encoded or noted.
+
+    Raises:
+        ConfigError: There is no encoder.
+        StokerError: As `build_jobs` and `measure_encode_batch`.
+    """
+    task = tasks_of(config)[0]
+    own = config.for_task(task)
+    (job,) = build_jobs(own, task, [canonical_split(own.data.wanted_splits[0])])
+    if job.encoder is None:
+        raise ConfigError("encoder.kind is identity: samples are stored as they are, and none is encoded")
+    schema = job.source.schema()
+    return EncodeBench(
+        task=task,
+        in_force=settled_batch(own, task, job.encoder, job.source),
+        fixed=job.encoder.group(schema).samples,
+        found=measure_jobs(own, [job], encoders_of(own, ALONE)[0]),
+    )

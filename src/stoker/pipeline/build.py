@@ -9,31 +9,224 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from stoker.config import Config
+from stoker.config.models import DataConfig
+from stoker.config.sections import Kind, Names
 from stoker.encoders.features import FeatureEncoder
 from stoker.encoders.grid import GridEncoder
 from stoker.encoders.keeping import keeping
 from stoker.encoders.mesh import mesh_encoder_for
-from stoker.encoders.normalize import Normalized
+from stoker.encoders.normalize import Normalized, Statistics, fit_statistics
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.steady import SteadyEncoder
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, FormatError, ReadOnlyError, ResourceError
 from stoker.pipeline.encode_batch import settled_batch
 from stoker.pipeline.folders import cache_dir_of
-from stoker.pipeline.kinds import BUILDERS
 from stoker.pipeline.stages import kept_fields
 from stoker.pipeline.staging import staged_data
-from stoker.pipeline.statistics import train_statistics
-from stoker.pipeline.user_encoder import user_encoder
-from stoker.plan.devices import automatic_device
-from stoker.schema import Schema, digest_json
-from stoker.sources.files import canonical_split
+from stoker.pipeline.user_code import torch_source, user_encoder
+from stoker.plan.resources import automatic_device
+from stoker.schema import Schema, canonical_json, digest_json
+from stoker.sources.files import canonical_split, resolve_files
+from stoker.sources.hdf5 import HDF5Source
+from stoker.sources.meshes import MeshLayout, MeshSource
 from stoker.sources.protocol import Source, Splitting
-from stoker.sources.subset import Subset
-from stoker.store import Digests
+from stoker.sources.splits import SplitOf, Subset
+from stoker.store import Digests, make_recipe
+from stoker.store.storage import LocalStorage
+from stoker.store.strict_json import read_strict
+
+# ----------------------------------------------------------------------------------------------------------
+# Sources by kind: what `data.kind` names, made from the settings of one task and split.
+#
+# A builder imports its source itself, since most need an optional package. It gives all samples of the
+# split; `data.limit` is applied to what it returns. `stoker.config.sections` says what belongs to another
+# kind.
+
+
+Builder: TypeAlias = Callable[[DataConfig, str, str], Source]
+"""Settings, name of the task and split to the source of that split."""
+
+
+def hdf5_source(data: DataConfig, task: str, split: str) -> Source:
+    """Simulations in HDF5 files."""
+    paths = data.files if data.files is not None else resolve_files(data.root, task)
+    return HDF5Source(
+        paths,
+        preset=data.preset,
+        fields=data.fields,
+        split=split,
+        splits=data.splits,
+        seed=data.seed,
+        include=data.include,
+    )
+
+
+def images_source(data: DataConfig, task: str, split: str) -> Source:
+    """Images and their labels."""
+    from stoker.sources.images.source import ImageSource, Labels
+
+    own = data.images.model_dump()
+    labels = Labels(**{name: own.pop(name) for name in Labels.__dataclass_fields__})
+    return ImageSource(
+        data.root,
+        own.pop("annotations"),
+        labels=labels,
+        split=split,
+        splits=data.splits,
+        seed=data.seed,
+        **own,
+    )
+
+
+def sql_source(data: DataConfig, task: str, split: str) -> Source:
+    """Rows of a database."""
+    from stoker.sources.sql.query import Timeouts
+    from stoker.sources.sql.source import SQLSource
+
+    sql = data.sql
+    if sql.url is None or sql.key is None or sql.columns is None:
+        raise ConfigError(
+            "data.kind=sql needs data.sql.url, data.sql.table (or query), data.sql.key and data.sql.columns "
+            "(docs/sql.md)"
+        )
+    return SQLSource(
+        sql.url,
+        key=sql.key,
+        columns=sql.columns,
+        table=sql.table,
+        query=sql.query,
+        where=sql.where,
+        split=split,
+        splits=data.splits,
+        seed=data.seed,
+        version_query=sql.version_query,
+        timeouts=Timeouts(
+            connect_s=sql.connect_s, statement_s=sql.statement_s, lock_s=sql.lock_s, attempts=sql.attempts
+        ),
+    )
+
+
+def arrays_source(data: DataConfig, task: str, split: str) -> Source:
+    """Trajectories and grids in HDF5, Zarr and `.npy`."""
+    from stoker.sources.arrays import ArraySource
+
+    own = data.arrays
+    if own.layout in ("particles", "mesh", "grid"):
+        return SplitOf(_mesh_source(data, own.layout), split, splits=data.splits, seed=data.seed)
+    source = ArraySource(
+        _files(data),
+        layout=own.layout,
+        fields=data.fields,
+        offsets=own.offsets,
+        attributes=own.attributes,
+        fill_missing=own.fill_missing,
+    )
+    return SplitOf(source, split, splits=data.splits, seed=data.seed)
+
+
+def _mesh_source(data: DataConfig, layout: MeshLayout) -> MeshSource:
+    """Particles, meshes, and grids with a group `fields`."""
+    own = data.arrays
+    if own.offsets is not None:
+        raise ConfigError(
+            f"data.arrays.offsets is for data.arrays.layout=offsets, and it is {layout}. Remove it"
+        )
+    return MeshSource(
+        _files(data),
+        layout=layout,
+        fields=data.fields,
+        attributes=own.attributes or None,
+        fill_missing=own.fill_missing,
+    )
+
+
+def tar_source(data: DataConfig, task: str, split: str) -> Source:
+    """Archives of samples."""
+    from stoker.sources.tar import TarSource
+
+    source = TarSource(_files(data), fields=data.tar.members)
+    return SplitOf(source, split, splits=data.splits, seed=data.seed)
+
+
+def parquet_source(data: DataConfig, task: str, split: str) -> Source:
+    """Rows of tables."""
+    from stoker.sources.tables import ParquetSource
+
+    source = ParquetSource(_files(data), columns=data.parquet.columns, key=data.parquet.key)
+    return SplitOf(source, split, splits=data.splits, seed=data.seed)
+
+
+def _files(data: DataConfig) -> Names:
+    """`data.files`, else `data.root` where that is given.
+
+    Raises:
+        ConfigError: Neither is.
+    """
+    if data.files is not None:
+        return data.files
+    if "root" in data.model_fields_set:
+        return data.root
+    raise ConfigError(f"data.kind={data.kind} reads data.files, which is not given. Name a path or pattern")
+
+
+BUILDERS: Mapping[Kind, Builder] = {
+    "hdf5": hdf5_source,
+    "images": images_source,
+    "sql": sql_source,
+    "torch": torch_source,
+    "arrays": arrays_source,
+    "tar": tar_source,
+    "parquet": parquet_source,
+}
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Statistics of the train split, fitted once and kept beside the caches.
+#
+# They belong to the encoder, so a fingerprint needs them on every start; reading all samples again for that
+# would undo what a cache is for. What is kept is found by the content of the train split, not by its name.
+
+
+FOLDER = ".statistics"
+LIMIT_BYTES = 1 << 20
+
+
+def train_statistics(source: Source, field: str, *, digests: Digests, cache_dir: Path) -> Statistics:
+    """Mean and deviation of `field` over all samples of `source`, the train split; from disk when known.
+
+    Raises:
+        EncoderError, RecordError: As `fit_statistics`.
+    """
+    content = make_recipe(source, None, digests=digests).entries["source"]
+    name = f"{digest_json([content, field])[:32]}.json"
+    folder = LocalStorage(cache_dir / FOLDER)
+    with suppress(OSError, FormatError, KeyError, TypeError):
+        kept = read_strict(folder.read(name, limit_bytes=LIMIT_BYTES), where=name)
+        if kept.get("check") == digest_json(kept["statistics"]):
+            return _from_json(kept["statistics"])
+    statistics = fit_statistics(source, field)
+    data = asdict(statistics)
+    # A folder that cannot be written is no error here: then they are fitted again next time.
+    with suppress(ReadOnlyError, ResourceError, OSError):
+        folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.put(name, canonical_json({"statistics": data, "check": digest_json(data)}).encode())
+    return statistics
+
+
+def _from_json(data: dict[str, Any]) -> Statistics:
+    return Statistics(
+        field=data["field"],
+        method=data["method"],
+        shift=tuple(data["shift"]),
+        scale=tuple(data["scale"]),
+        digest=data["digest"],
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,8 @@ from stoker.config import Config
 from stoker.encoders.protocol import Encoder
 from stoker.errors import FormatError, ReadOnlyError, ResourceError, StalledError, StokerError
 from stoker.pipeline.folders import cache_dir_of
-from stoker.plan.devices import resolve_device
-from stoker.precompute.encode_batch import EncodeBatch, measure_encode_batch
+from stoker.plan.resources import resolve_device
+from stoker.precompute.measure import EncodeBatch, measure_encode_batch
 from stoker.runtime.files import make_folder
 from stoker.runtime.locks import lock_folder
 from stoker.scale.ranks import Ranks
@@ -30,7 +30,7 @@ from stoker.schema import Schema, canonical_json, digest_json
 from stoker.sources.protocol import Source
 from stoker.store import load_recipe
 from stoker.store.cache import open_unnoted
-from stoker.store.local import LocalStorage
+from stoker.store.storage import LocalStorage
 from stoker.store.strict_json import read_strict
 from stoker.units import format_count
 

@@ -9,27 +9,135 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stoker.errors import ConfigError, DivergedError, Interrupted, StaleStateError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
-from stoker.pipeline.fit_terms import FitProgress, FitReport, FitSettings, Lesson
 from stoker.schema import Json
-from stoker.train.checkpoint import Checkpoint, Kind, checkpoint_to_resume, save_checkpoint
-from stoker.train.config import EventSink
-from stoker.train.numerics import numerics_of
-from stoker.train.optimizer_state import dump_optimizer, restore_optimizer
-from stoker.train.run import make_optimizer
-from stoker.train.step import Losses, Stepper
-from stoker.train.stop import StopFlag
+from stoker.train.config import EventSink, TrainConfig
+from stoker.train.guard import StopFlag
+from stoker.train.run import (
+    Checkpoint,
+    Kind,
+    checkpoint_to_resume,
+    dump_optimizer,
+    make_optimizer,
+    numerics_of,
+    restore_optimizer,
+    save_checkpoint,
+)
+from stoker.train.step import Losses, Stepper, learning_rate
+
+# ----------------------------------------------------------------------------------------------------------
+# What is learnt, how, and what came of it: the words of `fitting.py`.
+
+
+class Lesson(Protocol):
+    """What is learnt: a module, its loss, and how it is judged."""
+
+    @property
+    def model(self) -> nn.Module:
+        """On the device where batches are."""
+        ...
+
+    def losses(self, batch: Mapping[str, Tensor], /) -> Tensor:
+        """Loss of each example, `(B,)`."""
+        ...
+
+    def judge(self, batches: Iterable[Mapping[str, Tensor]], /) -> Mapping[str, float]:
+        """Figures over a validation set; `val_loss` is among them. The module stays in training mode."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitSettings:
+    """How to train."""
+
+    epochs: int
+    lr: float
+    """Peak learning rate of AdamW."""
+    weight_decay: float = 1e-4
+    """Of AdamW, on matrices only."""
+    warmup: float = 0.05
+    """Part of all steps over which the rate rises, 0..1."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """What the rate does after that: fall to a hundredth, or stay."""
+    grad_clip: float | None = 1.0
+    """Largest norm of the gradient; None: as it comes."""
+    patience: int = 0
+    """Epochs without a better validation loss after which training ends; 0: all epochs."""
+    delta: float = 0.0
+    """How much lower a validation loss has to be to count as better."""
+    save_every_s: float = 1.0
+    """Seconds between two checkpoints, at least: where epochs take a tenth of that, saving each would cost
+    more than training. The last epoch, and where training is stopped, are always saved."""
+
+    @property
+    def loop(self) -> TrainConfig:
+        """The same in the terms of `stoker.train`, which checks the numbers."""
+        return TrainConfig(
+            epochs=self.epochs,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            warmup=self.warmup,
+            grad_clip=self.grad_clip,
+        )
+
+    def rate(self, step: int, total: int) -> float:
+        """Learning rate of a step, counted from 0."""
+        if self.schedule == "constant" and step >= round(self.warmup * total):
+            return self.lr
+        return learning_rate(step, total, peak=self.lr, warmup=self.warmup)
+
+
+@dataclass(slots=True, kw_only=True)
+class FitProgress:
+    """How far a run is; all of it goes into a checkpoint as JSON."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    epoch: int = 0
+    """Passes finished and judged."""
+    batch: int = 0
+    """Batches done of the pass after those."""
+    examples: int = 0
+    """Examples of that pass so far."""
+    sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Of that pass: losses of examples, gradient norms of batches."""
+    best: float | None = None
+    """Lowest validation loss."""
+    best_epoch: int = 0
+    """Passes finished when it was measured."""
+    epochs: int = 0
+    """Passes that were asked for."""
+    extended: int = 0
+    """Passes finished when more were asked for than before: patience begins anew there."""
+    row: dict[str, Json] = field(default_factory=dict[str, Json])
+    """Figures of the last finished epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitReport:
+    """What a finished run came to."""
+
+    epochs: int
+    steps: int
+    best: float | None
+    """Lowest validation loss."""
+    best_epoch: int
+    """Epoch that it is of; 0 without validation."""
+    row: Mapping[str, Json]
+    """Figures of the last epoch, as the `epoch` event had them."""
+
 
 BATCH_EVERY_S = 1.0
 """Seconds between two `batch` events, at least."""
@@ -317,3 +425,58 @@ class _Fit:
 
 def _shapes(model: nn.Module) -> dict[str, Json]:
     return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+# ----------------------------------------------------------------------------------------------------------
+# A small network that tells the classes of images apart.
+
+
+WIDTHS = (16, 32, 64)
+
+
+class ImageClassifier(nn.Module):
+    """Images `(B, C, H, W)` uint8 in, a score for each class out; the first layer learns their range."""
+
+    def __init__(self, channels: int, classes: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.BatchNorm2d(channels)]
+        before = channels
+        for width in WIDTHS:
+            layers += [
+                nn.Conv2d(before, width, 3, stride=2, padding=1, bias=False),
+                nn.BatchNorm2d(width),
+                nn.ReLU(),
+            ]
+            before = width
+        self.features = nn.Sequential(*layers)
+        self.score = nn.Sequential(nn.Dropout(dropout), nn.Linear(before, classes))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """`(B, classes)`."""
+        found: Tensor = self.features(images.float() / 255)
+        return self.score(found.mean((2, 3)))
+
+
+@dataclass(frozen=True, slots=True)
+class Classification:
+    """What is learnt of images with a class, for `stoker.pipeline.fitting`."""
+
+    model: ImageClassifier
+
+    def losses(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Cross entropy of each image, `(B,)`."""
+        return F.cross_entropy(self.model(batch["image"]), batch["label"], reduction="none")
+
+    @torch.no_grad()
+    def judge(self, batches: Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
+        """Mean loss, and the part of images whose best score is that of their class."""
+        before = self.model.training
+        self.model.eval()
+        losses: list[Tensor] = []
+        right: list[Tensor] = []
+        for batch in batches:
+            scores = self.model(batch["image"])
+            losses.append(F.cross_entropy(scores, batch["label"], reduction="none").double())
+            right.append((scores.argmax(1) == batch["label"]).double())
+        self.model.train(before)
+        return {"val_loss": float(torch.cat(losses).mean()), "accuracy": float(torch.cat(right).mean())}

@@ -10,7 +10,7 @@ from stoker.config import Config
 from stoker.errors import ConfigError
 from stoker.plan.resources import DISK_DEADLINE_S
 from stoker.runtime.threads import call_within
-from stoker.store.mirror.attach import attach
+from stoker.store.mirror.root import attach
 from stoker.store.remote import is_url
 
 

@@ -26,9 +26,9 @@ from stoker.errors import ConfigError, StokerError
 from stoker.pipeline.build import grid_encoder_of
 from stoker.pipeline.folders import cache_dir_of
 from stoker.pipeline.stages import kept_fields
-from stoker.pipeline.user_encoder import user_encoder
-from stoker.sources.declared import declared_fields
+from stoker.pipeline.user_code import user_encoder
 from stoker.sources.files import SUFFIXES, canonical_split, split_of
+from stoker.sources.hdf5_layouts import declared_fields
 from stoker.sources.splits import DEFAULT_SPLITS, RULE
 from stoker.store import Cache, Recipe
 from stoker.store.cache import open_unnoted

@@ -11,14 +11,14 @@ from pathlib import Path
 from stoker.config import Config
 from stoker.errors import ConfigError, ReadOnlyError
 from stoker.pipeline.build import Job, build_jobs, names_of_caches
+from stoker.pipeline.caches import job_recipe
 from stoker.pipeline.import_pt import KIND
-from stoker.pipeline.locate import job_recipe
 from stoker.pipeline.precompute import settings_of
 from stoker.precompute import run_precompute
 from stoker.schema import Json
 from stoker.store import load_recipe, open_cache, open_folder
+from stoker.store.maintain import RepairReport, folder_to_repair, repair
 from stoker.store.mirror.root import shown
-from stoker.store.repair import RepairReport, folder_to_repair, repair
 
 log = logging.getLogger("stoker")
 

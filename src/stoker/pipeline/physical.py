@@ -21,8 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from stoker.encoders.decode import Decode, decoder_of
-from stoker.encoders.differentiable import encode_of
+from stoker.encoders.grid import Decode, decoder_of, encode_of
 from stoker.encoders.keeping import KEEPING, Keeping
 from stoker.encoders.mesh import MESH_ENCODER, PointDecoder
 from stoker.encoders.module import ModuleEncoder
@@ -33,9 +32,9 @@ from stoker.precompute import EncodeFiller
 from stoker.runtime.threads import Pool, ending
 from stoker.schema import unfolded
 from stoker.store import Cache
-from stoker.store.convert import from_array
-from stoker.store.local import LocalStorage
+from stoker.store.storage import LocalStorage
 from stoker.store.strict_json import as_object
+from stoker.store.values import from_array
 from stoker.train.config import FieldSpace, PhysicalSpace
 from stoker.units import MIB
 

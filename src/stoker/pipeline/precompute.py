@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+import xxhash
 
 from stoker.config import Config
-from stoker.config.remedies import in_settings
+from stoker.config.names import in_settings
 from stoker.encoders.protocol import Encoder
 from stoker.errors import (
+    ConfigError,
     DeviceError,
     FormatError,
     IncompleteError,
@@ -21,8 +27,6 @@ from stoker.errors import (
     SplitError,
     StokerError,
 )
-from stoker.pipeline.agreed import agreed
-from stoker.pipeline.augment import check_beside
 from stoker.pipeline.build import (
     Job,
     build_jobs,
@@ -32,15 +36,12 @@ from stoker.pipeline.build import (
     share_encoders,
     tasks_of,
 )
+from stoker.pipeline.caches import job_recipe, list_quarantined, shard_bytes, windows_in, worst_error
 from stoker.pipeline.encode_batch import measured_jobs
-from stoker.pipeline.engines import engine_of
 from stoker.pipeline.folders import cache_dir_of, is_open, require_writable
 from stoker.pipeline.gone import find_without_source
-from stoker.pipeline.inspect import list_quarantined, shard_bytes, worst_error
-from stoker.pipeline.locate import job_recipe, windows_in
-from stoker.pipeline.manifest import write_manifest
+from stoker.pipeline.loaders import cache_sharing, check_beside, encoders_of
 from stoker.pipeline.staging import stage_task
-from stoker.pipeline.together import cache_sharing, encoders_of
 from stoker.precompute import (
     Deadlines,
     EncodeFiller,
@@ -50,12 +51,141 @@ from stoker.precompute import (
     run_precompute,
 )
 from stoker.precompute.progress import ProgressSink
+from stoker.precompute.share import Engine
 from stoker.runtime.files import make_folder
 from stoker.scale.ranks import ALONE, Ranks
-from stoker.schema import Json, JsonResult, Schema, schema_to_json
+from stoker.scale.ray_settings import RaySettings
+from stoker.schema import Json, JsonResult, Schema, canonical_json, schema_to_json
 from stoker.sources.files import canonical_split
 from stoker.store import Cache, open_cache
 from stoker.store.mirror.root import address_of, shown
+from stoker.store.storage import LocalStorage
+from stoker.units import format_count
+
+# ----------------------------------------------------------------------------------------------------------
+# What ranks say of the caches that they filled: the work of all, and that all see the same records.
+
+
+def agreed(caches: Sequence[CacheResult], ranks: Ranks, nodes: Sequence[int]) -> list[CacheResult]:
+    """The caches, with what was done by all that share the cache folder in place of what this rank did.
+
+    Args:
+        caches: As this rank left them.
+        ranks: All are to make this call.
+        nodes: The machines that share the folder with this one.
+
+    Raises:
+        IncompleteError: Ranks see different records, so they would serve different batches.
+        StalledError: A rank did not come.
+    """
+    own = [[cache.encoded, cache.adopted, cache.encode_seconds] for cache in caches]
+    told = [json.loads(text) for text in ranks.tell(json.dumps([ranks.node, own]), "the end of precompute")]
+    beside = [figures for node, figures in told if node in nodes]
+    results: list[CacheResult] = []
+    for result, *by_rank in zip(caches, *beside, strict=True):
+        encoded, adopted, seconds = (sum(column) for column in zip(*by_rank, strict=True))
+        # Whoever is done with the folder last may have stored what was tried again.
+        cache = result.cache if ranks.world == 1 else _opened_again(result.cache)
+        reused = max(0, len(cache) - encoded - adopted)
+        results.append(
+            replace(
+                result, cache=cache, encoded=encoded, adopted=adopted, reused=reused, encode_seconds=seconds
+            )
+        )
+    _check_equal([result.cache for result in results], ranks)
+    return results
+
+
+def _opened_again(cache: Cache) -> Cache:
+    again = open_cache(cache.path)
+    again.filler, again.filling = cache.filler, cache.filling
+    return again
+
+
+def _check_equal(caches: Sequence[Cache], ranks: Ranks) -> None:
+    seen = [[c.name, c.fingerprint, len(c), xxhash.xxh3_64_hexdigest(c.numbers.tobytes())] for c in caches]
+    told = [json.loads(text) for text in ranks.tell(json.dumps(seen), "a look at the caches of all ranks")]
+    for rank, theirs in enumerate(told):
+        for first, other in zip(told[0], theirs, strict=True):
+            (name, key, count, _), (_, other_key, others, _) = first, other
+            if first != other:
+                raise IncompleteError(
+                    f"{name}: rank 0 sees {format_count(count)} records of recipe {key}, rank {rank} "
+                    f"{format_count(others)} of {other_key}. They would serve different batches. Expected "
+                    "the same data and settings on every machine, and no sample set aside on one alone: "
+                    "run `stoker precompute --retry-quarantined` there, or share the cache folder"
+                )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The JSON report of a precompute run.
+
+
+def write_manifest(path: Path, config: Config, caches: Sequence[CacheResult]) -> None:
+    """Write the report of the earlier precompute script, with every cache's own figures beside it.
+
+    Raises:
+        ReadOnlyError: The file cannot be written.
+    """
+    summary: Mapping[str, Any] = {
+        cache.name: {
+            "num_samples": len(cache.cache),
+            "total_mb": cache.bytes / 1e6,
+            "elapsed_min": cache.seconds / 60,
+            "skipped": None if cache.encoded else "nothing to encode",
+        }
+        for cache in caches
+    }
+    text = canonical_json(
+        {
+            "generated_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "cache_dir": config.training.latent_cache_dir,
+            "summary": summary,
+            "caches": [cache.to_json() for cache in caches],
+        }
+    )
+    LocalStorage(path.parent).put(path.name, text.encode())
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Who encodes, as the settings say: this machine, or a cluster.
+
+
+@contextmanager
+def engine_of(config: Config, ranks: Ranks) -> Generator[Engine | None]:
+    """The engine of `precompute.engine`, connected from its first use to the end of the block; None: local.
+
+    Raises:
+        ConfigError: Ray is asked for by several ranks at once, or is not installed.
+    """
+    if config.precompute.engine == "local":
+        yield None
+        return
+    if ranks.world > 1:
+        raise ConfigError(
+            f"precompute.engine=ray under torchrun: each of {ranks.world} ranks would drive the cluster. Run "
+            "`stoker precompute --engine ray` once before, without torchrun"
+        )
+    try:
+        from stoker.scale.ray_engine import RayEngine
+    except ImportError as error:
+        raise ConfigError(
+            "precompute.engine=ray (--engine ray) needs Ray. Install it: pip install 'stoker[ray]'"
+        ) from error
+    wanted = config.precompute.ray
+    settings = RaySettings(
+        address=wanted.address,
+        num_cpus=wanted.num_cpus,
+        num_gpus=wanted.num_gpus,
+        max_retries=wanted.max_retries,
+        placement=wanted.placement,
+        connect_s=wanted.connect,
+        wait_s=wanted.wait,
+        slice_s=wanted.slice,
+    )
+    with RayEngine(settings) as engine:
+        yield engine
+
 
 _log = logging.getLogger("stoker")
 

@@ -20,8 +20,7 @@ from stoker.config import Config
 from stoker.errors import ConfigError, StalledError
 from stoker.loader import Loader
 from stoker.pipeline.build import Job, device_of, tasks_of
-from stoker.pipeline.folders import cache_dir_of, obstacle
-from stoker.pipeline.locate import (
+from stoker.pipeline.caches import (
     Located,
     batch_size_of,
     locate_with_job,
@@ -29,22 +28,32 @@ from stoker.pipeline.locate import (
     windows_for,
     windows_in,
 )
-from stoker.pipeline.plan import demand_of
+from stoker.pipeline.folders import cache_dir_of, obstacle
+from stoker.pipeline.loaders import joined, make_loader
+from stoker.pipeline.plan import Step, demand_of, served_loads
 from stoker.pipeline.precompute import settings_of
-from stoker.pipeline.serve import joined, make_loader
-from stoker.pipeline.served import Step, served_loads
 from stoker.pipeline.train import loop_settings
 from stoker.plan import Demand, Resources, measure_rates, probe, stall_of
-from stoker.precompute.trial import Trial, try_stages
-from stoker.profile.elsewhere import elsewhere, say_used
-from stoker.profile.probe import Probe
-from stoker.profile.result import ENCODE, Loop, Profile, Served, Stage, gpus_for, largest, predict
-from stoker.profile.run import NO_PRICES, STEPS, TIMEOUT_S, deadline, measured, take
-from stoker.profile.stacks import Stacks, watch
+from stoker.precompute.measure import Trial, try_stages
+from stoker.profile.result import (
+    ENCODE,
+    Loop,
+    Profile,
+    Served,
+    Stacks,
+    Stage,
+    elsewhere,
+    gpus_for,
+    largest,
+    predict,
+    say_used,
+    watch,
+)
+from stoker.profile.run import NO_PRICES, STEPS, TIMEOUT_S, Probe, deadline, measured, take
 from stoker.runtime.threads import call_within
 from stoker.sources.files import canonical_split
 from stoker.store import Cache
-from stoker.train.ceiling import steps_of
+from stoker.train.loop import steps_of
 from stoker.units import format_count, format_seconds
 
 SHOWN = 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stoker.config import Config
-from stoker.config.stages import StageConfig, stage_name
+from stoker.config.models import StageConfig, stage_name
 from stoker.encoders.keeping import field_names
 from stoker.errors import ConfigError
 from stoker.train.config import Stage, StageName

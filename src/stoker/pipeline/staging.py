@@ -8,29 +8,187 @@ fingerprints are the same.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
+import re
+import shutil
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from stoker.config import Config
 from stoker.config.models import DataConfig
-from stoker.errors import ConfigError, ResourceError, SourceError
-from stoker.fetch.partial import paths_of
+from stoker.errors import ConfigError, ResourceError, SourceError, StalledError
+from stoker.fetch.origins import FolderOrigin
+from stoker.fetch.run import Partial, paths_of
+from stoker.fetch.wanted import Wanted
 from stoker.pipeline.folders import cache_dir_of
-from stoker.pipeline.stage_copy import Original, is_staged, look_at, stage_file
 from stoker.plan.resources import storage_of
 from stoker.runtime.disk import explained, free_space
-from stoker.runtime.files import make_folder
+from stoker.runtime.files import make_folder, replacing
+from stoker.runtime.locks import FileLock
+from stoker.runtime.threads import ItemClock, call_within
 from stoker.schema import JsonResult
 from stoker.sources.containers import find_containers
 from stoker.sources.files import find_files, resolve_files
+from stoker.store.gc import DAY_S, GcItem, GcReport
 from stoker.store.remote import local_path
-from stoker.units import MIB, format_count
+from stoker.units import MIB, format_bytes, format_count
+
+# ----------------------------------------------------------------------------------------------------------
+# Copy one file to local storage: verified, resumable, by one process at a time, with a deadline.
+#
+# A copy is an object named by where its file lies, its size and its time, so a file that changes gets
+# another. It grows as files that are fetched do (`stoker.fetch.run`): what a killed run left is checked
+# and kept. The object appears under its name once all of it was read back.
+
+
+POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Original:
+    """A file to be copied, as it is now."""
+
+    path: Path
+    bytes: int
+    mtime_ns: int
+
+    @property
+    def object(self) -> str:
+        """Name of its copy."""
+        return hashlib.sha256(f"{self.path}\0{self.bytes}\0{self.mtime_ns}".encode()).hexdigest()[:32]
+
+
+def look_at(path: Path) -> Original:
+    """The file behind a path.
+
+    Raises:
+        SourceError: It cannot be read.
+    """
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise SourceError(
+            f"{path} cannot be staged: {error.strerror}. Check the path or the mount"
+        ) from error
+    return Original(path=path, bytes=found.st_size, mtime_ns=found.st_mtime_ns)
+
+
+def is_staged(original: Original, objects: Path) -> bool:
+    """Whether its copy is there, as it was left when it was verified."""
+    try:
+        note = json.loads((objects / f"{original.object}.json").read_bytes())
+        found = (objects / original.object).stat()
+        return [found.st_size, found.st_mtime_ns] == [note["bytes"], note["mtime_ns"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def stage_file(original: Original, objects: Path, *, deadline_s: float) -> int:
+    """Make the copy of a file, or wait for whoever makes it; returns the bytes that were copied here.
+
+    Raises:
+        StalledError: A read, or the other process, made no progress for `deadline_s`.
+        SourceError: The file changed, or cannot be read.
+        ResourceError: No space left; what was copied is kept for the next time.
+    """
+    with _alone(original, objects, deadline_s):
+        if is_staged(original, objects):
+            return 0
+        return _copy(original, objects, deadline_s)
+
+
+@contextmanager
+def _alone(original: Original, objects: Path, deadline_s: float) -> Generator[None]:
+    """Hold the lock of an object; the wait ends when its partial copy has not grown for `deadline_s`."""
+    part, _ = paths_of(objects / original.object)
+    with FileLock(objects / f"{original.object}.lock") as lock:
+        since, size = time.monotonic(), -1
+        while not lock.acquire():
+            grown = part.stat().st_size if part.exists() else -1
+            if grown != size:
+                since, size = time.monotonic(), grown
+            elif time.monotonic() - since > deadline_s:
+                raise StalledError(
+                    f"{original.path} is being staged by {lock.holder()}, which has made no progress for "
+                    f"{deadline_s:g} s ({format_bytes(max(0, size))} so far). End it, then run again"
+                )
+            time.sleep(POLL_S)
+        yield
+
+
+def _copy(original: Original, objects: Path, deadline_s: float) -> int:
+    target = objects / original.object
+    wanted = Wanted(name=original.object, source=str(original.path), bytes=original.bytes)
+    partial = Partial(wanted, target, _not_told)
+    begun = partial.at
+    try:
+        clock = ItemClock()
+        call_within(
+            deadline_s,
+            lambda: _receive(original, partial, clock.begin, deadline_s),
+            f"staging {original.path}",
+            hint="Is the mount reachable? Run again: what was copied is kept",
+            clock=clock,
+        )
+    except StalledError:
+        partial.abandon()  # by the thread that is left behind
+        raise
+    except BaseException:
+        partial.keep()
+        raise
+    partial.keep()
+    if look_at(original.path) != original:
+        for path in paths_of(target):
+            path.unlink(missing_ok=True)
+        raise SourceError(f"{original.path} changed while it was staged. Run again once it is written")
+    _publish(original, Partial(wanted, target, _not_told), target)
+    return original.bytes - begun
+
+
+def _receive(original: Original, partial: Partial, begin: Callable[[int], None], deadline_s: float) -> None:
+    """Copy what is missing; each piece of the original has `deadline_s`."""
+    stream = FolderOrigin(original.path).open(partial.at, "", stall_s=deadline_s)
+    try:
+        partial.begin(stream.offset, stream.version.tag)
+        begin(partial.at)
+        while piece := stream.read():
+            partial.write(piece)
+            begin(partial.at)
+    finally:
+        stream.close()
+    if partial.at < original.bytes:
+        raise SourceError(
+            f"{original.path} ends at byte {partial.at:,}, it had {original.bytes:,}: cut short"
+        )
+
+
+def _publish(original: Original, whole: Partial, target: Path) -> None:
+    """Name the copy, once opening it again has read every block back."""
+    try:
+        if whole.at < original.bytes:
+            raise SourceError(
+                f"the copy of {original.path} does not read back as it was written. Check the disk below "
+                f"{target.parent}, or choose another data.stage_dir"
+            )
+        whole.finish()
+    finally:
+        whole.keep()
+    with explained(target.parent):
+        found = target.stat()
+        note = {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "path": str(original.path)}
+        with replacing(target.with_name(f"{target.name}.json")) as temporary:
+            temporary.write_text(json.dumps(note))
+
+
+def _not_told(_: int) -> None:
+    """How far a copy is read back interests nobody."""
+
 
 log = logging.getLogger("stoker")
 StageMode: TypeAlias = Literal["auto", "never", "always"]
@@ -230,3 +388,113 @@ def _make_view(files: Sequence[Original], folder: Path) -> Path:
             with suppress(FileExistsError):
                 os.link(folder / "objects" / file.object, place)
     return view
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Remove staged copies that no command would read any more.
+#
+# A copy is of use as long as the file that it was made of is as it was then: with another size or time the
+# file has another copy. A view is of use as long as all of its copies are. What was read or made in the
+# last day stays, since a command that is still running may read it; so does what somebody is copying right
+# now, and the copy of a file whose whole folder is gone, which looks like storage that is not mounted.
+
+
+_OBJECT = re.compile(r"[0-9a-f]{32}")
+_USED = "used in the last day"
+
+
+def prune_staged(folder: str | Path, *, dry_run: bool = False, force: bool = False) -> GcReport:
+    """What went from a folder of staged copies, or would go, and what stayed although it is of no use.
+
+    Args:
+        folder: As `data.stage_dir`; one that is not there has nothing that could go.
+        dry_run: Remove nothing.
+        force: Also what was used in the last day.
+
+    Raises:
+        SourceError: The folder holds something else than staged copies.
+        ReadOnlyError: It cannot be written.
+    """
+    folder = Path(folder)
+    objects, report = folder / "objects", GcReport(cache_dir=str(folder), dry_run=dry_run)
+    if not folder.exists():
+        return report
+    if not objects.is_dir():
+        raise SourceError(f"{folder} holds no staged copies. Expected the folder that data.stage_dir names")
+    report.bytes_before = sum(path.stat().st_size for path in objects.iterdir())
+    stale = {path.name: why for path in objects.glob("?" * 32) if (why := _stale(path))}
+    going = dict.fromkeys(sorted(_unfinished(objects)), "a copy that was never finished") | stale
+    views = {view: _inodes(view.rglob("*")) for view in sorted((folder / "views").glob("*"))}
+    # Asked before anything goes: removing one name of a copy counts as a use of the others.
+    used = set[int]() if force else _inodes(path for path in folder.rglob("*") if _used(path))
+    inodes = {(objects / name).stat().st_ino: why for name, why in stale.items()}
+    with explained(folder):
+        for view, own in views.items():
+            if whys := [why for inode, why in inodes.items() if inode in own]:
+                _prune_view(view, whys[0], report, used=not used.isdisjoint(own))
+        for name, why in going.items():
+            own = _inodes(_files_of(objects, name))
+            _prune_copy(objects, name, why, report, used=not used.isdisjoint(own))
+    return report
+
+
+def _stale(copy: Path) -> str | None:
+    """Why a finished copy is of no use; None: it is, or cannot be judged."""
+    try:
+        note: dict[str, Any] = json.loads(copy.with_name(f"{copy.name}.json").read_bytes())
+        path = Path(note["path"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # not noted yet: as one that was never finished
+    try:
+        return None if look_at(path).object == copy.name else f"{path} has changed since"
+    except SourceError:
+        return f"{path} is gone" if path.parent.is_dir() else None
+
+
+def _unfinished(objects: Path) -> set[str]:
+    """Names of copies that lack their note, or the copy itself, whatever there is of them."""
+    found = (_OBJECT.match(path.name) for path in objects.iterdir() if path.suffix != ".lock")
+    names = {one[0] for one in found if one is not None}
+    return {
+        name for name in names if not (objects / f"{name}.json").exists() or not (objects / name).exists()
+    }
+
+
+def _prune_view(view: Path, why: str, report: GcReport, *, used: bool) -> None:
+    if used:
+        report.kept.append(GcItem(kind="view", path=str(view), bytes=0, reason=f"{_USED}; {why}"))
+        return
+    report.removed.append(GcItem(kind="view", path=str(view), bytes=0, reason=why))
+    if not report.dry_run:
+        shutil.rmtree(view)
+
+
+def _prune_copy(objects: Path, name: str, why: str, report: GcReport, *, used: bool) -> None:
+    files = _files_of(objects, name)
+    size = sum(path.stat().st_size for path in files)
+    with FileLock(objects / f"{name}.lock", create=False) as lock:
+        free = lock.acquire()
+        busy = _USED if used else None if free else "being copied now"
+        reason = why if busy is None else f"{busy}; {why}"
+        item = GcItem(kind="copy", path=str(objects / name), bytes=size, reason=reason)
+        (report.removed if busy is None else report.kept).append(item)
+        if busy is None and not report.dry_run:
+            for path in (*files, lock.path):
+                path.unlink(missing_ok=True)
+
+
+def _files_of(objects: Path, name: str) -> list[Path]:
+    """What there is of a copy; the note first, since without it the copy is one that was never finished."""
+    found = [objects / f"{name}{ending}" for ending in (".json", "", ".part", ".journal", ".json.part")]
+    return [path for path in found if path.exists()]
+
+
+def _used(path: Path) -> bool:
+    """Read, linked or made in the last day; storage with `relatime` notes reads once a day."""
+    found = path.stat()
+    return time.time() - max(found.st_atime, found.st_ctime) < DAY_S
+
+
+def _inodes(paths: Iterable[Path]) -> set[int]:
+    """What lies under these paths, whatever its names; folders are left out."""
+    return {path.stat().st_ino for path in paths if path.is_file()}

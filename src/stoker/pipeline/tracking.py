@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from stoker.config import Config
-from stoker.monitor.gpu import GpuAbsent
-from stoker.monitor.gpu_watch import GpuWatch
+from stoker.monitor.gpu import GpuAbsent, GpuWatch
 from stoker.monitor.trackers import Ending, TrackedRun
 from stoker.monitor.tracking import Tracking
 from stoker.pipeline.build import device_of
-from stoker.pipeline.diary import run_dir_of
+from stoker.pipeline.caches import run_dir_of
 from stoker.schema import Json, JsonResult
 from stoker.train.config import EventSink
-from stoker.train.metrics import MetricsLog
+from stoker.train.run import MetricsLog
 
 log = logging.getLogger("stoker")
 

@@ -6,37 +6,351 @@ What precompute and train refuse is asked of the very functions that they call.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal, TypeAlias
+from urllib.parse import urlsplit
 
 from stoker.config import Config, load_config
+from stoker.config.names import in_settings
 from stoker.encoders.steady import is_steady
-from stoker.errors import ConfigError, EncoderError, ResourceError, StokerError
+from stoker.errors import ConfigError, EncoderError, ResourceError, StalledError, StokerError
+from stoker.monitor import GpuAbsent, open_gpu
+from stoker.monitor.gpu import find_driver
+from stoker.monitor.trackers import BUILT_IN, check_trackers
 from stoker.pipeline.build import Job, build_jobs, device_of, tasks_of
-from stoker.pipeline.checks import Row, Validation, failed
-from stoker.pipeline.diary import run_dir_of
-from stoker.pipeline.folders import require_writable
-from stoker.pipeline.locate import (
+from stoker.pipeline.caches import (
     Located,
     locate,
     locate_job,
     no_operator,
+    run_dir_of,
     windows_for,
     windows_in,
     windows_of,
 )
-from stoker.pipeline.mixed import check_together
+from stoker.pipeline.folders import cache_dir_of, obstacle, require_writable
+from stoker.pipeline.loaders import check_together, encoders_of
+from stoker.pipeline.plan import demand_of, left_by
 from stoker.pipeline.train import training_splits
-from stoker.pipeline.validate_machine import check_device, check_driver, check_room, check_shared_memory
-from stoker.pipeline.validate_trackers import check_each
 from stoker.pipeline.why import nearest_differences
-from stoker.precompute.probe_encoder import try_encoder
+from stoker.plan import Resources, plan_tiers, probe
+from stoker.plan.resources import DISK_DEADLINE_S
+from stoker.precompute.measure import try_encoder
+from stoker.precompute.space import check_space, needed_bytes
+from stoker.runtime.disk import free_space
+from stoker.runtime.threads import call_within
+from stoker.scale.ranks import ALONE
+from stoker.schema import JsonResult
 from stoker.sources.files import canonical_split
 from stoker.store import Difference
 from stoker.store.mirror.root import shown
-from stoker.units import format_count, format_seconds
+from stoker.units import GIB, format_bytes, format_count, format_seconds
+
+# ----------------------------------------------------------------------------------------------------------
+# Rows of `stoker validate`: what was checked, and how it came out.
+
+
+Status: TypeAlias = Literal["pass", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(JsonResult):
+    """One thing that was checked."""
+
+    json_keys = ("check", "status", "detail")
+
+    check: str
+    """What: `config`, `training`, `data train`, `encoder`, `cache`, `windows`, `tasks`, `run folder`,
+    `tracker wandb`, `gpu`, `driver`, `shm`, `memory`, `disk`, `inodes`, `launch code`."""
+    status: Status
+    detail: str
+    """What was found, with figures; for warn and fail also what to do."""
+    exit_code: int = 0
+    """What a `fail` of this row makes the command return."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation(JsonResult):
+    """All rows."""
+
+    json_keys = ("rows", "exit_code")
+
+    rows: tuple[Row, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0 without a failed row; 3 when a setting or file is wrong, else 6 when resources do not suffice."""
+        codes = {row.exit_code for row in self.rows if row.status == "fail"}
+        return ConfigError.exit_code if codes - {ResourceError.exit_code} else max(codes, default=0)
+
+    def and_these(self, rows: list[Row]) -> Validation:
+        """With more rows at the end."""
+        return Validation(rows=(*self.rows, *rows))
+
+
+def failed(check: str, error: StokerError | OSError, exit_code: int | None = None) -> Row:
+    """The row of what an error says; its class decides the exit code, unless one is given."""
+    if isinstance(error, StokerError):
+        detail, code = in_settings(error), exit_code or error.exit_code
+        return Row(check=check, status="fail", detail=detail, exit_code=code)
+    detail = f"{error.filename}: {error.strerror}. Fix that, or name another"
+    return Row(check=check, status="fail", detail=detail, exit_code=exit_code or ConfigError.exit_code)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Whether this machine holds what a run needs: GPU and driver, memory, disk, files, shared memory.
+
+
+SHARED = Path("/dev/shm")  # noqa: S108  asked for its size, not written to
+SHARED_BYTES = GIB
+"""Least free shared memory that is fine; containers come with 64 MiB."""
+
+
+def check_driver() -> Row:
+    """Whether the GPU's driver runs the CUDA that torch was built for; a CPU needs neither."""
+    import torch
+
+    built, found = torch.version.cuda, find_driver()
+    if isinstance(found, GpuAbsent):
+        if built is None:
+            return Row(check="driver", status="pass", detail=f"{found.reason}; torch is a build for the CPU")
+        detail = f"{found.reason}, and torch is built for CUDA {built}. On this machine steps run on the CPU"
+        return Row(check="driver", status="warn", detail=detail)
+    runs = f"driver {found.version} runs CUDA {found.cuda[0]}.{found.cuda[1]}"
+    if built is None:
+        detail = f"{runs}, but torch is a build for the CPU: install one for CUDA, or the GPU stands idle"
+        return Row(check="driver", status="warn", detail=detail)
+    # Within one major version any driver runs what was built for a later minor one.
+    if found.cuda[0] < int(built.split(".")[0]):
+        detail = (
+            f"{runs}, torch is built for CUDA {built}. Install a newer driver, or torch for {found.cuda[0]}"
+        )
+        return Row(check="driver", status="fail", detail=detail, exit_code=ResourceError.exit_code)
+    return Row(check="driver", status="pass", detail=f"{runs}, torch is built for {built}")
+
+
+def check_shared_memory(folder: Path = SHARED) -> Row:
+    """How large the memory file system is that workers of others exchange batches through."""
+    whose = "workers of a torch DataLoader and NCCL need it, Stoker itself does not"
+    try:
+        free, _, total = call_within(DISK_DEADLINE_S, lambda: free_space(folder), str(folder))
+    except (OSError, StalledError) as error:
+        return Row(check="shm", status="warn", detail=f"{folder} cannot be asked ({error}); {whose}")
+    detail = f"{format_bytes(free)} free of {format_bytes(total)} in {folder}; {whose}"
+    if free < SHARED_BYTES:
+        cure = "start the container with --shm-size=8g or --ipc=host"
+        return Row(
+            check="shm", status="warn", detail=f"{detail}. Expected {format_bytes(SHARED_BYTES)}: {cure}"
+        )
+    return Row(check="shm", status="pass", detail=detail)
+
+
+def check_device(config: Config, rows: list[Row]) -> str:
+    """Add the GPU's row; returns the device to plan for."""
+    gpu = open_gpu()
+    described = "" if isinstance(gpu, GpuAbsent) else "NVIDIA driver found"
+    if not isinstance(gpu, GpuAbsent):
+        sample = gpu.sample()
+        gpu.close()
+        if not isinstance(sample, GpuAbsent):
+            described = f"{sample.name}, {format_bytes(sample.total_bytes - sample.used_bytes)} free"
+    device = device_of(config)
+    try:
+        encoders_of(config, ALONE)
+    except StokerError as error:
+        rows.append(failed("encoders", error))
+    try:
+        resources = probe(device=device)
+    except ResourceError as error:
+        rows.append(failed("gpu", error))
+        return "cpu"
+    if device == "cpu":
+        detail = f"{described or 'none'}; device is cpu"
+        unused = bool(described) and config.training.device == "auto"
+        rows.append(Row(check="gpu", status="warn" if unused else "pass", detail=detail))
+    else:
+        free = format_bytes(resources.device_bytes)
+        rows.append(Row(check="gpu", status="pass", detail=f"{resources.device_name}, {free} free"))
+    return device
+
+
+def check_room(
+    config: Config, located: list[Located], trained: Mapping[str, Located], device: str
+) -> list[Row]:
+    """The rows of memory and disk, neither of which waits for the other."""
+    cache_dir = cache_dir_of(config)
+    try:
+        resources = probe(device=device, path=cache_dir)
+        disk = [_disk_row(config, located, resources), _inodes_row(config, located, resources)]
+    except StalledError as error:
+        resources = probe(device=device)
+        disk = [failed("disk", error, ResourceError.exit_code)]
+    if not trained:
+        detail = "not checked, since no data was found. Fix the rows above and validate again"
+        return [Row(check="memory", status="warn", detail=detail), *disk]
+    memory: list[Row] = []
+    for task, found in trained.items():
+        row, resources = _memory_row(config.for_task(task), found, resources, device)
+        memory.append(row)
+    return [*memory, *disk]
+
+
+def _memory_row(config: Config, found: Located, resources: Resources, device: str) -> tuple[Row, Resources]:
+    """The row, and what is left to the next task."""
+    training = config.training
+    demand = demand_of(config, found, device)
+    try:
+        plan = plan_tiers(demand, resources, tier=training.tier, reserve_bytes=training.reserve_bytes)
+    except ResourceError as error:
+        return failed("memory", error), resources
+    served = plan.tier in ("host", "device") or training.tier in ("disk", "encode")
+    detail = "; ".join(plan.reason.split("; ")[:2])
+    row = Row(check="memory", status="pass" if served else "warn", detail=detail)
+    return row, left_by(plan, resources)
+
+
+def _inodes_row(config: Config, located: list[Located], resources: Resources) -> Row:
+    """Whether as many files can be made."""
+    cache_dir, free = cache_dir_of(config), resources.disk_inodes
+    try:
+        for found in located:
+            if found.missing:
+                room = replace(resources, disk_bytes=None)
+                check_space(cache_dir, found.recipe.schema, found.missing, room)
+    except StokerError as error:
+        return failed("inodes", error)
+    many = "as many files as wanted" if free is None else f"{format_count(free)} more files"
+    return Row(check="inodes", status="pass", detail=f"room for {many} below {cache_dir}")
+
+
+def _disk_row(config: Config, located: list[Located], resources: Resources) -> Row:
+    """Whether each cache in turn would find the room that precompute asks for."""
+    cache_dir, needed, left = cache_dir_of(config), 0, replace(resources, disk_inodes=None)
+    try:
+        for found in located:
+            if found.missing:
+                require_writable(cache_dir, "training.latent_cache_dir")
+                check_space(cache_dir, found.recipe.schema, found.missing, left)
+                takes = needed_bytes(found.recipe.schema, found.missing)
+                needed += takes
+                left = left if left.disk_bytes is None else replace(left, disk_bytes=left.disk_bytes - takes)
+    except StokerError as error:
+        return failed("disk", error)
+    detail = f"{format_bytes(needed)} to write below {cache_dir}"
+    if resources.disk_bytes is None:
+        return Row(check="disk", status="warn", detail=f"{detail}; free space is not known")
+    return Row(check="disk", status="pass", detail=f"{detail}, {format_bytes(resources.disk_bytes)} free")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Whether trackers can be had, and whether what they send to answers; none of them can end a run.
+
+
+ANSWER_S = 5.0
+"""Seconds that a server has to take a connection."""
+WANDB = "https://api.wandb.ai"
+PORTS = {"http": 80, "https": 443}
+
+
+def check_each(names: tuple[str, ...], environment: Mapping[str, str]) -> list[Row]:
+    """A row for each tracker.
+
+    Args:
+        names: As `training.trackers` has them.
+        environment: In which servers and credentials are named.
+    """
+    return [_row(name, environment) for name in names]
+
+
+def _row(name: str, environment: Mapping[str, str]) -> Row:
+    check = f"tracker {name}"
+    try:
+        check_trackers([name])
+    except ConfigError as error:
+        return failed(check, error)
+    if name not in BUILT_IN or name == "tensorboard":
+        detail = "event files in the run's folder" if name in BUILT_IN else "found; of another package"
+        return Row(check=check, status="pass", detail=detail)
+    server, offline = (_wandb if name == "wandb" else _mlflow)(environment)
+    if server is None:
+        return Row(check=check, status="pass", detail=offline)
+    if urlsplit(server).scheme not in PORTS:
+        return _of_a_file(check, server)
+    why, shown = unreachable(server), _without_user(server)
+    if why is None:
+        return Row(check=check, status="pass", detail=f"{shown} answers")
+    detail = f"{shown} does not answer ({why}): figures may be lost, the run goes on; {offline}"
+    return Row(check=check, status="warn", detail=detail)
+
+
+def _without_user(server: str) -> str:
+    """An address without the name and password that it may carry.
+
+    >>> _without_user("https://me:secret@host:5000/path")
+    'https://host:5000'
+    """
+    parts = urlsplit(server)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
+def _wandb(environment: Mapping[str, str]) -> tuple[str | None, str]:
+    """Its server, or None and why none is asked."""
+    server = environment.get("WANDB_BASE_URL") or WANDB
+    mode = environment.get("WANDB_MODE", "")
+    if mode in ("offline", "disabled", "dryrun"):
+        return None, f"offline, as WANDB_MODE={mode} says: files in the run's folder, for `wandb sync`"
+    without = "without credentials it works offline, in the run's folder"
+    host = urlsplit(server).hostname or ""
+    if environment.get("WANDB_API_KEY") or host in _netrc(environment):
+        return server, "WANDB_MODE=offline keeps them in the run's folder"
+    return None, f"offline: {without} (no WANDB_API_KEY, and {host} is not in ~/.netrc)"
+
+
+def _netrc(environment: Mapping[str, str]) -> str:
+    try:
+        return (Path(environment.get("HOME", "")) / ".netrc").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _mlflow(environment: Mapping[str, str]) -> tuple[str | None, str]:
+    """Its server, or None and where it keeps figures instead."""
+    server = environment.get("MLFLOW_TRACKING_URI")
+    local = "mlflow.db in the run's folder"
+    return (server, f"without MLFLOW_TRACKING_URI it is {local}") if server else (None, f"offline: {local}")
+
+
+def _of_a_file(check: str, address: str) -> Row:
+    """A database or folder of this machine."""
+    place = Path(address.partition(":///")[2] or address.partition(":")[2] or address)
+    why = obstacle(place.parent) if address.startswith(("sqlite:", "file:", "/", ".")) else None
+    if why is None:
+        return Row(check=check, status="pass", detail=f"{address.partition('://')[0]} store, not a server")
+    detail = f"MLFLOW_TRACKING_URI names {place}, and {why}: figures would be lost, the run goes on"
+    return Row(check=check, status="warn", detail=detail)
+
+
+def unreachable(server: str, answer_s: float = ANSWER_S) -> str | None:
+    """Why nobody takes a connection at an address; None: somebody does."""
+    parts = urlsplit(server)
+    host, port = parts.hostname or "", parts.port or PORTS[parts.scheme]
+
+    def connect() -> None:
+        socket.create_connection((host, port), timeout=answer_s).close()
+
+    try:  # names are looked up without a deadline of their own
+        call_within(answer_s + 1, connect, server)
+    except StalledError:
+        return f"no answer in {answer_s:g} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
 
 LONGEST = 24
 """Letters of a value that a row shows."""

@@ -10,12 +10,11 @@ from stoker.config import load_config
 from stoker.encoders.keeping import KEEPING
 from stoker.errors import ConfigError, FormatError, StokerError
 from stoker.pipeline.build import names_of_caches
+from stoker.pipeline.caches import recipe_of
 from stoker.pipeline.folders import cache_dir_of
-from stoker.pipeline.locate import recipe_of
 from stoker.schema import JsonResult
 from stoker.store import Difference, Recipe, diff_recipes, load_recipe, open_cache
-from stoker.store.mirror.attach import here
-from stoker.store.mirror.root import shown
+from stoker.store.mirror.root import here, shown
 from stoker.store.strict_json import as_object
 
 WRAPPERS = {

@@ -13,12 +13,11 @@ mounts.py      what kind of storage a path lies on
 simulation/    the same for machines that are not here: a run as a whole, with queues where several wait
 """
 
-from stoker.plan.elsewhere import Elsewhere
-from stoker.plan.ledger import LEDGER, Claim, Ledger
+from stoker.plan.placement import LEDGER, Claim, Ledger
 from stoker.plan.rates import Load, Rates, measure_rates
 from stoker.plan.resources import Resources, probe
 from stoker.plan.simulation import Scenario, Simulation, simulate
-from stoker.plan.tiers import TIERS, Demand, Plan, Tier, TierShare, plan_tiers, stall_of
+from stoker.plan.tiers import TIERS, Demand, Elsewhere, Plan, Tier, TierShare, plan_tiers, stall_of
 
 __all__ = [
     "LEDGER",

@@ -57,7 +57,7 @@ def gpu_table(record_bytes: float, records: int, *, model_bytes: int | None = No
     """What each GPU of `MEMORY_GIB` would hold.
 
     Args:
-        record_bytes: Of one record, as stored: `stoker.store.layout.record_bytes` of a cache's columns.
+        record_bytes: Of one record, as stored: `stoker.store.format.record_bytes` of a cache's columns.
         records: How many there are.
         model_bytes: Peak of the model's own memory; None: by the rule for one that was not seen yet.
 

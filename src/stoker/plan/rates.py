@@ -12,10 +12,11 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -188,3 +189,218 @@ def _device_rates(device: str) -> tuple[float, float]:
     return _median_rate(lambda: finish(pinned), COPY_BYTES), _median_rate(
         lambda: finish(on_device), COPY_BYTES
     )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What this machine can do at most: each limit as a function of the seconds it may take.
+#
+# The loops hold nothing but the operation itself, on data of the user's own shape: rows of a record's size
+# are gathered, a cache's own shards are read (past the page cache, so nothing is written and no cache is
+# drained of what others need). `stoker bench` sets what the tiers reach beside them.
+
+
+Limit: TypeAlias = Callable[[float], float]
+"""`limit(seconds)` works that long and returns bytes a second."""
+
+BUFFER_BYTES = 64 * MIB
+"""Bytes of one copy; more than the caches of a processor hold."""
+PAGE_BYTES = 4096
+SEQUENTIAL_BYTES = 8 * MIB
+READ_THREADS = 16
+"""Reads in flight at random places; at 8 a drive may be left waiting."""
+CACHED_BYTES = 128 * MIB
+"""Bytes that are read through the page cache."""
+ANSWER_S = 10.0
+"""Beyond its own seconds, in which a disk has to answer a measurement."""
+WARM_S = 5.0
+"""Seconds to bring them there."""
+READERS = 4
+"""Reads in flight one after another."""
+
+
+def copy_limit() -> Limit:
+    """Copying within host memory, one thread, into memory that is there already."""
+    import torch
+
+    source = torch.ones(BUFFER_BYTES, dtype=torch.uint8, device="cpu")
+    into = torch.zeros_like(source)
+    return lambda seconds: _repeat(lambda: into.copy_(source), BUFFER_BYTES, seconds)
+
+
+def gather_limit(row_bytes: int, batch: int, device: str = "cpu", *, source_bytes: int) -> Limit:
+    """`torch.index_select` of `batch` rows at random out of `source_bytes` into one reused buffer."""
+    import torch
+
+    count = max(batch, source_bytes // max(1, row_bytes))
+    source = torch.ones((count, max(1, row_bytes)), dtype=torch.uint8, device=device)
+    into = torch.zeros((batch, max(1, row_bytes)), dtype=torch.uint8, device=device)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0), device="cpu").to(device)
+    places = list(order[: count // batch * batch].view(-1, batch))
+    at = iter(())
+
+    def one() -> None:
+        nonlocal at
+        index = next(at, None)
+        if index is None:
+            at = iter(places)
+            index = next(at)
+        torch.index_select(source, 0, index, out=into)
+
+    finish = (lambda: torch.cuda.synchronize(device)) if device != "cpu" else None
+    return lambda seconds: _repeat(one, batch * row_bytes, seconds, finish)
+
+
+def to_device_limit(device: str) -> Limit:
+    """Copying from page-locked memory to a GPU."""
+    import torch
+
+    pinned = torch.ones(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
+    into = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=device)
+
+    def one() -> None:
+        into.copy_(pinned, non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    return lambda seconds: _repeat(one, BUFFER_BYTES, seconds)
+
+
+def sequential_limit(files: Sequence[Path]) -> Limit:
+    """Reading files from end to end past the page cache."""
+    return lambda seconds: _read(_blocks(files, SEQUENTIAL_BYTES), SEQUENTIAL_BYTES, READERS, seconds)
+
+
+def random_limit(files: Sequence[Path], block_bytes: int, *, cached: bool = False) -> Limit:
+    """Reading blocks at random places of files: past the page cache, or (`cached`) through it."""
+    size = -(-max(1, block_bytes) // PAGE_BYTES) * PAGE_BYTES
+    blocks = _blocks(files, size)
+    if cached:
+        blocks = blocks[: max(1, CACHED_BYTES // size)]
+    random.Random(0).shuffle(blocks)  # noqa: S311  no secret
+    if cached:
+        return lambda seconds: _read_again(blocks, size, seconds)
+    return lambda seconds: _read(blocks, size, READ_THREADS, seconds)
+
+
+def drop_from_page_cache(files: Sequence[Path]) -> None:
+    """Have the next reads of `files` come from the disk; what others have mapped stays."""
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def _repeat(
+    one: Callable[[], Any], size_bytes: int, seconds: float, finish: Callable[[], None] | None = None
+) -> float:
+    """Bytes a second of as many repeats as fit; the first one is not counted, since it touches new memory."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two that wait for each other collapse where anything else runs
+    try:
+        return _repeated(one, size_bytes, seconds, finish or (lambda: None))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _repeated(one: Callable[[], Any], size_bytes: int, seconds: float, finish: Callable[[], None]) -> float:
+    one()
+    finish()
+    begin = time.perf_counter()
+    count = 0
+    while not count or time.perf_counter() - begin < seconds:
+        one()
+        count += 1
+    finish()
+    return count * size_bytes / max(time.perf_counter() - begin, 1e-9)
+
+
+def _blocks(files: Sequence[Path], size: int) -> list[tuple[Path, int]]:
+    """Whole blocks of all files, in order; at most a million."""
+
+    def look() -> list[int]:
+        return [file.stat().st_size for file in files]
+
+    sizes = Pool(1, "stoker-limits").submit(look).result(ANSWER_S, "looking at the files to read")
+    found = [
+        (file, at) for file, end in zip(files, sizes, strict=True) for at in range(0, end - size + 1, size)
+    ]
+    return found[:: max(1, len(found) // 1_000_000)]
+
+
+def _read(
+    blocks: Sequence[tuple[Path, int]],
+    size: int,
+    threads: int,
+    seconds: float,
+    *,
+    direct: bool = True,
+    times: int = 1_000_000,
+) -> float:
+    """Bytes a second of reading all blocks `times` over, or for `seconds`; 0 where no block is whole."""
+    if not blocks:
+        return 0.0
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    handles: dict[Path, int] = {}
+    try:
+        pool = Pool(threads, "stoker-limits")
+        opening = {
+            file: pool.submit(partial(_open, file, flags, direct=direct))
+            for file in dict.fromkeys(file for file, _ in blocks)
+        }
+        until = time.perf_counter() + ANSWER_S
+        for file, ticket in opening.items():
+            handles[file] = ticket.result(max(0.0, until - time.perf_counter()), f"opening {file}")
+        begin = time.perf_counter()
+        work = _Shared([(handles[file], at) for file, at in blocks], times)
+        parts = [pool.submit(partial(_reader, work, size, begin + seconds)) for _ in range(threads)]
+        until = begin + seconds + ANSWER_S
+        read = sum(part.result(until - time.perf_counter(), "reading for the disk's limit") for part in parts)
+        return read / max(time.perf_counter() - begin, 1e-9)
+    except BaseException:
+        handles.clear()  # threads may still read them: a number that is used again would be read instead
+        raise
+    finally:
+        for handle in handles.values():
+            os.close(handle)
+
+
+def _read_again(blocks: Sequence[tuple[Path, int]], size: int, seconds: float) -> float:
+    """The same through the page cache, everything read once before."""
+    _read(blocks, size, READ_THREADS, WARM_S, direct=False, times=1)
+    return _read(blocks, size, READ_THREADS, seconds, direct=False)
+
+
+def _open(file: Path, flags: int, *, direct: bool) -> int:
+    if direct:
+        try:
+            return os.open(file, flags | os.O_DIRECT)
+        except OSError:  # a file system without direct reads, tmpfs for one
+            pass
+    return os.open(file, flags)
+
+
+class _Shared:
+    """Hands out the same places over and over, to any number of threads."""
+
+    def __init__(self, places: Sequence[tuple[int, int]], times: int) -> None:
+        self._places = places
+        self._numbers = itertools.count()
+        self._end = len(places) * times
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        while (number := next(self._numbers)) < self._end:
+            yield self._places[number % len(self._places)]
+
+
+def _reader(work: _Shared, size: int, end: float) -> int:
+    """Read blocks that the threads share until time is over."""
+    read = 0
+    with mmap.mmap(-1, size) as block:  # aligned, as direct reads demand
+        for handle, at in work:
+            read += os.preadv(handle, [block], at)
+            if time.perf_counter() >= end:
+                break
+    return read

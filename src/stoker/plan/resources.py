@@ -7,21 +7,409 @@ Page cache counts as free, since the kernel gives it back; memory that it cannot
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from stoker.plan.cgroups import CpuLimit, MemoryLimit, cpu_limits, least_cpus, memory_limits, unreclaimable
-from stoker.plan.devices import resolve_device
-from stoker.plan.mounts import Mount, mount_of
+from stoker.errors import ConfigError, ResourceError, arg
 from stoker.runtime.disk import free_space
 from stoker.runtime.threads import call_within
 from stoker.schema import Json
 
 if TYPE_CHECKING:
     import torch
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Limits that control groups put above one process, version 1 and version 2.
+#
+# Every function takes the texts and folders it reads as arguments, so that tests hand in made-up trees and
+# only `plan.resources` names the real ones. A process has one group per hierarchy, and every ancestor's
+# limit holds too. On a hybrid machine version 1 and version 2 are mounted side by side; all are read.
+
+
+UNLIMITED_BYTES = 1 << 62
+"""Limits from here on mean none: version 1 writes 9223372036854771712 for that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimit:
+    """One group's memory limit, and what in the group cannot be given back."""
+
+    limit_bytes: int
+    held_bytes: int
+    """Bytes in the group that the kernel cannot reclaim (`unreclaimable`)."""
+    label: str
+    """Which limit it is, for messages."""
+
+    @property
+    def usable_bytes(self) -> int:
+        """What a process of the group may still take."""
+        return max(0, self.limit_bytes - self.held_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuLimit:
+    """One group's CPU quota."""
+
+    cpus: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """One group's folder in one mounted hierarchy."""
+
+    folder: Path
+    name: str
+    version: int
+
+
+def memory_limits(cgroup: str, mountinfo: str, root: Path) -> list[MemoryLimit]:
+    """All memory limits above a process, its own group first; groups without a limit are left out.
+
+    Args:
+        cgroup, mountinfo: Contents of `/proc/<pid>/cgroup` and `/proc/<pid>/mountinfo`.
+        root: `/`, or the folder that holds a made-up tree.
+    """
+    found: list[MemoryLimit] = []
+    for group in _groups(cgroup, mountinfo, root, "memory"):
+        names = ("memory.limit_in_bytes",) if group.version == 1 else ("memory.max", "memory.high")
+        limits = [(limit, name) for name in names if (limit := _limit(group.folder / name)) is not None]
+        if limits:
+            limit, name = min(limits)
+            held = _held_v1(group.folder) if group.version == 1 else _held_v2(group.folder)
+            label = f"cgroup v{group.version} {name} of {group.name}"
+            found.append(MemoryLimit(limit_bytes=limit, held_bytes=held, label=label))
+    return found
+
+
+def cpu_limits(cgroup: str, mountinfo: str, root: Path) -> list[CpuLimit]:
+    """All CPU quotas above a process; arguments as for `memory_limits`."""
+    found: list[CpuLimit] = []
+    for group in _groups(cgroup, mountinfo, root, "cpu"):
+        if group.version == 1:
+            names = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+            words = [_read(group.folder / name).strip() for name in names]
+        else:
+            names = ("cpu.max",)
+            words = _read(group.folder / "cpu.max").split()
+        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
+            label = f"cgroup v{group.version} {names[0]} of {group.name}"
+            found.append(CpuLimit(cpus=int(words[0]) / int(words[1]), label=label))
+    return found
+
+
+def unreclaimable(stat: Mapping[str, int]) -> int:
+    """Bytes of a `memory.stat` (version 2 names) that the kernel cannot take back.
+
+    Anonymous memory, shared memory and locked pages, each page once: the anonymous lists hold the first
+    two, the unevictable list holds what is locked. To these come slab and other kernel memory that stays,
+    and pages that must be written before they can go. Page cache is not in it, which is why
+    `memory.current` is of no use here.
+
+    >>> unreclaimable({"active_anon": 5, "inactive_anon": 3, "unevictable": 2, "anon": 9, "file": 100})
+    10
+    """
+    if "active_anon" in stat:
+        mapped = stat["active_anon"] + stat.get("inactive_anon", 0)
+    else:
+        mapped = stat.get("anon", 0) + stat.get("shmem", 0)
+    kernel = ("slab_unreclaimable", "kernel_stack", "pagetables", "percpu", "sock")
+    unwritten = ("file_dirty", "file_writeback")
+    return mapped + sum(stat.get(name, 0) for name in ("unevictable", *kernel, *unwritten))
+
+
+def read_stat(text: str) -> dict[str, int]:
+    """Name and number per line, whatever else a line may hold.
+
+    >>> read_stat("anon 12\\nfile 7\\noddity\\n")
+    {'anon': 12, 'file': 7}
+    """
+    pairs = (line.split() for line in text.splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) >= 2 and pair[1].isdigit()}
+
+
+def _held_v2(folder: Path) -> int:
+    return unreclaimable(read_stat(_read(folder / "memory.stat")))
+
+
+def _held_v1(folder: Path) -> int:
+    """As version 2: `total_` lines count the groups below as well; the kernel's part is a file of its own."""
+    stat = read_stat(_read(folder / "memory.stat"))
+    total = {name.removeprefix("total_"): stat[name] for name in stat if name.startswith("total_")} or stat
+    names = {"dirty": "file_dirty", "writeback": "file_writeback", "rss": "anon"}
+    kernel = _read(folder / "memory.kmem.usage_in_bytes").strip()
+    held = unreclaimable({names.get(name, name): size for name, size in total.items()})
+    return held + (int(kernel) if kernel.isdigit() else 0)
+
+
+def _groups(cgroup: str, mountinfo: str, root: Path, controller: str) -> list[_Group]:
+    """The process's group and its ancestors, in every hierarchy that may carry `controller`."""
+    mounts = _mounts(mountinfo, controller)
+    found: list[_Group] = []
+    for line in cgroup.splitlines():
+        hierarchy, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        version = 2 if hierarchy == "0" and not controllers else 1
+        if version == 1 and controller not in controllers.split(","):
+            continue
+        for top, mount in mounts.get(version, [])[-1:]:  # a later mount hides an earlier one
+            found += _ancestry(PurePosixPath(path), top, root / mount.lstrip("/"), version)
+    return found
+
+
+def _ancestry(path: PurePosixPath, top: PurePosixPath, mount: Path, version: int) -> list[_Group]:
+    """Folders from the process's group up to the mount.
+
+    A container sees the hierarchy from `top` down; a path that does not lie below it (it may even begin
+    with `..`) belongs to a part we cannot see, and the mount itself is then the nearest group we can.
+    """
+    try:
+        below = path.relative_to(top)
+    except ValueError:
+        below = PurePosixPath()
+    if ".." in below.parts:
+        below = PurePosixPath()
+    levels = [below, *below.parents] if below.parts else [below]
+    return [
+        _Group(folder=mount / level, name=f"/{level}".rstrip(".") or "/", version=version) for level in levels
+    ]
+
+
+def _mounts(mountinfo: str, controller: str) -> dict[int, list[tuple[PurePosixPath, str]]]:
+    """Version to (root of the mount in its hierarchy, mount point), for hierarchies with `controller`."""
+    found: dict[int, list[tuple[PurePosixPath, str]]] = {}
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(), after.split()
+        if len(fields) < 5 or len(kind) < 3:
+            continue
+        version = {"cgroup": 1, "cgroup2": 2}.get(kind[0])
+        if version == 2 or (version == 1 and controller in kind[2].split(",")):
+            found.setdefault(version, []).append((PurePosixPath(_plain(fields[3])), _plain(fields[4])))
+    return found
+
+
+def _plain(path: str) -> str:
+    r"""Undo mountinfo's octal escapes.
+
+    >>> _plain("/a\\040b")
+    '/a b'
+    """
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
+
+
+def _limit(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdigit() and int(text) < UNLIMITED_BYTES else None
+
+
+def _read(path: Path) -> str:
+    """The file's text; empty where there is none or we may not read it, as for a group's root."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def least_cpus(limits: list[CpuLimit], affinity: int) -> CpuLimit:
+    """The tightest of the quotas and the CPUs that this process may run on.
+
+    >>> least_cpus([CpuLimit(cpus=1.5, label="quota")], 4)
+    CpuLimit(cpus=1.5, label='quota')
+    """
+    allowed = CpuLimit(cpus=float(affinity), label="CPUs this process may run on")
+    return min([allowed, *limits], key=lambda limit: limit.cpus, default=CpuLimit(cpus=math.inf, label=""))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What kind of storage a path lies on, from the text of `/proc/self/mountinfo`: arithmetic on names.
+
+
+NETWORK = frozenset({
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs",
+    "orangefs", "pvfs2", "panfs", "wekafs", "ncpfs", "coda", "davfs", "ocfs2", "gfs2", "vboxsf", "prl_fs",
+    "fuse",
+})  # fmt: skip
+"""Types of file systems whose data is on another machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mount:
+    """Where a path is mounted."""
+
+    point: str
+    kind: str
+    """Type of the file system, as `nfs4` or `fuse.sshfs`."""
+    source: str
+    """What is mounted, as `server:/export`."""
+
+    @property
+    def network(self) -> bool:
+        """Whether its data is on another machine: by type; programs that serve a file system count as such.
+
+        >>> Mount(point="/", kind="fuse.sshfs", source="host:").network
+        True
+        """
+        return self.kind in NETWORK or self.kind.startswith("fuse.")
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether what is written there takes memory."""
+        return self.kind in ("tmpfs", "ramfs")
+
+
+def mount_of(path: PurePosixPath, mountinfo: str) -> Mount | None:
+    """The mount that an absolute path without links lies on; None where nothing is known.
+
+    >>> text = "1 0 0:1 / / rw - ext4 /dev/sda rw\\n2 1 0:2 / /my\\\\040nfs rw shared:1 - nfs4 host:/x rw"
+    >>> mount_of(PurePosixPath("/my nfs/a.h5"), text).kind, mount_of(PurePosixPath("/nfs/a"), text).kind
+    ('nfs4', 'ext4')
+    """
+    found: Mount | None = None
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(), after.split()
+        if len(fields) < 5 or len(kind) < 2:
+            continue
+        point = _unescape(fields[4])
+        # A later mount on the same point hides the earlier one.
+        if path.is_relative_to(point) and (found is None or len(point) >= len(found.point)):
+            found = Mount(point=point, kind=kind[0], source=_unescape(kind[1]))
+    return found
+
+
+def _unescape(text: str) -> str:
+    """Mount points are written with octal escapes."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Devices by name: what is asked for, what `auto` means here, and whether it is there.
+
+
+log = logging.getLogger("stoker")
+_said: set[str] = set()
+
+
+def device_name(wanted: object) -> str:
+    """Return the name of a device: `auto`, `cpu`, `cuda` or `cuda:1`; a `torch.device` has one too.
+
+    >>> device_name("cuda:1")
+    'cuda:1'
+
+    Raises:
+        ConfigError: It is neither the CPU nor a CUDA device.
+    """
+    name = str(wanted)
+    if name == "all":
+        raise ConfigError(
+            "device is 'all', and one device is expected: auto, cpu, cuda or cuda:0. To encode on all GPUs "
+            "give stoker.precompute(device='all'), or stoker.cached(precompute={'device': 'all'})"
+        )
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise ConfigError(f"device {wanted!r} is not known. Expected auto, cpu, cuda or cuda:0")
+    return name
+
+
+def automatic_device() -> tuple[str, str]:
+    """Return the device that `auto` stands for, and why it is that one.
+
+    A GPU where torch sees one (the current one), else the CPU.
+    """
+    import torch
+
+    if count := torch.cuda.device_count():
+        return "cuda", f"torch sees {count} CUDA device{'s' * (count > 1)}"
+    return "cpu", f"torch {torch.__version__} sees no CUDA device"
+
+
+def resolve_device(wanted: object, say: Callable[[str], None] = log.info) -> torch.device:
+    """Return the device to compute on; of `auto` a line says once in a process which it is and why.
+
+    Args:
+        wanted: `auto`, `cpu`, `cuda`, `cuda:1`, or a `torch.device`.
+        say: Takes that line; the log by default.
+
+    Raises:
+        ConfigError: It is neither the CPU nor a CUDA device.
+        ResourceError: There is no such GPU, or torch was built without CUDA.
+    """
+    import torch
+
+    name = device_name(wanted)
+    if name == "auto":
+        name, why = automatic_device()
+        line = f"device is auto: {name} is used, since {why}"
+        if line not in _said:
+            _said.add(line)
+            say(line)
+    else:
+        require_devices(name)
+    if name == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())  # the current one may be another later
+    return torch.device(name)
+
+
+def require_devices(*names: str) -> None:
+    """Check that devices named as by `device_name` are there; `auto` always is.
+
+    Raises:
+        ResourceError: There is no such GPU, or torch was built without CUDA.
+    """
+    gpus = {name: int(name.partition(":")[2] or 0) for name in names if name.startswith("cuda")}
+    if not gpus:
+        return
+    import torch
+
+    count = torch.cuda.device_count()
+    for name, place in gpus.items():
+        if place >= count:
+            there = ", ".join(f"cuda:{one}" for one in range(count)) or "no CUDA device"
+            raise ResourceError(
+                f"device {name} is not there: torch {torch.__version__} sees {there}. Use "
+                f"{arg('device', 'auto')}, which takes a GPU where there is one, or {arg('device', 'cpu')}; "
+                "nvidia-smi shows whether the driver works"
+            )
+
+
+def encode_on(wanted: object) -> tuple[str, ...]:
+    """Return devices by name: one, several, or with `all` every GPU that this process sees.
+
+    One alone is returned as it is named, `auto` included: it is resolved where encoding begins, which may be
+    on another machine.
+
+    >>> encode_on("cpu"), encode_on(["cpu", "cpu"])
+    (('cpu',), ('cpu', 'cpu'))
+
+    Raises:
+        ConfigError: A name is no device that encoders run on.
+        ResourceError: Of several one is not there; or all are asked for, and there is no GPU.
+    """
+    several = isinstance(wanted, Sequence) and not isinstance(wanted, str)
+    names = tuple(cast("Sequence[object]", wanted)) if several else (wanted,)
+    if names == ("all",):
+        import torch
+
+        count = torch.cuda.device_count()
+        if not count:
+            raise ResourceError(
+                f"device is all, and torch {torch.__version__} sees no CUDA device. Use "
+                f"{arg('device', 'auto')}, which takes a GPU where there is one, or {arg('device', 'cpu')}"
+            )
+        return tuple(f"cuda:{place}" for place in range(count))
+    if not names:
+        raise ConfigError("devices is empty. Name at least one, as [cuda:0, cuda:1], or say all")
+    if len(names) == 1:
+        return (device_name(names[0]),)
+    return tuple(str(resolve_device(name)) for name in names)
+
 
 CACHED_BY_TORCH_BYTES = 64 << 20
 """What torch may keep of freed tensors before it is asked to give that back."""

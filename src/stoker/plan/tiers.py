@@ -7,17 +7,306 @@ decision here can be tested with made-up numbers.
 
 from __future__ import annotations
 
+import functools
+import heapq
 import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
-from stoker.errors import ConfigError, ResourceError
-from stoker.plan.elsewhere import Elsewhere
+import numpy as np
+
+from stoker.errors import ConfigError, ResourceError, arg
 from stoker.plan.rates import THREADS, Load, Rates
 from stoker.plan.resources import Resources
-from stoker.plan.words import Facts, explain, say_need, table
 from stoker.schema import Json
-from stoker.units import format_bytes, format_count
+from stoker.units import MIB, format_bytes, format_count, format_percent, format_seconds
+
+# ----------------------------------------------------------------------------------------------------------
+# What an epoch fetches of a set that lies elsewhere, through a local cache that is smaller than the set.
+#
+# Blocks that are needed last go first (`loader.read_ahead`). Where each block is needed once in an epoch,
+# an epoch then fetches just what does not fit; where it is needed often, at random, it is fetched often. So
+# what decides is how many times an order comes to a block.
+
+
+NET_OF = 0.95
+"""The part of a mirror that holds blocks between clean-ups, which free a tenth of it."""
+AHEAD_OF = 0.25
+"""The part of it that what is fetched ahead of need may take."""
+TRIED_BLOCKS, TRIED_USES = 200, 16
+"""Blocks of the small set on which an order is tried, and uses of each in an epoch, at most."""
+WANTED_BLOCK_BYTES = 8 * MIB
+"""Bytes that an order should take together: few blocks are then shared by two of them."""
+WANTED_BLOCKS = 256
+"""Blocks of an order that are shuffled among themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """A set that lies elsewhere, and how it is served."""
+
+    url: str
+    bytes: int
+    """Of all its shards."""
+    room_bytes: int | None
+    """What the local cache may hold; None: all."""
+    block_bytes: int
+    """What is fetched together at least."""
+    examples: int
+    example_bytes: float
+    """Bytes that lie together and that one example takes."""
+    step_examples: int
+    """Examples of one step, over all ranks of a node."""
+    order: str = "full"
+
+    @property
+    def fits(self) -> bool:
+        """Whether the local cache holds all of it."""
+        return self.room_bytes is None or self.bytes <= self.room_bytes
+
+    @property
+    def held(self) -> float:
+        """The part of the set that stays in the local cache from one epoch to the next."""
+        if self.room_bytes is None:
+            return 1.0
+        return min(1.0, self.room_bytes * NET_OF / max(1, self.bytes))
+
+    def fetched(self, order: str | None = None) -> float:
+        """Bytes that an epoch fetches once the local cache is full, as a multiple of the set's.
+
+        Args:
+            order: Another order than it is served in.
+        """
+        if self.fits:
+            return 0.0
+        return _missed(self.held, self._uses(order or self.order))
+
+    def fetched_for(self, size: float) -> float:
+        """Bytes that come for each `size` bytes of examples that are served."""
+        return size * self.fetched() * self.bytes / max(1.0, self.examples * self.example_bytes)
+
+    def better(self) -> str:
+        """The order that fetches least, with numbers; empty where that gains less than a tenth of the set."""
+        spacing = self.bytes / max(1, self.examples)
+        room = self.room_bytes or self.bytes
+        together = max(self.block_bytes, min(WANTED_BLOCK_BYTES, int(room * AHEAD_OF) // WANTED_BLOCKS))
+        block = max(1, math.ceil(together / spacing))
+        window = max(1, min(WANTED_BLOCKS, int(room * AHEAD_OF / (block * spacing))))
+        order = f"block({block},{block * window})"
+        return order if self.fetched() - self.fetched(order) > 0.1 else ""
+
+    def say(self) -> str:
+        """In words, with the arithmetic."""
+        if self.fits:
+            room = "" if self.room_bytes is None else f", which has room for {format_bytes(self.room_bytes)}"
+            return f"from {self.url} through a local cache of all {format_bytes(self.bytes)}{room}"
+        assert self.room_bytes is not None
+        said = (
+            f"from {self.url} through a local cache of {format_bytes(self.room_bytes)} of "
+            f"{format_bytes(self.bytes)}: an epoch in {self.order} order fetches "
+            f"{self._times(self.fetched())}"
+        )
+        better = self.better()
+        if better:
+            said += f", order={better} {self._times(self.fetched(better))}"
+        nodes = math.ceil(self.bytes / (self.room_bytes * NET_OF))
+        return f"{said}; with {nodes} nodes or more order=static fetches nothing after the first"
+
+    def _times(self, fetched: float) -> str:
+        return f"{format_bytes(round(fetched * self.bytes))} ({fetched:.2f} of the set)"
+
+    def _uses(self, order: str) -> float:
+        """How many times an epoch comes to a block, apart from each other."""
+        found = re.fullmatch(r"block\((\d+),\s*(\d+)\)", order)
+        blocks, room = max(1.0, self.bytes / self.block_bytes), self.room_bytes or self.bytes
+        if found and int(found[2]) * self.bytes <= room * (1 - AHEAD_OF) * self.examples:
+            return 1 + self.block_bytes * self.examples / (int(found[1]) * self.bytes)
+        if order == "sequential":
+            return 1.0
+        touched = self.step_examples * (1 + self.example_bytes / self.block_bytes)
+        together = blocks * -math.expm1(
+            -touched / blocks
+        )  # those of one step that are in one block count once
+        return max(1.0, self.examples / self.step_examples * together / blocks)
+
+
+@functools.lru_cache(maxsize=64)
+def _missed(held: float, uses: float) -> float:
+    """Fetches per block and epoch, where `held` of the blocks are here, each used so often at random."""
+    low = min(TRIED_USES, math.floor(uses))
+    high = min(TRIED_USES, low + 1)
+    a = 1 - held if low == 1 else _tried(held, low)
+    if high == low:
+        return a / TRIED_USES * uses
+    b = _tried(held, high)
+    return a + (b - a) * (uses - low)
+
+
+def _tried(held: float, uses: int) -> float:
+    random, room = np.random.default_rng(0), max(1, round(held * TRIED_BLOCKS))
+    each = np.repeat(np.arange(TRIED_BLOCKS), uses)
+    epochs = [random.permutation(each) for _ in range(4)]
+    missed = _misses(np.concatenate(epochs).tolist(), room)
+    return sum(missed[len(each) : 3 * len(each)]) / 2 / TRIED_BLOCKS
+
+
+def _misses(uses: Sequence[int], room: int) -> list[bool]:
+    """Which of these uses find their block gone, where the one needed last goes first."""
+    following, last = [len(uses)] * len(uses), dict[int, int]()
+    for at in range(len(uses) - 1, -1, -1):
+        following[at] = last.get(uses[at], len(uses))
+        last[uses[at]] = at
+    here: dict[int, int] = {}
+    line: list[tuple[int, int]] = []
+    missed: list[bool] = []
+    for at, block in enumerate(uses):
+        missed.append(block not in here)
+        while block not in here and len(here) >= room:
+            away, other = heapq.heappop(line)
+            if here.get(other) == -away:
+                del here[other]
+        here[block] = following[at]
+        heapq.heappush(line, (-following[at], block))
+    return missed
+
+
+# ----------------------------------------------------------------------------------------------------------
+# A plan in words: why these tiers, with the figures that decided.
+#
+# Text only; nothing here decides. It is separate from `tiers.py` so that the arithmetic stays readable.
+
+
+NO_STALL = 0.01
+"""A stall below this is called none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a plan was made from."""
+
+    demand: Demand
+    resources: Resources
+    rates: Rates
+    reserves: dict[str, int]
+    """Bytes left free, per memory tier."""
+    budgets: dict[str, int]
+    """Bytes that may be filled, per memory tier."""
+
+
+def explain(plan: Plan, facts: Facts, asked: str) -> str:
+    """The reason of `plan`: what went where, what decided, what it costs, and what would do as well."""
+    parts = [_placed(plan, asked)]
+    parts += [_budget(row, facts) for row in plan.rows if row.tier in facts.budgets and row.records]
+    if facts.demand.on_cpu and asked in ("auto", "device"):
+        parts.append("with device cpu the device tier is the host tier")
+    if facts.demand.stored_ratio is not None:
+        parts.append(_compressed(facts.demand.stored_ratio, facts.rates))
+    if facts.demand.elsewhere is not None:
+        parts.append(facts.demand.elsewhere.say())
+    if facts.demand.missing_records:
+        parts.append(f"{format_count(facts.demand.missing_records)} of them not stored yet")
+    parts.append(_cost(plan))
+    parts += _as_well(plan)
+    if not facts.rates.measured:
+        parts.append("speeds are typical ones, not measured here")
+    return "; ".join(part for part in parts if part)
+
+
+def _compressed(ratio: float, rates: Rates) -> str:
+    return (
+        f"shards are compressed to {format_percent(ratio)} of their bytes, and decompressed at "
+        f"{format_bytes(rates.unpack_bytes_s)}/s: on the disk tier at each use, in memory once. They cannot "
+        "be mapped, so each process holds a copy in host memory"
+    )
+
+
+def say_need(facts: Facts, tier: str, stored: int) -> str:
+    """The error for a tier that was asked for and cannot hold `stored` records."""
+    demand, resources = facts.demand, facts.resources
+    free, limit, name = (
+        (resources.device_bytes, resources.device_name, "device memory")
+        if tier == "device"
+        else (resources.host_bytes, resources.host_limit, "host memory")
+    )
+    return (
+        f"tier {tier}: {format_count(stored)} records of {format_bytes(demand.record_bytes)} take "
+        f"{format_bytes(stored * demand.record_bytes)}, but {format_bytes(facts.budgets[tier])} of {name} "
+        f"may be filled ({format_bytes(free)} free, {limit}, less a reserve of "
+        f"{format_bytes(facts.reserves[tier])}). Use {arg('tier', 'auto')}, which puts the rest on a "
+        f"slower tier, "
+        "store a smaller dtype, or lower reserve_bytes"
+    )
+
+
+def table(plan: Plan) -> str:
+    """The tiers that hold something, one a line, and from which step on nothing waits."""
+    rows = [("tier", "records", "bytes", "load/batch")]
+    rows += [
+        (
+            row.tier,
+            format_count(row.records),
+            format_bytes(row.bytes),
+            "-" if row.load_s is None else format_seconds(row.load_s),
+        )
+        for row in plan.rows
+        if row.records
+    ]
+    lines = [f"{tier:<7}{records:>12}{size:>12}{load:>13}" for tier, records, size, load in rows]
+    return "\n".join([*lines, _cost(plan)])
+
+
+def _placed(plan: Plan, asked: str) -> str:
+    held = [row for row in plan.rows if row.records]
+    total = sum(row.records for row in plan.rows)
+    size = format_bytes(sum(row.bytes for row in plan.rows))
+    why = "" if asked == "auto" else f", as tier={asked} asks"
+    if not held:
+        return f"no records to place{why}"
+    if len(held) == 1:
+        return f"all {format_count(total, 'record')} ({size}) on the {held[0].tier} tier{why}"
+    shares = ", ".join(f"{format_count(row.records)} on the {row.tier} tier" for row in held)
+    return f"{format_count(total, 'record')} ({size}): {shares}{why}"
+
+
+def _budget(row: TierShare, facts: Facts) -> str:
+    resources = facts.resources
+    free, limit = (
+        (resources.device_bytes, resources.device_name)
+        if row.tier == "device"
+        else (resources.host_bytes, resources.host_limit)
+    )
+    return (
+        f"{format_bytes(row.bytes)} of the {format_bytes(facts.budgets[row.tier])} that may be filled there "
+        f"({format_bytes(free)} usable, {limit}, reserve {format_bytes(facts.reserves[row.tier])})"
+    )
+
+
+def _cost(plan: Plan) -> str:
+    if plan.no_stall_step_s is None:
+        return "the stall is not known while records are missing"
+    if plan.step_s is None:
+        return f"no stall (below 1 %) at steps of {format_seconds(plan.no_stall_step_s)} or longer"
+    stall = plan.predicted_stall(plan.step_s)
+    assert stall is not None
+    return f"stall {format_percent(stall)} at a step of {format_seconds(plan.step_s)}"
+
+
+def _as_well(plan: Plan) -> list[str]:
+    """Slower tiers that would not stall either, or from which length of a step on."""
+    fastest = next((i for i, row in enumerate(plan.rows) if row.records), len(plan.rows))
+    slower = [row for row in plan.rows[fastest + 1 :] if not row.records and row.direct_s is not None]
+    said: list[str] = []
+    for row in slower:
+        assert row.direct_s is not None
+        if row.stall is None:
+            from_s = max(row.beside_s, 99 * row.direct_s)
+            said.append(f"the {row.tier} tier would not stall at steps of {format_seconds(from_s)} or longer")
+        elif row.stall < NO_STALL:
+            said.append(f"the {row.tier} tier would stall {format_percent(row.stall)} as well")
+    return said
+
 
 Tier: TypeAlias = Literal["device", "host", "disk", "encode"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
@@ -410,3 +699,97 @@ def shortest_quiet_step(direct_s: float, beside_s: float) -> float:
     """
     # Above `beside_s` only the direct part is waited for: direct / (direct + step) <= 0.01.
     return max(beside_s, 99 * direct_s)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What would cure a stall, said from what was measured and from what a plan knows of the other tiers.
+#
+# Text only, and a pure function: the run's figures come from its meter, the room and the load times of the
+# tiers from a plan made with the step that was measured.
+
+
+MEANINGS = {
+    "read": "reading from disk",
+    "gather": "putting batches together in memory",
+    "copy": "copying them to the device",
+    "transform": "the transforms",
+    "wait": "waiting for another thread",
+}
+"""What a wait was for, in words, by the names of the meter's parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """What a run's meter came to."""
+
+    stall: float
+    step_s: float
+    """Seconds of a step, loading left out."""
+    wait_s: float
+    parts: Mapping[str, float]
+    """Seconds of `wait_s` by what they were for."""
+    tier: str
+    """The tier that served most examples."""
+
+
+def over_budget(waiting: Waiting, budget: float, plan: Plan) -> str | None:
+    """The verdict where a stall is above `budget`: the fact, what was expected, a cure; None: it is not.
+
+    Args:
+        plan: Of the same records with `tier="auto"` and the step that was measured.
+    """
+    if waiting.stall <= budget:
+        return None
+    return (
+        f"stall {format_percent(waiting.stall)}: steps waited {format_seconds(waiting.wait_s)} for data, "
+        f"{said_parts(waiting.parts) or 'cause unknown'}. The limit is {format_percent(budget)}. "
+        f"{cure(waiting, plan)}"
+    )
+
+
+def said_parts(parts: Mapping[str, float]) -> str:
+    """The parts of a wait in words, the longest first; those below a twentieth are left out.
+
+    >>> said_parts({"read": 5.5, "gather": 0.5, "wait": 0.01})
+    '5.5 s of it reading from disk, 500 ms putting batches together in memory'
+    """
+    total = sum(parts.values())
+    shown = sorted((item for item in parts.items() if item[1] >= total / 20 > 0), key=lambda item: -item[1])
+    return ", ".join(
+        f"{format_seconds(seconds)} {'' if place else 'of it '}{MEANINGS[part]}"
+        for place, (part, seconds) in enumerate(shown)
+    )
+
+
+def cure(waiting: Waiting, plan: Plan) -> str:
+    """What to do about the longest part of a wait."""
+    main = max(waiting.parts, key=lambda part: waiting.parts[part], default="gather")
+    faster = plan.tier
+    if faster != waiting.tier and waiting.tier == "disk":
+        expected, held = plan.predicted_stall(waiting.step_s), plan.records_by_tier()
+        whole = held[faster] == sum(held.values())
+        room = "the" if whole else f"{format_count(held[faster])} of the {format_count(sum(held.values()))}"
+        return f"Use training.tier=auto: the {faster} tier has room for {room} records" + (
+            "" if expected is None else f", and would stall {format_percent(expected)}"
+        )
+    if main == "read":
+        size = format_bytes(sum(row.bytes for row in plan.rows))
+        host = next(row for row in plan.rows if row.tier == "host")
+        return (
+            f"The records take {size}, more than the host tier has room for ({host.note}). Free memory for "
+            "them, store a smaller dtype (latent_cache_dtype), or put the cache on a faster disk"
+        )
+    if main == "copy":
+        device = next(row for row in plan.rows if row.tier == "device")
+        return (
+            "The device tier copies nothing, but has no room for the records "
+            f"({device.note}). Store a smaller dtype (latent_cache_dtype), or lower reserve_bytes"
+        )
+    if main == "transform":
+        return "Make the transforms cheaper, or have them work on batches that are on the device already"
+    if main == "wait":
+        return "Another thread was late: give this process a core that no other process uses"
+    return (
+        f"A step of {format_seconds(waiting.step_s)} is short for a batch of this size: give this process "
+        "a core that the step leaves free, or store a smaller dtype (latent_cache_dtype)"
+    )

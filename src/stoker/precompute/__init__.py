@@ -29,9 +29,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stoker.precompute.encode_batch import EncodeBatch, measure_encode_batch
+    from stoker.precompute.background import EncodeFiller
     from stoker.precompute.engine import begin_precompute, precompute, run_precompute
-    from stoker.precompute.filler import EncodeFiller
+    from stoker.precompute.measure import EncodeBatch, measure_encode_batch
     from stoker.precompute.progress import LineProgress, ProgressSink, Snapshot
     from stoker.precompute.settings import Deadlines, PrecomputeReport, PrecomputeSettings
 
@@ -54,9 +54,9 @@ _HOMES = {
     "begin_precompute": "engine",
     "precompute": "engine",
     "run_precompute": "engine",
-    "EncodeBatch": "encode_batch",
-    "measure_encode_batch": "encode_batch",
-    "EncodeFiller": "filler",
+    "EncodeBatch": "measure",
+    "measure_encode_batch": "measure",
+    "EncodeFiller": "background",
     "LineProgress": "progress",
     "ProgressSink": "progress",
     "Snapshot": "progress",

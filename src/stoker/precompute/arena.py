@@ -11,14 +11,161 @@ import errno
 import math
 import mmap
 import os
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ResourceError
-from stoker.precompute.layout import Layout, align
-from stoker.schema import Sample, Schema, numpy_dtype
+from stoker.errors import EncoderError, ResourceError
+from stoker.schema import Json, Sample, Schema, numpy_dtype, schema_from_json, schema_to_json
+
+# ----------------------------------------------------------------------------------------------------------
+# How samples lie in the arena: arithmetic on shapes and a budget, no memory is touched here.
+#
+# Three ways for a sample to cross from a reader:
+#
+# - `group`: a slot is one encoder call, members stacked, so the encoder reads the slot itself and nothing is
+#   copied in between;
+# - `steps`: the encoder takes long samples a chunk of time steps at a time; a slot is a few whole chunks;
+# - `pieces`: the length is not known beforehand (ragged), or a group is larger than the budget allows twice;
+#   a slot carries bytes, and the caller puts the group together in memory of its own.
+
+
+Mode: TypeAlias = Literal["group", "steps", "pieces"]
+
+ALIGNMENT = 4096
+"""Every field starts on a page, in each mode: vector kernels may round otherwise by alignment."""
+
+PIECE_BYTES = 64 * 1024**2
+"""Largest single read along time, so that a long sample makes visible progress."""
+
+_MIN_PIECE_SLOT = 1024**2
+_SMALL_ARENA = 16 * 1024**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One reader's arena."""
+
+    schema: Schema
+    """Fields of a sample."""
+    mode: Mode
+    """See the module."""
+    samples: int
+    """Members of a group."""
+    steps: int
+    """Rows of a slot along time in mode `steps`, a multiple of the encoder's chunk; 0 in the other modes."""
+    slots: int
+    """Slots of the arena."""
+    slot_bytes: int
+    """Bytes of one slot, a multiple of `ALIGNMENT`."""
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the arena."""
+        return self.slots * self.slot_bytes
+
+    @property
+    def flight_bytes(self) -> int:
+        """Bytes that one reader may hold in flight, with the group that the caller puts together."""
+        if self.mode != "pieces" or any(field.ragged for field in self.schema.values()):
+            return self.arena_bytes
+        return self.arena_bytes + slot_size(self.schema, self.samples)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each field's array in a slot: `(samples, *shape)`, time cut to `steps` rows."""
+        return {
+            name: (self.samples, *_cut(field.shape, self.steps if field.time else 0))
+            for name, field in self.schema.items()
+        }
+
+    def to_json(self) -> dict[str, Json]:
+        """For the reader; the inverse of `from_json`."""
+        return {
+            "schema": schema_to_json(self.schema),
+            "mode": self.mode,
+            "numbers": [self.samples, self.steps, self.slots, self.slot_bytes],
+        }
+
+
+def layout_from_json(data: Mapping[str, Any]) -> Layout:
+    """Read what `Layout.to_json` wrote."""
+    samples, steps, slots, slot_bytes = data["numbers"]
+    return Layout(
+        schema=schema_from_json(data["schema"]),
+        mode=data["mode"],
+        samples=samples,
+        steps=steps,
+        slots=slots,
+        slot_bytes=slot_bytes,
+    )
+
+
+def _cut(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
+    return (rows, *shape[1:]) if rows else shape
+
+
+def align(size: int) -> int:
+    """`size` rounded up to `ALIGNMENT`.
+
+    >>> align(1), align(4096), align(0)
+    (4096, 4096, 0)
+    """
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def slot_size(schema: Schema, samples: int, steps: int = 0) -> int:
+    """Bytes of `samples` samples, each field aligned; time fields cut to `steps` rows if given."""
+    return sum(
+        align(samples * (field.size_bytes(steps) if steps and field.time else field.size_bytes()))
+        for field in schema.values()
+    )
+
+
+def time_length(schema: Schema) -> int:
+    """Rows along time that all time fields share; 0 where they differ, are ragged, or there is none."""
+    lengths = {field.shape[0] if not field.ragged else 0 for field in schema.values() if field.time}
+    return lengths.pop() if len(lengths) == 1 else 0
+
+
+def plan_layout(schema: Schema, samples: int, steps: int | None, memory_bytes: int) -> Layout:
+    """Choose mode, slots and slot size for one reader.
+
+    Args:
+        schema: Fields of a sample.
+        samples, steps: The encoder's group.
+        memory_bytes: What one arena may take. A single group (or chunk) is allowed to be larger.
+
+    Raises:
+        EncoderError: `steps` is given, but the time fields differ in length.
+    """
+    ragged = any(field.ragged for field in schema.values())
+    if steps is not None and not ragged:
+        return _steps_layout(schema, steps, memory_bytes)
+    whole = 0 if ragged else slot_size(schema, samples)
+    if ragged or 2 * whole > memory_bytes:
+        slot_bytes = align(max(_MIN_PIECE_SLOT, min(PIECE_BYTES, memory_bytes // 4)))
+        return Layout(schema=schema, mode="pieces", samples=samples, steps=0, slots=2, slot_bytes=slot_bytes)
+    most = max(2, min(8, memory_bytes // max(whole, 1)))
+    slots = min(most, max(3, _SMALL_ARENA // max(whole, 1)))
+    slot_bytes = max(whole, ALIGNMENT)
+    return Layout(schema=schema, mode="group", samples=samples, steps=0, slots=slots, slot_bytes=slot_bytes)
+
+
+def _steps_layout(schema: Schema, steps: int, memory_bytes: int) -> Layout:
+    length = time_length(schema)
+    if not length:
+        raise EncoderError(
+            f"the encoder takes {steps} time steps at a time, but the time fields have no common length: "
+            f"{ {name: f.shape for name, f in schema.items() if f.time} }. Give it samples with one time axis"
+        )
+    chunks = -(-length // steps)
+    per_chunk = max(1, slot_size(schema, 1, steps))
+    held = max(1, min(chunks, min(memory_bytes // 3, PIECE_BYTES) // per_chunk))
+    slot_bytes = max(ALIGNMENT, slot_size(schema, 1, held * steps))
+    return Layout(schema=schema, mode="steps", samples=1, steps=held * steps, slots=3, slot_bytes=slot_bytes)
 
 
 class Arena:
@@ -91,3 +238,49 @@ def private_arrays(schema: Schema, shapes: dict[str, tuple[int, ...]]) -> Sample
     """Zeroed arrays of this process alone, aligned as those in a slot."""
     size = sum(align(math.prod(shape) * schema[name].itemsize) for name, shape in shapes.items())
     return slot_arrays(memoryview(mmap.mmap(-1, max(size, mmap.PAGESIZE))), schema, shapes)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Memory that two processes share and that grows with need: one fills it and says so, the other looks.
+#
+# A memfd, so that it has no name and goes with the last of them. Fields begin on a page each, as in an
+# arena: kernels may round otherwise by alignment.
+
+
+Shapes = Mapping[str, "tuple[int, ...]"]
+"""Whole shapes of arrays by field."""
+
+
+class Exchange:
+    """One end of such memory; nobody may write it while the other still looks."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._map = mmap.mmap(-1, mmap.PAGESIZE)
+
+    @classmethod
+    def create(cls) -> Exchange:
+        """Fresh memory, empty so far."""
+        return cls(os.memfd_create("stoker-exchange", os.MFD_CLOEXEC))
+
+    def arrays(self, schema: Schema, shapes: Shapes) -> Sample:
+        """Views of it by field, one after another; it is as large as they need afterwards.
+
+        Raises:
+            OSError: There is not so much memory.
+        """
+        sizes = (
+            math.prod(shape) * numpy_dtype(schema[name].dtype).itemsize for name, shape in shapes.items()
+        )
+        size = max(mmap.PAGESIZE, sum(map(align, sizes)))
+        if os.fstat(self.fd).st_size < size:
+            os.posix_fallocate(self.fd, 0, size)  # or memory that is short would end us by a signal later
+        if len(self._map) < size:
+            self._map = mmap.mmap(self.fd, size)  # the one before goes with the last array that views it
+        return slot_arrays(memoryview(self._map), schema, dict(shapes))
+
+    def close(self) -> None:
+        """Close the descriptor; safe to call twice."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

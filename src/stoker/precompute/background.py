@@ -1,24 +1,20 @@
-"""Fill a cache in a process of its own, while the caller trains on what is there.
-
-Not in a thread of the caller: switches of its own (TF32, threads, deterministic algorithms) would reach the
-encoder's bits, the encoder's Python would take turns with the training loop's, and what hangs in a thread
-cannot be killed. The process gets source and encoder pickled over a private descriptor, encodes block after
-block, and says how it ended. It ends in order, with what it encoded sealed, when it is told to or its caller
-is gone.
-"""
+"""Encode single samples on demand, for a loader that meets records which are missing or damaged."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +25,42 @@ from numpy.typing import NDArray
 from stoker import errors
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import moved
-from stoker.errors import ConfigError, Interrupted, ResourceError, StalledError, StokerError, arg
+from stoker.errors import (
+    ConfigError,
+    Interrupted,
+    MissingRecordError,
+    ResourceError,
+    SourceError,
+    StalledError,
+    StokerError,
+    arg,
+)
+from stoker.precompute.devices import EncodeWatchdog
+from stoker.precompute.encode import TOLERANCE, Encoded, GroupEncoder, distance
+from stoker.precompute.queue import Feed
+from stoker.precompute.run import Run, Standing
 from stoker.precompute.settings import PrecomputeSettings
-from stoker.precompute.turn import folder_mark
-from stoker.runtime.processes.oom import oom_kills
-from stoker.runtime.processes.output import Drain, Output
+from stoker.precompute.share import Interrupts, folder_mark
+from stoker.precompute.stages import LOG_FOLDER, Bench
+from stoker.runtime.processes.child import Drain, Output, oom_kills
 from stoker.runtime.processes.wire import Channel, pack
+from stoker.schema import Json, unfolded
 from stoker.sources.files import confined_sources
 from stoker.sources.protocol import Source
 from stoker.sources.travel import packed
-from stoker.store import Cache, Folder
-from stoker.store.growing import Growing
+from stoker.store import Cache, Digests, Folder, Recipe, make_recipe, open_folder
+from stoker.store.cache import Growing
+from stoker.units import format_count
+
+# ----------------------------------------------------------------------------------------------------------
+# Fill a cache in a process of its own, while the caller trains on what is there.
+#
+# Not in a thread of the caller: switches of its own (TF32, threads, deterministic algorithms) would reach
+# the encoder's bits, the encoder's Python would take turns with the training loop's, and what hangs in a
+# thread cannot be killed. The process gets source and encoder pickled over a private descriptor, encodes
+# block after block, and says how it ended. It ends in order, with what it encoded sealed, when it is told
+# to or its caller is gone.
+
 
 log = logging.getLogger("stoker")
 
@@ -61,7 +82,7 @@ class Job:
 
 
 class Background:
-    """A `stoker.store.protocols.Filling`: a process that runs `run_precompute`.
+    """A `stoker.store.storage.Filling`: a process that runs `run_precompute`.
 
     Raises:
         SourceError: Source or encoder cannot be sent to another process.
@@ -225,3 +246,345 @@ def _end(
     drain.remove(output)
     drain.close()
     output.close(keep=process.poll() not in (0, -signal.SIGTERM))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Encode a few records again beside training, and compare them with what is stored.
+#
+# A checksum says that bytes are as they were written; this says that they are what source and encoder give
+# now. It runs in a thread of the lowest priority, on the CPU, with a copy of the encoder and a reader
+# process of its own, so that it takes what training leaves.
+
+
+_POLL_S = 0.25
+_END_S = 5.0
+_LOWEST = 19
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One record that is not what its sample gives now."""
+
+    cache: str
+    """Name of its cache."""
+    number: int
+    """Sample number."""
+    field: str
+    error: float
+    """Largest difference, as a fraction of the record's largest value."""
+    limit: float
+    """What was allowed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SpotReport:
+    """What was compared."""
+
+    wanted: int
+    """Records that were to be compared."""
+    checked: int = 0
+    """Records that were."""
+    different: list[Difference] = field(default_factory=list[Difference])
+    """Those that differ by more than rounding."""
+    failed: list[str] = field(default_factory=list[str])
+    """Why records could not be compared."""
+
+    def to_json(self) -> dict[str, Json]:
+        """The keys that scripts rely on."""
+        return {
+            "wanted": self.wanted,
+            "checked": self.checked,
+            "different": [
+                {"cache": d.cache, "index": d.number, "field": d.field, "error": d.error, "limit": d.limit}
+                for d in self.different
+            ],
+            "failed": [*self.failed],
+        }
+
+
+class SpotChecks:
+    """Comparisons of several caches, one after another."""
+
+    def __init__(self, checks: Sequence[SpotCheck]) -> None:
+        """Begin with the first."""
+        self._checks = checks
+        for before, check in zip((None, *checks), checks, strict=False):
+            check.start(after=before)
+
+    def finish(self, wait_s: float = 0.0) -> SpotReport:
+        """End them, each after `wait_s` seconds at most, and say what they found together by then."""
+        # From the last on: one that was stopped lets the next begin.
+        reports = [check.finish(wait_s) for check in reversed(self._checks)][::-1]
+        return SpotReport(
+            wanted=sum(report.wanted for report in reports),
+            checked=sum(report.checked for report in reports),
+            different=[one for report in reports for one in report.different],
+            failed=[why for report in reports for why in report.failed],
+        )
+
+
+class SpotCheck:
+    """Compares `count` records of a cache, chosen by `seed`, in a thread that `start` begins."""
+
+    def __init__(
+        self,
+        source: Source,
+        encoder: Encoder | None,
+        cache: Cache,
+        settings: PrecomputeSettings,
+        *,
+        count: int,
+        seed: int = 0,
+    ) -> None:
+        self._source, self._encoder, self._cache = source, copy.deepcopy(encoder), cache
+        self._settings = replace(settings, device="cpu", readers=1, progress=None)
+        count = min(count, len(cache))
+        chosen = np.random.default_rng(seed).choice(cache.numbers, count, replace=False)
+        self._numbers = np.sort(chosen).astype(np.int64)
+        self._report = SpotReport(wanted=count)
+        self._stop = threading.Event()
+        self._after: SpotCheck | None = None
+        self._thread = threading.Thread(target=self._run, name="stoker-spot-check", daemon=True)
+
+    def start(self, *, after: SpotCheck | None = None) -> None:
+        """Begin, when another one has ended; returns at once."""
+        self._after = after
+        self._thread.start()
+
+    def _wait_for(self, other: SpotCheck) -> None:
+        while other._thread.is_alive() and not self._stop.is_set():
+            other._thread.join(_POLL_S)
+
+    def finish(self, wait_s: float = 0.0) -> SpotReport:
+        """End it, after `wait_s` seconds at most, and say what it found by then."""
+        self._thread.join(wait_s)
+        self._stop.set()
+        self._thread.join(_END_S)
+        return self._report
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            os.setpriority(
+                os.PRIO_PROCESS, threading.get_native_id(), _LOWEST
+            )  # this thread's alone, on Linux
+        if self._after is not None:
+            self._wait_for(self._after)
+        if self._stop.is_set():
+            return
+        try:
+            with torch.inference_mode():
+                self._check_all()
+        except (StokerError, OSError) as error:
+            self._fail(str(error))
+        except Exception as error:  # noqa: BLE001 - a thread's edge: training goes on, and the report says it
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _fail(self, why: str) -> None:
+        self._report.failed.append(f"{self._cache.name}: {why}")
+        log.warning("spot check of %s: %s", self._cache.path, why)
+
+    def _check_all(self) -> None:
+        cache, settings = self._cache, self._settings
+        digests = Digests(cache.path.parent.parent, settings.identity)
+        recipe = make_recipe(
+            self._source,
+            self._encoder,
+            dtype=settings.dtype,
+            encode_batch=settings.encode_batch,
+            digests=digests,
+        )
+        if recipe.fingerprint != cache.fingerprint:
+            raise SourceError(
+                f"source and encoder give {recipe.fingerprint} now: they changed since the cache was made. "
+                "Run precompute for a new one"
+            )
+        folder = Folder(cache.path, cache.name, recipe)
+        bench = Bench(self._source, self._encoder, folder, settings, missing=self._numbers, rehearsal=True)
+        feed = bench.feed()
+        try:
+            self._compare_all(bench, feed, bench.encoder())
+        finally:
+            feed.close()
+            with suppress(OSError):  # not empty: a reader was lost, and its log is to be read
+                bench.logs.rmdir()
+
+    def _compare_all(self, bench: Bench, feed: Feed, encoder: GroupEncoder) -> None:
+        while not (feed.finished or self._stop.is_set()):
+            for parcel in feed.poll(_POLL_S):
+                wanted = bench.queue.wanted(parcel.work)
+                encoded = encoder.encode(parcel, wanted, bench.ledger.fault)
+                if encoded is not None:
+                    self._compare(encoded)
+                feed.release(parcel)
+        for failure in bench.ledger.failures:
+            self._fail(f"sample {failure.number} ({failure.stage}: {failure.error})")
+
+    def _compare(self, encoded: Encoded) -> None:
+        for place, number in enumerate(encoded.numbers):
+            stored = self._cache[number]
+            fresh = {name: values[place] for name, values in encoded.records.items()}
+            for name, values in unfolded(fresh, self._cache.schema).items():
+                floats = self._cache.schema[name].floating
+                limit = float(self._cache.index.error[name]["max"]) + TOLERANCE if floats else 0.0
+                error = distance(stored[name], values)
+                if not error <= limit:
+                    self._report.different.append(
+                        Difference(
+                            cache=self._cache.name, number=number, field=name, error=error, limit=limit
+                        )
+                    )
+                    log.warning(
+                        "spot check of %s: field %r of sample %d differs from what its source and encoder "
+                        "give now by %.2g of its largest value; %.2g is rounding. Look at what changed "
+                        "(stoker why), and make the cache again with precompute.overwrite=true",
+                        self._cache.name,
+                        name,
+                        number,
+                        error,
+                        limit,
+                    )
+            self._report.checked += 1
+
+
+def recipe_of(
+    source: Source, encoder: Encoder | None, cache_dir: Path, settings: PrecomputeSettings
+) -> Recipe:
+    """Return the recipe of what `settings` ask for; the encoder may be run for it, within its deadline."""
+    watchdog = EncodeWatchdog.of_settings(settings, cache_dir / LOG_FOLDER)
+    digests = Digests(cache_dir, settings.identity)
+    return make_recipe(
+        source,
+        encoder,
+        dtype=settings.dtype,
+        encode_batch=settings.encode_batch,
+        digests=digests,
+        ask=watchdog.ask,
+    )
+
+
+class EncodeFiller:
+    """A `stoker.store.storage.Filler`: encodes in this process, exactly the groups asked for.
+
+    Works in the same fixed groups as `precompute`, so a record filled in has the bits it would have had. One
+    reader process reads, under the deadlines of the settings; with `readers=0` this process does, without.
+    Nothing is opened before the first call.
+
+    Args:
+        source, encoder, cache_dir, name, settings: As for `run_precompute`.
+        fingerprint: Of the cache to fill; None: whatever source and encoder give.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        encoder: Encoder | None,
+        cache_dir: Path,
+        *,
+        name: str,
+        settings: PrecomputeSettings,
+        fingerprint: str | None = None,
+    ) -> None:
+        self._source = source
+        self._encoder = encoder
+        self._cache_dir = cache_dir
+        self._name = name
+        self._all = settings
+        self._settings = replace(settings, readers=settings.readers and 1, devices=(), progress=None)
+        self._fingerprint = fingerprint
+
+    @property
+    def source(self) -> Source:
+        """Where raw samples come from."""
+        return self._source
+
+    @property
+    def encoder(self) -> Encoder | None:
+        """Makes records of them."""
+        return self._encoder
+
+    def fill(self, numbers: Sequence[int], deadline_s: float) -> None:
+        """Encode and store these samples unless they are stored, and write the index.
+
+        Raises:
+            SourceError: The source or the encoder is not what the cache was made from any more.
+            StalledError: `deadline_s` had passed after a group; what was encoded by then is stored.
+            MissingRecordError: A sample is quarantined; the message says why.
+        """
+        until = time.monotonic() + deadline_s
+        folder = self._folder()
+        asked = np.unique(np.asarray(numbers, np.int64))
+        missing = np.intersect1d(asked, folder.missing(retry_transient=False))
+        finished = not len(missing) or self._encode(folder, missing, until)
+        if len(missing):
+            folder.finish()
+        failed = {number: failure for number, failure in folder.failures().items() if number in asked}
+        if failed:
+            number, failure = next(iter(sorted(failed.items())))
+            more = f", and {len(failed) - 1} more of those asked for" if len(failed) > 1 else ""
+            raise MissingRecordError(
+                f"sample {number} is quarantined ({failure.stage}: {failure.error}){more}. Fix that and run "
+                f"precompute with {arg('retry_quarantined', True)}"
+            )
+        if not finished:
+            raise StalledError(
+                f"{format_count(len(missing), 'sample')} asked for, not encoded within {deadline_s:g} s. "
+                f"Run precompute first, or give more time"
+            )
+
+    def begin(self) -> Background:
+        """A process that encodes all that is missing, begun.
+
+        Raises:
+            SourceError: As `fill`; or source and encoder cannot be sent to a process.
+        """
+        job = Job(
+            source=self._source,
+            encoder=self._encoder,
+            cache_dir=self._cache_dir,
+            name=self._name,
+            settings=self._all,
+        )
+        return Background(job, self._folder())
+
+    def spot_check(self, cache: Cache, count: int, *, seed: int = 0) -> SpotCheck:
+        """A comparison of `count` records of `cache` with what source and encoder give now, not begun."""
+        return SpotCheck(self._source, self._encoder, cache, self._settings, count=count, seed=seed)
+
+    def _encode(
+        self, folder: Folder, missing: np.ndarray[tuple[int], np.dtype[np.int64]], until: float
+    ) -> bool:
+        bench = Bench(self._source, self._encoder, folder, self._settings, missing=missing)
+        feed = bench.feed()
+        standing = Standing(
+            name=self._name,
+            total=folder.recipe.count,
+            missing=len(missing),
+            quarantined=0,
+            device=self._settings.device,
+        )
+        try:
+            encoding, writer = bench.encoding(feed, compare_first=False), bench.writer()
+            stages = bench.stages(feed, encoding, writer)
+            try:
+                finished = Run(stages, standing, interrupts=Interrupts(), sink=None, pace=None).go(until)
+            finally:
+                encoding.clock.alive(bounded=False)
+                bench.seal(writer)
+            writer.check()
+        finally:
+            feed.close()
+            with suppress(OSError):  # not empty: a reader was lost, and its log is to be read
+                bench.logs.rmdir()
+        bench.leave_device()
+        return finished
+
+    def _folder(self) -> Folder:
+        """The cache's folder, after a look at the source: it may have changed since the cache was made."""
+        recipe = recipe_of(self._source, self._encoder, self._cache_dir, self._settings)
+        if self._fingerprint not in (None, recipe.fingerprint):
+            raise SourceError(
+                f"{self._cache_dir / self._name / str(self._fingerprint)} was made from other data or by "
+                f"another encoder: they give {recipe.fingerprint} now. Put the source back as it was, or "
+                "run precompute for a new cache"
+            )
+        return open_folder(self._cache_dir, self._name, recipe)

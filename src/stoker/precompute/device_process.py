@@ -19,19 +19,17 @@ from torch import Tensor
 from stoker.encoders.protocol import Encoder
 from stoker.errors import DeviceError, ResourceError, StokerError
 from stoker.plan.resources import use_device
-from stoker.precompute.encode import GroupEncoder
-from stoker.precompute.exchange import Exchange
-from stoker.precompute.fill import SampleFault
-from stoker.precompute.guarded import Lifeline, attach
-from stoker.precompute.parcel import Parcel
-from stoker.precompute.precision import full_precision
-from stoker.precompute.queue import GroupWork
+from stoker.precompute.arena import Exchange
+from stoker.precompute.encode import GroupEncoder, full_precision
+from stoker.precompute.heartbeat import Lifeline, attach
+from stoker.precompute.queue import GroupWork, Parcel
+from stoker.precompute.reading import SampleFault
 from stoker.runtime.libc import keep_freed_memory
 from stoker.runtime.processes.entry import Connection
 from stoker.runtime.processes.wire import Frame, ReaderChannel
 from stoker.schema import Schema
 from stoker.store import Recipe
-from stoker.store.convert import view_bytes
+from stoker.store.values import view_bytes
 
 DESKS = 2
 """Groups that a process has in hand at most: one that it encodes, and the next."""

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
-from collections.abc import Callable
-from contextlib import nullcontext
+import pickle
+import random
+import warnings
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -23,14 +26,86 @@ from torch import Tensor
 
 from stoker.encoders.protocol import Encoder
 from stoker.errors import DeviceError, EncoderError, ResourceError, StalledError
-from stoker.precompute.clock import EncodeClock
-from stoker.precompute.draws import random_states, refuse_random
-from stoker.precompute.fill import SampleFault
-from stoker.precompute.parcel import Parcel
+from stoker.precompute.heartbeat import EncodeClock
+from stoker.precompute.queue import Parcel
+from stoker.precompute.reading import SampleFault
 from stoker.schema import FLOATS, SHAPE_SUFFIX, Schema
 from stoker.store.cache import Cache
-from stoker.store.convert import view_bytes
 from stoker.store.recipe import Recipe
+from stoker.store.values import view_bytes
+
+# ----------------------------------------------------------------------------------------------------------
+# Whether an encoder draws random numbers: a cache would keep one draw, and another fill another.
+
+
+RANDOM_ENCODER = (
+    "the encoder gives other values when it is called again on the same samples: field {name!r} changes"
+    "{far}, since the encoder draws random numbers, or keeps something from one call to the next; a cache "
+    "would keep one draw, and each fill another. Return what does not change, as the mean in place of a "
+    "sample (`vae.encode(x).latent_dist.mean`), or seed the generator at the start of each call "
+    "(`torch.manual_seed(0)`)"
+)
+
+TOLERANCE = 1e-4
+"""Relative to the largest value: what another machine, library or order of summation may change. As much as
+`check_encoder` allows for a sample's neighbours."""
+
+
+def random_states(device: torch.device) -> tuple[object, ...]:
+    """Return the global random states that code on `device` draws from, to be compared."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return (
+        random.getstate(),
+        pickle.dumps(np.random.get_state()),
+        *(state.numpy().tobytes() for state in states),
+    )
+
+
+def refuse_random(first: Mapping[str, Tensor], second: Mapping[str, Tensor], *, exact: bool) -> None:
+    """Compare what two calls gave for the same samples.
+
+    Args:
+        first, second: Each field `(n, *shape)` on the CPU.
+        exact: Bit for bit; otherwise floats may differ by rounding. Encoders may sum in no fixed order also
+            on a CPU: torch's `index_put_(accumulate=True)` on several threads never gives the same bits.
+
+    Raises:
+        EncoderError: A field differs by more.
+    """
+    for name, tensor in first.items():
+        other = second.get(name)
+        if other is not None and other.shape == tensor.shape and _bytes(tensor) == _bytes(other):
+            continue
+        far = float("inf") if other is None else distance(tensor, other)
+        floats = tensor.is_floating_point() and not exact
+        if not floats or far > max(TOLERANCE, 2 * torch.finfo(tensor.dtype).eps):
+            by = f" by {far:.2g} of its largest value" if 0 < far < float("inf") else ""
+            raise EncoderError(RANDOM_ENCODER.format(name=name, far=by))
+
+
+def distance(stored: Tensor, fresh: Tensor) -> float:
+    """Largest difference as a fraction of the largest value of `fresh`; infinite for another shape.
+
+    >>> distance(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 5.0]))
+    0.2
+    """
+    if stored.shape != fresh.shape:
+        return float("inf")
+    if not fresh.numel():
+        return 0.0
+    a, b = stored.double(), fresh.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return 0.0
+    far = (a - b).abs()[~same].nan_to_num(nan=float("inf"), posinf=float("inf"))
+    return float(far.max()) / max(float(b.abs().nan_to_num(0.0).max()), 1e-300)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
 
 Batch: TypeAlias = "dict[str, Tensor]"
 
@@ -434,3 +509,79 @@ def _device_lost(error: Exception) -> bool:
 
 def _span(numbers: range) -> str:
     return f"{numbers.start}-{numbers.stop - 1}"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Products of float32 in float32 while samples are read and encoded, whatever the program has set.
+#
+# TensorFloat-32 and bfloat16 products change the third or fourth digit of a record. They are switches of
+# the whole process (`torch.set_float32_matmul_precision`, `allow_tf32`, since torch 2.9 also
+# `fp32_precision` by backend and operation), so without this a cache would depend on what a program set
+# before it was filled.
+
+
+PRECISION = "highest"
+"""What an encoder is called with, as `torch.set_float32_matmul_precision` spells it."""
+
+_SWITCHES = (
+    ("cuda", "matmul"), ("cudnn", "conv"), ("cudnn", "rnn"),
+    ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn"),
+)  # fmt: skip
+
+T = TypeVar("T")
+
+
+@contextmanager
+def full_precision() -> Generator[None]:
+    """No TF32 and no bfloat16 within products of float32 while entered, and algorithms of cuDNN that are the
+    same in each call; then everything is as before.
+
+    An encoder that wants less sets its own switches in `encode`.
+    """
+    found = [getattr(getattr(torch.backends, backend), operation, None) for backend, operation in _SWITCHES]
+    switches: list[Any] = [switch for switch in found if hasattr(switch, "fp32_precision")]
+    before = [switch.fp32_precision for switch in switches]
+    with _without_advice():
+        older = _legible(torch.get_float32_matmul_precision), _legible(_cudnn_tf32)
+    cudnn = torch.backends.cudnn
+    choice = cudnn.benchmark, cudnn.deterministic
+    _turn(switches, ["ieee"] * len(switches), (PRECISION, False))
+    # Algorithms that are timed, or that sum in no fixed order, give other last bits from call to call.
+    cudnn.benchmark, cudnn.deterministic = False, True
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = choice
+        _turn(switches, before, older)
+
+
+def _turn(switches: list[Any], values: list[Any], older: tuple[str | None, bool | None]) -> None:
+    """Set the older switches, then the newer: torch refuses to tell the older where the two disagree."""
+    matmul, cudnn = older
+    with _without_advice():
+        if matmul is not None:
+            torch.set_float32_matmul_precision(matmul)
+        if cudnn is not None:
+            torch.backends.cudnn.allow_tf32 = cudnn
+    for switch, value in zip(switches, values, strict=True):
+        switch.fp32_precision = value
+
+
+@contextmanager
+def _without_advice() -> Generator[None]:
+    """Some versions of torch warn of the older switches, which a user of Stoker cannot help."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def _cudnn_tf32() -> bool:
+    return torch.backends.cudnn.allow_tf32
+
+
+def _legible(ask: Callable[[], T]) -> T | None:
+    """The answer, or None where the program has set the newer switch and torch refuses the older question."""
+    try:
+        return ask()
+    except RuntimeError:
+        return None

@@ -3,47 +3,141 @@
 from __future__ import annotations
 
 import logging
+import select
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stoker.encoders.keeping import keeping
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import weights_device
 from stoker.errors import ConfigError, IncompleteError, Interrupted, arg
-from stoker.plan.devices import encode_on, require_devices
-from stoker.plan.resources import probe
-from stoker.precompute.filler import EncodeFiller, recipe_of
-from stoker.precompute.guarded import first_time
-from stoker.precompute.here import encode_here
-from stoker.precompute.interrupts import Interrupts
-from stoker.precompute.parts import encode_parts, part_of
+from stoker.plan.resources import encode_on, probe, require_devices
+from stoker.precompute.background import EncodeFiller, recipe_of
+from stoker.precompute.heartbeat import first_time
 from stoker.precompute.progress import ProgressSink, automatic
+from stoker.precompute.queue import check_quarantined, check_values, describe_failures, too_many
 from stoker.precompute.settings import Deadlines, PrecomputeReport, PrecomputeSettings, as_deadlines
-from stoker.precompute.share import Done, Engine, Share
+from stoker.precompute.share import POLL_S, Done, Engine, Interrupts, Share, folder_mark, take_turn
 from stoker.precompute.space import check_space
-from stoker.precompute.turn import take_turn
-from stoker.precompute.verdict import check_quarantined, check_values, describe_failures, too_many
+from stoker.precompute.stages import encode_here
 from stoker.runtime.disk import explained
 from stoker.runtime.files import sync_folder
 from stoker.runtime.locks import lock_folder
 from stoker.sources.given import check_source
 from stoker.sources.protocol import Source
-from stoker.store import Cache, Folder, open_folder
+from stoker.store import Cache, Folder, Recipe, open_folder
 from stoker.store.compressed import Compression
 from stoker.store.index import INDEX_FILE
-from stoker.store.local import LocalStorage
-from stoker.store.mirror.attach import here
+from stoker.store.mirror.root import here
+from stoker.store.storage import LocalStorage
 from stoker.store.use import INDEX_WAIT_S
 from stoker.units import format_count
 
 if TYPE_CHECKING:
     import torch
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Machines that fill one cache: group `g` belongs to machine `g mod nodes`, counted over all groups.
+#
+# Whoever encodes a part holds its claim. Once its own is done it looks at the others': a part whose machine
+# died, or never came, is free and is taken over. So a run ends with every record stored as long as one
+# process lives, and each group is encoded once unless somebody died. Of the ranks on a machine the first
+# encodes; the rest wait, and take over only what has lain free for as long as a start may take.
+#
+# At an address nobody sees the claims of other machines, only their shards. There the parts of others are
+# waited for, and taken over when no shard has come for as long as one who holds a claim may show nothing.
+
+
+ADDRESS_POLL_S = 5.0
+"""Seconds between two looks at which shards an address has."""
+
+
+def part_of(recipe: Recipe, missing: NDArray[np.int64], part: tuple[int, int]) -> NDArray[np.int64]:
+    """Those of `missing` whose groups belong to rank `part[0]` of `part[1]`."""
+    size = recipe.group.samples
+    offsets = np.array([entry.offset for entry in recipe.parts], np.int64)
+    counts = np.array([entry.count for entry in recipe.parts], np.int64)
+    before = np.cumsum(-(-counts // size)) - -(-counts // size)
+    where = np.searchsorted(offsets, missing, side="right") - 1
+    group = before[where] + (missing - offsets[where]) // size
+    return missing[group % part[1] == part[0]]
+
+
+def encode_parts(
+    folder: Folder,
+    settings: PrecomputeSettings,
+    encode: Callable[[int, bool], bool],
+    interrupts: Interrupts,
+    *,
+    quiet_s: float,
+) -> None:
+    """Encode the part of this process, then every other that nobody works on, until all are dealt with.
+
+    Args:
+        folder: The cache.
+        settings: Which part of how many, and whether others have the same.
+        encode: Encodes what a part lacks, if told to; whether it lacks nothing then.
+        interrupts: Ends a wait.
+        quiet_s: How long those who hold the rest may leave the folder unchanged before we go on beside them.
+
+    Raises:
+        Interrupted: A signal came while waiting.
+    """
+    rank, world = settings.part
+    if not settings.together:  # whoever holds the claim of the cache holds that of its only part
+        encode(0, True)
+        return
+    left = [(rank + step) % world for step in range(world)]
+    patience_s = settings.deadlines.start if settings.among == "rest" else 0.0
+    apart, said = LocalStorage(folder.path).mirror is not None and world > 1, False
+    mark, changed = _mark(folder.path, apart), time.monotonic()
+    while left:
+        if interrupts.signal is not None:
+            raise Interrupted("stopped while waiting for other ranks; what is encoded is stored")
+        quiet = time.monotonic() - changed
+        beside, done = quiet > quiet_s, list[int]()
+        for number in left:
+            mine = quiet >= patience_s and (number == rank or not apart)
+            if _take(folder, number, world, encode, mine, beside=beside):
+                done.append(number)
+        left = [number for number in left if number not in done]
+        if left and not done:
+            if apart and not said and rank not in left:
+                said = True
+                log.info(
+                    "%s: waiting for %d of %d machines to store their parts; they are encoded here when "
+                    "nothing was stored for %.0f s", folder.path, len(left), world, quiet_s,
+                )  # fmt: skip
+            poll_s = ADDRESS_POLL_S if apart else POLL_S
+            select.select([interrupts.fd] if interrupts.fd >= 0 else [], [], [], poll_s)
+        now = _mark(folder.path, apart)
+        if done or now != mark:
+            mark, changed = now, time.monotonic()
+
+
+def _mark(folder: Path, apart: bool) -> tuple[int, int]:
+    """Changes when somebody stores something: here, or at the address that the folder stands for."""
+    if not apart:
+        return folder_mark(folder)
+    sizes = LocalStorage(folder).sizes()
+    return len(sizes), sum(sizes.values())
+
+
+def _take(
+    folder: Folder, number: int, world: int, encode: Callable[[int, bool], bool], mine: bool, *, beside: bool
+) -> bool:
+    """Deal with a part unless somebody else is at it; whether it is dealt with."""
+    with folder.claim(f"encode-{number}-of-{world}", shared=not mine) as got:
+        return (got or beside) and encode(number, mine or beside)
+
 
 log = logging.getLogger("stoker")
 MOST_PASSES = 3
@@ -101,7 +195,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         cache_dir, name: The cache goes to `<cache_dir>/<name>/<fingerprint>/`, here or at an address.
         dtype: Storage dtype of float fields, for all or by field name.
         encode_batch: Samples in one call of the encoder, a part of the recipe; None: about 8 MiB of samples
-            and records. `stoker.precompute.encode_batch` finds a good number on a device.
+            and records. `stoker.precompute.measure` finds a good number on a device.
         readers: Reader processes; None: automatic; 0: read in this process, without deadlines.
         device: Where the encoder runs: `cpu`, `cuda[:i]`, or `auto`, which takes a GPU where there is one;
             None: where its weights are. Of several, as `["cuda:0", "cuda:1"]` or `"all"`, on each of them,

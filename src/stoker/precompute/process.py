@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stoker.precompute.layout import Layout
-from stoker.runtime.processes.child import TORCH, Child
-from stoker.runtime.processes.output import Drain, Output
+from stoker.precompute.arena import Layout
+from stoker.runtime.processes.child import TORCH, Child, Drain, Output
 from stoker.runtime.processes.wire import Channel, Frame
 
 

@@ -12,12 +12,22 @@ and that cut costs a run decoded twice, unless a group ends there; so few cuts o
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from stoker.errors import IncompleteError, RecordError, SourceError, arg
+from stoker.precompute.arena import Layout, private_arrays
+from stoker.precompute.reading import CHANGED, SampleFault
+from stoker.precompute.settings import PrecomputeSettings
+from stoker.schema import Sample
+from stoker.store import Cache, Failure, Folder
+from stoker.units import format_count, format_percent
 
 _ITEM_BYTES = 16 * 1024**2
 _ITEM_GROUPS = 256
@@ -249,3 +259,370 @@ class WorkQueue:
     def part_numbers(self, part: int) -> list[int]:
         """Every number of a part that this run was to store."""
         return self._missing[self._part_of == part].tolist()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What reaches the encoder: the arrays of a group, or of a stretch of time of it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """Arrays ready to be encoded."""
+
+    work: GroupWork
+    """The group they belong to."""
+    arrays: Sample
+    """`(samples, *shape)` by field; rows of members that are missing are zeros."""
+    start: int = 0
+    """First time step held; above 0 for later stretches of a long sample."""
+    last: bool = True
+    """Nothing of this group comes after it."""
+    owned: bool = False
+    """The memory is this parcel's alone, and need not be copied to outlive it."""
+    origin: Any = None
+    """For whoever made it: what to free on release."""
+    over: bool = False
+    """It holds nothing: no more of a sample will come of which stretches came before."""
+
+    @classmethod
+    def end(cls, work: GroupWork) -> Parcel:
+        """Return one that says that a sample is over before its end: what is there of its record can go."""
+        return cls(work=work, arrays={}, last=False, origin=(-1, -1), over=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderView:
+    """What a reader is doing, for progress displays."""
+
+    number: int
+    """Counted from 1 in order of starting."""
+    stage: str
+    """`start`, `open`, `read` or `wait`."""
+    sample: int
+    """Sample in hand, or -1."""
+    seconds: float
+    """Time since its last sign of life."""
+    processor_s: float = 0.0
+    """Processor time that it has used so far."""
+    name: str = ""
+    """What it is called in place of `reader` and its number: a node that reads and encodes."""
+
+
+class Feed(Protocol):
+    """Where parcels come from: reader processes, or this process itself."""
+
+    def poll(self, timeout_s: float) -> list[Parcel]:
+        """Parcels that are ready, after waiting at most `timeout_s` for the first."""
+        ...
+
+    def release(self, parcel: Parcel) -> None:
+        """The arrays are not looked at any more."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Nothing will come any more."""
+        ...
+
+    def views(self) -> list[ReaderView]:
+        """What each reader is doing."""
+        ...
+
+    def close(self) -> None:
+        """End all readers, without waiting for what they are doing."""
+        ...
+
+
+@dataclass(slots=True)
+class Assembly:
+    """Puts one group together from pieces (mode `pieces`)."""
+
+    layout: Layout
+    arrays: Sample = field(default_factory=dict[str, Any])
+
+    def add(self, slot: memoryview, chunk: list[Any]) -> None:
+        """Copy one run of bytes: `[field, member, offset, size, length]`, length -1 for a fixed shape."""
+        name, member, offset, size, length = chunk
+        if name not in self.arrays:
+            self.arrays |= self._allocate(name, length)
+        row = self.arrays[name][member : member + 1]
+        row.reshape(-1).view(np.uint8)[offset : offset + size] = np.frombuffer(slot[:size], np.uint8)
+
+    def finish(self) -> Sample:
+        """The whole group; fields of which nothing came (all members absent or failing) are zeros."""
+        for name in self.layout.schema:
+            if name not in self.arrays:
+                self.arrays |= self._allocate(name, 0)
+        return {name: self.arrays[name] for name in self.layout.schema}
+
+    def _allocate(self, name: str, length: int) -> Sample:
+        spec = self.layout.schema[name]
+        shape = (self.layout.samples, *((length, *spec.shape[1:]) if spec.ragged else spec.shape))
+        return private_arrays(self.layout.schema, {name: shape})
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Whether a finished cache is good enough, and how to say which samples it lacks.
+
+
+_LISTED = 20
+_FEW = 8
+
+
+def check_quarantined(folder: Folder, settings: PrecomputeSettings) -> None:
+    """Compare the samples set aside with what these settings allow.
+
+    Raises:
+        IncompleteError: Too many; lists them with stage and error.
+    """
+    failures = folder.failures()
+    count, max_quarantined = folder.recipe.count, settings.max_quarantined
+    if not too_many(folder, max_quarantined):
+        return
+    enough = _allowing(len(failures) / count)
+    raise IncompleteError(
+        f"{format_count(count - len(failures))} of {format_count(count, 'sample')} stored, "
+        f"{format_count(len(failures))} quarantined ({format_percent(len(failures) / count)}; "
+        f"at most {format_percent(max_quarantined)} are allowed)\n"
+        + "\n".join(describe_failures(failures))
+        + f"\nAll of them, with stage and error: failures-*.jsonl in {folder.path}. "
+        f"{_advice(failures, settings.nan)}\n"
+        f"To continue without them: {arg('max_quarantined', enough)} "
+        f"(cached: precompute={{'max_quarantined': {enough}}})"
+    )
+
+
+def too_many(folder: Folder, max_quarantined: float) -> bool:
+    """Whether more samples were set aside than is allowed."""
+    return len(folder.failures()) > max_quarantined * folder.recipe.count
+
+
+def check_values(cache: Cache, settings: PrecomputeSettings) -> None:
+    """Compare what is stored with what these settings allow; an earlier run may have allowed more.
+
+    Raises:
+        RecordError: Values that are NaN or infinite, or rounding above `max_error`.
+    """
+    again = f"Encode it again with {arg('overwrite', True)}"
+    for name, statistics in cache.statistics.items():
+        if settings.nan == "reject" and statistics["nonfinite"]:
+            raise RecordError(
+                f"{cache.path}: field {name!r} holds {format_count(statistics['nonfinite'])} values that are "
+                f"NaN or infinite, stored with {arg('nan', 'allow')}. {again}, or allow them again"
+            )
+    for name, error in cache.index.error.items():
+        if settings.max_error is not None and error["max"] > settings.max_error:
+            raise RecordError(
+                f"{cache.path}: field {name!r} was rounded by up to {error['max']:.2g} of a record's "
+                f"largest value, max_error is {settings.max_error:.2g}. "
+                "Use a wider storage dtype, or raise it"
+            )
+
+
+def describe_failures(failures: Mapping[int, Failure]) -> list[str]:
+    """A line for each of the first twenty errors, with the samples that have it."""
+    alike: dict[tuple[str, int, str], list[int]] = {}
+    for number, failure in sorted(failures.items()):
+        alike.setdefault((failure.stage, failure.attempts, failure.error), []).append(number)
+    listed = [*alike.items()][:_LISTED]
+    lines = [
+        f"  {_samples(numbers)} ({stage}, attempts {attempts}): {error}"
+        for (stage, attempts, error), numbers in listed
+    ]
+    if more := len(failures) - sum(len(numbers) for _, numbers in listed):
+        lines.append(f"  and {format_count(more)} more")
+    return lines
+
+
+def _samples(numbers: Sequence[int]) -> str:
+    """Samples by number, the first few of many.
+
+    >>> _samples([7]), _samples([2, 3]), _samples(range(12))
+    ('sample 7', '2 samples: 2, 3', '12 samples: 0, 1, 2, 3, 4, 5, 6, 7, ...')
+    """
+    if len(numbers) == 1:
+        return f"sample {format_count(numbers[0])}"
+    few = ", ".join(format_count(number) for number in numbers[:_FEW])
+    return f"{format_count(len(numbers), 'sample')}: {few}" + (", ..." if len(numbers) > _FEW else "")
+
+
+def _advice(failures: Mapping[int, Failure], nan: str) -> str:
+    if all(failure.kind == "transient" for failure in failures.values()):
+        return "These may pass: when the storage answers, run it again to try them again"
+    return f"Once they are fixed, {retry_hint({failure.stage for failure in failures.values()}, nan)}"
+
+
+def retry_hint(stages: set[str], nan: str) -> str:
+    """Return how to have samples tried again that failed in one of `stages`, where NaN is `nan`."""
+    again = f"run again with {arg('retry_quarantined', True)}"
+    cached = f"{again} (cached: precompute={{'retry_quarantined': True}})"
+    if nan == "allow" or stages.isdisjoint(("check", "encode")):
+        return cached
+    return (
+        f"{cached}. To store NaN and infinity as they are, run again with {arg('nan', 'allow')} and "
+        f"{arg('retry_quarantined', True)} (cached: precompute={{'nan': 'allow', 'retry_quarantined': True}})"
+    )
+
+
+def _allowing(share: float) -> float:
+    """A round share that is no smaller: 0.01, 0.05, 0.1, ...
+
+    >>> _allowing(0.026), _allowing(0.6)
+    (0.05, 1.0)
+    """
+    return next((step for step in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5) if step >= share), 1.0)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Who failed, how often, and what follows: the one place that decides between retry and quarantine.
+
+
+ATTEMPTS = 2
+"""Tries that a sample gets in one run."""
+FIRST = 64
+"""So many samples that fail before one was read end a run that may not quarantine them."""
+_DEAD_AT_FIRST = 3
+_DEAD_LATER = 8
+_STUCK = 2
+
+
+@dataclass(slots=True, kw_only=True)
+class _PartRecord:
+    """What is known of one part in this run."""
+
+    answered: bool = False
+    """A sample of it has been read."""
+    hung: set[int] = field(default_factory=set[int])
+    """Samples on which readers hung or died at their first try, since one was read."""
+    stuck: int = 0
+    """Readers that could not even be killed in the middle of it."""
+
+
+class Ledger:
+    """Counts attempts by sample and hangs by part.
+
+    Args:
+        bad: Numbers quarantined before this run that are not tried again.
+        quarantine: Records failures durably, several at the cost of one.
+        wanted: Whether a number is to be stored by this run; others that fail are only replaced by zeros.
+        allowed: Samples that may be set aside, before this run and in it.
+        place: Where a user finds a sample; put before its error, unless that says so itself.
+        nan: As `PrecomputeSettings.nan`.
+    """
+
+    def __init__(
+        self,
+        bad: Iterable[int],
+        *,
+        quarantine: Callable[[Sequence[Failure]], None],
+        wanted: Callable[[int], bool],
+        allowed: float = math.inf,
+        place: Callable[[int], str] = "sample {}".format,
+        nan: str = "reject",
+    ) -> None:
+        self._nan = nan
+        self._bad = set(bad)
+        self._allowed = allowed
+        self.place = place
+        self._hopeless: list[int] | None = []
+        self._quarantine = quarantine
+        self._wanted = wanted
+        self._attempts: dict[int, int] = {}
+        self._parts: dict[int, _PartRecord] = {}
+        self.failures: list[Failure] = []
+        """Quarantined by this run, in order."""
+
+    def is_bad(self, number: int) -> bool:
+        """Whether a sample is set aside, and zeros stand for it in its group."""
+        return number in self._bad
+
+    def fault(self, fault: SampleFault) -> bool:
+        """Take note of a failed attempt; True when the sample is to be tried again.
+
+        A fault that another try cannot mend, or the second one, sets the sample aside.
+
+        Raises:
+            SourceError: The source changed; no sample is at fault.
+            IncompleteError: The first `FIRST` samples all failed, and they are more than is allowed.
+        """
+        if fault.stage == CHANGED:
+            raise SourceError(fault.error)
+        attempts = self._attempts.get(fault.number, 0) + 1
+        self._attempts[fault.number] = attempts
+        if fault.retry and attempts < ATTEMPTS:
+            return True
+        where = self.place(fault.number)
+        if where not in fault.error:
+            fault = replace(fault, error=f"{where}: {fault.error}")
+        self._set_aside([fault.number], fault)
+        self._check_hope(fault)
+        return False
+
+    def attempts(self, number: int) -> int:
+        """Failed attempts at a sample in this run."""
+        return self._attempts.get(number, 0)
+
+    def answered(self, part: int) -> None:
+        """A sample of `part` has been read, so its storage answers."""
+        record = self._parts.setdefault(part, _PartRecord())
+        record.answered = True
+        record.hung.clear()
+        self._hopeless = None
+
+    def part_is_dead(self, part: int, number: int) -> bool:
+        """Take note that a reader hung or died on `number`; True when the whole part is to be given up.
+
+        That is so once readers were lost on three different samples of a part of which none was ever read,
+        or on eight one after another of one that used to answer: trying each of its samples would cost two
+        deadlines each. A second try that fails like the first says nothing new about the part.
+        """
+        record = self._parts.setdefault(part, _PartRecord())
+        if self.attempts(number) < ATTEMPTS:
+            record.hung.add(number)
+        return len(record.hung) >= (_DEAD_LATER if record.answered else _DEAD_AT_FIRST)
+
+    def part_holds_readers(self, part: int) -> bool:
+        """Take note that a reader of `part` cannot be killed; True, at the second, to give the part up.
+
+        Each further try would cost a process that nothing can end, even where the part answered before.
+        """
+        record = self._parts.setdefault(part, _PartRecord())
+        record.stuck += 1
+        return record.stuck >= _STUCK
+
+    def give_up(self, numbers: Iterable[int], fault: SampleFault) -> int:
+        """Set aside every one of `numbers` that is not yet, for the reason in `fault`; how many."""
+        rest = [number for number in numbers if number not in self._bad]
+        self._set_aside(rest, fault)
+        return len(rest)
+
+    def _check_hope(self, fault: SampleFault) -> None:
+        """Stop where not one sample could be read: it is a setting or the code then, not the data."""
+        if self._hopeless is None or fault.kind != "sample" or fault.stage == "encode":
+            return
+        self._hopeless.append(fault.number)
+        if len(self._hopeless) < FIRST or len(self._bad) <= self._allowed:
+            return
+        raise IncompleteError(
+            f"the first {len(self._hopeless)} samples all failed, and none was read. The last is sample "
+            f"{fault.number} ({fault.stage}): {fault.error}\nFix the cause and "
+            f"{retry_hint({fault.stage}, self._nan)}. Or allow more samples to fail with "
+            f"{arg('max_quarantined', 1.0)}"
+        )
+
+    def _set_aside(self, numbers: Sequence[int], fault: SampleFault) -> None:
+        failures = [
+            Failure(
+                number=number,
+                stage=fault.stage,
+                error=fault.error,
+                attempts=max(1, self._attempts.get(number, 0)),
+                kind=fault.kind,
+            )
+            for number in numbers
+            # What is stored already is not wanted; a failed second reading takes nothing away.
+            if number not in self._bad and self._wanted(number)
+        ]
+        self._bad.update(numbers)
+        self._quarantine(failures)
+        self.failures += failures

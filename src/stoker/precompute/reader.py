@@ -16,15 +16,14 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.precompute.arena import Arena
-from stoker.precompute.fill import (
+from stoker.precompute.arena import Arena, layout_from_json
+from stoker.precompute.reading import (
     SampleFault,
     SampleFaultError,
     SampleReader,
     fill_group,
     pad_steps,
 )
-from stoker.precompute.layout import layout_from_json
 from stoker.runtime.processes.entry import Connection, use_one_thread
 from stoker.runtime.processes.heartbeat import BeatPage
 from stoker.runtime.processes.wire import Frame, ReaderChannel

@@ -2,20 +2,302 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
 
-from stoker.precompute.encoding import Encoding
-from stoker.precompute.interrupts import Interrupts
-from stoker.precompute.ledger import Ledger
-from stoker.precompute.pace import Pace
-from stoker.precompute.parcel import Feed, Parcel
-from stoker.precompute.precision import full_precision
+from stoker.errors import ResourceError, StalledError, StokerError
+from stoker.precompute.devices import Encoding
+from stoker.precompute.encode import Copied, Encoded, full_precision
 from stoker.precompute.progress import ProgressSink, Rate, Snapshot
-from stoker.precompute.queue import WorkQueue
-from stoker.precompute.supervisor import Supervisor
-from stoker.precompute.write_thread import WriteThread
+from stoker.precompute.queue import Feed, Ledger, Parcel, WorkQueue
+from stoker.precompute.share import Interrupts
+from stoker.precompute.workers import Supervisor
+from stoker.store.write import RecordWriter
+from stoker.units import format_count
+
+# ----------------------------------------------------------------------------------------------------------
+# How many readers: more while the encoder waits and another one helps, fewer while several are idle.
+
+
+_FIRST_WINDOW_S = 0.25
+_WINDOW_S = 0.75
+_WINDOW_GROUPS = 4
+_WAITS_MUCH = 0.15
+_WAITS_LITTLE = 0.02
+_GAIN = 1.05
+_IDLE_READERS = 1.25
+_SPARE_PROCESSOR = 0.25
+_FIRST_REST = 8
+_LONGEST_REST = 64
+
+Change: TypeAlias = Literal[-1, 0, 1]
+
+
+@dataclass(slots=True, kw_only=True)
+class Pace:
+    """Decides from what it is told; asks no clock and starts nothing.
+
+    A window of time ends when it is long enough and enough groups came through; the first is short, since a
+    run begins with few readers. A reader is added when the
+    encoder spent more than 15 % of the window waiting, and taken back when the next window was not 5 %
+    faster: then this source gives no more, or something else is the limit. None is tried while this process
+    and its readers use all processors: it would cost a start and bring nothing. One is taken away when the
+    encoder hardly waited while more than one reader stood before a full arena. After a change that did not
+    pay, the next trial comes 8 windows later, then 16, up to 64: a later file may be slower to read.
+    """
+
+    most: int
+    """Upper bound: by cores, and by what the memory in flight allows."""
+    processors: float = float("inf")
+    """Processors that there are for us."""
+    waited_s: float = 0.0
+    elapsed_s: float = 0.0
+    idle_s: float = 0.0
+    groups: int = 0
+    _trial: Change = 0
+    _before: float = 0.0
+    _rest: int = 0
+    _next_rest: int = _FIRST_REST
+
+    def step(self, waited_s: float, elapsed_s: float, groups: int, idle: int = 0) -> None:
+        """Count what happened since the last call.
+
+        Args:
+            waited_s: Time that the encoder waited for readers.
+            elapsed_s: Time in all.
+            groups: Groups encoded.
+            idle: Readers that have filled all their slots.
+        """
+        self.waited_s += waited_s
+        self.elapsed_s += elapsed_s
+        self.idle_s += idle * elapsed_s
+        self.groups += groups
+
+    def full(self, readers: int) -> bool:
+        """Whether the window is long enough to decide on."""
+        length = _WINDOW_S if self._before else min(_FIRST_WINDOW_S, _WINDOW_S)
+        return self.elapsed_s >= length and self.groups >= _WINDOW_GROUPS * readers
+
+    def change(self, readers: int, processor_s: float = 0.0) -> Change:
+        """How many to add to the `readers` there are, or to do without; ends the window if it is full.
+
+        Args:
+            readers: At work.
+            processor_s: Processor time used in the window, by this process and them.
+        """
+        if not self.full(readers):
+            return 0
+        spare = self.processors - processor_s / self.elapsed_s
+        rate, waits, idle = (x / self.elapsed_s for x in (self.groups, self.waited_s, self.idle_s))
+        self.restart()
+        trial, self._trial = self._trial, 0
+        self._rest = max(0, self._rest - 1)
+        if trial > 0 and rate < self._before * _GAIN:
+            return self._undo(-1)
+        if trial < 0 and waits > _WAITS_MUCH and rate < self._before:
+            return self._undo(1)
+        if trial:
+            self._next_rest = _FIRST_REST
+        self._before = rate
+        if waits > _WAITS_MUCH and readers < self.most and not self._rest and spare > _SPARE_PROCESSOR:
+            self._trial = 1
+        elif waits < _WAITS_LITTLE and idle > _IDLE_READERS and readers > 1 and not self._rest:
+            self._trial = -1
+        return self._trial
+
+    def settle(self) -> None:
+        """Try nothing for a long time: another reader did not start."""
+        self._trial, self._rest, self._next_rest = 0, _LONGEST_REST, _LONGEST_REST
+
+    def restart(self) -> None:
+        """Begin a new window, as when readers have just been started."""
+        self.waited_s = self.elapsed_s = self.idle_s = 0.0
+        self.groups = 0
+
+    def _undo(self, change: Change) -> Change:
+        self._rest = self._next_rest
+        self._next_rest = min(_LONGEST_REST, 2 * self._next_rest)
+        return change
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The writer: one thread that converts, checksums and seals, while the next group is encoded.
+#
+# What waits for it is bounded in bytes, so a slow disk slows the encoder and the readers down and memory
+# stays flat. Its errors surface in the calling thread, with the figures that matter, and leave a cache that
+# resumes.
+
+
+_TICK_S = 1.0
+
+
+class WriteThread:
+    """Feeds a `RecordWriter`, which no other thread touches."""
+
+    def __init__(self, writer: RecordWriter, folder: Path, *, limit_bytes: int, deadline_s: float) -> None:
+        self._writer = writer
+        self._folder = folder
+        self._limit = limit_bytes
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._queue: deque[Encoded] = deque()
+        self._waiting_bytes = 0
+        self._closing = False
+        self._error: Exception | None = None
+        self._begun: float | None = None
+        self.written = 0
+        """Records handed to the store."""
+        self.copied = 0
+        """Those of them that another cache had."""
+        self._thread = threading.Thread(target=self._run, name="stoker-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def shard_fill(self) -> tuple[int, int]:
+        """Bytes in the open shard, and its capacity."""
+        return self._writer.shard_fill
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of records written by this run."""
+        return self._writer.bytes
+
+    def offer(self, encoded: Encoded, timeout_s: float) -> bool:
+        """Queue records if there is room within `timeout_s`; a group above the limit goes when it is alone.
+
+        Raises:
+            StalledError: The writer has been at one operation for longer than its deadline.
+            ResourceError: The disk is full.
+            StokerError: Whatever else the store refused.
+        """
+        with self._changed:
+            self.check()
+            if not self._room(encoded):
+                self._changed.wait(timeout_s)
+                self.check()
+                if not self._room(encoded):
+                    return False
+            self._queue.append(encoded)
+            self._waiting_bytes += encoded.size_bytes
+            self._changed.notify_all()
+            return True
+
+    def _room(self, encoded: Encoded) -> bool:
+        return not self._queue or self._waiting_bytes + encoded.size_bytes <= self._limit
+
+    def check(self) -> None:
+        """Raise what went wrong in the thread, or `StalledError` when it is past its deadline."""
+        if self._error is not None:
+            raise self._explained(self._error) from self._error
+        self._check_deadline()
+
+    def _check_deadline(self) -> None:
+        begun = self._begun
+        if begun is not None and time.monotonic() - begun > self._deadline_s:
+            raise StalledError(
+                f"writing to {self._folder} made no progress for {self._deadline_s:g} s: the storage does "
+                f"not answer. {format_count(self.written)} records were handed over. "
+                "Run it again when it does, to resume"
+            )
+
+    def close(self) -> None:
+        """Write what is queued, seal, and end the thread.
+
+        Raises:
+            StokerError: As for `offer`.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        while self._thread.is_alive():
+            self._thread.join(0.1)
+            self._check_deadline()
+        self.check()
+
+    def abandon(self) -> None:
+        """Stop without waiting for more than what is in hand; what is not sealed is lost."""
+        with self._changed:
+            self._queue.clear()
+            self._closing = True
+            self._error = self._error or StalledError("the run was given up")
+            self._changed.notify_all()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        try:
+            while (encoded := self._next()) is not None:
+                self._step(encoded)
+            self._begin()
+            if self._error is None:
+                self._writer.seal()
+            else:
+                self._writer.abort()
+        except Exception as error:  # noqa: BLE001  a thread's edge: raised again in the caller's thread
+            self._fail(error)
+        finally:
+            self._begun = None
+
+    def _step(self, encoded: Encoded) -> None:
+        self._begin()
+        if encoded.copied is not None:
+            self._copy(encoded, encoded.copied)
+        elif encoded.numbers:
+            self._writer.append(
+                encoded.numbers, encoded.records, marked=encoded.marked, contents=encoded.contents
+            )
+            self.written += len(encoded.numbers)
+        else:
+            self._writer.tick()
+        with self._changed:
+            self._begun = None
+            self._waiting_bytes -= encoded.size_bytes
+            self._changed.notify_all()
+
+    def _copy(self, encoded: Encoded, copied: Copied) -> None:
+        damaged = self._writer.copy(encoded.numbers, copied.origin, copied.places, marked=copied.moved)
+        if damaged and encoded.contents is not None:
+            copied.lost(encoded.contents[[encoded.numbers.index(number) for number in damaged]])
+        stored = len(encoded.numbers) - len(damaged)
+        self.written += stored
+        self.copied += stored
+
+    def _begin(self) -> None:
+        self._begun = time.monotonic()
+
+    def _next(self) -> Encoded | None:
+        """What to write; an empty one to let the store look at the clock; None at the end."""
+        with self._changed:
+            if not self._queue and not self._closing:
+                self._changed.wait(_TICK_S)
+            if self._queue:
+                return self._queue.popleft()
+            return None if self._closing else Encoded(numbers=[])
+
+    def _fail(self, error: Exception) -> None:
+        """Keep what the store still can (a refused record does not spoil those before it), then report."""
+        try:
+            if isinstance(error, OSError):
+                self._writer.abort()
+            else:
+                self._writer.seal()
+        except Exception as second:  # noqa: BLE001  the first error is the one to report
+            error.add_note(f"and while closing: {second}")
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def _explained(self, error: Exception) -> Exception:
+        if isinstance(error, StokerError) or not isinstance(error, OSError):
+            return error
+        return ResourceError(
+            f"writing to {self._folder} failed: {error}. Sealed shards stay; run it again to resume"
+        )
+
 
 _LOOK_S = 0.25
 _OFFER_S = 0.02

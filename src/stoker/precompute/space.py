@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import sys
+import tempfile
+import time
+import weakref
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from stoker.errors import ResourceError
-from stoker.plan.resources import Resources
-from stoker.precompute.layout import slot_size
+from stoker.errors import ConfigError, ResourceError, arg
+from stoker.plan.resources import Resources, storage_of
+from stoker.precompute.arena import slot_size
 from stoker.precompute.settings import PrecomputeSettings
 from stoker.runtime.disk import FreeSpace
+from stoker.runtime.locks import FileLock
 from stoker.schema import Schema, columns_of
 from stoker.store import Recipe
 from stoker.store.mirror.root import limit_at
-from stoker.store.writer import OPEN_PARTS
+from stoker.store.write import OPEN_PARTS
 from stoker.units import MIB, format_bytes, format_count
 
 log = logging.getLogger("stoker")
@@ -142,3 +149,61 @@ def _group_bytes(schema: Schema, samples: int, steps: int | None) -> int:
     if any(field.ragged for field in schema.values()):
         return _RAGGED_BYTES
     return slot_size(schema, samples, steps or 0)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# A folder for a cache in memory: in the system's memory file system, gone with whoever asked for it.
+#
+# Its files are the pages that are served, mapped as they are: nothing is on a disk, and nothing is there
+# twice. It counts against the limits of this process, which are asked before the first sample
+# (`Resources.disk_bytes` of such a folder). A process that is killed cannot tidy up: its folder is unlocked
+# then, and the next to make one removes it.
+
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the memory file system itself, not a place for temporary files
+_OWNER = ".owner"
+_YOUNG_S = 60.0
+"""A folder without a lock that is younger may be about to get one."""
+
+
+class MemoryFolder:
+    """A new folder in memory, which is locked while it is in use.
+
+    Raises:
+        ConfigError: There is no such file system, or it cannot be written.
+    """
+
+    def __init__(self, base: Path = SHARED_MEMORY) -> None:
+        mount = storage_of(base) if base.is_dir() else None
+        if mount is None or not mount.in_memory or not os.access(base, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"{arg('cache_dir', None)} keeps the cache in memory, in {base}, which is not there, "
+                f"not in memory, or "
+                f"cannot be written. Give a folder, as {arg('cache_dir', '.stoker')}"
+            )
+        prefix = f"stoker-{os.getuid()}-"
+        for left in base.glob(f"{prefix}*"):
+            _remove_if_left(left)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+        self._lock = FileLock(self.path / _OWNER)
+        self._lock.acquire(timeout_s=10.0)  # another process may be looking whether it is in use
+        self._owner = os.getpid()
+
+    def goes_with(self, user: object) -> None:
+        """Remove it when `user` is collected, or this process ends."""
+        weakref.finalize(user, self.remove)
+
+    def remove(self) -> None:
+        """Give the memory back; what is mapped of it stays until it is let go of. A fork does nothing."""
+        if os.getpid() == self._owner:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._lock.release()
+            self._owner = -1
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Remove the folder of a process that ended without doing so."""
+    with suppress(OSError), FileLock(folder / _OWNER, create=False) as lock:
+        was_locked = lock.path.exists()
+        if lock.acquire() and (was_locked or time.time() - folder.stat().st_mtime > _YOUNG_S):
+            shutil.rmtree(folder, ignore_errors=True)

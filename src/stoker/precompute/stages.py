@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -13,37 +15,264 @@ from numpy.typing import NDArray
 
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import moved, weights_device
-from stoker.errors import EncoderError, StokerError
-from stoker.plan.devices import resolve_device
-from stoker.precompute.clock import EncodeClock
-from stoker.precompute.crew import Crew, Equipment
+from stoker.errors import EncoderError, Interrupted, StokerError
+from stoker.plan.resources import Resources, probe, resolve_device
+from stoker.precompute.arena import Layout, plan_layout, private_arrays, slot_size, time_length
 from stoker.precompute.device_process import Task
-from stoker.precompute.encode import GroupEncoder
-from stoker.precompute.encoding import Encoding, InPlace
-from stoker.precompute.fill import PartNames, SampleReader
-from stoker.precompute.in_process import InProcess, Silent
-from stoker.precompute.interrupts import Interrupts
-from stoker.precompute.layout import Layout, plan_layout, slot_size
-from stoker.precompute.ledger import Ledger
-from stoker.precompute.parcel import Feed
-from stoker.precompute.precision import PRECISION
+from stoker.precompute.devices import Crew, EncodeWatchdog, Encoding, Equipment, InPlace
+from stoker.precompute.encode import PRECISION, Copied, Encoded, GroupEncoder
+from stoker.precompute.heartbeat import EncodeClock, guard_page
 from stoker.precompute.process import Launch
-from stoker.precompute.queue import PartSpan, WorkQueue
-from stoker.precompute.recognize import Recognizing
-from stoker.precompute.run import Stages
+from stoker.precompute.progress import ProgressSink
+from stoker.precompute.queue import Feed, GroupWork, Ledger, Parcel, PartSpan, ReaderView, WorkQueue
+from stoker.precompute.reading import (
+    PartNames,
+    SampleFault,
+    SampleFaultError,
+    SampleReader,
+    Unchanged,
+    digested_files,
+    fill_group,
+    pad_steps,
+)
+from stoker.precompute.run import Pace, Run, Stages, Standing, WriteThread
 from stoker.precompute.settings import PrecomputeSettings
-from stoker.precompute.supervisor import Supervisor
-from stoker.precompute.unchanged import Unchanged, digested_files
-from stoker.precompute.watchdog import EncodeWatchdog
-from stoker.precompute.write_thread import WriteThread
-from stoker.runtime.processes.child import LIGHT, TORCH
-from stoker.runtime.processes.output import Drain
+from stoker.precompute.share import Done, Interrupts, Share
+from stoker.precompute.space import fit_copies, fit_memory
+from stoker.precompute.workers import Supervisor
+from stoker.runtime.libc import keep_freed_memory, release_memory
+from stoker.runtime.processes.child import LIGHT, TORCH, Drain
+from stoker.schema import Sample, Schema
 from stoker.sources.files import confined_sources
-from stoker.sources.protocol import Locating, Source
-from stoker.sources.travel import packed
+from stoker.sources.protocol import Locating, Proving, Source
+from stoker.sources.travel import held_bytes, packed
 from stoker.store import Failure, Folder, WriterSettings
-from stoker.store.growing import fill_blocks
-from stoker.store.same_samples import SameSamples
+from stoker.store.cache import fill_blocks
+from stoker.store.folder import SameSamples, digest_samples
+from stoker.store.recipe import Recipe
+from stoker.units import MIB
+
+# ----------------------------------------------------------------------------------------------------------
+# Reading in the calling process: in order, one thread, no reader processes, and so no deadlines.
+
+
+class Silent:
+    """A pulse that nobody looks at."""
+
+    def __init__(self) -> None:
+        self.stage = "wait"
+        self.number = -1
+
+    def write(self, stage: str, number: int = -1, *, done: int = 0) -> None:
+        """Remember stage and sample for the progress display."""
+        self.stage, self.number = stage, number
+
+    def progress(self, done: int) -> None:
+        """Nobody waits for it."""
+
+
+class InProcess:
+    """A `Feed` that reads when it is polled."""
+
+    def __init__(
+        self,
+        samples: SampleReader,
+        layout: Layout,
+        queue: WorkQueue,
+        ledger: Ledger,
+        *,
+        pulse: Silent,
+        interrupts: Interrupts,
+    ) -> None:
+        self._samples = samples
+        self._layout = layout
+        self._queue = queue
+        self._ledger = ledger
+        self._pulse = pulse
+        self._interrupts = interrupts
+        self._todo: deque[GroupWork] = deque()
+        self._start = 0
+        # One buffer for the whole run: a parcel is encoded before the next is read.
+        self._arrays = private_arrays(layout.schema, layout.shapes()) if layout.mode != "pieces" else None
+
+    def poll(self, timeout_s: float) -> list[Parcel]:
+        """See `Feed.poll`; at most one parcel."""
+        if not self._todo:
+            self._todo.extend(self._queue.take(0, 1))
+        if not self._todo:
+            return []
+        work = self._todo[0]
+        try:
+            with self._interrupts.raising(), _one_thread():
+                arrays, faults, stop = self._read(work)
+        except Interrupted:
+            return []  # the loop that polls looks at signals itself
+        start, last = self._start, bool(faults) or stop is None
+        self._start = 0 if last or stop is None else stop
+        if last:
+            self._todo.popleft()
+        if sum(not self._ledger.is_bad(number) for number in work.numbers) > len(faults):
+            self._ledger.answered(work.part)
+        again = [self._ledger.fault(fault) for fault in faults]
+        if any(again) or not self._queue.wanted(work):
+            if any(again):
+                self._queue.give_back(work, avoid=0)
+            elif last:
+                self._queue.done()
+            return [Parcel.end(work)] if start else []
+        return [Parcel(work=work, arrays=arrays, start=start, last=last, owned=self._arrays is None)]
+
+    def _read(self, work: GroupWork) -> tuple[Sample, list[SampleFault], int | None]:
+        """Arrays, faults, and where to go on within a sample that comes in stretches."""
+        bad: Callable[[int], bool] = self._ledger.is_bad
+        if self._arrays is None:
+            return *self._read_whole(work, bad), None
+        if self._layout.mode == "group":
+            return self._arrays, fill_group(self._samples, self._arrays, work.numbers, bad), None
+        length = time_length(self._layout.schema)
+        stop = min(self._start + self._layout.steps, length)
+        try:
+            self._samples.fill_steps(self._arrays, (0, 0), work.numbers[0], (self._start, stop))
+        except SampleFaultError as error:
+            return self._arrays, [error.fault], None
+        pad_steps(self._arrays, self._layout.schema, stop - self._start)
+        return self._arrays, [], None if stop == length else stop
+
+    def _read_whole(self, work: GroupWork, bad: Callable[[int], bool]) -> tuple[Sample, list[SampleFault]]:
+        """A group of unknown or very large size, in memory of its own."""
+        schema = self._layout.schema
+        if not any(field.ragged for field in schema.values()):
+            arrays = private_arrays(schema, self._layout.shapes())
+            return arrays, fill_group(self._samples, arrays, work.numbers, bad)
+        try:
+            sample = self._samples.sample(work.numbers[0])
+        except SampleFaultError as error:
+            return {}, [error.fault]
+        arrays = private_arrays(schema, {name: (1, *sample[name].shape) for name in schema})
+        for name, array in arrays.items():
+            array[0] = sample[name]
+        return arrays, []
+
+    def release(self, parcel: Parcel) -> None:
+        """See `Feed.release`."""
+        if parcel.last:
+            self._queue.done()
+
+    @property
+    def finished(self) -> bool:
+        """See `Feed.finished`."""
+        return not self._todo and self._queue.finished
+
+    def views(self) -> list[ReaderView]:
+        """This process, as the one reader there is."""
+        return [ReaderView(number=0, stage=self._pulse.stage, sample=self._pulse.number, seconds=0.0)]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+@contextmanager
+def _one_thread() -> Generator[None]:
+    """One torch thread while a source is read, as in a reader: a sample made by torch has the same bits."""
+    threads = torch.get_num_threads()
+    if threads != 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if threads != 1:
+            torch.set_num_threads(threads)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Recognize samples that a sibling cache has a record of, so that they are read but not encoded again.
+
+
+class Recognizing:
+    """An `Encoding` around another one: it digests samples on their way, and keeps back those it recognizes.
+
+    Args:
+        inner: What encodes the others.
+        same: Records of sibling caches; None: none are looked up.
+        queue, recipe, schema: Of the run.
+    """
+
+    def __init__(
+        self,
+        inner: Encoding,
+        same: SameSamples | None,
+        *,
+        queue: WorkQueue,
+        recipe: Recipe,
+        schema: Schema,
+    ) -> None:
+        self._inner, self._same = inner, same
+        self._queue, self._recipe, self._schema = queue, recipe, schema
+        self._digests: dict[int, NDArray[np.uint64]] = {}
+        self._looked_at: Parcel | None = None
+        self._copied: list[Encoded] = []
+        self.clock = inner.clock
+
+    @property
+    def hungry(self) -> bool:
+        """See `Encoding`."""
+        return self._inner.hungry
+
+    def take(self, parcel: Parcel) -> bool:
+        """See `Encoding`."""
+        if parcel is not self._looked_at:  # one that found no room comes again
+            self._look(parcel)
+            self._looked_at = parcel
+        taken = self._inner.take(parcel)
+        if taken:
+            self._looked_at = None
+        return taken
+
+    def _look(self, parcel: Parcel) -> None:
+        """Digest the samples of a parcel, and settle those that are recognized.
+
+        A sample that comes in several stretches is encoded before its end is known; it gets no digest.
+        """
+        if parcel.over or parcel.start or not parcel.last:
+            return
+        numbers = self._queue.wanted(parcel.work)
+        first = parcel.work.numbers.start
+        digests = digest_samples(parcel.arrays, self._schema, [number - first for number in numbers])
+        if self._same is not None and len(self._same):
+            offset = self._recipe.parts[parcel.work.part].offset
+            for match in self._same.find(digests, [number - offset for number in numbers]):
+                own = [numbers[member] for member in match.members]
+                copied = Copied(
+                    origin=match.cache,
+                    places=match.places,
+                    moved=[numbers[member] for member in match.moved],
+                    lost=self._same.refuse,
+                )
+                self._copied.append(Encoded(numbers=own, contents=digests[match.members], copied=copied))
+                self._queue.settled.update(own)
+        self._digests.update(zip(numbers, digests, strict=True))
+
+    def results(self) -> list[Encoded]:
+        """See `Encoding`; with the digests of the samples."""
+        found, self._copied = self._copied, []
+        for encoded in self._inner.results():
+            unknown = np.zeros(2, np.uint64)
+            digests = [self._digests.pop(number, unknown) for number in encoded.numbers]
+            found.append(replace(encoded, contents=np.array(digests, np.uint64).reshape(-1, 2)))
+        return found
+
+    def wait(self, timeout_s: float) -> None:
+        """See `Encoding`."""
+        self._inner.wait(timeout_s)
+
+    def processor_s(self) -> float:
+        """See `Encoding`."""
+        return self._inner.processor_s()
+
+    def close(self) -> None:
+        """See `Encoding`."""
+        self._inner.close()
+
 
 LOG_FOLDER = ".readers"
 _LOGS_KEPT_S = 24 * 3600
@@ -288,3 +517,133 @@ class Bench:
 
 def _forget(failures: Sequence[Failure]) -> None:
     """What a rehearsal does with failures."""
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Encode a share on this machine: readers beside this process, the encoder and the writer in it.
+#
+# Of several devices each has an encoder in a process of its own (`crew.py`).
+
+
+_READERS_A_CORE = 2
+"""At most; a reader that waits for storage needs no core. `Pace` takes back those that do not help."""
+_READER_MIND_BYTES = MIB
+"""Less than that in a source is nothing beside the interpreter that reads it."""
+
+
+def encode_here(share: Share, sink: ProgressSink | None) -> Done:
+    """Encode in this process, with readers of its own: the `Engine` of one machine.
+
+    Raises:
+        StokerError: As `run_precompute`.
+    """
+    source, folder = share.source, share.folder
+    share = replace(share, settings=_on_device(share, sink))
+    settings, copies = _with_copies(source, share.settings)
+    if settings.readers != 0 and isinstance(source, Proving):
+        with share.interrupts.raising():
+            source.prove()
+    resources = probe(path=folder.path)
+    settings, most = fit_memory(source.schema(), folder.recipe, settings, resources)
+    most = max(1, min(most, copies, _useful(resources)))
+    pace = Pace(most=most, processors=resources.cpus)
+    bench = Bench(source, share.encoder, folder, settings, missing=share.missing, interrupts=share.interrupts)
+    try:
+        return _encode(bench, sink, share, pace)
+    finally:
+        with suppress(OSError):  # not empty: a reader was lost, and its log is to be read
+            bench.logs.rmdir()
+        release_memory()
+
+
+def _on_device(share: Share, sink: ProgressSink | None) -> PrecomputeSettings:
+    """The settings with the device that `auto` stands for here."""
+    settings = share.settings
+    if settings.device != "auto":
+        return settings
+    if share.encoder is None:
+        device = "cpu"
+    elif sink is None:
+        device = resolve_device("auto")
+    else:
+        device = resolve_device("auto", lambda line: sink.note(f"{share.folder.name}: {line}"))
+    return replace(settings, device=str(device), devices=())
+
+
+def _with_copies(source: Source, settings: PrecomputeSettings) -> tuple[PrecomputeSettings, int]:
+    """The settings, and how many readers may have a copy of what the source holds (`fit_copies`)."""
+    held = 0 if settings.readers == 0 else held_bytes(source)
+    if held < _READER_MIND_BYTES:
+        return settings, sys.maxsize
+    resources = probe()
+    wanted = settings.readers or _useful(resources)
+    return fit_copies(held, settings, resources, wanted=wanted)
+
+
+def _useful(resources: Resources) -> int:
+    """Readers that the cores have use for."""
+    return _READERS_A_CORE * int(resources.cpus)
+
+
+def _encode(bench: Bench, sink: ProgressSink | None, share: Share, pace: Pace) -> Done:
+    """Start the stages, run them, and end them in an order that keeps what was encoded."""
+    if guard_page() is not None:  # a process of ours
+        keep_freed_memory()
+    settings, feed = bench.settings, bench.feed(cores=pace.most // _READERS_A_CORE)
+    pace.most = min(pace.most, bench.most_readers)
+    writer = encoding = None
+    try:
+        if not isinstance(feed, Supervisor) and sink is not None:
+            sink.note(f"{bench.name}: readers=0, reading in this process: in order and without deadlines")
+        encoding = _encoding(bench, feed, share)  # the readers are starting meanwhile
+        writer = bench.writer()
+        run = Run(
+            bench.stages(feed, encoding, writer),
+            Standing(
+                name=bench.name,
+                total=bench.folder.recipe.count if settings.part[1] == 1 else len(bench.missing),
+                missing=len(bench.missing),
+                quarantined=len(bench.quarantined),
+                device=", ".join(settings.devices) or settings.device,
+            ),
+            interrupts=share.interrupts,
+            sink=sink,
+            pace=pace if settings.readers is None else None,
+        )
+        try:
+            finished = run.go(lasts_s=share.lasts_s)
+        finally:
+            encoding.clock.alive(bounded=False)
+            feed.close()
+            encoding.close()
+            bench.seal(writer)
+        writer.check()
+        bench.leave_device()
+    except BaseException:
+        feed.close()
+        if encoding is not None:
+            encoding.close()
+        if writer is not None:
+            writer.abandon()
+        raise
+    supervised = isinstance(feed, Supervisor)
+    return Done(
+        finished=finished,
+        encoded=run.encoded,
+        adopted=writer.copied,
+        encode_seconds=encoding.clock.seconds,
+        readers=feed.readers if supervised else 0,
+        lost_readers=feed.losses if supervised else 0,
+        abandoned_readers=feed.abandoned if supervised else 0,
+        failures=tuple(bench.ledger.failures),
+    )
+
+
+def _encoding(bench: Bench, feed: Feed, share: Share) -> Encoding:
+    """Whoever encodes; a feed that waits for readers wakes up for it, and for signals."""
+    inner = bench.encoding(feed, compare_first=share.compare_first)
+    if isinstance(inner, Crew):
+        inner.watch(share.interrupts.fd)
+    if isinstance(feed, Supervisor):
+        feed.wake_fd = inner.fd if isinstance(inner, Crew) else share.interrupts.fd
+    return inner if share.encoder is None else bench.recognizing(inner, share.same)

@@ -8,21 +8,213 @@ ready, since encoding takes longer than any deadline of a collective.
 from __future__ import annotations
 
 import json
+import signal
+import threading
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from stoker.errors import StalledError, StokerError
 from stoker.scale.place import Place
-from stoker.scale.pulse import Pulse, meet
 from stoker.scale.ranks import Ranks
+
+# ----------------------------------------------------------------------------------------------------------
+# Who of the ranks is alive, and who ended with which message.
+#
+# Every rank counts up a number of its own at the meeting point, from a thread: a process that was killed,
+# stopped or cut off from the network does not. One that ends by an error leaves a note there. This is
+# looked at when a wait fails, so that the message can name who was waited for.
+
+
+BEAT_S = 0.5
+SILENT_S = 10.0
+"""A rank that does not count for so long is gone."""
+
+
+def meet(place: Place, deadline_s: float, *, host: bool) -> Any:
+    """A connection to the meeting point; `host`: this call may open it, where no launcher does.
+
+    Raises:
+        StalledError: No process opened it within `deadline_s` seconds.
+    """
+    try:
+        store = TCPStore(
+            place.host,
+            place.port,
+            is_master=host and not place.kept and place.rank == 0,
+            timeout=timedelta(seconds=deadline_s),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        raise StalledError(
+            f"rank {place.rank} of {place.world} found no meeting point at {place.host}:{place.port} within "
+            f"{deadline_s:g} s. Expected rank 0, or the launcher, to have opened it: is MASTER_ADDR right?"
+        ) from error
+    return PrefixStore(f"stoker/{place.attempt}", store)
+
+
+def ignore_sigterm() -> Any:
+    """A launcher that lost one rank asks the others to end: after they have said which one it was.
+
+    Returns the handler of before, for who wants it back; None outside the main thread, which has no say.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return signal.SIG_DFL if before is None else before
+
+
+@contextmanager
+def _deaf_to_sigterm() -> Generator[None]:
+    before = ignore_sigterm()
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+class Pulse:
+    """This rank's count, and a look at those of the others."""
+
+    def __init__(self, place: Place, deadline_s: float) -> None:
+        self._place = place
+        self._store = meet(place, deadline_s, host=False)
+        self._ended = threading.Event()
+        self._seen: dict[int, tuple[str, float]] = {}
+        self.at = "its start"
+        """What this rank is doing, in words, for the ranks that wait for it."""
+        self._thread = threading.Thread(target=self._beat, name="stoker-pulse", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        mine = meet(self._place, SILENT_S, host=False)  # one connection serves one thread at a time
+        number = time.time_ns()
+        while not self._ended.wait(BEAT_S):
+            number += 1
+            try:
+                mine.set(f"beat/{self._place.rank}", f"{number} {self.at}")
+            except RuntimeError:  # the meeting point is gone: its rank is to blame
+                return
+
+    def stop(self) -> None:
+        """Count no more."""
+        self._ended.set()
+        self._thread.join(2 * BEAT_S)
+
+    def leave_note(self, text: str, *, asked: bool = False) -> None:
+        """Say why this rank ends, and whether it was asked to; other ranks may be gone already."""
+        try:
+            self._store.set(f"ended/{self._place.rank}", json.dumps({"text": text, "asked": asked}))
+        except RuntimeError:
+            return
+
+    def leave(self) -> None:
+        """Say that all is done. Rank 0 goes last where it keeps the meeting point: others may read there."""
+        until = time.monotonic() + SILENT_S
+        try:
+            self._store.set(f"left/{self._place.rank}", "1")
+            while self._place.rank == 0 and not self._place.kept and time.monotonic() < until:
+                if all(self._has_left(rank) for rank in range(1, self._place.world)):
+                    return
+                time.sleep(BEAT_S / 10)
+        except RuntimeError:  # another process has closed it
+            return
+
+    def _note(self, rank: int) -> dict[str, Any] | None:
+        """Why a rank ended, as far as it said so."""
+        return json.loads(self._read(f"ended/{rank}", "null"))
+
+    def blame(self, what: str, since: float, *, asked: bool = False) -> StalledError | None:
+        """Whose fault it is that a wait failed; None: no rank ended, and all are alive.
+
+        Args:
+            what: What the ranks were at.
+            since: When the wait began, on `time.monotonic`.
+            asked: This rank was asked to end, and those that were asked as well are not to blame.
+        """
+        with _deaf_to_sigterm():
+            return self._blame(what, since, asked=asked)
+
+    def _blame(self, what: str, since: float, *, asked: bool) -> StalledError | None:
+        others = [rank for rank in range(self._place.world) if rank != self._place.rank]
+        try:
+            first, begun = {rank: self._count(rank) for rank in others}, time.monotonic()
+            while True:
+                if asked:
+                    others = [rank for rank in others if not self._in_order(rank)]
+                if (ended := self.ended(others, what, since, asked=asked)) is not None:
+                    return ended
+                still = [rank for rank in others if self._count(rank) == first[rank]]
+                if not still:
+                    return None
+                if time.monotonic() - begun > SILENT_S:
+                    return StalledError(self._gone(still, what, since))
+                time.sleep(BEAT_S / 2)
+        except RuntimeError:  # the meeting point itself is gone
+            return StalledError(self._gone([0], what, since))
+
+    def _has_left(self, rank: int) -> bool:
+        """Whether a rank said that it is done, or why it ends."""
+        return self._store.check([f"left/{rank}"]) or self._note(rank) is not None
+
+    def _in_order(self, rank: int) -> bool:
+        """Whether a rank was asked to end, or is done; one that never came was asked before it could."""
+        note = self._note(rank)
+        return note["asked"] if note else self._store.check([f"left/{rank}"]) or not self._count(rank)
+
+    def ended(
+        self, ranks: Sequence[int], what: str, since: float, *, asked: bool = False
+    ) -> StalledError | None:
+        """Whether one of `ranks` left a note, or has stopped counting; arguments as for `blame`."""
+        for rank in ranks:
+            note = self._note(rank)
+            if note is not None and not (asked and note["asked"]):
+                return StalledError(note["text"])
+        now, silent = time.monotonic(), list[int]()
+        for rank in ranks:
+            count = self._count(rank)
+            before, moved = self._seen.get(rank, ("", now))
+            if count != before:
+                self._seen[rank] = count, now
+            elif count and now - moved > SILENT_S:
+                silent.append(rank)
+        return StalledError(self._gone(silent, what, since)) if silent else None
+
+    def _count(self, rank: int) -> str:
+        """How far a rank has counted, and what it is at; empty before its first count."""
+        return self._read(f"beat/{rank}", "")
+
+    def whereabouts(self, ranks: Sequence[int]) -> str:
+        """What these ranks say they are doing."""
+        return ", ".join(
+            f"rank {rank} is at {self._count(rank).partition(' ')[2] or 'nothing yet'}" for rank in ranks
+        )
+
+    def _read(self, key: str, default: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else default
+
+    def _gone(self, ranks: list[int], what: str, since: float) -> str:
+        place, several = self._place, len(ranks) > 1
+        who = ("ranks " if several else "rank ") + ", ".join(map(str, ranks))
+        return (
+            f"{who} of {place.world} ended without a message (killed, stopped or cut off): rank {place.rank} "
+            f"waited {time.monotonic() - since:.1f} s for {'them' if several else 'it'} at {what}. All ranks "
+            "end now. Run it again, with as many ranks as there are, to continue from what is stored"
+        )
+
 
 DEADLINE_S = 300.0
 """How long a rank waits for the others, unless settings say otherwise."""

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from stoker.errors import ConfigError, Interrupted, ResourceError, StalledError, StokerError
 from stoker.plan.resources import probe
-from stoker.precompute.interrupts import Interrupts
+from stoker.precompute.share import Interrupts
 from stoker.scale.ray_settings import RaySettings
 from stoker.units import MIB
 

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
-from stoker.config.wrong_fields import Schema, schema_of, without_null, wrong_fields
+from stoker.config.names import Schema, schema_of, without_null, wrong_fields
 from stoker.errors import (
     ConfigError,
     Conflict,

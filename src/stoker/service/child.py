@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from stoker.errors import ConfigError, Interrupted, ResourceError, StokerError
 from stoker.runtime.disk import FULL_ERRNOS
 from stoker.service.executor import NO_ROOM, STOPPED
-from stoker.service.job_file import JobFile
+from stoker.service.folders import JobFile
 
 if TYPE_CHECKING:
     from stoker.service.runs.journal import Journal
@@ -70,9 +70,9 @@ def _do(folder: Path, job: JobFile, journal: Journal) -> Mapping[str, Any]:
         return generate(job, journal)
     journal.tell("progress", {"message": f"attempt {job.attempt}: opens its data"})
 
-    from stoker.service.paths import data_paths
     from stoker.service.runs.run import JobRun
     from stoker.service.runs.settings import check, settings_of
+    from stoker.service.security import data_paths
     from stoker.sources.files import confine_sources
 
     config = config_of(job.config)
@@ -90,7 +90,7 @@ def config_of(given: Mapping[str, Any]) -> TrainingConfig:
     """
     from pydantic import ValidationError
 
-    from stoker.config.wrong_fields import schema_of, wrong_fields
+    from stoker.config.names import schema_of, wrong_fields
     from stoker.service.training_config import TrainingConfig
 
     try:

@@ -16,15 +16,15 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from stoker.errors import NotFound, ResourceError, SourceError, StalledError, StokerError
-from stoker.service import logs, views
+from stoker.service import pages, stream
 from stoker.service.answers import status_of
-from stoker.service.machine import look_at_machine
+from stoker.service.database import State
+from stoker.service.figures import look_at_machine
 from stoker.service.pages import page
 from stoker.service.routes_caches import Name, Print, inspect_cache, list_caches, why
 from stoker.service.routes_datasets import Id as DatasetId
 from stoker.service.routes_jobs import Id
 from stoker.service.services import Here, Services
-from stoker.service.states import State
 
 PER_PAGE = 25
 LOG_LINES = 200
@@ -80,7 +80,7 @@ def part_jobs(request: Request, here: Here, status: Status = None, number: PageN
 @router.get("/jobs/new")
 def show_form(request: Request, here: Here, dataset: str | None = None) -> Response:
     """The form to submit a job."""
-    first, more = views.form_fields()
+    first, more = pages.form_fields()
     known = here.datasets.list(limit=500)
     chosen = dataset or (known[0].id if known else None)
     return page(
@@ -94,7 +94,7 @@ def show_job(request: Request, here: Here, job_id: Id) -> Response:
     events = here.outbox.newest()  # first: what is read after it may be newer, never older
     context = _job(here, job_id)
     rows = here.jobs.metrics(job_id, limit=EPOCHS_SHOWN, after=max(0, context["job"].epoch - EPOCHS_SHOWN))
-    drawn = {"charts": views.charts(rows), "rows": rows}
+    drawn = {"charts": pages.charts(rows), "rows": rows}
     return page(
         request, "job.html", title=context["job"].name, events=events, drawn=drawn, rows=rows,
         log=_log(here, job_id), **context,
@@ -136,7 +136,7 @@ def show_dataset(request: Request, here: Here, dataset_id: DatasetId) -> Respons
     users = [job for job in here.jobs.list(limit=USERS) if {dataset.id, dataset.name} & {*job.dataset_ids}]
     return page(
         request, "dataset.html", title=dataset.name, dataset=dataset, users=users, now=time.time(),
-        figures=views.figures(dataset.facts), spec=_flat(dataset.spec),
+        figures=pages.figures(dataset.facts), spec=_flat(dataset.spec),
     )  # fmt: skip
 
 
@@ -194,7 +194,7 @@ def part_machine(request: Request, here: Here) -> Response:
 
 def _jobs(here: Services, status: State | None, number: int) -> dict[str, Any]:
     found = here.jobs.list(status, limit=PER_PAGE, offset=PER_PAGE * (number - 1))
-    lines = {job.id: views.spark(_recent(here, job.id, job.epoch)) for job in found}
+    lines = {job.id: pages.spark(_recent(here, job.id, job.epoch)) for job in found}
     total = here.jobs.count(status)
     return {
         "jobs": found, "lines": lines, "only": status, "states": list(State), "number": number,
@@ -218,14 +218,14 @@ def _recent(here: Services, id: str, epoch: int) -> list[dict[str, Any]]:
 
 def _job(here: Services, id: str) -> dict[str, Any]:
     job = here.jobs.get(id)
-    events = here.outbox.read(0, job=job.id, kinds=views.MILESTONES)
+    events = here.outbox.read(0, job=job.id, kinds=pages.MILESTONES)
     started = next((event for event in reversed(events) if event.kind == "started"), None)
     first = here.outbox.read(started.number, job=job.id, limit=1) if started else []
     told = started.data if started else {}
     return {
-        "job": job, "actions": views.actions(job), "live": views.is_live(job), "now": time.time(),
-        "phases": views.phases(events, first[0] if first else None),
-        "tiers": views.where_records_are(started), "told": told, "newest": _newest(here, job.id, job.epoch),
+        "job": job, "actions": pages.actions(job), "live": pages.is_live(job), "now": time.time(),
+        "phases": pages.phases(events, first[0] if first else None),
+        "tiers": pages.where_records_are(started), "told": told, "newest": _newest(here, job.id, job.epoch),
     }  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def _newest(here: Services, id: str, epoch: int) -> dict[str, Any]:
 
 
 def _log(here: Services, id: str) -> dict[str, Any]:
-    lines, _, cut = logs.tail(here.folder.job(id).log, LOG_LINES)
+    lines, _, cut = stream.tail(here.folder.job(id).log, LOG_LINES)
     return {"lines": lines, "cut": cut}
 
 

@@ -13,24 +13,398 @@ booted, which no one sets and which is the same in every process.
 from __future__ import annotations
 
 import os
+import socket
 import sqlite3
+import threading
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
-from sqlalchemy import event, exc
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    CheckConstraint,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    TypeDecorator,
+    event,
+    exc,
+)
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.engine import URL, make_url
+from sqlalchemy.engine import URL, Dialect, make_url
 
-from stoker.errors import ConfigError, Degraded, StokerError
+from stoker.errors import ConfigError, Degraded, FormatError, StokerError
 from stoker.plan.resources import storage_of
-from stoker.service import upgrade
-from stoker.service.schema import META
-from stoker.service.silence import Gate, Silence
-from stoker.service.trouble import Trouble
+
+if TYPE_CHECKING:
+    from stoker.schema import Json
+
+
+# ----------------------------------------------------------------------------------------------------------
+# A database server that says nothing: who waits for it is let go, and others need not find out by waiting.
+#
+# PostgreSQL's own limits end a statement while the server lives to do it. One that is stopped (SIGSTOP, a
+# frozen virtual machine, a network that drops what it is given) keeps its connections open and says
+# nothing, and a driver waits for it for ever. Here such a connection is shut down from outside, which the
+# driver sees as one that was lost.
+
+
+PING_S = 3.0
+"""How long an idle connection may take to show that it lives, before a new one is made."""
+LOOK_S = 0.25
+"""Between two looks at who waits, about."""
+AGAIN_S = 1.0
+"""After a wait in vain: how long the next one is spared it."""
+_OURS = "stoker_wait"
+
+
+class Wait:
+    """A connection, and until when it may be silent."""
+
+    def __init__(self, descriptor: int) -> None:
+        # A descriptor of our own: the driver's may be another connection's by the time it is used.
+        self._socket = socket.socket(fileno=os.dup(descriptor))
+        self.until = float("inf")
+        self.who = 0
+        self.fresh = True
+
+    def begin(self, limit_s: float) -> None:
+        """The calling thread asks something."""
+        self.who = threading.get_ident()
+        self.until = time.monotonic() + limit_s
+
+    def end(self) -> None:
+        """Nobody waits."""
+        self.until = float("inf")
+
+    def cut(self) -> None:
+        """Let go who waits."""
+        self.end()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Let go of the descriptor."""
+        self._socket.close()
+
+
+class Silence:
+    """Bounds every wait on the connections of an engine, also where the server does not.
+
+    Args:
+        engine: Of PostgreSQL, without a ping of its own.
+        answer_s: How long an answer may take: longer than the server's own limits.
+    """
+
+    def __init__(self, engine: sa.Engine, answer_s: float) -> None:
+        self._dialect = engine.dialect
+        self._answer_s = answer_s
+        self._waits: set[Wait] = set()
+        self._cut: set[int] = set()
+        self._over = threading.Event()
+        event.listen(engine, "connect", self._on_connect, insert=True)
+        event.listen(engine, "checkout", self._on_checkout)
+        event.listen(engine, "checkin", self._on_checkin)
+        event.listen(engine, "close", self._on_close)
+        for name in ("before_cursor_execute", "commit", "rollback"):
+            event.listen(engine, name, self._on_statement)
+        threading.Thread(target=self._watch, name="stoker-silence", daemon=True).start()
+
+    def was_cut(self) -> bool:
+        """Whether the calling thread was let go since it asked this last."""
+        who = threading.get_ident()
+        found = who in self._cut
+        self._cut.discard(who)
+        return found
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._over.set()
+
+    def _watch(self) -> None:
+        while not self._over.wait(LOOK_S):
+            now = time.monotonic()
+            for wait in self._waits.copy():
+                if now > wait.until:
+                    self._cut.add(wait.who)
+                    wait.cut()
+
+    def _on_connect(self, connection: Any, record: Any) -> None:
+        record.info[_OURS] = wait = Wait(connection.fileno())
+        self._waits.add(wait)
+        wait.begin(self._answer_s)  # whatever is asked once of a new connection
+
+    def _on_checkout(self, connection: Any, record: Any, _fairy: object) -> None:
+        wait: Wait = record.info[_OURS]
+        if not wait.fresh:
+            wait.begin(min(PING_S, self._answer_s))
+            try:
+                self._dialect.do_ping(connection)
+            except self._dialect.loaded_dbapi.Error as error:
+                raise exc.InvalidatePoolError from error
+        wait.fresh = False
+        wait.begin(self._answer_s)
+
+    def _on_checkin(self, _connection: object, record: Any) -> None:
+        if (wait := record.info.get(_OURS)) is not None:
+            wait.end()
+
+    def _on_close(self, _connection: object, record: Any) -> None:
+        if (wait := record.info.pop(_OURS, None)) is not None:
+            self._waits.discard(wait)
+            wait.close()
+
+    def _on_statement(self, connection: sa.Connection, *_: object) -> None:
+        if not connection.invalidated:  # else the server has forgotten it already
+            connection.info[_OURS].begin(self._answer_s)
+
+
+class Gate:
+    """After somebody waited in vain, one at a time looks again, and all others are told at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._why = ""
+        self._shut_until = 0.0
+
+    def enter(self, patience_s: float) -> None:
+        """Go through, or be spared a wait.
+
+        Args:
+            patience_s: How long this one may take to find out.
+        Raises:
+            Degraded: The database did not answer a moment ago, or another is finding out whether it does.
+        """
+        with self._lock:
+            now = time.monotonic()
+            if not self._why:
+                return
+            if now < self._shut_until:
+                raise Degraded(self._why)
+            self._shut_until = now + patience_s
+
+    def shut(self, why: str) -> None:
+        """Who went through waited in vain."""
+        with self._lock:
+            self._why, self._shut_until = why, time.monotonic() + AGAIN_S
+
+    def open(self) -> None:
+        """It answered."""
+        self._why = ""
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Why the service is degraded, in words, for pages, `/health`, `/ready`, streams.
+
+
+class Trouble:
+    """What does not work now, by part; safe to share between threads."""
+
+    def __init__(self) -> None:
+        self._why: dict[str, str] = {}
+
+    def note(self, part: str, why: str | None) -> None:
+        """A part does not work, and why; None: it works."""
+        if why is not None:
+            self._why = {**self._why, part: why}
+        elif part in self._why:
+            self._why = {other: text for other, text in self._why.items() if other != part}
+
+    @property
+    def why(self) -> str | None:
+        """All of it; None: the service is well."""
+        return "; ".join(dict.fromkeys(self._why.values())) or None
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The states of a job and the moves between them.
+#
+#     pending ─┐          ┌─▶ pausing ──▶ paused
+#     queued ──┴▶ running ┼─▶ completed
+#        ▲          │     ├─▶ failed
+#        └──────────┘     └─▶ cancelling ─▶ cancelled
+#       (its worker was lost, or stopped in order)
+#
+# Every move is one UPDATE that names the states it may start from, so two who ask at once cannot both win.
+# A job that nobody works on is paused or cancelled at once; one that a worker holds goes through `pausing`
+# or `cancelling` until its process has ended, which is what keeps a job from running twice.
+
+
+class State(StrEnum):
+    """Where a job stands."""
+
+    PENDING = "pending"
+    """Accepted, not to be started before a moment: its last worker was lost, and the next waits a little."""
+    QUEUED = "queued"
+    """Any free worker takes it."""
+    RUNNING = "running"
+    """A worker holds it."""
+    PAUSING = "pausing"
+    """A worker holds it and makes a checkpoint."""
+    PAUSED = "paused"
+    """Waits for `resume`."""
+    CANCELLING = "cancelling"
+    """A worker holds it and ends its process."""
+    COMPLETED = "completed"
+    """Trained to the end, or as long as it paid."""
+    FAILED = "failed"
+    """Ended with an error, which the job names."""
+    CANCELLED = "cancelled"
+    """Ended because someone asked for it."""
+
+
+WAITING = frozenset({State.PENDING, State.QUEUED})
+"""A worker may take it."""
+HELD = frozenset({State.RUNNING, State.PAUSING, State.CANCELLING})
+"""A worker has a lease on it."""
+ENDED = frozenset({State.COMPLETED, State.FAILED, State.CANCELLED})
+"""Nothing happens any more unless someone asks for it."""
+
+MOVES: Mapping[State, frozenset[State]] = MappingProxyType(
+    {
+        State.PENDING: frozenset({State.RUNNING, State.PAUSED, State.CANCELLED}),
+        State.QUEUED: frozenset({State.RUNNING, State.PAUSED, State.CANCELLED}),
+        State.RUNNING: frozenset(
+            {State.PENDING, State.QUEUED, State.PAUSING, State.CANCELLING, State.COMPLETED, State.FAILED}
+        ),
+        State.PAUSING: frozenset({State.PAUSED, State.CANCELLING, State.COMPLETED, State.FAILED}),
+        State.CANCELLING: frozenset({State.CANCELLED, State.COMPLETED}),
+        State.PAUSED: frozenset({State.QUEUED, State.CANCELLED}),
+        State.COMPLETED: frozenset({State.QUEUED}),
+        State.FAILED: frozenset({State.QUEUED}),
+        State.CANCELLED: frozenset({State.QUEUED}),
+    }
+)
+"""The moves there are; the ways out of the last three are `resume` and `extend`."""
+
+
+def before(state: State) -> frozenset[State]:
+    """The states that a job may go to `state` from."""
+    return frozenset(start for start, ends in MOVES.items() if state in ends)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The tables of the service, the same on SQLite and PostgreSQL.
+#
+# Times named `created`, `started`, `ended` and `at` are unix seconds by the database's wall clock and are
+# only shown. Times named `lease_until` and `not_before` are seconds of `Database.lease_clock` and are only
+# compared.
+
+
+VERSION = 1
+"""Version of these tables; `upgrade.py` knows the way from every earlier one."""
+METADATA = MetaData()
+"""Every table of the service; other modules add theirs here."""
+
+
+class Real(TypeDecorator[float]):
+    """A double that comes back as a float: SQLite answers 1 where 1.0 was stored."""
+
+    impl = Double
+    cache_ok = True
+
+    def process_result_value(self, value: float | None, dialect: Dialect) -> float | None:
+        """See the class."""
+        return None if value is None else float(value)
+
+
+_COUNTER = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up by itself in INTEGER alone
+
+JOBS = Table(
+    "jobs",
+    METADATA,
+    Column("number", _COUNTER, primary_key=True, autoincrement=True),
+    Column("id", String(36), nullable=False, unique=True),
+    Column("key", String(200), unique=True),
+    Column("digest", String(64), nullable=False),
+    Column("name", String(200), nullable=False),
+    Column("kind", String(20), nullable=False),
+    Column("state", String(12), nullable=False),
+    Column("config", JSON, nullable=False),
+    Column("dataset_ids", JSON, nullable=False),
+    Column("parent", String(36)),
+    Column("created", Real, nullable=False),
+    Column("started", Real),
+    Column("ended", Real),
+    Column("worker", String(100)),
+    Column("attempt", Integer, nullable=False, default=0),
+    Column("losses", Integer, nullable=False, default=0),
+    Column("lease_until", Real),
+    Column("not_before", Real, nullable=False, default=0.0),
+    Column("position", BigInteger, nullable=False, default=0),
+    Column("epoch", Integer, nullable=False, default=0),
+    Column("epochs", Integer, nullable=False),
+    Column("progress", Real, nullable=False, default=0.0),
+    Column("message", Text, nullable=False, default=""),
+    Column("train_loss", Real),
+    Column("val_loss", Real),
+    Column("best_val_loss", Real),
+    Column("best_epoch", Integer),
+    Column("learning_rate", Real),
+    Column("stall", Real),
+    Column("tier", String(20)),
+    Column("checkpoint", Text),
+    Column("error", Text),
+    Column("exit_code", Integer),
+    CheckConstraint("state IN ({})".format(", ".join(f"'{state}'" for state in State)), name="known_state"),
+    CheckConstraint("kind IN ('training', 'generation')", name="known_kind"),
+    Index("jobs_by_state", "state", "number"),
+    sqlite_autoincrement=True,
+)
+"""A row a job. `attempt` counts claims and is the fencing token; `losses` counts attempts that ended without
+a result since the last epoch; `position` is how far the worker has read in the job's `events.jsonl`."""
+
+METRICS = Table(
+    "metrics",
+    METADATA,
+    Column("job", String(36), ForeignKey(JOBS.c.id, ondelete="CASCADE"), primary_key=True),
+    Column("epoch", Integer, primary_key=True),
+    Column("at", Real, nullable=False),
+    Column("data", JSON, nullable=False),
+)
+"""A row an epoch; an epoch that is trained again after a crash replaces its row."""
+
+EVENTS = Table(
+    "events",
+    METADATA,
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("job", String(36), nullable=False),
+    Column("kind", String(12), nullable=False),
+    Column("at", Real, nullable=False),
+    Column("data", JSON, nullable=False),
+    Index("events_of_job", "job", "number"),
+)
+"""What happened, in the order in which it was committed; pruned by age and count."""
+
+COUNTERS = Table(
+    "counters",
+    METADATA,
+    Column("name", String(20), primary_key=True),
+    Column("value", BigInteger, nullable=False),
+)
+"""`event`: the number given last."""
+
+META = Table(
+    "meta",
+    METADATA,
+    Column("name", String(20), primary_key=True),
+    Column("value", Text, nullable=False),
+)
+"""`version` of the tables; `boot` of the machine that the lease clock belongs to."""
+
 
 STATEMENT_S = 10.0
 """How long a statement may take, waiting for locks included."""
@@ -79,7 +453,7 @@ class Database:
         self._silence = None if self.is_sqlite else Silence(self._engine, statement_s + _SLACK_S)
         try:
             with self.writing() as connection:
-                upgrade.bring_up_to_date(connection, self.boot())
+                bring_up_to_date(connection, self.boot())
         except StokerError:
             self.close()
             raise
@@ -252,3 +626,258 @@ def _parsed(text: str) -> URL:
         f"{url.render_as_string(hide_password=True)} is no database that the service can use. "
         "Expected sqlite:///PATH (a file) or postgresql://USER@HOST/NAME"
     )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The table of registered data sets.
+
+
+DATASETS = Table(
+    "datasets",
+    METADATA,
+    Column("id", String(36), primary_key=True),
+    Column("name", String(100), nullable=False, unique=True),
+    Column("kind", String(12), nullable=False),
+    Column("origin", String(12), nullable=False),
+    Column("spec", JSON, nullable=False),
+    Column("facts", JSON, nullable=False),
+    Column("health", String(12), nullable=False),
+    Column("report", JSON, nullable=False),
+    Column("created", Real, nullable=False),
+    Column("checked", Real),
+    CheckConstraint("kind IN ('radio', 'hdf5', 'images')", name="known_dataset_kind"),
+    CheckConstraint("health IN ('unknown', 'making', 'good', 'doubtful', 'bad')", name="known_health"),
+)
+"""A row a data set. `spec` says where it is and how to open it, `facts` what was found there, `report` the
+rows of the last check; times are unix seconds by the database's wall clock."""
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Bring the tables of a database up to the version that this code uses, in one transaction.
+
+
+_LOCK = (
+    0x73746F6B  # any number: PostgreSQL's own lock, so that two who start at once do this one after the other
+)
+STEPS: Mapping[int, Callable[[sa.Connection], None]] = {}
+"""How to get from a version to the next; the first release has none."""
+
+
+def bring_up_to_date(connection: sa.Connection, boot: str) -> None:
+    """Make what is missing and end the leases that were taken by a clock that no longer runs.
+
+    Args:
+        connection: In a transaction that writes.
+        boot: `Database.boot()`.
+
+    Raises:
+        FormatError: The tables are of a newer version than this code knows.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
+    METADATA.create_all(connection, tables=[META, COUNTERS])
+    found = _value(connection, "version")
+    if found is not None and int(found) > VERSION:
+        raise FormatError(
+            f"the service's database has tables of version {found}; this version of stoker knows {VERSION}. "
+            "Use the stoker that wrote it, or a newer one"
+        )
+    for version in range(int(found or VERSION), VERSION):
+        STEPS[version](connection)
+    METADATA.create_all(connection)
+    if found is None:
+        connection.execute(COUNTERS.insert().values(name="event", value=0))
+    if found != str(VERSION):
+        _set(connection, "version", str(VERSION))
+    if _value(connection, "boot") != boot:
+        connection.execute(JOBS.update().where(JOBS.c.lease_until.is_not(None)).values(lease_until=-1.0))
+        connection.execute(JOBS.update().values(not_before=0.0))
+        _set(connection, "boot", boot)
+
+
+def _value(connection: sa.Connection, name: str) -> str | None:
+    return connection.execute(sa.select(META.c.value).where(META.c.name == name)).scalar()
+
+
+def _set(connection: sa.Connection, name: str, value: str) -> None:
+    changed = connection.execute(META.update().where(META.c.name == name).values(value=value))
+    if not changed.rowcount:
+        connection.execute(META.insert().values(name=name, value=value))
+
+
+def claim_folder(connection: sa.Connection, folder: str) -> None:
+    """Bind the database to a state folder, known by `folder`, the first time; later see that it is the same.
+
+    Raises:
+        ConfigError: It is another one.
+    """
+    found = _value(connection, "folder")
+    if found is None:
+        _set(connection, "folder", folder)
+    elif found != folder:
+        raise ConfigError(
+            "the database belongs to a service with another state folder: its jobs have their checkpoints "
+            "there. Start the service with that folder, or with a database of its own"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What happened to jobs, in the order in which it was committed.
+#
+# An event is written in the transaction of what it tells, so there is none without its fact and no fact
+# without its event. Its number comes from a counter whose row the writer holds until it commits: numbers
+# have no gaps and become visible in their order, so whoever has read up to n and asks for what comes after
+# n misses nothing.
+
+
+KINDS = frozenset(
+    {
+        "queued",
+        "claimed",
+        "started",
+        "progress",
+        "batch",
+        "metrics",
+        "pausing",
+        "paused",
+        "resumed",
+        "cancelling",
+        "cancelled",
+        "completed",
+        "failed",
+        "deleted",
+    }
+)
+"""`queued` at creation and when a lost job goes back, `claimed` by a worker, `started` told by the job itself
+once it trains, `resumed` by `resume` and `extend`; the others are what they say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One thing that happened."""
+
+    number: int
+    """Its place in the order; the first is 1."""
+    job: str
+    kind: str
+    """One of `KINDS`."""
+    at: float
+    """Unix seconds by the database's clock."""
+    data: dict[str, Json]
+    size: int = 0
+    """Characters of its data as JSON."""
+
+
+class Outbox:
+    """The events of a database, to be read from any point that has not been pruned."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def read(
+        self, after: int, *, job: str | None = None, kinds: Collection[str] = (), limit: int = 500
+    ) -> list[Event]:
+        """The next events after number `after`, at most `limit`; of one job, or of some kinds, if given."""
+        query = _WHOLE.where(_following(after, job)).limit(limit)
+        if kinds:
+            query = query.where(EVENTS.c.kind.in_(tuple(kinds)))
+        with self._database.reading() as connection:
+            return [Event(**row) for row in connection.execute(query).mappings()]
+
+    def newest_of(self, kind: str, jobs: Collection[str]) -> dict[str, Event]:
+        """Return the newest event of a kind for each of the jobs that have one, by job."""
+        newest = (
+            sa.select(sa.func.max(EVENTS.c.number))
+            .where(EVENTS.c.kind == kind, EVENTS.c.job.in_(tuple(jobs)))
+            .group_by(EVENTS.c.job)
+        )
+        with self._database.reading() as connection:
+            rows = connection.execute(_WHOLE.where(EVENTS.c.number.in_(newest))).mappings()
+            return {row["job"]: Event(**row) for row in rows}
+
+    def read_page(self, after: int, *, job: str | None = None, limit: int, most: int) -> list[Event]:
+        """The same, as many as have `most` characters together; the first of them has however many it has.
+
+        Their sizes are asked for before the events, so that no more of these is ever held.
+        """
+        with self._database.reading() as connection:
+            last, total = after, 0
+            for row in connection.execute(_SIZES.where(_following(after, job)).limit(limit)):
+                total += row.size
+                if last > after and total > most:
+                    break
+                last = row.number
+            if last == after:
+                return []
+            query = _WHOLE.where(_following(after, job), EVENTS.c.number <= last)
+            return [Event(**row) for row in connection.execute(query).mappings()]
+
+    def newest(self) -> int:
+        """The number given last; 0 before the first."""
+        with self._database.reading() as connection:
+            return connection.execute(_COUNTED).scalar_one()
+
+    def oldest(self) -> int:
+        """The lowest number still there: who has read less far missed something. Without any, the next."""
+        with self._database.reading() as connection:
+            lowest = connection.execute(sa.select(sa.func.min(EVENTS.c.number))).scalar()
+            return lowest or connection.execute(_COUNTED).scalar_one() + 1
+
+    def prune(self, *, max_age_s: float, max_count: int) -> int:
+        """Remove events older than `max_age_s` and all but the newest `max_count`; how many were removed.
+
+        The newest stays whatever its age, so that the order never has to be guessed from an empty table.
+        """
+        newest = _COUNTED.scalar_subquery()
+        too_old = EVENTS.c.at < self._database.wall - max_age_s
+        too_many = EVENTS.c.number <= newest - max_count
+        with self._database.writing() as connection:
+            gone = connection.execute(
+                EVENTS.delete().where(sa.or_(too_old, too_many), EVENTS.c.number < newest)
+            )
+            return gone.rowcount
+
+
+_SIZE = sa.func.length(sa.cast(EVENTS.c.data, sa.Text)).label("size")
+_WHOLE = sa.select(EVENTS, _SIZE).order_by(EVENTS.c.number)
+_SIZES = sa.select(EVENTS.c.number, _SIZE).order_by(EVENTS.c.number)
+_COUNTED = sa.select(COUNTERS.c.value).where(COUNTERS.c.name == "event")
+
+
+def _following(after: int, job: str | None) -> sa.ColumnElement[bool]:
+    """Events after a number; of one job, if given."""
+    later = EVENTS.c.number > after
+    return later if job is None else sa.and_(later, EVENTS.c.job == job)
+
+
+def append(
+    connection: sa.Connection,
+    wall: sa.ColumnElement[float],
+    job: str,
+    happened: Sequence[tuple[str, dict[str, Json]]],
+) -> None:
+    """Write events of one job in the caller's transaction, each `(kind, data)`.
+
+    Call it last: from here to the commit no other writer of events gets on.
+
+    Args:
+        connection: In a transaction that writes.
+        wall: `Database.wall`.
+        job: Whose events.
+        happened: In their order.
+    """
+    if not happened:
+        return
+    last = connection.execute(
+        COUNTERS.update()
+        .where(COUNTERS.c.name == "event")
+        .values(value=COUNTERS.c.value + len(happened))
+        .returning(COUNTERS.c.value)
+    ).scalar_one()
+    at = connection.execute(sa.select(wall)).scalar_one()
+    first = last - len(happened) + 1
+    rows = [
+        {"number": number, "job": job, "kind": kind, "at": at, "data": data}
+        for number, (kind, data) in enumerate(happened, first)
+    ]
+    connection.execute(EVENTS.insert(), rows)

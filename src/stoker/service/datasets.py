@@ -10,27 +10,100 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import sqlalchemy as sa
+from pydantic import BaseModel, ConfigDict, Field
 
 from stoker.errors import ConfigError, Conflict, NotFound
-from stoker.pipeline.radio import RadioSpec
-from stoker.pipeline.radio_store import TABLE
+from stoker.pipeline.radio import TABLE, RadioSpec
 from stoker.schema import Json
-from stoker.service.access import DataAccess
-from stoker.service.database import Database
-from stoker.service.dataset_requests import (
-    GenerateRadio,
-    Generation,
-    RadioRows,
-    Registration,
-)
-from stoker.service.dataset_table import DATASETS
+from stoker.service.database import DATASETS, ENDED, JOBS, Database, State
 from stoker.service.look import look
-from stoker.service.schema import JOBS
-from stoker.service.states import ENDED, State
-from stoker.sources.sql.address import has_password, parse_address, sqlite_url
+from stoker.service.security import DataAccess
+from stoker.sources.sql.query import has_password, parse_address, sqlite_url
+
+# ----------------------------------------------------------------------------------------------------------
+# What a data set is registered or generated with.
+
+
+Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f]+$")]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    name: Name
+    """Under which it is shown, and may be named in jobs; no two share one."""
+
+
+class RadioRows(_Request):
+    """Radio rows that are in a database."""
+
+    kind: Literal["radio"]
+    url: Annotated[str, Field(min_length=1, max_length=1000)]
+    """`sqlite:///FILE` below a root, or `postgresql://[USER@]HOST/DATABASE`; without a password."""
+    set: uuid.UUID
+    """What its rows have in `dataset_id`; the registered data set has the same id."""
+    table: Annotated[str, Field(min_length=1, max_length=200)] = "measurement_features"
+    """The table, or `SCHEMA.TABLE`."""
+
+
+class Simulations(_Request):
+    """Simulations in HDF5 files."""
+
+    kind: Literal["hdf5"]
+    path: Annotated[str, Field(min_length=1, max_length=4096)]
+    """A file, or a folder of files, below a root."""
+
+
+class Images(_Request):
+    """Images in a folder for each class."""
+
+    kind: Literal["images"]
+    path: Annotated[str, Field(min_length=1, max_length=4096)]
+    """The folder, below a root; its folders are classes, or `train` and `val` with classes in them."""
+
+
+class GenerateRadio(_Request):
+    """Radio rows to be made."""
+
+    kind: Literal["radio"]
+    rows: Annotated[int, Field(ge=1, le=1_000_000, strict=True)] = 4030
+    """Accepted measurements."""
+    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
+    """Equal settings give equal rows."""
+    power_dbm: Annotated[float, Field(ge=0, le=80, strict=True)] = 37.0
+    """What transmitters send."""
+    least_receivers: Annotated[int, Field(ge=1, le=7, strict=True)] = 3
+    """Receivers that hear it, at least."""
+    least_snr_db: Annotated[float, Field(ge=-20, le=40, strict=True)] = 5.0
+    """Mean signal to noise over those, at least."""
+    most_gdop: Annotated[float, Field(gt=1, le=1000, strict=True)] = 150.0
+    """How badly the receivers' places may suit, at most."""
+
+
+class GenerateSimulations(_Request):
+    """Solutions of Burgers' equation to be made."""
+
+    kind: Literal["hdf5"]
+    trajectories: Annotated[int, Field(ge=2, le=10_000, strict=True)] = 64
+    """Independent initial states."""
+    steps: Annotated[int, Field(ge=2, le=2001, strict=True)] = 101
+    """Stored states of each."""
+    points: Annotated[int, Field(ge=16, le=4096, multiple_of=2, strict=True)] = 256
+    """Grid points."""
+    viscosity: Annotated[float, Field(gt=0, le=10, strict=True)] = 0.01
+    """The factor of u_xx."""
+    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
+    """Decides the initial states."""
+
+
+Registration = Annotated[RadioRows | Simulations | Images, Field(discriminator="kind")]
+"""A data set that is there."""
+Generation = Annotated[GenerateRadio | GenerateSimulations, Field(discriminator="kind")]
+"""A data set to be made."""
+
 
 Look = Callable[..., Any]
 MADE = "made"

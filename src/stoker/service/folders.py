@@ -15,14 +15,22 @@ DIR/jobs/ID/job.json    what the job is to do
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+import stat
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from uuid import UUID
 
-from stoker.errors import NotFound
-from stoker.runtime.disk import format_inodes, free_space
+from stoker.errors import ConfigError, NotFound
+from stoker.runtime.disk import explained, format_inodes, free_space
+from stoker.runtime.files import replacing
 from stoker.service.recent import Recent
 from stoker.units import format_bytes
+
+if TYPE_CHECKING:
+    from stoker.schema import Json
 
 LEAST_BYTES, LEAST_INODES = 16 << 20, 64
 """With less room no job is begun: it could not even say what becomes of it."""
@@ -157,3 +165,86 @@ class Room:
         """Why nothing can be begun there; None: there is room."""
         found = self._asked.get()
         return found.stale or found.value
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The folder where a service keeps everything: nobody but its user may look inside.
+
+
+def prepare_state_dir(path: Path) -> StateFolder:
+    """Make the folder and those inside it, or check that it may be used.
+
+    Raises:
+        ConfigError: It belongs to somebody else, others may read it, or anybody may replace it.
+        ReadOnlyError: It cannot be made.
+    """
+    path = path.absolute()
+    with explained(path):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.stat()
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{path} belongs to user {found.st_uid}, this is {os.geteuid()}. Choose another --state-dir"
+        )
+    if found.st_mode & 0o077:
+        raise ConfigError(
+            f"{path} has mode {stat.S_IMODE(found.st_mode):o}: others may look inside. It holds the token: "
+            f"chmod 700 {path}"
+        )
+    above = path.parent.stat()
+    if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
+        raise ConfigError(
+            f"anybody may replace {path}: {path.parent} is writable by all. Choose another --state-dir"
+        )
+    folder = StateFolder(path)
+    with explained(path):
+        folder.make()
+    return folder
+
+
+# ----------------------------------------------------------------------------------------------------------
+# `job.json`: what a job's process is told, written anew for each attempt.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFile:
+    """What a job's process is told. It finds everything else beside the file."""
+
+    id: str
+    name: str
+    kind: str
+    """`training` or `generation`."""
+    attempt: int
+    """1 the first time."""
+    epochs: int
+    """Epochs wanted in all; may be more than the configuration says, once a job was extended."""
+    epoch: int
+    """Epochs that were reported as finished; one that was not may still have its checkpoint."""
+    checkpoint: str | None
+    """The newest checkpoint that was reported: there has to be a valid one then. None: maybe none yet."""
+    config: dict[str, Json]
+    datasets: list[dict[str, Json]]
+    """The registered data sets of `dataset_ids`, described so that they can be opened."""
+    dataset_ids: list[str]
+    caches: str
+    """Folder of the caches of all jobs."""
+    data: str
+    """Folder of the data sets that the service makes."""
+    limits: dict[str, Json]
+    """`memory_bytes`, `wall_s`, `grace_s`: to plan with; who passes them is ended from outside."""
+    resume: bool = True
+
+    def write(self, path: Path) -> None:
+        """Put it there in one step.
+
+        Raises:
+            ResourceError: The disk is full.
+        """
+        with replacing(path) as temporary:
+            temporary.touch(mode=0o600)
+            temporary.write_text(json.dumps(asdict(self), indent=1, allow_nan=False) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> JobFile:
+        """What `write` wrote."""
+        return cls(**json.loads(path.read_text()))

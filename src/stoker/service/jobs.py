@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import sqlalchemy as sa
 
-from stoker.errors import ConfigError, Conflict, NotFound
-from stoker.service.outbox import append
-from stoker.service.schema import JOBS, METRICS
-from stoker.service.states import ENDED, WAITING, State
+from stoker.errors import ConfigError, Conflict, LeaseLost, NotFound
+from stoker.service.database import DATASETS, ENDED, HELD, JOBS, METRICS, WAITING, State, append, before
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from stoker.schema import Json
     from stoker.service.database import Database
 
@@ -327,3 +330,451 @@ def _check(*, name: str, key: str | None, kind: str, epochs: int) -> None:
         raise ConfigError(f"a job of kind {kind!r} is unknown; there are {', '.join(KINDS)}")
     if not 1 <= epochs <= MAX_EPOCHS:
         raise ConfigError(f"a job has 1 to {MAX_EPOCHS:,} epochs, not {epochs:,}")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What a job's process says about itself: lines of JSON, `{"kind": ..., "data": {...}}`, appended to a file.
+#
+# The reader takes whole lines only and remembers how far it came in bytes, so that another worker goes on
+# where it stopped. A line that is none is not dropped: it comes out as a note with the beginning of its
+# text.
+
+
+LINE_KINDS = frozenset({"started", "progress", "batch", "metrics", "completed", "failed"})
+LINE_BYTES = 256 * 1024
+"""A longer line is noted, not read."""
+CHUNK_BYTES = 4 * LINE_BYTES
+"""Read at once."""
+_MAX_INT = 2**31 - 1
+_TEXT = 2000
+"""Characters kept of a text that is shown in the row of a job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One thing that a job's process said."""
+
+    kind: str
+    """One of `KINDS`."""
+    data: dict[str, Json]
+    """Finite numbers only: where one was not, None."""
+
+
+def read_lines(path: Path, position: int) -> tuple[list[Line], int]:
+    """The whole lines that follow byte `position`, about a MiB of them at most, and where the next begins."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return [], position
+    try:
+        chunk = os.pread(fd, CHUNK_BYTES, position)
+    finally:
+        os.close(fd)
+    end = chunk.rfind(b"\n") + 1
+    if not end and len(chunk) == CHUNK_BYTES:  # one line longer than all that: its pieces are noted
+        end = len(chunk)
+    return [parse(text) for text in chunk[:end].split(b"\n") if text.strip()], position + end
+
+
+def end_line(path: Path) -> None:
+    """End the line that a killed process left half written, so that the next one begins a line of its own.
+
+    Only who holds the job's lock may do it.
+    """
+    with suppress(FileNotFoundError):
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            size = os.fstat(fd).st_size
+            if size and os.pread(fd, 1, size - 1) != b"\n":
+                os.write(fd, b"\n")
+        finally:
+            os.close(fd)
+
+
+def parse(text: bytes) -> Line:
+    """The line that `text` is, or a note that it is none."""
+    if len(text) <= LINE_BYTES:
+        with suppress(ValueError, RecursionError):
+            value: object = json.loads(text, parse_float=_finite, parse_constant=lambda _: None)
+            if isinstance(value, dict):
+                found = cast("dict[str, Any]", value)
+                kind, data = found.get("kind"), found.get("data")
+                if kind in LINE_KINDS and isinstance(data, dict):
+                    shown = _fitting(cast("dict[str, Any]", data))
+                    if kind != "metrics" or isinstance(shown.get("epoch"), int):
+                        return Line(kind=str(kind), data=shown)
+    start = text[:200].decode(errors="replace")
+    return Line(kind="progress", data={"unreadable": start, "unreadable_bytes": len(text)})
+
+
+def _finite(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None
+
+
+def _fitting(data: dict[str, Any]) -> dict[str, Json]:
+    """The same, without values under the names of a job's columns that do not fit there."""
+    kept: dict[str, Json] = {}
+    for name, value in data.items():
+        fits = True
+        if name in _NUMBERS:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            fits = value is None or (is_number and abs(value) < 1e300)
+        elif name == "epoch":
+            fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_INT
+        elif name in _TEXTS:
+            fits = isinstance(value, str)
+        kept[name if fits else f"unreadable_{name}"] = _shortened(name, value) if fits else repr(value)[:200]
+    if kept.get("progress", 0.0) is None:
+        del kept["progress"]
+    return kept
+
+
+def _shortened(name: str, value: Any) -> Any:
+    if name not in _TEXTS:
+        return value
+    return value.replace("\0", "�").encode(errors="replace").decode()[: _TEXTS[name]]
+
+
+_NUMBERS = frozenset({"progress", "train_loss", "val_loss", "learning_rate", "stall"})
+_TEXTS = {"message": _TEXT, "tier": 20, "checkpoint": _TEXT, "error": _TEXT}
+SHOWN = (*sorted(_NUMBERS), "epoch", "message", "tier", "checkpoint")
+"""What a line sets in the row of its job, under the same name."""
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Who works on which job: leases with a fencing token, by the database's clock.
+#
+# A worker claims a job, and from then on says at least once a lease that it is alive. Whoever is late loses
+# the job: `sweep` gives it to others, and what the late one still reports is refused, because the number of
+# the claim (`attempt`) is part of every UPDATE it makes. No process's own clock decides anything.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How long a lease is, and how often a job may lose its worker."""
+
+    lease_s: float = 30.0
+    """A worker that was not heard of for this long has lost its job."""
+    max_losses: int = 5
+    """Attempts in a row that may end without a result and without a finished epoch; then the job fails."""
+    backoff_s: float = 2.0
+    """Wait before the next attempt after a loss; twice as long after each further one, 64 times at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A worker's hold on a job."""
+
+    job: Job
+    """As it was when it was claimed."""
+    worker: str
+    attempt: int
+    """The fencing token: a later claim has a higher one."""
+    position: int
+    """Bytes of the job's `events.jsonl` that are already in the database."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How an attempt ended."""
+
+    state: State
+    """completed, failed, paused or cancelled."""
+    message: str = ""
+    error: str | None = None
+    exit_code: int | None = None
+    data: Mapping[str, Json] | None = None
+    """What the process said at its end."""
+
+
+class Leases:
+    """Claims on the jobs of a database."""
+
+    def __init__(self, database: Database, terms: Terms | None = None) -> None:
+        self._database = database
+        self.terms = terms or Terms()
+
+    def claim(self, worker: str) -> Claim | None:
+        """The oldest job that waits, now this worker's; None when none does.
+
+        Many may ask at once: each job goes to one of them, and none waits for another (PostgreSQL skips rows
+        that are being claimed).
+        """
+        database, clock = self._database, self._database.lease_clock
+        oldest = (
+            sa.select(JOBS.c.number)
+            .where(JOBS.c.state.in_(tuple(WAITING)), JOBS.c.not_before <= clock)
+            .order_by(JOBS.c.number)
+            .limit(1)
+        )
+        take = (
+            JOBS.update()
+            .where(JOBS.c.number == oldest.with_for_update(skip_locked=True).scalar_subquery())
+            .values(
+                state=State.RUNNING,
+                worker=worker,
+                attempt=JOBS.c.attempt + 1,
+                lease_until=clock + self.terms.lease_s,
+                message="",
+                started=sa.func.coalesce(JOBS.c.started, database.wall),
+            )
+            .returning(JOBS)
+        )
+        with database.reading() as connection:  # most of the time nothing waits: no reason to lock anything
+            if connection.execute(oldest).first() is None:
+                return None
+        with database.writing() as connection:
+            if (row := connection.execute(take).mappings().one_or_none()) is None:
+                return None
+            claim = Claim(job=job_of(row), worker=worker, attempt=row["attempt"], position=row["position"])
+            told: dict[str, Json] = {"attempt": claim.attempt, "worker": worker}
+            append(connection, database.wall, claim.job.id, [("claimed", told)])
+        return claim
+
+    def look(self, claim: Claim) -> State:
+        """What is wanted of the job now: running, pausing or cancelling; costs no write.
+
+        Raises:
+            LeaseLost: Another has it, or it has ended.
+        """
+        held = sa.select(JOBS.c.state).where(_of(claim), JOBS.c.state.in_(tuple(HELD)))
+        with self._database.reading() as connection:
+            if (state := connection.execute(held).scalar()) is None:
+                raise _lost(claim)
+        return State(state)
+
+    def heartbeat(self, claim: Claim) -> State:
+        """Hold on to the job for another lease; what is wanted of it now: running, pausing or cancelling.
+
+        Raises:
+            LeaseLost: Another has it, or it has ended.
+        """
+        with self._database.writing() as connection:
+            return State(self._held(connection, claim, {})["state"])
+
+    def report(self, claim: Claim, lines: Sequence[Line], position: int) -> State:
+        """Store what the job's process wrote up to `position`, all or nothing, and hold on; as `heartbeat`.
+
+        Metrics become rows, everything becomes events. The lines `completed` and `failed` are for `finish`.
+
+        Raises:
+            LeaseLost: Another has it, or it has ended: nothing was stored.
+        """
+        with self._database.writing() as connection:
+            row = self._held(connection, claim, {**_shown(lines), "position": position})
+            self._store(connection, claim.job.id, lines)
+        return State(row["state"])
+
+    def finish(self, claim: Claim, outcome: Outcome, *, lines: Sequence[Line], position: int) -> Job:
+        """End the attempt and let go of the job, with the last lines of its process, in one transaction.
+
+        Asking again after an answer that never came is safe: the second time finds it done.
+
+        Raises:
+            LeaseLost: Another has it, or it has ended otherwise: nothing was stored.
+        """
+        values = {
+            **_shown(lines),
+            "position": position,
+            "state": outcome.state,
+            "message": outcome.message,
+            "error": outcome.error,
+            "exit_code": outcome.exit_code,
+            "lease_until": None,
+            "ended": self._database.wall if outcome.state in ENDED else None,
+        }
+        if outcome.state is State.COMPLETED:
+            values["progress"] = 1.0
+        told: dict[str, Json] = {**(outcome.data or {}), "message": outcome.message, "attempt": claim.attempt}
+        if outcome.error is not None:
+            told["error"] = outcome.error
+        with self._database.writing() as connection:
+            if (row := self._changed(connection, claim, before(outcome.state) & HELD, values)) is None:
+                return self._done_before(connection, claim, outcome)
+            if claim.job.kind == "generation" and outcome.state is State.COMPLETED:
+                of_job = sa.and_(DATASETS.c.id.in_(claim.job.dataset_ids), DATASETS.c.health == "making")
+                connection.execute(DATASETS.update().where(of_job).values(health="unknown"))
+            self._store(connection, claim.job.id, lines, then=(outcome.state.value, told))
+        return job_of(row)
+
+    def give_back(self, claim: Claim, why: str, *, lost: bool, wait_s: float = 0.0) -> Job:
+        """Let go of a job that is to go on later: another worker takes it, or what was asked of it is done.
+
+        Args:
+            claim: The hold.
+            why: For the events.
+            lost: Whether the attempt failed by itself; after `Terms.max_losses` in a row the job fails.
+            wait_s: How long nobody is to take it.
+
+        Raises:
+            LeaseLost: Another has it, or it has ended.
+        """
+        with self._database.writing() as connection:
+            row = self._let_go(connection, _of(claim), why, lost=lost, wait_s=wait_s)
+            if row is None:
+                raise _lost(claim)
+        return job_of(row)
+
+    def abandon(self, worker: str) -> int:
+        """End the leases of a worker that is known to be dead, so that `sweep` need not wait; how many."""
+        return self._abandon(JOBS.c.worker == worker)
+
+    def abandon_slot(self, worker: str) -> int:
+        """The same for all that had a worker's slot before it: named alike up to the last dash."""
+        slot = worker.rpartition("-")[0] + "-"
+        alike = JOBS.c.worker.startswith(slot, autoescape=True)
+        return self._abandon(sa.and_(alike, JOBS.c.worker != worker))
+
+    def _abandon(self, workers: sa.ColumnElement[bool]) -> int:
+        with self._database.writing() as connection:
+            ended = connection.execute(
+                JOBS.update()
+                .where(workers, JOBS.c.state.in_(tuple(HELD)))
+                .values(lease_until=self._database.lease_clock - 1.0)
+            )
+            return ended.rowcount
+
+    def sweep(self) -> list[Job]:
+        """Take the jobs away from workers that were not heard of for a lease, a transaction each.
+
+        A job that ran waits for its next attempt, or fails when it had too many; one that was being paused or
+        cancelled is paused or cancelled.
+        """
+        late = sa.and_(JOBS.c.state.in_(tuple(HELD)), JOBS.c.lease_until < self._database.lease_clock)
+        with self._database.reading() as connection:
+            numbers = connection.execute(sa.select(JOBS.c.number).where(late)).scalars().all()
+        swept: list[Job] = []
+        for number in numbers:
+            with self._database.writing() as connection:
+                row = self._let_go(
+                    connection, sa.and_(JOBS.c.number == number, late), "its worker is gone", lost=True
+                )
+            if row is not None:
+                swept.append(job_of(row))
+        return swept
+
+    def _held(self, connection: sa.Connection, claim: Claim, values: Mapping[str, Any]) -> sa.RowMapping:
+        """The row after an UPDATE under the fence, which every change by a worker begins with."""
+        until = self._database.lease_clock + self.terms.lease_s
+        row = self._changed(connection, claim, HELD, {**values, "lease_until": until})
+        if row is None:
+            raise _lost(claim)
+        return row
+
+    def _changed(
+        self, connection: sa.Connection, claim: Claim, states: frozenset[State], values: Mapping[str, Any]
+    ) -> sa.RowMapping | None:
+        change = (
+            JOBS.update().where(_of(claim), JOBS.c.state.in_(tuple(states))).values(**values).returning(JOBS)
+        )
+        return connection.execute(change).mappings().one_or_none()
+
+    def _let_go(
+        self,
+        connection: sa.Connection,
+        which: sa.ColumnElement[bool],
+        why: str,
+        *,
+        lost: bool,
+        wait_s: float = 0.0,
+    ) -> sa.RowMapping | None:
+        """End an attempt without a result: where the job goes is decided in the one UPDATE."""
+        database, terms = self._database, self.terms
+        state, losses = JOBS.c.state, JOBS.c.losses + int(lost)
+        wait = terms.backoff_s * _power_of_two(JOBS.c.losses) if lost else sa.literal(wait_s)
+        spent = sa.and_(state == State.RUNNING, losses >= terms.max_losses)
+        to = sa.case(
+            (state == State.PAUSING, State.PAUSED),
+            (state == State.CANCELLING, State.CANCELLED),
+            (spent, State.FAILED),
+            (wait > 0.0, State.PENDING),
+            else_=State.QUEUED,
+        )
+        ends = sa.or_(spent, state == State.CANCELLING)
+        error = f"{terms.max_losses} attempts in a row ended without a finished epoch; the last: {why}"
+        change = (
+            JOBS.update()
+            .where(which, state.in_(tuple(HELD)))
+            .values(
+                state=to,
+                losses=losses,
+                lease_until=None,
+                not_before=database.lease_clock + wait,
+                message=why,
+                error=sa.case((spent, error), else_=JOBS.c.error),
+                ended=sa.case((ends, database.wall), else_=None),
+            )
+            .returning(JOBS)
+        )
+        if (row := connection.execute(change).mappings().one_or_none()) is not None:
+            kind = "queued" if State(row["state"]) in WAITING else row["state"]
+            told: dict[str, Json] = {"message": why, "attempt": row["attempt"]}
+            if row["error"] is not None:
+                told["error"] = row["error"]
+            append(connection, database.wall, row["id"], [(kind, told)])
+        return row
+
+    def _done_before(self, connection: sa.Connection, claim: Claim, outcome: Outcome) -> Job:
+        same = sa.and_(_of(claim), JOBS.c.state == outcome.state)
+        row = connection.execute(sa.select(JOBS).where(same)).mappings().one_or_none()
+        if row is None:
+            raise _lost(claim)
+        return job_of(row)
+
+    def _store(
+        self,
+        connection: sa.Connection,
+        job: str,
+        lines: Sequence[Line],
+        then: tuple[str, dict[str, Json]] | None = None,
+    ) -> None:
+        told = [(line.kind, line.data) for line in lines if line.kind not in ("completed", "failed")]
+        for data in (data for kind, data in told if kind == "metrics"):
+            row = self._database.insert(METRICS).values(
+                job=job, epoch=data["epoch"], at=self._database.wall, data=data
+            )
+            connection.execute(
+                row.on_conflict_do_update(
+                    index_elements=["job", "epoch"],
+                    set_={"at": row.excluded.at, "data": row.excluded.data},
+                )
+            )
+        append(connection, self._database.wall, job, [*told, *([then] if then else [])])
+
+
+def _of(claim: Claim) -> sa.ColumnElement[bool]:
+    """The fence."""
+    return sa.and_(JOBS.c.id == claim.job.id, JOBS.c.attempt == claim.attempt, JOBS.c.worker == claim.worker)
+
+
+def _lost(claim: Claim) -> LeaseLost:
+    return LeaseLost(
+        f"worker {claim.worker} no longer has job {claim.job.id} (attempt {claim.attempt}): its lease ended "
+        "and the job went on without it, or it has ended. Nothing was changed"
+    )
+
+
+def _power_of_two(losses: sa.ColumnElement[int]) -> sa.ColumnElement[float]:
+    """1, 2, 4 ... 64."""
+    return sa.case(*((losses == count, float(2**count)) for count in range(6)), else_=64.0)
+
+
+def _shown(lines: Sequence[Line]) -> dict[str, Any]:
+    """What lines change in the row of their job: the newest of each, and the best epoch there was."""
+    values: dict[str, Any] = {}
+    measured: list[tuple[int, float]] = []
+    for line in lines:
+        values.update({name: line.data[name] for name in SHOWN if name in line.data})
+        epoch, loss = line.data.get("epoch"), line.data.get("val_loss")
+        if line.kind == "metrics" and isinstance(epoch, int):
+            measured.append((epoch, float(loss) if isinstance(loss, int | float) else math.inf))
+    if measured:
+        told = sa.select(sa.func.max(METRICS.c.epoch)).where(METRICS.c.job == JOBS.c.id).scalar_subquery()
+        gets_on = sa.func.coalesce(told, 0) < max(measured)[0]  # an epoch told again is no progress
+        values["losses"] = sa.case((gets_on, 0), else_=JOBS.c.losses)
+        epoch, loss = min(measured, key=lambda pair: pair[1])
+        better = sa.func.coalesce(JOBS.c.best_val_loss, math.inf) > loss
+        values["best_val_loss"] = sa.case((better, loss), else_=JOBS.c.best_val_loss)
+        values["best_epoch"] = sa.case((better, epoch), else_=JOBS.c.best_epoch)
+    return values

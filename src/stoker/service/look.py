@@ -62,7 +62,7 @@ def look(
 
 
 def _shown(spec: Mapping[str, Any]) -> str:
-    from stoker.sources.sql.address import parse_address
+    from stoker.sources.sql.query import parse_address
 
     return parse_address(str(spec["url"])).shown if "url" in spec else str(spec.get("path", ""))
 
@@ -73,7 +73,7 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print is not part of the answer
     request: dict[str, Any] = json.loads(sys.stdin.buffer.read(_ANSWER_BYTES))
     from stoker.service.looks import LOOKS
-    from stoker.service.paths import data_paths
+    from stoker.service.security import data_paths
     from stoker.sources.files import confine_sources
 
     confine_sources(data_paths([request["spec"], *(one["spec"] for one in request.get("datasets", ()))]))

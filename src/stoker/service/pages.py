@@ -9,6 +9,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 from urllib.parse import parse_qs
@@ -19,10 +22,233 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
 import stoker
-from stoker.service.auth import SESSION_S
-from stoker.service.guard import Scope
+from stoker.service.database import ENDED, HELD, WAITING, Event, State
+from stoker.service.jobs import Job
+from stoker.service.security import SESSION_S, Scope
 from stoker.service.services import Here, Services, services_of
-from stoker.service.views import FILTERS
+from stoker.service.training_config import WITHOUT_EFFECT, TrainingConfig
+from stoker.units import format_bytes, format_count, format_percent, format_seconds
+
+# ----------------------------------------------------------------------------------------------------------
+# What the pages show of jobs, caches and the machine, as plain values for templates.
+
+
+MILESTONES = ("queued", "resumed", "claimed", "started")
+"""Kinds of events that the phases of a start-up lie between."""
+WIDTH, HEIGHT = 96, 24
+"""Of a spark line, in its own units."""
+ACTIONS: tuple[tuple[str, str, frozenset[State]], ...] = (
+    ("pause", "Pause", WAITING | {State.RUNNING}),
+    ("resume", "Resume", frozenset({State.PAUSED, State.CANCELLED, State.FAILED})),
+    ("cancel", "Cancel", WAITING | {State.RUNNING, State.PAUSING, State.PAUSED}),
+)
+CHARTS: tuple[tuple[str, str, tuple[tuple[str, str, float], ...]], ...] = (
+    ("Loss", "", (("train_loss", "training", 1), ("val_loss", "validation", 1))),
+    ("Validation error", "m", (("p50_m", "median", 1), ("p95_m", "95 %", 1), ("rmse_m", "rmse", 1))),
+    ("Validation error", "", (("val_nrmse", "NRMSE", 1), ("persistence_nrmse", "persistence", 1))),
+    ("Validation accuracy", "%", (("accuracy", "right", 100),)),
+    ("Learning rate", "", (("learning_rate", "rate", 1), ("lr", "rate", 1))),
+    ("Stall and GPU", "%", (("stall", "stall", 100), ("gpu_utilization_pct", "GPU busy", 1))),
+)
+"""Title, unit, and of each line: its name in a row of metrics, its label, and a factor."""
+TIERS = ("device", "host", "disk", "encode")
+FIRST_FIELDS = ("dataset_ids", "epochs", "batch_size", "learning_rate", "preload_to_gpu")
+"""What the form shows before one asks for more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One part of a bar that is cut into parts; places and widths are in thousandths of the bar."""
+
+    label: str
+    text: str
+    kind: str
+    """What it is coloured by."""
+    x: float
+    width: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormField:
+    """One setting of a new job."""
+
+    name: str
+    about: str
+    kind: str
+    """`number`, `integer`, `boolean`, `choice`, `text`, `list` or `object`."""
+    value: Any
+    choices: tuple[str, ...] = ()
+    lowest: float | None = None
+    highest: float | None = None
+    needed: bool = False
+
+
+def actions(job: Job) -> list[tuple[str, str]]:
+    """What may be asked of it now: the end of the address and the words on the button."""
+    return [(name, words) for name, words, states in ACTIONS if job.state in states]
+
+
+def tone(state: State) -> str:
+    """How a state is coloured: `busy`, `wait`, `good`, `bad` or `off`."""
+    if state in HELD:
+        return "busy"
+    tones = {State.COMPLETED: "good", State.FAILED: "bad", State.CANCELLED: "off"}
+    return tones.get(state, "wait")
+
+
+def is_live(job: Job) -> bool:
+    """Whether it may change without anybody asking."""
+    return job.state not in ENDED and job.state is not State.PAUSED
+
+
+def bar(values: Sequence[tuple[str, float, str, str]]) -> list[Part]:
+    """A bar of values, each a label, how much, the same in words, and a kind.
+
+    >>> [(part.label, part.x, part.width) for part in bar([("a", 1, "1 s", "k"), ("b", 3, "3 s", "k")])]
+    [('a', 0.0, 250.0), ('b', 250.0, 750.0)]
+    """
+    total = sum(value for _, value, _, _ in values)
+    parts: list[Part] = []
+    x = 0.0
+    for label, value, text, kind in values:
+        width = 1000 * value / total if total else 0.0
+        parts.append(Part(label=label, text=text, kind=kind, x=round(x, 2), width=round(width, 2)))
+        x += width
+    return parts
+
+
+def phases(events: Sequence[Event], first: Event | None) -> list[Part]:
+    """The start-up of the last attempt: from milestones of a job, and the event after its last `started`."""
+    at = {event.kind: event.at for event in events}
+    asked = max(at.get("queued", 0.0), at.get("resumed", 0.0))
+    marks = [("waited for a worker", asked), ("opened data and caches", at.get("claimed", 0.0))]
+    marks += [("first batch", at.get("started", 0.0)), ("", first.at if first else 0.0)]
+    found: list[tuple[str, float, str, str]] = []
+    for i, ((label, begin), (_, end)) in enumerate(pairwise(marks)):
+        if 0 < begin <= end:
+            found.append((label, end - begin, format_seconds(end - begin), f"phase{i}"))
+    return bar(found)
+
+
+def where_records_are(started: Event | None) -> list[Part]:
+    """Records by tier, as a job told when it began to train."""
+    tiers = started.data.get("tiers") if started else None
+    if not isinstance(tiers, Mapping):
+        return []
+    held = [(tier, float(str(tiers.get(tier) or 0))) for tier in TIERS]
+    return bar([(tier, count, format_count(count, "record"), tier) for tier, count in held if count])
+
+
+def spark(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Points of a line through the losses of a job's epochs, newest last; empty for less than two.
+
+    >>> spark([{"train_loss": 2.0}, {"train_loss": 1.0}])
+    '0.0,2.0 96.0,22.0'
+    """
+    values = [row.get("val_loss", row.get("train_loss")) for row in rows]
+    known = [float(value) for value in values if isinstance(value, int | float)]
+    if len(known) < 2:
+        return ""
+    low, high = min(known), max(known)
+    span, step = (high - low) or 1.0, WIDTH / (len(known) - 1)
+    room = HEIGHT - 4
+    return " ".join(f"{i * step:.1f},{2 + room * (high - one) / span:.1f}" for i, one in enumerate(known))
+
+
+def charts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the script of the page draws: charts that have at least one of their lines in `rows`."""
+    there = {name for row in rows for name in row}
+    drawn: list[dict[str, Any]] = []
+    for title, unit, lines in CHARTS:
+        fitting = [line for line in lines if line[0] in there]
+        if fitting:
+            series = [{"name": name, "label": label, "factor": factor} for name, label, factor in fitting]
+            drawn.append({"title": title, "unit": unit, "series": series})
+    return drawn
+
+
+def figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was found in a data set, in words and numbers; of fields, each with its shape and dtype.
+
+    >>> figures({"samples": 4030, "fields": {"u": {"shape": [101, 256], "dtype": "float32"}}})
+    [('samples', '4,030'), ('field u', '101 × 256, float32')]
+    """
+    rest = {name: value for name, value in facts.items() if name != "fields"}
+    shapes = {
+        f"field {name}": f"{' × '.join(map(str, field['shape'])) or 'a number'}, {field['dtype']}"
+        for name, field in facts.get("fields", {}).items()
+    }
+    return [(name.replace("_", " "), _figure(value)) for name, value in rest.items()] + [*shapes.items()]
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return format_count(value) if isinstance(value, int) else number(value)
+
+
+def form_fields() -> tuple[list[FormField], list[FormField]]:
+    """The settings of a new job that have an effect: those shown at once, and the others."""
+    schema = TrainingConfig.model_json_schema()
+    found = {
+        name: _form_field(name, spec, name in schema.get("required", ()))
+        for name, spec in schema["properties"].items()
+        if name not in WITHOUT_EFFECT
+    }
+    first = [found.pop(name) for name in FIRST_FIELDS]
+    return first, list(found.values())
+
+
+def _form_field(name: str, spec: Mapping[str, Any], needed: bool) -> FormField:
+    kinds = [one for one in spec.get("anyOf", [spec]) if one.get("type") != "null"]
+    chosen = kinds[0]
+    kind = str(chosen.get("type", "text"))
+    choices = tuple(str(one) for one in chosen.get("enum", ()))
+    return FormField(
+        name=name,
+        about=str(spec.get("description", "")),
+        kind="choice" if choices else {"array": "list", "string": "text"}.get(kind, kind),
+        value=spec.get("default"),
+        choices=choices,
+        lowest=chosen.get("minimum", chosen.get("exclusiveMinimum")),
+        highest=chosen.get("maximum"),
+        needed=needed,
+    )
+
+
+def number(value: float | None) -> str:
+    """A measured figure with four significant digits, an en dash where there is none.
+
+    >>> number(0.123456), number(None), number(1234567.0)
+    ('0.1235', '–', '1.235e+06')
+    """
+    return "–" if value is None else f"{value:.4g}"
+
+
+def ago(seconds: float) -> str:
+    """How long ago something was.
+
+    >>> ago(0.2), ago(75), ago(7300), ago(200_000)
+    ('now', '75 s ago', '2 h 1 min ago', '2 days ago')
+    """
+    if seconds < 1:
+        return "now"
+    if seconds >= 2 * 86400:
+        return f"{seconds / 86400:.0f} days ago"
+    return f"{format_seconds(round(seconds))} ago"
+
+
+FILTERS = {
+    "ago": ago,
+    "bytes": format_bytes,
+    "count": format_count,
+    "number": number,
+    "percent": format_percent,
+    "seconds": format_seconds,
+    "tone": tone,
+}
+"""What templates format with."""
+
 
 FOLDER = Path(__file__).parent
 router = APIRouter(include_in_schema=False)

@@ -13,8 +13,7 @@ from starlette.responses import JSONResponse
 
 from stoker.errors import NotFound
 from stoker.service.answers import faults
-from stoker.service.examples import FINGERPRINT
-from stoker.service.models import OperationOut, Wait
+from stoker.service.models import FINGERPRINT, OperationOut, Wait
 from stoker.service.operations import Operation
 from stoker.service.services import Here, Services
 
@@ -91,7 +90,7 @@ def list_caches(here: Here) -> CacheList:
 @router.get("/caches/{name}/{fingerprint}", responses=faults(404))
 def inspect_cache(name: Name, fingerprint: Print, here: Here) -> CacheDetail:
     """One cache: fields, sizes, statistics, quarantined samples. No record is read."""
-    from stoker.pipeline.inspect import inspect_cache as inspect
+    from stoker.pipeline.caches import inspect_cache as inspect
 
     return here.figures.folders.ask(
         f"cache {name}/{fingerprint}",

@@ -9,10 +9,8 @@ from fastapi import Path as InPath
 from pydantic import BaseModel, Field
 
 from stoker.service.answers import faults
-from stoker.service.dataset_requests import Generation, Registration
-from stoker.service.datasets import Dataset
-from stoker.service.examples import DATASET
-from stoker.service.models import JobOut, utc
+from stoker.service.datasets import Dataset, Generation, Registration
+from stoker.service.models import DATASET, JobOut, utc
 from stoker.service.services import Here
 
 router = APIRouter(tags=["datasets"])

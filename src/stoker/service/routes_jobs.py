@@ -10,8 +10,9 @@ from fastapi import Path as InPath
 
 from stoker.errors import ConfigError, Conflict, NotFound
 from stoker.schema import Json
-from stoker.service import logs
+from stoker.service import stream
 from stoker.service.answers import as_json, faults
+from stoker.service.database import WAITING, State
 from stoker.service.datasets import describe, unmade
 from stoker.service.look import look
 from stoker.service.models import (
@@ -27,7 +28,6 @@ from stoker.service.models import (
 )
 from stoker.service.runs.settings import check
 from stoker.service.services import Here, Services
-from stoker.service.states import WAITING, State
 from stoker.service.training_config import TrainingConfig
 
 router = APIRouter(tags=["jobs"])
@@ -150,7 +150,7 @@ def get_logs(
 ) -> Response:
     """The end of what the job's process wrote."""
     job = here.jobs.get(job_id)
-    lines, offset, truncated = logs.tail(here.folder.job(job.id).log, tail)
+    lines, offset, truncated = stream.tail(here.folder.job(job.id).log, tail)
     return as_json(JobLog(job_id=job.id, lines=lines, offset=offset, truncated=truncated))
 
 

@@ -11,11 +11,11 @@ from fastapi import Path as InPath
 from starlette.responses import Response, StreamingResponse
 
 from stoker.errors import Degraded, NotFound
-from stoker.service import logs
+from stoker.service import stream
 from stoker.service.answers import faults
-from stoker.service.examples import EVENT, LOG_EVENT
+from stoker.service.database import ENDED, State
+from stoker.service.models import EVENT, LOG_EVENT
 from stoker.service.services import Here, Services
-from stoker.service.states import ENDED, State
 from stoker.service.stream import EventStream, as_text
 
 router = APIRouter(tags=["live"])
@@ -33,7 +33,7 @@ def stream_logs(job_id: Id, here: Here, after: Seen = None, last_id: LastId = No
     """Follow a job's log: events `log` with `lines`, at last `end`; ids are places in bytes."""
     job = here.jobs.get(job_id)
     begin = _place(last_id, after) or 0
-    texts = logs.follow(
+    texts = stream.follow(
         here.folder.job(job.id).log, begin, lambda: _has_ended(here, job.id), lambda: here.feed.closing
     )
     return EventStream(here.feed, here.auth, texts)

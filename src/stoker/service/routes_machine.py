@@ -10,10 +10,10 @@ from starlette.responses import PlainTextResponse
 
 import stoker
 from stoker.errors import Degraded
-from stoker.service import examples
+from stoker.service import models
 from stoker.service.answers import faults
-from stoker.service.auth import CODE_S
-from stoker.service.machine import as_prometheus, look_at_machine
+from stoker.service.figures import as_prometheus, look_at_machine
+from stoker.service.security import CODE_S
 from stoker.service.services import Here
 
 health = APIRouter(tags=["machine"])
@@ -66,7 +66,7 @@ async def get_health(here: Here) -> Health:
 @figures.get(
     "/metrics",
     response_class=Response,
-    responses={200: {"content": {"text/plain": {"example": examples.PROMETHEUS}}}, **faults()},
+    responses={200: {"content": {"text/plain": {"example": models.PROMETHEUS}}}, **faults()},
 )
 def get_prometheus(here: Here) -> PlainTextResponse:
     """Figures for Prometheus, which sends the token as `authorization: {credentials_file: DIR/token}`.

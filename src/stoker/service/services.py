@@ -13,19 +13,14 @@ from fastapi import Depends
 from starlette.requests import HTTPConnection
 
 from stoker.errors import ConfigError, ResourceError
-from stoker.service.access import DataAccess
-from stoker.service.auth import Auth, load_token
-from stoker.service.database import Database
+from stoker.service.database import Database, Outbox
 from stoker.service.datasets import Datasets
 from stoker.service.figures import Figures
-from stoker.service.folders import StateFolder
-from stoker.service.guard import LOOPBACK, RequestLimits
+from stoker.service.folders import StateFolder, prepare_state_dir
 from stoker.service.jobs import Jobs
 from stoker.service.look import look
 from stoker.service.operations import Operations
-from stoker.service.outbox import Outbox
-from stoker.service.paths import Roots
-from stoker.service.state_dir import prepare_state_dir
+from stoker.service.security import LOOPBACK, Auth, DataAccess, RequestLimits, Roots, load_token
 from stoker.service.stream import Feed
 from stoker.service.supervise import Supervisor
 from stoker.service.traffic import Traffic

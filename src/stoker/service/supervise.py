@@ -21,17 +21,13 @@ from dataclasses import dataclass, field, replace
 from stoker.errors import ConfigError, Degraded, StokerError
 from stoker.runtime.files import replacing
 from stoker.runtime.locks import FileLock
-from stoker.service.access import DataAccess
-from stoker.service.attempt import Pace
-from stoker.service.database import Database
+from stoker.service.database import Database, Outbox, claim_folder
 from stoker.service.executor import Limits
 from stoker.service.folders import Room, StateFolder
-from stoker.service.jobs import Jobs
-from stoker.service.leases import Leases, Terms
-from stoker.service.outbox import Outbox
-from stoker.service.ray_client import RayTarget
-from stoker.service.upgrade import claim_folder
-from stoker.service.worker import CHILD, Settings
+from stoker.service.jobs import Jobs, Leases, Terms
+from stoker.service.ray import RayTarget
+from stoker.service.security import DataAccess
+from stoker.service.worker import CHILD, Pace, Settings
 
 _log = logging.getLogger(__name__)
 KEEP_EVENTS_S = 14 * 86_400.0

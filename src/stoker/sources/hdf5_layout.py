@@ -1,7 +1,7 @@
 """What an HDF5 file's datasets mean: which axis is the sample, time, space, channel.
 
 Axes are words: `n` sample, `t` time, `x y z` space, anything else a channel or feature axis. They are
-declared by the user, stated in the file, or found by `stoker.sources.axes`. Fields with space axes
+declared by the user, stated in the file, or found by `stoker.sources.hdf5_layouts`. Fields with space axes
 come out as `(T, H, W, C)`: time first, space in stored order, channels last; one space axis gets H = 1.
 Without time the first axis is absent; with three space axes there is one more. Other fields keep their
 order, with time moved to the front.
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import SourceError, arg
 from stoker.schema import Field, Json
-from stoker.sources.dtypes import read_dtype
+from stoker.sources.protocol import read_dtype
 
 SPACE = ("x", "y", "z")
 _WORDS = {
@@ -66,7 +66,7 @@ class Piece:
 
 
 class FieldRole(Enum):
-    """What a field is made of; see `stoker.sources.included` for all but data."""
+    """What a field is made of; see `stoker.sources.hdf5_layouts` for all but data."""
 
     DATA = "data"
     TIME = "time"
@@ -263,7 +263,7 @@ def stacked_field(layout: FieldLayout, strides: Mapping[str, int], *, where: str
 
 
 def _included_field(layout: FieldLayout, strides: Mapping[str, int]) -> Field:
-    """Return what `stoker.sources.included.finish` makes of one sample."""
+    """Return what `stoker.sources.hdf5_layouts.finish` makes of one sample."""
     if layout.role is FieldRole.DT:
         return Field(shape=(), dtype="float32")
     if layout.role is FieldRole.TIME:

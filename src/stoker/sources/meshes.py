@@ -22,10 +22,9 @@ from stoker.errors import ConfigError, SourceError, StokerError, arg
 from stoker.schema import AXIS_WORDS, SHAPE_SUFFIX, Field, Json, Sample, Schema, size_field
 from stoker.sources.arrays import ArrayReader
 from stoker.sources.containers import Container, Opened, find_containers
-from stoker.sources.dtypes import read_as, read_dtype
 from stoker.sources.files import Paths, refuse_together
 from stoker.sources.hdf5_open import FOREIGN_ERRORS, cause_of
-from stoker.sources.protocol import Part, SourceIdentity
+from stoker.sources.protocol import Part, SourceIdentity, read_as, read_dtype
 from stoker.units import GIB, format_bytes
 
 VERSION = 1

@@ -23,10 +23,9 @@ from numpy.typing import NDArray
 
 from stoker.errors import SourceError, arg
 from stoker.schema import Field, Json, Sample, Schema
-from stoker.sources.dtypes import read_as, read_dtype
 from stoker.sources.files import Paths, find_keyed_files, open_regular
 from stoker.sources.given import given_names, parse_json
-from stoker.sources.protocol import FileRef, Part, SourceIdentity
+from stoker.sources.protocol import FileRef, Part, SourceIdentity, read_as, read_dtype
 from stoker.sources.torch_items import flatten_item
 from stoker.units import format_count
 

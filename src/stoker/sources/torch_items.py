@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, SourceError, arg
 from stoker.schema import Json
-from stoker.sources.dtypes import read_as
+from stoker.sources.protocol import read_as
 
 Item: TypeAlias = "dict[str, tuple[NDArray[Any], str]]"
 """Fields of one item: array, and dtype as a schema names it."""

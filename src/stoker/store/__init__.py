@@ -22,20 +22,25 @@ protocols.py   what the store asks of storage, and a loader of whoever can fill 
 """
 
 from stoker.store.cache import Cache, open_cache
-from stoker.store.columns import Column
-from stoker.store.digests import Digests, FileDigest
 from stoker.store.failures import Failure
 from stoker.store.folder import Folder, open_folder
+from stoker.store.format import Column
 from stoker.store.index import Index, Segments
-from stoker.store.join import Join, Joined, JoinReport, join_table
-from stoker.store.mirror.pull import pull
-from stoker.store.mirror.push import push
-from stoker.store.mirror.transfer import TransferReport, Wanted
-from stoker.store.recipe import Recipe, RecipePart, load_recipe, make_recipe
-from stoker.store.shard_read import Shard
-from stoker.store.verify import BadRecord, VerifyReport
-from stoker.store.why import Difference, diff_recipes
-from stoker.store.writer import RecordWriter, WriterSettings
+from stoker.store.joins import Join, Joined, JoinReport, join_table
+from stoker.store.maintain import BadRecord, VerifyReport
+from stoker.store.mirror.transfer import TransferReport, Wanted, pull, push
+from stoker.store.recipe import (
+    Difference,
+    Digests,
+    FileDigest,
+    Recipe,
+    RecipePart,
+    diff_recipes,
+    load_recipe,
+    make_recipe,
+)
+from stoker.store.shard import Shard
+from stoker.store.write import RecordWriter, WriterSettings
 
 __all__ = [
     "BadRecord",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,28 +27,21 @@ from stoker.errors import (
     StalledError,
 )
 from stoker.schema import Schema, unfolded
-from stoker.store.catalog import Catalog, build_index, is_shard_name, write_index
+from stoker.store.catalog import Catalog, build_index, is_shard_name, known_index, write_index
 from stoker.store.failures import Failure
-from stoker.store.index import Index, Segments, load_index, segments_of
-from stoker.store.layout import axis_length
-from stoker.store.local import LocalStorage
-from stoker.store.lost import LostShard, without_lost
-from stoker.store.mirror.attach import here
-from stoker.store.mirror.root import shown
-from stoker.store.offsets import offsets_in
-from stoker.store.open_shards import OpenShards
-from stoker.store.packing import read_field
-from stoker.store.protocols import Filler, Filling
+from stoker.store.format import axis_length
+from stoker.store.index import Index, LostShard, Segments, load_index, segments_of, spread, without_lost
+from stoker.store.mirror.root import here, shown
 from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
-from stoker.store.rows import spread
-from stoker.store.shard_facts import ShardFacts
-from stoker.store.shard_read import Shard
+from stoker.store.shard import OpenShards, Shard, ShardFacts, offsets_in
+from stoker.store.storage import Filler, Filling, LocalStorage
 from stoker.store.use import Use, indexing, note_use
+from stoker.store.values import read_field
 from stoker.units import format_count
 
 if TYPE_CHECKING:
-    from stoker.store.join import Joined
-    from stoker.store.verify import VerifyReport
+    from stoker.store.joins import Joined
+    from stoker.store.maintain import VerifyReport
 
 log = logging.getLogger("stoker")
 MOST_NAMED = 20
@@ -203,7 +197,7 @@ class Cache:
             subset: Fraction of the records, `0 < subset <= 1`; 1 also checks columns, headers and index.
             seed: Which records, below 1.
         """
-        from stoker.store.verify import verify_cache  # which reads through this class
+        from stoker.store.maintain import verify_cache  # which reads through this class
 
         return verify_cache(self, subset, seed=seed)
 
@@ -253,7 +247,7 @@ def open_cache(
     """
     cache = open_unnoted(path, require_complete=require_complete)
     note_use(cache.path)
-    return cache if join is None else import_module("stoker.store.join").join_table(cache, **join)
+    return cache if join is None else import_module("stoker.store.joins").join_table(cache, **join)
 
 
 def open_unnoted(path: str | Path, *, require_complete: bool = True) -> Cache:
@@ -390,3 +384,65 @@ def _warn_several(folder: Path, count: int, fingerprint: str) -> None:
             count,
             fingerprint,
         )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# A cache while it is being filled: in which order that is done, and what of it is there by now.
+#
+# Whoever fills and whoever serves meanwhile agree on the order without a word: it follows from the recipe.
+
+
+BLOCKS = 256
+"""Blocks that the samples of a cache are cut into; part of the order, therefore fixed. So few that reading
+them out of order decodes few chunks of a source twice, so many that the first are soon there."""
+
+
+def fill_blocks(recipe: Recipe) -> NDArray[np.int64]:
+    """The order in which a cache is filled block by block: stretches `[start, stop)` of samples, `(n, 2)`.
+
+    Blocks are whole groups, and come shuffled by the fingerprint: a source is often sorted, and who trains
+    beside the filling should not meet it sorted.
+    """
+    size = recipe.group.samples
+    firsts = np.concatenate(
+        [np.arange(part.offset, part.offset + part.count, size, dtype=np.int64) for part in recipe.parts]
+    )
+    blocks = min(BLOCKS, len(firsts))
+    starts = firsts[np.arange(blocks) * len(firsts) // max(1, blocks)]
+    keys = [xxhash.xxh3_64_intdigest(f"{recipe.fingerprint} {i}".encode()) for i in range(blocks)]
+    order = np.argsort(np.array(keys, np.uint64), kind="stable")
+    return np.stack([starts, np.append(starts[1:], recipe.count)[:blocks]], axis=1)[order]
+
+
+class Growing:
+    """What a folder holds while somebody fills it, read from the shards themselves.
+
+    Args:
+        path, recipe: The folder.
+        again: Quarantined samples that are being tried again: no more settled than missing ones.
+    """
+
+    def __init__(self, path: Path, recipe: Recipe, again: Mapping[int, Failure]) -> None:
+        self._path, self._recipe, self._again = path, recipe, again
+        self._storage = LocalStorage(path)
+        self.forget()
+
+    def forget(self) -> None:
+        """Read anew which records are noted as damaged."""
+        self._catalog = Catalog(self._storage, self._recipe)
+        self._index = known_index(self._path, self._recipe)
+        self._seen: dict[str, int] | None = None
+
+    def look(self) -> tuple[Cache, NDArray[np.bool_]]:
+        """As `stoker.store.storage.Filling.look`."""
+        sizes = self._storage.sizes()
+        seen = {name: n for name, n in sizes.items() if is_shard_name(name) or name.startswith("failures-")}
+        if seen != self._seen:
+            self._index = build_index(self._storage, self._recipe, self._catalog.refresh(), self._index)
+            self._cache = Cache(self._path, self._recipe, self._index)
+            self._settled = np.zeros(self._recipe.count, np.bool_)
+            self._settled[self._cache.numbers] = True
+            given_up = [n for n, why in self._index.quarantined.items() if self._again.get(n) != why]
+            self._settled[given_up] = True
+            self._seen = seen
+        return self._cache, self._settled

@@ -27,10 +27,18 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, CorruptError, FormatError
 from stoker.runtime.threads import map_in_order
-from stoker.store.columns import is_pad
-from stoker.store.header import ITEM_BYTES, Header, TensorEntry, pack_header, read_header
-from stoker.store.layout import BLOCK_BYTES, COMPRESSED_FORMAT, PAGE
-from stoker.store.protocols import OpenFile, Pending
+from stoker.store.format import (
+    BLOCK_BYTES,
+    COMPRESSED_FORMAT,
+    ITEM_BYTES,
+    PAGE,
+    Header,
+    TensorEntry,
+    is_pad,
+    pack_header,
+    read_header,
+)
+from stoker.store.storage import OpenFile, Pending
 from stoker.units import KIB, MIB
 
 Compression = Literal["none", "zstd", "lz4", "auto"]
@@ -481,7 +489,7 @@ def decompression_rate(path: str | os.PathLike[str], budget_s: float) -> float |
     """
     from pathlib import Path
 
-    from stoker.store.local import LocalFile
+    from stoker.store.storage import LocalFile
 
     file = open_compressed(LocalFile(Path(path)), str(path))
     try:

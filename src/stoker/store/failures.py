@@ -17,8 +17,8 @@ from stoker.errors import FormatError, RecordError
 from stoker.runtime.disk import explained
 from stoker.runtime.files import sync_folder
 from stoker.schema import canonical_json
-from stoker.store.local import LocalStorage
 from stoker.store.recipe import Recipe
+from stoker.store.storage import LocalStorage
 from stoker.store.strict_json import is_count, read_strict
 from stoker.units import MIB
 

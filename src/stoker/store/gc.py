@@ -11,37 +11,350 @@ or is the newest complete one of its name. Weights go only once no recipe names 
 from __future__ import annotations
 
 import logging
+import os
+import re
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from stoker.errors import ConfigError, Conflict, FormatError, StalledError
+import numpy as np
+
+from stoker.errors import ConfigError, Conflict, FormatError, IncompleteError, ResourceError, StalledError
 from stoker.runtime.disk import explained
-from stoker.runtime.files import dead_temporaries, sync_folder
-from stoker.runtime.locks import lock_folder, lock_holder
+from stoker.runtime.files import TEMPORARY_NAME, dead_temporaries, sync_folder
+from stoker.runtime.locks import FOLDER_LOCK, lock_folder, lock_holder, try_lock
 from stoker.schema import Json
-from stoker.store.adopt import FINGERPRINT
-from stoker.store.gc_scan import (
-    GONE,
-    WEIGHTS,
-    FoundFolder,
-    digest_of,
-    leftovers,
-    never_begun,
-    remove_never_begun,
-    remove_weights,
-    scan,
-    weights_in,
-)
+from stoker.store.cache import Cache
+from stoker.store.catalog import FINGERPRINT, Catalog, build_index, is_shard_name, known_index
+from stoker.store.index import INDEX_FILE, Index, ShardEntry, dump_index, load_index, without_lost
+from stoker.store.maintain import DAMAGED
 from stoker.store.mirror.root import MARKER
-from stoker.store.recipe import RECIPE_FILE
-from stoker.store.superseded import drop_superseded, find_superseded, reasons, still_needed
-from stoker.store.use import INDEX_WAIT_S, alone, unnoted
-from stoker.units import format_bytes
+from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
+from stoker.store.remote import ChangedError, Expected
+from stoker.store.shard import Shard
+from stoker.store.storage import LocalFile, LocalStorage
+from stoker.store.strict_json import as_object
+from stoker.store.use import INDEX_WAIT_S, Use, alone, unnoted, unused_for_s
+from stoker.units import format_bytes, format_seconds
+
+# ----------------------------------------------------------------------------------------------------------
+# What lies in a cache folder, for whoever cleans it up: fingerprints with their use, weights, leftovers.
+
+
+GONE = ".gone-"
+"""Prefix of what is being removed."""
+GONE_FOLDER = re.compile(rf"{re.escape(GONE)}{FINGERPRINT.pattern}-[0-9a-f]+")
+WEIGHTS = "encoders"
+WEIGHTS_NAME = re.compile(rf"({re.escape(GONE)})?[0-9a-f]{{16,64}}\.safetensors")
+TWO_DAYS_S = 2 * 86400.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class FoundFolder:
+    """One fingerprint's folder."""
+
+    path: Path
+    linked: bool
+    """It lies behind a symbolic link, so it is not ours to remove."""
+    files: dict[str, int] = field(default_factory=dict[str, int])
+    """Bytes by name of every regular file in it."""
+    inodes: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    """Device and inode by name: a file may be linked from several folders."""
+    unused_s: float = 0.0
+    """0 where the folder cannot be looked into."""
+    sequence: int | None = None
+    """Of its index; None without a sound one."""
+    complete: bool = False
+    """Every sample is stored or quarantined, and not most of them quarantined: that is a run which failed."""
+    weights: str = ""
+    """Digest of its encoder's weights, as the recipe names it."""
+    broken: str = ""
+    """Why its recipe cannot be read; empty where it can."""
+
+    @property
+    def name(self) -> str:
+        """The cache's name."""
+        return self.path.parent.name
+
+    @property
+    def bytes(self) -> int:
+        """Of all its files."""
+        return sum(self.files.values())
+
+    @property
+    def unused_text(self) -> str:
+        """Time since its last use."""
+        long = self.unused_s >= TWO_DAYS_S
+        return f"{self.unused_s / 86400:.0f} days" if long else format_seconds(self.unused_s)
+
+    def live_claims(self) -> list[str]:
+        """Purposes of the claims that somebody holds now."""
+        names = [name for name in sorted(self.files) if name.startswith(FOLDER_LOCK)]
+        return [name.removeprefix(FOLDER_LOCK) for name in names if _is_held(self.path / name)]
+
+
+def scan(cache_dir: Path) -> list[FoundFolder]:
+    """Every fingerprint's folder below `cache_dir`, by name; folders behind links as well.
+
+    Raises:
+        FormatError: A folder of caches cannot be listed, so nobody can tell which weights they need.
+    """
+    found: list[FoundFolder] = []
+    for parent in sorted(cache_dir.iterdir()):
+        if parent.name.startswith(".") or parent.name == WEIGHTS or not parent.is_dir():
+            continue
+        try:
+            paths = sorted(parent.iterdir())
+        except PermissionError as error:
+            raise FormatError(
+                f"{parent} cannot be listed: {error.strerror}. Run as somebody who may see every cache in it"
+            ) from error
+        for path in paths:
+            if FINGERPRINT.fullmatch(path.name) and path.is_dir():
+                found.append(_look(path, linked=parent.is_symlink() or path.is_symlink()))
+    return found
+
+
+def _look(path: Path, *, linked: bool) -> FoundFolder:
+    folder = FoundFolder(path=path, linked=linked)
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # a temporary that has got its name meanwhile
+                    if entry.is_file(follow_symlinks=False):
+                        status = entry.stat(follow_symlinks=False)
+                        folder.files[entry.name] = status.st_size
+                        folder.inodes[entry.name] = (status.st_dev, status.st_ino)
+        folder.unused_s = unused_for_s(path)
+        recipe = load_recipe(path)
+    except (FormatError, OSError) as error:
+        folder.broken = str(error)
+        return folder
+    folder.weights = _weights_of(recipe)
+    index = known_index(path, recipe)
+    if index is not None:
+        folder.sequence = index.sequence
+        index = without_lost(index, path, folder.files)[0]
+        folder.complete = index.complete and 2 * len(index.quarantined) <= recipe.count
+    return folder
+
+
+def _weights_of(recipe: Recipe) -> str:
+    return str((as_object(recipe.entries["encoder"]) or {}).get("weights", ""))
+
+
+def _is_held(path: Path) -> bool:
+    try:
+        file = LocalFile(path)
+    except (FormatError, OSError):
+        return False
+    try:
+        # A shared lock meets the holder's, and a descriptor that only reads can have it everywhere.
+        return not try_lock(file.fileno(), shared=True)
+    except OSError:
+        return False
+    finally:
+        file.close()
+
+
+def leftovers(cache_dir: Path) -> Iterator[tuple[Path, int]]:
+    """Folders whose removal was cut short, with their bytes."""
+    for path in sorted(cache_dir.glob(f"*/{GONE}*")):
+        linked = path.is_symlink() or path.parent.is_symlink()
+        if GONE_FOLDER.fullmatch(path.name) and path.is_dir() and not linked:
+            yield path, sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def never_begun(folder: FoundFolder) -> bool:
+    """Whether a kill came between the making of a folder and its recipe."""
+    return RECIPE_FILE not in folder.files and all(map(TEMPORARY_NAME.fullmatch, folder.files))
+
+
+def remove_never_begun(folder: FoundFolder) -> None:
+    """Remove such a folder, unless somebody has begun it after all."""
+    for _ in dead_temporaries(folder.path, remove=True):
+        pass
+    with suppress(OSError):  # not empty
+        folder.path.rmdir()
+
+
+def weights_in(cache_dir: Path) -> dict[Path, int]:
+    """Bytes of each file of weights, those included whose removal was cut short.
+
+    None where `encoders` is a link: caches elsewhere may need what lies there.
+    """
+    folder = cache_dir / WEIGHTS
+    if folder.is_symlink():
+        return {}
+    paths = sorted(path for path in folder.glob("*.safetensors") if WEIGHTS_NAME.fullmatch(path.name))
+    return {path: path.stat().st_size for path in paths if path.is_file() and not path.is_symlink()}
+
+
+def digest_of(weights: Path) -> str:
+    """The digest that a recipe names a file of weights by."""
+    return weights.name.removeprefix(GONE).removesuffix(".safetensors")
+
+
+def remove_weights(cache_dir: Path, path: Path) -> bool:
+    """Remove weights unless a recipe that names them appeared; returns whether they went.
+
+    They are renamed away before recipes are looked at again: a writer puts its recipe first and then looks
+    for the weights, so either we see its recipe or it misses the weights and writes them anew.
+    """
+    plain = path.with_name(f"{digest_of(path)}.safetensors")
+    hidden = path.with_name(f"{GONE}{plain.name}")
+    with explained(path):
+        path.rename(hidden)
+        if any(folder.broken or folder.weights == plain.stem for folder in scan(cache_dir)):
+            hidden.rename(plain)
+            return False
+        hidden.unlink()
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Shards that serve nothing in the current index, and their removal.
+#
+# Merging and work done twice leave them. Before one goes, every good record in it is read from where it
+# serves now: otherwise a copy that rotted since would turn out to have been the last good one.
+
+
+@dataclass(slots=True, kw_only=True)
+class Superseded:
+    """What could go from one folder: bytes by name."""
+
+    shards: dict[str, int] = field(default_factory=dict[str, int])
+    damaged: dict[str, int] = field(default_factory=dict[str, int])
+    """Shards set aside by a repair, once the cache is complete without them."""
+
+
+def find_superseded(folder: Path) -> Superseded:
+    """Shards of a folder that serve nothing; none where it has no sound index. Reads no record."""
+    view = _view(folder)
+    return Superseded() if view is None else _superseded(folder, view[1])
+
+
+def _superseded(folder: Path, index: Index) -> Superseded:
+    sizes = LocalStorage(folder).sizes()
+    aside = [path for path in sorted(folder.glob(f"{DAMAGED}shard-*")) if path.is_file()]
+    idle = [entry.file for entry in index.shards if not len(entry.segments)]
+    return Superseded(
+        # An index is no proof that what it names are shards.
+        shards={file: sizes[file] for file in idle if file in sizes and is_shard_name(file)},
+        damaged={path.name: path.lstat().st_size for path in aside} if index.complete else {},
+    )
+
+
+def still_needed(folder: Path, names: Collection[str]) -> dict[str, str]:
+    """Those of the superseded shards that hold the last good copy of a record, each with why."""
+    view = _view(folder)
+    if view is None:
+        return dict.fromkeys(names, "the index was lost meanwhile")
+    recipe, index = view
+    cache = Cache(folder, recipe, index, use=Use(folder))
+    lacking: dict[int, str] = {}
+    read: set[int] = set()
+    needed: dict[str, str] = {}
+    for entry in index.shards:
+        if entry.file not in names:
+            continue
+        for number in _good_numbers(folder, recipe, entry):
+            if number not in read:
+                read.add(number)
+                try:
+                    cache[number]
+                except (FormatError, IncompleteError, OSError) as error:
+                    lacking[number] = str(error)
+            if number in lacking:
+                needed[entry.file] = (
+                    f"it may hold the last good copy of sample {number} ({lacking[number]}). "
+                    "Run stoker verify --repair"
+                )
+                break
+    return needed
+
+
+def drop_superseded(folder: Path, found: Superseded, *, force: bool = False) -> str | None:
+    """Take shards out of the index, then remove them.
+
+    Returns:
+        Why nothing was removed: somebody has the folder open, or it changed; None where all went.
+    """
+    with ExitStack() as stack:
+        if not stack.enter_context(alone(folder)) and not force:
+            return "in use since a moment"
+        # No waiting: whoever opens the folder meanwhile waits for us.
+        if not stack.enter_context(lock_folder(folder, "index")):
+            return "somebody writes its index"
+        version = LocalStorage(folder).version(INDEX_FILE)
+        view = _view(folder)
+        now = Superseded() if view is None else _superseded(folder, view[1])
+        same = found.shards.keys() <= now.shards.keys() and found.damaged.keys() <= now.damaged.keys()
+        if view is None or not same:
+            return "its shards changed meanwhile"
+        recipe, index = view
+        kept = tuple(shard for shard in index.shards if shard.file not in found.shards)
+        data = dump_index(replace(index, shards=kept), recipe)
+        try:
+            _put(folder, data, found, version)
+        except ChangedError:
+            return "another machine replaced its index meanwhile"
+        except ResourceError:
+            # The disk is full, so make room first; that an index names what serves nothing is no harm.
+            _unlink(folder, found)
+            _put(folder, data, found, version)
+        else:
+            _unlink(folder, found)
+    return None
+
+
+def _put(folder: Path, index: bytes, found: Superseded, version: Expected) -> None:
+    if found.shards:
+        LocalStorage(folder).put(INDEX_FILE, index, expected=version)
+
+
+def _unlink(folder: Path, found: Superseded) -> None:
+    with explained(folder):
+        for name in [*found.shards, *found.damaged]:
+            LocalStorage(folder).remove(name)
+        sync_folder(folder)
+
+
+def _view(folder: Path) -> tuple[Recipe, Index] | None:
+    """Recipe and index as a writer would make it next; None where there is no sound index."""
+    try:
+        recipe = load_recipe(folder)
+        index = load_index(folder, recipe)
+        storage = LocalStorage(folder)
+        listed = {shard.file for shard in index.shards}
+        if all(name in listed for name in storage.list() if is_shard_name(name)):
+            return recipe, replace(index, generation=index.generation + 1)
+        infos = Catalog(storage, recipe).refresh()
+        return recipe, build_index(storage, recipe, infos, index)
+    except (FormatError, OSError):
+        return None
+
+
+def _good_numbers(folder: Path, recipe: Recipe, entry: ShardEntry) -> list[int]:
+    """Global numbers of the records of a shard that were not found damaged; none where it cannot be read."""
+    try:
+        shard = Shard(LocalStorage(folder).open(entry.file), folder / entry.file, recipe.schema)
+    except (FormatError, OSError):
+        return []
+    return (np.delete(shard.numbers(), entry.bad) + recipe.parts[entry.part].offset).tolist()
+
+
+def reasons(found: Superseded) -> Mapping[str, str]:
+    """Why each of them may go."""
+    return {
+        **dict.fromkeys(found.shards, "its records serve from other shards"),
+        **dict.fromkeys(found.damaged, "damaged; its records were encoded again"),
+    }
+
 
 log = logging.getLogger("stoker")
 DAY_S = 86400.0
@@ -140,7 +453,7 @@ def collect(cache_dir: str | Path, policy: GcPolicy | None = None, *, dry_run: b
     if (cache_dir / MARKER).exists():
         raise FormatError(
             f"{cache_dir} holds copies of an address, which go by another rule. Use stoker gc, or from "
-            "Python stoker.store.mirror.clean.clean"
+            "Python stoker.store.mirror.transfer.clean"
         )
     inside = [cache_dir, *(path for path in cache_dir.iterdir() if FINGERPRINT.fullmatch(path.name))]
     if any((path / RECIPE_FILE).exists() for path in inside):

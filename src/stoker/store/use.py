@@ -19,8 +19,8 @@ from pathlib import Path
 
 from stoker.errors import FormatError, StalledError
 from stoker.runtime.locks import LAST_POLL_S, lock_folder, lock_holder, try_lock
-from stoker.store.local import LocalFile
 from stoker.store.recipe import RECIPE_FILE
+from stoker.store.storage import LocalFile
 
 WAIT_S = 10.0
 """How long opening waits for a clean-up, which holds the folder for as long as it unlinks files."""

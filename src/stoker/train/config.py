@@ -14,7 +14,7 @@ from stoker.schema import Json
 if TYPE_CHECKING:  # reading settings must not cost the import of torch
     from torch import Tensor
 
-    from stoker.encoders.decode import Decode, DecodeByRecord
+    from stoker.encoders.grid import Decode, DecodeByRecord
 
 EventSink: TypeAlias = Callable[[str, Mapping[str, Json]], None]
 """Told what happens: a kind (`ready start resume skip stage step stall epoch checkpoint

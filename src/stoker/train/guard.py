@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stoker.errors import DivergedError, arg
+from stoker.precompute.share import TOGETHER_S, takes
 from stoker.scale.ranks import ALONE, Ranks
-from stoker.train.batches import Pairs
+from stoker.train.operator import Pairs
 
 LOSS = "the loss"
 
@@ -120,3 +126,43 @@ def _describe(facts: StepFacts) -> str:
         f"Expected a finite number. Look at cache[{number}] for NaN or extreme values, else lower "
         f"training.lr; the last checkpoint is from before this step"
     )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# SIGTERM and SIGINT as a flag that the loop looks at between two steps.
+
+
+class StopFlag:
+    """Context in which the first signal only sets `signal_name`; a second one acts as it would without us.
+
+    Outside the main thread, where Python allows no handlers, it never sets anything. A signal that the
+    program ignores stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._since = 0.0
+
+    def __enter__(self) -> StopFlag:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                if takes(number):
+                    self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.signal_name is None:
+            self.signal_name, self._since = signal.Signals(number).name, now
+        elif now - self._since > TOGETHER_S:
+            self._restore()
+            signal.raise_signal(number)
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

@@ -7,10 +7,11 @@ one number of threads) from any step.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.errors import ConfigError, Interrupted
-from stoker.monitor.meter import StallMeter
+from stoker.errors import ConfigError, DivergedError, Interrupted
+from stoker.monitor.meter import EVERY_S, PARTS, StallJournal, StallMeter, StallReport, journal_name
 from stoker.plan.resources import give_back
+from stoker.plan.tiers import TIERS
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
-from stoker.train.batches import PairBatch, PairLoader
-from stoker.train.ceiling import time_steps, twin_of, worth_measuring
-from stoker.train.checkpoint import Kind, newest_checkpoint
 from stoker.train.config import (
     EventSink,
     FieldSpace,
@@ -35,13 +34,203 @@ from stoker.train.config import (
     TrainConfig,
     TrainReport,
 )
-from stoker.train.evaluate import ERRORS, errors_of, evaluate
-from stoker.train.judge import LOST, Errors, Validation, by_task, judge, with_lost
-from stoker.train.pace import Pace
+from stoker.train.evaluate import (
+    ERRORS,
+    LOST,
+    Errors,
+    Validation,
+    by_task,
+    errors_of,
+    evaluate,
+    judge,
+    with_lost,
+)
+from stoker.train.guard import StopFlag
+from stoker.train.operator import PairBatch, PairLoader
 from stoker.train.report import Section, write_report
-from stoker.train.run import Run, begin, changed, check_same, check_validation, own_folder, take_up
+from stoker.train.run import (
+    Kind,
+    Progress,
+    Run,
+    begin,
+    changed,
+    check_same,
+    check_validation,
+    make_optimizer,
+    newest_checkpoint,
+    own_folder,
+    take_up,
+)
 from stoker.train.step import Stepper, learning_rate
-from stoker.train.stop import StopFlag
+
+# ----------------------------------------------------------------------------------------------------------
+# Report a run's meter during the run: to listeners, to `stall.jsonl`, and in the progress.
+
+
+TELL_S = 1.0
+"""Seconds between two events `stall`."""
+
+
+class Pace:
+    """Reads the meter of one call of `train`. A run without a meter has one that says nothing."""
+
+    def __init__(
+        self,
+        meter: StallMeter | None,
+        folder: Path,
+        tell: Callable[[str, Mapping[str, Json]], None],
+        ranks: Ranks = ALONE,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._meter = meter
+        self._tell = tell
+        self._ranks = ranks
+        self._facts: dict[str, Json] = {}
+        self._total = 0
+        self._journals: tuple[StallJournal, StallJournal] | None = None
+        if meter is not None:
+            meter.reset()
+            folder.mkdir(parents=True, exist_ok=True)  # on a machine without rank 0 it does not exist yet
+            path = folder / journal_name(meter.epoch().rank)
+            self._journals = (
+                StallJournal(meter, every_s=TELL_S, clock=clock),
+                StallJournal(meter, path, every_s=EVERY_S, clock=clock),
+            )
+
+    def begin_pass(self) -> None:
+        """Start counting again: time between two passes is neither waiting nor stepping."""
+        if self._meter is not None and self._journals is not None:
+            self._meter.reset()
+            for journal in self._journals:
+                journal.restarted()
+
+    def tick(self, progress: Progress, total: int) -> None:
+        """After a step: tell and write what is due."""
+        if self._journals is None:
+            return
+        told, written = self._journals
+        self._facts = {"step": progress.step, "epoch": progress.epoch + 1}
+        self._total = total
+        self._say(told.tick())
+        written.tick(self._facts)
+
+    def _say(self, interval: StallReport | None) -> None:
+        if interval is not None:
+            self._tell("stall", {**self._facts, "total": self._total, **interval.to_json()})
+
+    def end_pass(self, progress: Progress) -> None:
+        """Add the pass of all ranks to `progress`."""
+        if self._meter is None or self._journals is None:
+            return
+        told, written = self._journals
+        self._say(told.cut())  # a pass shorter than an interval is one
+        written.cut(self._facts)
+        report = self._meter.epoch()
+        own = [report.wait_s, report.step_s, report.batches]
+        own += [report.tiers.get(tier, 0) for tier in TIERS] + [report.parts.get(part, 0.0) for part in PARTS]
+        wait_s, step_s, batches, *rest = self._ranks.sums(own, "the end of a pass")
+        progress.wait_s += wait_s
+        progress.step_s += step_s
+        progress.timed += int(batches)
+        for tier, examples in zip(TIERS, rest, strict=False):
+            if examples:
+                progress.tiers[tier] = progress.tiers.get(tier, 0) + int(examples)
+        for part, seconds in zip(PARTS, rest[len(TIERS) :], strict=True):
+            if seconds:
+                progress.parts[part] = progress.parts.get(part, 0.0) + seconds
+
+    def close(self, progress: Progress) -> None:
+        """Write the summary of this call."""
+        if self._journals is not None:
+            self._journals[1].close({"step": progress.step, "epoch": progress.epoch})
+
+
+# ----------------------------------------------------------------------------------------------------------
+# How long a step takes that never waits: timed on a twin, so that training itself is not touched.
+#
+# The twin is a copy of the operator with an optimizer of its own, and takes whole steps on one batch that
+# is at hand. Its weights, its random draws and its optimizer state go with it. The figure is a mean, as is
+# the run's own time of a step, so that the two compare; it is taken once, when the first batch is there.
+# Each rank times its own, without the exchange of gradients.
+
+
+WARM_STEPS = 2
+"""Steps before the clock starts: the first ones allocate, and choose kernels."""
+MOST_STEPS = 10
+"""Steps that are timed at most."""
+BUDGET_S = 3.0
+"""Seconds for them, where a step is long; one is timed whatever it takes."""
+LEAST_LR = 1e-12
+"""Weights stay where they are: made-up batches must not make them diverge."""
+PART_OF_RUN = 0.1
+"""Nothing is measured where it would be more than this part of the steps to do."""
+
+
+def worth_measuring(steps_left: int) -> bool:
+    """Whether the run is long enough to spend steps on it.
+
+    >>> worth_measuring(100), worth_measuring(300)
+    (False, True)
+    """
+    return PART_OF_RUN * steps_left >= WARM_STEPS + MOST_STEPS
+
+
+def twin_of(run: Run) -> Run:
+    """The same run with a copy of everything that a step changes."""
+    twin = replace(
+        run,
+        model=copy.deepcopy(run.model),
+        decoder=copy.deepcopy(run.decoder),
+        progress=copy.deepcopy(run.progress),
+        loss_sum=run.loss_sum.clone(),
+    )
+    twin.optimizer = make_optimizer(twin.trained, run.config)
+    twin.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    return twin
+
+
+def steps_of(loader: PairLoader, config: TrainConfig, folder: Path) -> Callable[[Any], object]:
+    """Return a function that takes one whole training step on a batch of `loader`, and keeps nothing.
+
+    Args:
+        loader: Of which the operator's shape and scales are learnt.
+        config: As for `train`; its stages and inverse losses are left out.
+        folder: An empty one; nothing is left in it.
+
+    Raises:
+        StokerError: As `train`.
+    """
+    config = replace(config, resume=False, stages=(), lambda_inv_enc=0.0, lambda_inv_dec=0.0)
+    stepper = begin(folder, config, loader, lambda: None, ALONE).stepper()
+    return partial(stepper.step, rate=LEAST_LR, epoch=1, number=1)
+
+
+def time_steps(step: Callable[[], object], device: torch.device) -> float | None:
+    """Mean seconds of `step`; None where it fails for want of memory, or because it diverges on one batch."""
+    cuda = device.type == "cuda"
+
+    def timed(count: int) -> float:
+        if cuda:
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(count):
+            step()
+        if cuda:
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - begin) / count
+
+    try:
+        with torch.random.fork_rng([device] if cuda else []):
+            timed(WARM_STEPS - 1)
+            warm_s = timed(1)
+            return timed(max(1, min(MOST_STEPS, int(BUDGET_S / max(warm_s, 1e-9)))))
+    except DivergedError:
+        return None
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return None
+
 
 MOST_BETWEEN_LINES, LINES = 50, 40
 """Steps between two lines of the log, unless settings say otherwise; a short run has this many lines."""

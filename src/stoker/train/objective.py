@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.train.config import Stage
-from stoker.train.decoder import FieldDecoder
-from stoker.train.operator import LatentOperator
+from stoker.train.operator import FieldDecoder, LatentOperator
 
 DOUBLED = ("stride", "dt")
 """Conditions that are twice as large for a step of twice the stride."""

@@ -7,11 +7,10 @@ change them (`Normalize`, `Noise`) or give several of each example (`Views`); fu
 `uniform`, `normal`, `integers` and `bits`.
 """
 
-from stoker.loader.keyed import bits, child_keys, integers, normal, uniform
+from stoker.loader.order import bits, child_keys, integers, normal, uniform
 from stoker.transforms.geometry import Crop, Flip, Roll, Take
 from stoker.transforms.images import CropImages, Decode
-from stoker.transforms.values import Noise, Normalize
-from stoker.transforms.views import Views
+from stoker.transforms.values import Noise, Normalize, Views
 
 __all__ = [
     "Crop",

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from stoker.errors import ConfigError
-from stoker.loader.keyed import child_keys, integers, uniform
-from stoker.loader.lowering import Cut
-from stoker.transforms.fields import change, only_field
+from stoker.loader.order import child_keys, integers, uniform
+from stoker.loader.transform import Cut
+from stoker.transforms.values import change, only_field
 
 Border: TypeAlias = Literal["zeros", "wrap", "reflect"]
 """What lies beyond an edge: nothing, the other end, or the mirror image without the edge itself."""

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from stoker.errors import ConfigError
-from stoker.loader.batch import RecordBatch
-from stoker.loader.buffers import sent
-from stoker.loader.keyed import uniform
+from stoker.loader.batch import RecordBatch, sent
+from stoker.loader.order import uniform
 from stoker.runtime.threads import Pool
-from stoker.sources.images.rules import Rules
+from stoker.sources.images.geometry import Rules
 
 DEADLINE_S = 120.0
 """For all images of one batch."""
@@ -32,7 +31,7 @@ class Decode:
         size: (height, width).
         field: The field with the encoded images.
         threads: How many decode; None: as many as this process has processors.
-        **rules: See `stoker.sources.images.rules.Rules`.
+        **rules: See `stoker.sources.images.geometry.Rules`.
 
     Raises:
         ConfigError: `fit="short"`, which gives images of various sizes.

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from stoker.loader.fused import Fused, Normalise, fused_of
-from stoker.loader.kernels.triton_gather import TritonGather
-from stoker.loader.kernels.twin import TwinGather
+from stoker.loader.gather import TwinGather
 from stoker.loader.outputs import Output, view_for
+from stoker.loader.triton_gather import TritonGather
 from stoker.schema import Field
 
 DEVICE = "cpu"

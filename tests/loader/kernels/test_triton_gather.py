@@ -9,13 +9,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-import stoker.loader
 import torch
 from torch import Tensor
 
-from stoker.loader.kernels import choose
-from stoker.loader.kernels.choose import OrTwin
+import stoker.loader
+from stoker.loader import gather as gather_module
+from stoker.loader.gather import OrTwin
 
 ROOT = Path(__file__).parents[3]
 
@@ -38,7 +37,7 @@ def test_the_kernel_gives_the_values_of_its_twin() -> None:
 def test_a_kernel_that_fails_is_replaced_by_its_twin_and_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose._say.cache_clear()
+    gather_module._say.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU of tomorrow")
 
     def failing(_: Tensor) -> Tensor:
@@ -102,14 +101,14 @@ def test_a_triton_that_cannot_be_used_leaves_the_twin_and_is_named(
     language.constexpr = None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setitem(sys.modules, "triton.language", language)
-    monkeypatch.delitem(sys.modules, "stoker.loader.kernels.triton_gather", raising=False)
+    monkeypatch.delitem(sys.modules, "stoker.loader.triton_gather", raising=False)
     monkeypatch.delattr(stoker.loader, "triton_gather", raising=False)
-    monkeypatch.setattr(choose, "_say", said.append)
-    choose._triton.cache_clear()
+    monkeypatch.setattr(gather_module, "_say", said.append)
+    gather_module._triton.cache_clear()
     try:
-        assert choose._triton() is None
+        assert gather_module._triton() is None
     finally:
-        choose._triton.cache_clear()
+        gather_module._triton.cache_clear()
 
     (text,) = said
     assert str(error) in text

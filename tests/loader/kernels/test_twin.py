@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stoker.loader import Normalise
 from stoker.loader.fused import Fused, fused_of
-from stoker.loader.kernels.twin import Twin, TwinGather, cut
+from stoker.loader.gather import Twin, TwinGather, cut
 from stoker.runtime.threads import Pool
 from stoker.schema import Field
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stoker.loader import Loader, residency
+from stoker.loader import Loader, placement
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
 from tests.loader.residency.machine import ROWS, SHARDS, STEP
@@ -25,7 +25,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Time that passes only when told to."""
     now = [1000.0]
-    monkeypatch.setattr(residency.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(placement.time, "monotonic", lambda: now[0])
 
     def forward(seconds: float) -> None:
         now[0] += seconds

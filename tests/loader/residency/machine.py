@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stoker.loader import Loader, residency
-from stoker.loader.watch import Ask
+from stoker.loader import Loader, placement
+from stoker.loader.placement import Ask
 from stoker.plan import Ledger, Resources
 from stoker.store import Cache
 
@@ -56,13 +56,13 @@ class Running:
             look=machine.look,
         )
         claim = ledger.claim()
-        keys = residency.parts_of(cache, design.places.shards(), 0)
+        keys = placement.parts_of(cache, design.places.shards(), 0)
         plan = ask.plan(claim.usable(machine.look(), keys))
         self.loader._serving.design = replace(design, ask=ask, claim=claim, plan=plan)
         self.settle()
 
     @property
-    def residency(self) -> residency.Residency:
+    def residency(self) -> placement.Residency:
         return self.loader._serving.running().residency
 
     def settle(self) -> None:

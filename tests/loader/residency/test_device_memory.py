@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.loader import Loader, Windows, gather, residency, watch
-from stoker.loader import device as device_tier
-from stoker.loader.watch import Ask
+from stoker.loader import Loader, Windows, gather, placement
+from stoker.loader import tiers as device_tier
+from stoker.loader.placement import Ask
 from stoker.monitor.meter import StallMeter
 from stoker.plan import Ledger
 from stoker.store import Cache
@@ -48,7 +48,7 @@ def test_what_the_model_wants_again_is_left_to_it(
     cache: Cache, monkeypatch: pytest.MonkeyPatch, clock: Callable[[float], None]
 ) -> None:
     """Torch gave some of the peak's memory back, so the driver reports it as free."""
-    monkeypatch.setattr(watch, "device_again", lambda _: 6 * SHARD_BYTES)
+    monkeypatch.setattr(placement, "device_again", lambda _: 6 * SHARD_BYTES)
     running = Running(cache, Machine(device=10), Ledger())
 
     running.residency.turn(3)
@@ -125,14 +125,14 @@ def test_the_old_memory_is_free_before_the_device_is_asked_for_other(
     gone = weakref.ref(held.sources["latent"])
     del held
     asked: list[bool] = []
-    turn = residency.Residency.turn
+    turn = placement.Residency.turn
 
-    def noted(self: residency.Residency, batches: int) -> residency.Held:
+    def noted(self: placement.Residency, batches: int) -> placement.Held:
         if self._freed is not None:  # it may be given back in this turn
             asked.append(gone() is None)
         return turn(self, batches)
 
-    monkeypatch.setattr(residency.Residency, "turn", noted)
+    monkeypatch.setattr(placement.Residency, "turn", noted)
     gc.disable()  # nobody may have to wait for a collection
     try:
         batches = iter(running.loader)
@@ -156,7 +156,7 @@ def test_the_device_is_not_asked_while_the_old_memory_is_being_filled(
     running = Running(cache, machine, Ledger(), reserve_bytes=SHARD_BYTES)
     over = threading.Event()
 
-    def fill(held: residency.Held | None) -> None:
+    def fill(held: placement.Held | None) -> None:
         over.wait(30)
 
     running.residency._line.submit(functools.partial(fill, running.residency.held))
@@ -231,7 +231,7 @@ def test_memory_that_is_let_go_of_is_read_by_nobody_and_in_no_peak(
     assert held is not None
     memory = weakref.ref(held.sources["latent"])
     del held
-    for module, name in ((device_tier, "finish_reads"), (residency, "give_back")):
+    for module, name in ((device_tier, "finish_reads"), (placement, "give_back")):
         monkeypatch.setattr(module, name, lambda _, name=name: done.append((name, memory() is not None)))
 
     machine.device = 0.1
@@ -255,7 +255,7 @@ def test_a_filling_that_is_refused_holds_nothing_when_the_device_is_looked_at_ag
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(device_tier, "resident", refusing)
-    monkeypatch.setattr(residency, "give_back", lambda _: alive.append(parts[-1]() is not None))
+    monkeypatch.setattr(placement, "give_back", lambda _: alive.append(parts[-1]() is not None))
     running = Running(cache, Machine(device=10), Ledger(), reserve_bytes=0)
 
     assert running.held() == (0, SHARDS)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.loader import Windows, watch
+from stoker.loader import Windows, placement
 from stoker.plan import Ledger
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
@@ -79,7 +79,7 @@ def test_memory_that_became_free_is_filled_only_after_a_while(
 def test_host_memory_that_batches_were_mixed_from_is_let_go_of(
     cache: Cache, expected: list[Any], monkeypatch: pytest.MonkeyPatch, clock: Callable[[float], None]
 ) -> None:
-    monkeypatch.setattr("stoker.loader.mapped._choose_mapped", lambda *_: None)
+    monkeypatch.setattr("stoker.loader.tiers._choose_mapped", lambda *_: None)
     machine = Machine(device=5)
     running = Running(cache, machine, Ledger(), reserve_bytes=SHARD_BYTES)
     assert running.held() == (4, 4)
@@ -153,7 +153,7 @@ def test_shards_that_the_system_put_out_are_read_from_disk(
     assert host.resident(3) == 1.0
     host.resident = lambda shard: 0.2 if shard in (3, 5) else 1.0
     faults = iter([1000, 1000, 1000, 1000])
-    monkeypatch.setattr(watch, "major_faults", lambda: next(faults))
+    monkeypatch.setattr(placement, "major_faults", lambda: next(faults))
 
     clock(2.0)
 
@@ -183,7 +183,7 @@ def test_what_was_let_go_of_still_gives_the_same_bytes(cache: Cache) -> None:
 def test_memory_that_is_copied_is_let_go_of_as_a_whole(
     cache: Cache, expected: list[Any], monkeypatch: pytest.MonkeyPatch, clock: Callable[[float], None]
 ) -> None:
-    monkeypatch.setattr("stoker.loader.mapped._choose_mapped", lambda *_: None)
+    monkeypatch.setattr("stoker.loader.tiers._choose_mapped", lambda *_: None)
     machine = Machine()
     running = Running(cache, machine, Ledger())
     batches = iter(running.loader)

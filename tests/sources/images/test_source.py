@@ -11,7 +11,7 @@ import pytest
 
 import stoker
 from stoker.errors import ConfigError, DecodeError, SourceError, SplitError
-from stoker.precompute.unchanged import ChangedError, Unchanged, digested_files
+from stoker.precompute.reading import ChangedError, Unchanged, digested_files
 from stoker.store import make_recipe
 from stoker.testing import check_source
 from tests.sources.images.pictures import encoded, square, write_coco, write_list, write_voc

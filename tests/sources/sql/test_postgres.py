@@ -15,9 +15,9 @@ import pytest
 
 from stoker.errors import ConfigError, SourceError, StalledError
 from stoker.runtime import retry
-from stoker.sources.sql import postgres, table
-from stoker.sources.sql.copy_binary import MalformedCopyError, copied_columns
-from stoker.sources.sql.request import Timeouts
+from stoker.sources.sql import databases, tables
+from stoker.sources.sql.databases import MalformedCopyError, copied_columns
+from stoker.sources.sql.query import Timeouts
 from stoker.sources.sql.rows import PICKED, as_list, unpack_row
 from stoker.sources.sql.source import SQLSource
 from stoker.testing.conformance import check_source
@@ -80,7 +80,7 @@ def test_rows_come_by_copy_or_in_batches_and_are_the_same(
     for columns in (["power"], {"count": "int16", "known": "bool", "at": {"timestamp": "us"}}, COLUMNS):
         rows = source(server.url(), columns=columns)._bulk.table
         with monkeypatch.context() as patched:
-            patched.setattr(postgres, "COPIED", frozenset())
+            patched.setattr(databases, "COPIED", frozenset())
             assert source(server.url(), columns=columns)._bulk.table.digest == rows.digest
     with pytest.raises(SourceError, match="key 9999, column count is NULL"):
         copied.read(40)
@@ -146,10 +146,10 @@ def test_keys_that_do_not_tell_rows_apart_are_named(
 def killing(server: Server, monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
     """Cut the connection in the middle of the first `times` reads."""
     cut: list[int] = []
-    batches = postgres.PostgresSession.batches
+    batches = databases.PostgresSession.batches
 
-    monkeypatch.setattr(postgres, "COPY_BYTES", 1000)
-    monkeypatch.setattr(postgres, "next_size", lambda *_: 4)
+    monkeypatch.setattr(databases, "COPY_BYTES", 1000)
+    monkeypatch.setattr(databases, "next_size", lambda *_: 4)
 
     def cutting(self: Any) -> Iterator[Any]:
         for number, batch in enumerate(batches(self)):
@@ -162,7 +162,7 @@ def killing(server: Server, monkeypatch: pytest.MonkeyPatch, times: int) -> list
                     cut.append(pid)
                     other.execute("SELECT pg_terminate_backend(%s)", (pid,))
 
-    monkeypatch.setattr(postgres.PostgresSession, "batches", cutting)
+    monkeypatch.setattr(databases.PostgresSession, "batches", cutting)
     return cut
 
 
@@ -171,7 +171,7 @@ def test_a_connection_that_is_cut_is_made_again(
 ) -> None:
     write_postgres(connection, made(200))
     wanted = source(server.url()).identity()
-    monkeypatch.setattr(postgres, "COPIED", frozenset())
+    monkeypatch.setattr(databases, "COPIED", frozenset())
     cut = killing(server, monkeypatch, times=2)
 
     found = source(server.url())
@@ -230,13 +230,13 @@ def test_a_lock_is_waited_for_and_then_named(server: Server, connection: Any) ->
 def test_one_snapshot_serves_all_statements(
     server: Server, connection: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = table._take
+    take = tables._take
 
     def interrupted(*arguments: Any) -> Any:
         connection.execute("DELETE FROM samples WHERE id > 100")
         return take(*arguments)
 
-    monkeypatch.setattr(table, "_take", interrupted)
+    monkeypatch.setattr(tables, "_take", interrupted)
     found = source(server.url(), where="count > -99", version_query="SELECT count(*) FROM samples")
     rows = found._bulk.table.rows
 
@@ -278,7 +278,7 @@ def test_without_the_driver_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
     def absent(name: str) -> Any:
         raise ImportError(name)
 
-    monkeypatch.setattr(postgres, "import_module", absent)
+    monkeypatch.setattr(databases, "import_module", absent)
 
     with pytest.raises(ConfigError, match=r"pip install 'stoker\[sql\]'"):
         len(source("postgresql://host/db"))
@@ -360,8 +360,7 @@ def outcome(rows: SQLSource, number: int) -> Any:
 
 
 def test_radio_rows_are_the_same_in_both(server: Server, tmp_path: Path) -> None:
-    from stoker.pipeline.radio import RadioSpec
-    from stoker.pipeline.radio_store import TABLE, radio_columns, write_radio
+    from stoker.pipeline.radio import TABLE, RadioSpec, radio_columns, write_radio
 
     spec = RadioSpec(rows=200, seed=1)
     urls = (f"sqlite:///{tmp_path}/radio.db", server.url())

@@ -15,8 +15,7 @@ import pytest
 
 import stoker
 from stoker.errors import ConfigError, SourceError, SplitError, StalledError
-from stoker.sources.sql.address import has_password, parse_address
-from stoker.sources.sql.request import Timeouts
+from stoker.sources.sql.query import Timeouts, has_password, parse_address
 from stoker.sources.sql.source import SQLSource
 from stoker.testing.conformance import check_source
 from tests.sources.sql.rows import COLUMNS, change, made, write_sqlite
@@ -313,17 +312,17 @@ def test_a_statement_that_takes_too_long_is_ended(database: Path) -> None:
 def test_a_writer_in_the_middle_of_the_read_is_not_seen(
     database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stoker.sources.sql import table
+    from stoker.sources.sql import tables
 
     change(database, "PRAGMA journal_mode=WAL")
-    take = table._take
+    take = tables._take
 
     def interrupted(*arguments: Any) -> Any:
         change(database, "UPDATE samples SET power = 0")
         return take(*arguments)
 
     wanted = [float(np.float32(row[1])) for row in made()]
-    monkeypatch.setattr(table, "_take", interrupted)
+    monkeypatch.setattr(tables, "_take", interrupted)
     found = source(database, columns={"power": "float32"}, version_query="SELECT sum(power) FROM samples")
     found._bulk.table  # noqa: B018
 

@@ -11,10 +11,8 @@ result.py      what comes out, as dataclasses
 report.py      the same in words, as a table, as Markdown
 """
 
-from stoker.plan.simulation.keys import parse_scenario
-from stoker.plan.simulation.pace import Encoding
-from stoker.plan.simulation.result import Simulation, Way
-from stoker.plan.simulation.scenario import Prices, Scenario
-from stoker.plan.simulation.ways import simulate
+from stoker.plan.simulation.result import Encoding, Simulation, Way
+from stoker.plan.simulation.run import simulate
+from stoker.plan.simulation.scenario import Prices, Scenario, parse_scenario
 
 __all__ = ["Encoding", "Prices", "Scenario", "Simulation", "Way", "parse_scenario", "simulate"]

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TypedDict
 
-from stoker.plan.simulation.loads import Asked
-from stoker.plan.simulation.queues import Passed
+from stoker.plan.simulation.queues import Asked, Passed
 from stoker.plan.simulation.result import Simulation, Way
 from stoker.plan.simulation.scenario import Scenario
-from stoker.plan.words import NO_STALL
+from stoker.plan.tiers import NO_STALL
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
 
 HEAD = (

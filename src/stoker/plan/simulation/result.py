@@ -2,11 +2,127 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
-from stoker.plan.simulation.pace import Encoding
 from stoker.plan.simulation.scenario import Scenario
 from stoker.schema import Json
+
+# ----------------------------------------------------------------------------------------------------------
+# Precompute: readers, encoders, writers and links work at once, so the slowest of them sets the pace.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """Encoding the whole set once."""
+
+    encoders: int
+    nodes: int
+    """That take part."""
+    seconds: float
+    """Of the whole command: its start, the first sample through all stages, then the slowest stage's pace."""
+    stages: dict[str, float]
+    """Seconds that each alone would take for the entire set, from what waits longest."""
+    read_bytes: float
+    """Of all nodes together, from where the samples lie."""
+    written_bytes: float
+    node_read_bytes: float
+    node_written_bytes: float
+
+    @property
+    def bottleneck(self) -> str:
+        """The stage that sets the pace."""
+        return next(iter(self.stages))
+
+    @property
+    def idle_encoders(self) -> float:
+        """Part of the time that encoders wait for others, 0..1."""
+        return 1 - self.stages.get("encoder", 0.0) / self.seconds if self.seconds else 0.0
+
+    def to_json(self) -> dict[str, Json]:
+        """All fields, and the bottleneck."""
+        return {**asdict(self), "bottleneck": self.bottleneck}
+
+
+def encoding_with(scenario: Scenario, encoders: int) -> Encoding:
+    """Encoding with so many encoders, nodes filled one after another.
+
+    Readers of an encoder work in parallel; cores are what all processes of a node share (an encoder on
+    a CPU takes one of them too). Reading from and writing to a local disk take turns; a network does both at
+    once.
+    """
+    one = scenario
+    nodes = min(one.nodes, math.ceil(encoders / one.gpus))
+    pipe = one.disk_bytes_s * nodes
+    if one.shared:
+        pipe = min((one.network_bytes_s or math.inf) * nodes, one.store_bytes_s or math.inf)
+    move_in, move_out = one.sample_bytes / pipe, one.record_bytes / pipe
+    inline_s = 0.0 if one.readers else one.read_s
+    work_s = one.read_s + one.write_s + (one.encode_s if one.on_cpu else 0.0)
+    each_s = {
+        "encoder": (one.encode_s + inline_s) / encoders,
+        "readers": one.read_s / (one.readers * encoders) if one.readers else 0.0,
+        "writer": one.write_s / encoders,
+        "cores": work_s / (one.node_cores * nodes),
+        "network" if one.shared else "disk": max(move_in, move_out) if one.shared else move_in + move_out,
+    }
+    if (
+        one.shared
+        and one.store_bytes_s is not None
+        and one.store_bytes_s <= (one.network_bytes_s or 0) * nodes
+    ):
+        each_s["store"] = each_s.pop("network")
+    through_s = one.read_s + one.encode_s + one.write_s + one.store_latency_s
+    stages = dict(sorted(((k, v * one.records) for k, v in each_s.items()), key=lambda item: -item[1]))
+    return Encoding(
+        encoders=encoders,
+        nodes=nodes,
+        seconds=one.start_s + through_s + max(stages.values()),
+        stages=stages,
+        read_bytes=one.records * one.sample_bytes,
+        written_bytes=one.set_bytes,
+        node_read_bytes=one.records * one.sample_bytes / nodes,
+        node_written_bytes=one.set_bytes / nodes,
+    )
+
+
+def beside_s(scenario: Scenario, encoding: Encoding, steps_s: float) -> float:
+    """Seconds of the first epoch where training starts at once and encoding continues during it.
+
+    Batches come in the order in which records are stored, so an epoch ends with the later of both. Where an
+    encoder has a rank's GPU, its calls and the steps take turns at it; on CPUs they share the cores.
+
+    Args:
+        scenario: The run.
+        encoding: Of the whole set by itself.
+        steps_s: Of an epoch's steps with nothing to load.
+    """
+    one, stages = scenario, encoding.stages
+    if one.on_cpu:
+        shared_s = stages["cores"] + steps_s * one.busy_cores * one.gpus / one.node_cores
+    else:
+        shared_s = stages["encoder"] + steps_s
+    return one.start_s + max(shared_s, steps_s, *stages.values())
+
+
+def encodings(scenario: Scenario) -> tuple[Encoding, ...]:
+    """With 1, 2, 4 ... encoders up to one a rank, or with the number that was given.
+
+    >>> one = Scenario(records=1000, record_bytes=8, batch=1, step_s=1, host_memory_bytes=8, gpus=4,
+    ...                gpu_memory_bytes=8, encode_s=0.1, read_s=0.2, cores=8)
+    >>> [(each.encoders, each.bottleneck, round(each.seconds)) for each in encodings(one)]
+    [(1, 'readers', 200), (2, 'readers', 100), (4, 'readers', 50)]
+    """
+    if scenario.encoders is not None:
+        return (encoding_with(scenario, scenario.encoders),)
+    counts = [1 << power for power in range(scenario.world.bit_length()) if 1 << power < scenario.world]
+    return tuple(encoding_with(scenario, count) for count in [*counts, scenario.world])
+
+
+def quickest(found: tuple[Encoding, ...]) -> Encoding:
+    """The one that is over first; of those within a hundredth the one with fewest encoders."""
+    least_s = min(one.seconds for one in found)
+    return next(one for one in found if one.seconds <= 1.01 * least_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from stoker.errors import ConfigError, StalledError
-from stoker.pipeline.burgers import BurgersSpec, write_burgers
-from stoker.pipeline.radio import RadioSpec
-from stoker.pipeline.radio_store import write_radio
+from stoker.pipeline.demo import BurgersSpec, write_burgers
+from stoker.pipeline.radio import RadioSpec, write_radio
 from stoker.runtime.locks import lock_folder, lock_holder
-from stoker.service.job_file import JobFile
+from stoker.service.folders import JobFile
 from stoker.service.runs.journal import Journal
-from stoker.sources.sql.address import parse_address
+from stoker.sources.sql.query import parse_address
 from stoker.units import format_count
 
 WAIT_S = 3600.0

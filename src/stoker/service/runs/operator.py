@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.pipeline.diary import settings_digest, work_digest, write_diary
+from stoker.pipeline.caches import settings_digest, work_digest, write_diary
 from stoker.pipeline.train import Prepared, prepare, train_prepared
 from stoker.schema import Json
 from stoker.service.runs.journal import EncodingProgress
 from stoker.service.runs.run import JobRun, log
-from stoker.train.checkpoint import checkpoint_to_resume
+from stoker.train.run import checkpoint_to_resume
 
 _BATCH_EVERY_S = 1.0
 

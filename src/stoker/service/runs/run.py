@@ -16,17 +16,15 @@ from stoker.errors import IncompleteError, ResourceError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
 from stoker.pipeline.build import device_of
-from stoker.pipeline.fit_terms import FitReport, FitSettings, Lesson
-from stoker.pipeline.fitting import fit
+from stoker.pipeline.fitting import FitReport, FitSettings, Lesson, fit
 from stoker.pipeline.precompute import CacheResult, fill_caches
 from stoker.schema import Json
-from stoker.service.job_file import JobFile
+from stoker.service.folders import JobFile
 from stoker.service.runs.journal import EncodingProgress, Journal
 from stoker.service.runs.settings import splits_of
 from stoker.service.training_config import TrainingConfig
 from stoker.sources.protocol import Source
-from stoker.train.checkpoint import newest_checkpoint
-from stoker.train.run import own_folder
+from stoker.train.run import newest_checkpoint, own_folder
 from stoker.units import format_count
 
 log = logging.getLogger("stoker")

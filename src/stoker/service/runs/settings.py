@@ -15,8 +15,8 @@ from stoker.config import Config
 from stoker.config.load import make_config
 from stoker.config.names import nearest
 from stoker.errors import ConfigError
-from stoker.pipeline.radio_store import radio_columns, radio_where
-from stoker.service.access import texts_in
+from stoker.pipeline.radio import radio_columns, radio_where
+from stoker.service.security import texts_in
 from stoker.service.training_config import TrainingConfig
 
 NETWORKS: Mapping[str, str] = MappingProxyType(

@@ -16,8 +16,7 @@ from PIL import Image, UnidentifiedImageError, features
 from PIL import __version__ as pillow_version
 
 from stoker.errors import DecodeError
-from stoker.sources.images.geometry import Fit, fit_image
-from stoker.sources.images.rules import Colour, Rules
+from stoker.sources.images.geometry import Colour, Fit, Rules, fit_image
 
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 """What is opened; others (some of which run programs) are taken as not an image."""

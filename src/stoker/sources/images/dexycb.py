@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, DecodeError, SourceError, SplitError, arg
 from stoker.schema import Field, Json, Sample, Schema
 from stoker.sources.files import natural_key
-from stoker.sources.images.files import Entry, Listing, read_file, require_folder
+from stoker.sources.images.folders import Entry, Listing, read_file, require_folder
 from stoker.sources.images.geometry import Fit
 
 Setup: TypeAlias = Literal["s0", "s1", "s2", "s3"]

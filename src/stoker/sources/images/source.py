@@ -14,11 +14,17 @@ import numpy as np
 from stoker.errors import ConfigError, arg
 from stoker.schema import Field, Json, Sample, Schema, digest_json
 from stoker.sources.given import check_path, check_splits, check_whole, listed
-from stoker.sources.images.files import Catalog, Entry, Wanted, choose, read_file, require_folder
-from stoker.sources.images.geometry import FitRule
-from stoker.sources.images.labels import ObjectRules
-from stoker.sources.images.plain import ClassFolders, Plain
-from stoker.sources.images.rules import Colour, Filter, Rules
+from stoker.sources.images.folders import (
+    Catalog,
+    ClassFolders,
+    Entry,
+    Plain,
+    Wanted,
+    choose,
+    read_file,
+    require_folder,
+)
+from stoker.sources.images.geometry import Colour, Filter, FitRule, ObjectRules, Rules
 from stoker.sources.protocol import FileRef, Part, SourceIdentity
 from stoker.units import MIB
 

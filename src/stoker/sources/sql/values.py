@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from json import detect_encoding
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stoker.schema import FLOATS, Field, Json, Sample, Schema
+from stoker.sources.sql.query import Pick
 from stoker.sources.sql.rows import (
     BOOL,
     BYTES,
@@ -22,6 +25,7 @@ from stoker.sources.sql.rows import (
     JSON,
     NAMES,
     NULL,
+    PICKED,
     TEXT,
     TIME,
     Value,
@@ -331,3 +335,387 @@ def _iso_micros(text: str, column: str) -> int:
         return micros_of(datetime.datetime.fromisoformat(text))
     except ValueError as error:
         raise MalformedError(column, f"is {text[:40]!r}, expected a time as 2026-01-31T12:00:00") from error
+
+
+# ----------------------------------------------------------------------------------------------------------
+# JSON columns: arrays of numbers, and lists of objects as padded arrays with a mask.
+#
+# Places are turned into metres north and east of the centroid of those entries that count, on a sphere,
+# with degrees of longitude as long as they are at that latitude, the shorter way round.
+
+
+METRES = 6_371_008.8 * math.pi / 180
+"""Metres in a degree of latitude, on a sphere of the Earth's mean radius (IUGG)."""
+_LARGEST_LIST = float(np.finfo(np.float32).max)
+_MARK = b"\xef"
+"""Begins the mark that some programs put before text in UTF-8."""
+NORTH, EAST = "@north", "@east"
+"""Features that are made of places."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feature:
+    """One number of each entry."""
+
+    path: str
+    """Names joined by dots, `snr_db.mean`; or `@north`, `@east`."""
+    missing: float | None = None
+    """What stands where there is none; None: such a row is malformed."""
+    low: float = 0.0
+    high: float = 1.0
+    """Values that become 0 and 1; others are scaled along, and never cut off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entries:
+    """A list of objects, one row of numbers for each, filled up with zeros."""
+
+    field: str
+    column: str
+    most: int
+    """Entries at most; a row with more is malformed."""
+    features: tuple[Feature, ...]
+    mask: str
+    """Name of the field that is True where there is no entry, or one that does not count."""
+    present: str | None = None
+    """Path to what says whether an entry counts."""
+    place: tuple[str, str] | None = None
+    """Paths to latitude and longitude in degrees."""
+    standardize: tuple[str, ...] = ()
+    """Paths of the features that are standardised."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The one column."""
+        return (self.column,)
+
+    def schema(self) -> Schema:
+        """`(most, features)` float32, and the mask."""
+        return {
+            self.field: Field(shape=(self.most, len(self.features)), dtype="float32"),
+            self.mask: Field(shape=(self.most,), dtype="bool"),
+        }
+
+    @property
+    def pick(self) -> Pick:
+        """What of the column it uses."""
+        paths = tuple(map(_steps, self._paths))
+        return Pick(column=self.column, most=self.most, paths=paths)
+
+    @property
+    def _paths(self) -> list[str]:
+        """Each path that is used, once: features, the place, what says whether an entry counts."""
+        wanted = [feature.path for feature in self.features if feature.path not in (NORTH, EAST)]
+        return list(dict.fromkeys([*wanted, *(self.place or ()), *([self.present] if self.present else [])]))
+
+    def make(self, rows: Rows) -> Sample:
+        """Features of all entries in their order; the centroids are left in `rows`."""
+        raw, counts = self._numbers(rows.columns[self.column])
+        there = np.arange(self.most) < counts[:, None]
+        mask = ~there | self._absent(raw, there)
+        if mask.all(1).any():
+            raise MalformedError(self.column, f"has {counts.min()} entries and none that counts")
+        north, east = self._places(raw, there, mask, rows)
+        values = np.zeros((rows.count, self.most, len(self.features)))
+        for number, feature in enumerate(self.features):
+            if feature.path in (NORTH, EAST):
+                values[..., number] = north if feature.path == NORTH else east
+                continue
+            column = self._filled(raw, feature.path, there, feature.missing)
+            values[..., number] = np.where(there, (column - feature.low) / (feature.high - feature.low), 0.0)
+        return {self.field: values, self.mask: mask}
+
+    def to_json(self) -> Json:
+        """All of the rule."""
+        features: list[Json] = [[f.path, f.missing, f.low, f.high] for f in self.features]
+        return {
+            "column": self.column, "list": self.most, "features": features, "mask": self.mask,
+            "present": self.present, "place": None if self.place is None else list(self.place),
+            "standardize": list(self.standardize),
+        }  # fmt: skip
+
+    def _numbers(self, column: Values) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """What lies at each path, `(n, most, paths)`, NaN where nothing does; and the entries of each row."""
+        paths = self._paths
+        found = picked_numbers(column, len(paths))
+        if found is None:
+            lists = [[self._checked(e, paths) for e in self._entries(v, paths)] for v in column.each()]
+            flat = np.array([entry for entries in lists for entry in entries], np.float64)
+            found = flat.reshape(-1, len(paths)), np.array([*map(len, lists)])
+        flat, counts = found
+        raw = np.full((len(counts), self.most, len(paths)), np.nan)
+        raw[np.arange(self.most) < counts[:, None]] = flat
+        return raw, counts
+
+    def _entries(self, value: Value, paths: Sequence[str]) -> list[list[Any]]:
+        """What lies at each path of each entry."""
+        found = parsed(value, self.column)
+        if value.tag == PICKED:
+            return [list(entry) for entry in picked_entries(found)]
+        entries = cast("list[Any]", found) if isinstance(found, list) else None
+        if entries is None or not all(isinstance(entry, dict) for entry in entries):
+            raise MalformedError(self.column, "is not a JSON list of objects")
+        if len(entries) > self.most:
+            raise MalformedError(self.column, f"has {len(entries)} entries, expected {self.most} at most")
+        return [[_at(entry, path) for path in paths] for entry in entries]
+
+    def _checked(self, entry: Sequence[Any], paths: Sequence[str]) -> list[float]:
+        return [self._number(value, path) for value, path in zip(entry, paths, strict=True)]
+
+    def _number(self, found: Any, path: str) -> float:
+        if found is None:
+            return math.nan
+        if isinstance(found, bool | int | float):
+            return _finite(found, f"{self.column}: {path}")
+        expected = "true or false" if path == self.present else "a number"
+        raise MalformedError(self.column, f"has {path} = {str(found)[:40]!r}, expected {expected}")
+
+    def _absent(self, raw: NDArray[np.float64], there: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Entries that do not count."""
+        if self.present is None:
+            return np.zeros_like(there)
+        said = raw[..., self._paths.index(self.present)]
+        odd = there & (said != 0) & (said != 1)
+        if odd.any():
+            shown = "null" if np.isnan(said[odd][0]) else said[odd][0]
+            raise MalformedError(self.column, f"has {self.present} = {shown}, expected true or false")
+        return there & (said == 0)
+
+    def _filled(
+        self, raw: NDArray[np.float64], path: str, needed: NDArray[np.bool_], missing: float | None
+    ) -> NDArray[np.float64]:
+        """Numbers of a path, with `missing` where there is none."""
+        column = raw[..., self._paths.index(path)]
+        gaps = np.isnan(column)
+        if missing is None and (gaps & needed).any():
+            raise MalformedError(self.column, f"has an entry without {path}, or it is null")
+        return np.where(gaps, missing or 0.0, column)
+
+    def _places(
+        self, raw: NDArray[np.float64], there: NDArray[np.bool_], mask: NDArray[np.bool_], rows: Rows
+    ) -> tuple[Any, Any]:
+        """Metres north and east of the centroids; entries that do not count may lack a place."""
+        if self.place is None:
+            return 0.0, 0.0
+        latitude, longitude = (self._filled(raw, path, ~mask, None) for path in self.place)
+        centres = np.stack([_mean(latitude, ~mask), middle_longitudes(longitude, ~mask)], 1)
+        rows.centroids[self.field] = centres
+        north, east = metres_from(centres[:, None], latitude, longitude)
+        return np.where(mask, 0.0, north), np.where(mask, 0.0, east)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A place in metres north and east of another field's centroid."""
+
+    field: str
+    columns: tuple[str, str]
+    """Latitude and longitude in degrees."""
+    origin: str
+    """Field whose centroid it is measured from."""
+    standardize: bool = False
+
+    def schema(self) -> Schema:
+        """`(2,)` float32: north, east."""
+        return {self.field: Field(shape=(2,), dtype="float32")}
+
+    def make(self, rows: Rows) -> Sample:
+        """Metres, float64."""
+        latitude, longitude = (numbers_of(rows.columns[name], "float64", name) for name in self.columns)
+        for name, values, most in ((self.columns[0], latitude, 90), (self.columns[1], longitude, 180)):
+            if not (fits := abs(values) <= most).all():
+                raise MalformedError(name, f"is {values[~fits][0]}, expected degrees from -{most} to {most}")
+        return {self.field: np.stack(metres_from(rows.centroids[self.origin], latitude, longitude), -1)}
+
+    def to_json(self) -> Json:
+        """Columns and origin."""
+        return {
+            "columns": list(self.columns), "metres_from": self.origin, "standardize": self.standardize
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Centroid:
+    """The centroid itself, in degrees."""
+
+    field: str
+    origin: str
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """None of its own."""
+        return ()
+
+    def schema(self) -> Schema:
+        """`(2,)` float32: latitude, longitude."""
+        return {self.field: Field(shape=(2,), dtype="float32")}
+
+    def make(self, rows: Rows) -> Sample:
+        """Degrees."""
+        return {self.field: rows.centroids[self.origin]}
+
+    def to_json(self) -> Json:
+        """The field that has the places."""
+        return {"centroid_of": self.origin}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """A JSON array of numbers, nested or not."""
+
+    field: str
+    column: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The one column."""
+        return (self.column,)
+
+    def schema(self) -> Schema:
+        """An array of the declared shape."""
+        return {self.field: Field(shape=self.shape, dtype=self.dtype)}
+
+    def make(self, rows: Rows) -> Sample:
+        """The arrays."""
+        return {self.field: np.stack([*map(self._array, rows.columns[self.column].each())])}
+
+    def _array(self, value: Value) -> NDArray[Any]:
+        found = parsed(value, self.column)
+        try:
+            array: Any = np.asarray(found)
+        except ValueError:
+            array = None
+        if array is None or array.shape != self.shape or array.dtype.kind not in "biuf":
+            shape = "uneven" if array is None else f"{array.dtype} {array.shape}"
+            raise MalformedError(self.column, f"is {shape}, expected numbers of shape {self.shape}")
+        if self.dtype in FLOATS:
+            return array.astype(np.float64)
+        kind = FLOAT if array.dtype.kind == "f" else INT
+        whole = [number_of(Value(kind, v), self.dtype, self.column) for v in array.reshape(-1).tolist()]
+        return np.asarray(whole, self.dtype).reshape(self.shape)
+
+    def to_json(self) -> Json:
+        """Column, dtype and shape."""
+        return {"column": self.column, "json": self.dtype, "shape": list(self.shape)}
+
+
+def _mean(values: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """The mean of those that count in each row, added one after another: more columns change no bit."""
+    total = np.zeros(len(values))
+    for place in range(values.shape[1]):
+        total = total + np.where(counted[:, place], values[:, place], 0.0)
+    return total / counted.sum(1)
+
+
+def middle_longitudes(longitudes: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """By row the mean of longitudes in degrees, along the arc that holds them all and is the shortest.
+
+    >>> two = np.ones((2, 2), np.bool_)
+    >>> middle_longitudes(np.array([[8.0, 10.0], [179.0, -178.0]]), two).tolist()
+    [9.0, -179.5]
+    """
+    spread = np.where(counted, longitudes, -np.inf).max(1) - np.where(counted, longitudes, np.inf).min(1)
+    turned, crossing = longitudes.copy(), np.zeros(len(longitudes), np.bool_)
+    for row in np.flatnonzero(spread > 180):
+        own = longitudes[row]
+        ordered = np.sort(own[counted[row]])
+        gaps = np.diff(ordered)
+        if gaps.max() > 360 - (ordered[-1] - ordered[0]):
+            # West of the largest gap they follow the others, past 180 degrees.
+            turned[row] = np.where(own <= ordered[gaps.argmax()], own + 360, own)
+            crossing[row] = True
+    means = _mean(turned, counted)
+    return np.where(crossing, _turned(means), means)
+
+
+def _turned(degrees: Any) -> Any:
+    """The same angle between -180 and 180 degrees; what lies there stays as it is, to the last bit."""
+    return degrees - 360 * np.round(degrees / 360)
+
+
+def metres_from(centres: NDArray[np.float64], latitude: Any, longitude: Any) -> tuple[Any, Any]:
+    """Metres north and east of `centres`, `(..., 2)`, of places in degrees.
+
+    >>> [round(float(m)) for m in metres_from(np.array([45.0, 8.0]), 46.0, 9.0)]
+    [111195, 78627]
+    """
+    # Python's own cosine: that of numpy differs in the last bits between processors.
+    degrees = centres[..., 0]
+    cosines = np.array([math.cos(math.radians(d)) for d in degrees.ravel().tolist()]).reshape(degrees.shape)
+    east = _turned(longitude - centres[..., 1]) * METRES * cosines
+    return (latitude - degrees) * METRES, east
+
+
+def parsed(value: Value, column: str) -> Any:
+    """What JSON means.
+
+    Raises:
+        MalformedError: It is none.
+    """
+    if value.tag not in (JSON, PICKED, TEXT, BYTES):
+        raise MalformedError(column, f"is {NAMES[value.tag]}, expected JSON")
+    try:
+        encoding = (
+            "utf-8" if value.tag != BYTES and value.value[:1] != _MARK else detect_encoding(value.value)
+        )
+        return _DECODER.decode(value.value.decode(encoding, "surrogatepass"))
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(column, f"is not JSON: {error}") from error
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def _finite(value: float, what: str) -> float:
+    try:
+        return float(
+            number_of(Value(BOOL if isinstance(value, bool) else FLOAT, float(value)), "float32", what)
+        )
+    except OverflowError as error:
+        raise MalformedError(what, "is too large for a float") from error
+
+
+def picked_entries(found: Any) -> list[list[Any]]:
+    """Entries of a list that a database picked: SQLite fills it up and says how many there are."""
+    return found[1 : 1 + found[0]] if isinstance(found[0], int) else found
+
+
+def picked_numbers(column: Values, width: int) -> tuple[NDArray[np.float64], NDArray[np.int64]] | None:
+    """Picked numbers of all entries, NaN for null, and the entries of each row.
+
+    Returns:
+        None if there is anything that is to be looked at closely.
+    """
+    if any(tag != PICKED for tag in column.tags):
+        return None
+    text = b"[" + b",".join(column.values) + b"]"
+    if b'"' in text or b"{" in text:
+        return None  # text or an object in the place of a number
+    try:
+        found = [picked_entries(entries) for entries in _DECODER.decode(text.decode())]
+        numbers = np.array([entry for entries in found for entry in entries], np.float64)
+    except (ValueError, OverflowError):
+        return None
+    if numbers.ndim != 2 or numbers.shape[1] != width or (np.abs(numbers) > _LARGEST_LIST).any():
+        return None
+    return numbers, np.array([*map(len, found)])
+
+
+@cache
+def _steps(path: str) -> tuple[str, ...]:
+    return tuple(path.split("."))
+
+
+def _at(entry: Any, path: str) -> Any:
+    """What lies at a path, None where it leads nowhere."""
+    for name in _steps(path):
+        if not isinstance(entry, dict):
+            return None
+        entry = cast("dict[str, Any]", entry).get(name)
+    return entry

@@ -6,22 +6,30 @@ for the one of that name below the address, so that any process that is told a p
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
+import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Literal, TypeAlias, cast
 
-from stoker.errors import FormatError, ResourceError
+from stoker.errors import ConfigError, FormatError, ResourceError
 from stoker.runtime.files import make_folder
-from stoker.runtime.threads import Pool
+from stoker.runtime.threads import Pool, map_in_order
 from stoker.schema import canonical_json
-from stoker.store.local import LocalStorage
-from stoker.store.mirror.block_map import BLOCK_BYTES
-from stoker.store.mirror.space import USED_FILE, Space, require_holes
-from stoker.store.remote import Remote, open_remote, parse_url
-from stoker.store.remote.retries import Retries
+from stoker.store.catalog import FINGERPRINT
+from stoker.store.index import INDEX_FILE
+from stoker.store.mirror.blocks import BLOCK_BYTES, USED_FILE, Space, require_holes
+from stoker.store.recipe import RECIPE_FILE
+from stoker.store.remote import Object, Remote, Retries, is_url, local_path, open_remote, parse_url
+from stoker.store.storage import LocalStorage
 from stoker.store.strict_json import is_count, read_strict
+from stoker.store.use import alone
 from stoker.units import MIB
 
 MARKER = ".mirror.json"
@@ -190,3 +198,134 @@ def _read_marker(root: Path) -> tuple[str, int | None]:
     if entries.get("format") != 1 or not isinstance(url, str) or not (limit is None or is_count(limit)):
         raise FormatError(f"{where} is not understood. Remove {root}, which is a copy, or upgrade stoker")
     return parse_url(url), limit
+
+
+# ----------------------------------------------------------------------------------------------------------
+# From an address to the local folder that stands for it.
+
+
+MIRROR_DIR = Path(".stoker/mirror")
+Limit: TypeAlias = "int | Literal['as it is'] | None"
+
+
+def here(place: str | Path, *, must_exist: bool = True) -> Path:
+    """The local path of a place: of an address that of its mirror, of a path itself.
+
+    Raises:
+        ConfigError: It is no place at all: empty, or not text.
+        FormatError: There is nothing at the address, and `must_exist`.
+        StokerError: As `attach`.
+    """
+    text = str(place) if isinstance(cast("object", place), str | Path) else ""
+    if not text or "\0" in text:
+        raise ConfigError(f"the path of the cache is {place!r}. Expected a path, as 'data/latent_cache'")
+    return attach(place, must_exist=must_exist) if is_url(place) else Path(place)
+
+
+def attach(
+    url: str | Path,
+    mirror_dir: str | Path = MIRROR_DIR,
+    limit_bytes: Limit = "as it is",
+    *,
+    must_exist: bool = False,
+) -> Path:
+    """The local folder that stands for an address, with recipes and indexes as they are there now.
+
+    Args:
+        url: Of a folder of caches, of one cache (its folders by fingerprint), or of one fingerprint.
+        mirror_dir: Where mirrors are kept, each in a folder of its own.
+        limit_bytes: Bytes of shards that are kept here; None: as many as fit; by default as it was, and at
+            first None.
+        must_exist: Refuse an address at which there is nothing.
+    Raises:
+        ConfigError: The address is none, or lacks a package; or the limit cannot be kept there.
+        FormatError: There is nothing.
+        ServiceError, StalledError: The place refuses, or does not answer.
+    """
+    url = parse_url(url)
+    folders, objects = _list(open_remote(url), "")
+    if must_exist and not folders and not objects:
+        raise FormatError(f"there is no cache at {url}. Check the address, or run precompute")
+    depth = _depth(folders, objects)
+    top, inside = _split(url, depth)
+    root = local_path(mirror_dir, "mirror_dir").absolute() / _folder_name(top)
+    make_root(root, top, limit_of(root) if limit_bytes == "as it is" else limit_bytes)
+    remote = open_remote(top)
+    if depth == 2:
+        names = [inside]
+    elif depth == 1:
+        names = [f"{inside}/{folder}" for folder in folders]
+    else:
+        below = map_in_order(lambda name: (name, _list(remote, name)[0]), folders, what=f"listing {url}")
+        names = [f"{name}/{folder}" for name, found in below for folder in found]
+    names = [name for name in names if FINGERPRINT.fullmatch(name.rpartition("/")[2])]
+    for _ in map_in_order(lambda name: _bring(root / name), names, what=f"reading what is at {url}"):
+        pass
+    _remove_gone(root, inside, {*names}, remote)
+    (root / inside).mkdir(mode=0o700, parents=True, exist_ok=True)
+    return root / inside
+
+
+def mirrors(mirror_dir: str | Path = MIRROR_DIR) -> Iterator[Path]:
+    """The mirrors that are kept in a folder."""
+    for marker in sorted(Path(mirror_dir).glob(f"*/{MARKER}")):
+        yield marker.parent
+
+
+def _list(remote: Remote, folder: str) -> tuple[list[str], list[Object]]:
+    folders, objects = Retries().run(lambda: remote.list(folder), f"list {remote.url}/{folder}".rstrip("/"))
+    return [name for name in folders if not name.startswith(".") and name != "encoders"], objects
+
+
+def _depth(folders: list[str], objects: list[Object]) -> int:
+    """How many folders below the one that holds caches by name."""
+    if any(one.name == RECIPE_FILE for one in objects):
+        return 2
+    return 1 if any(map(FINGERPRINT.fullmatch, folders)) else 0
+
+
+def _split(url: str, depth: int) -> tuple[str, str]:
+    """The address of the folder that holds caches by name, and what is below it."""
+    top, inside = url, ""
+    for _ in range(depth):
+        top, _, last = top.rpartition("/")
+        inside = f"{last}/{inside}" if inside else last
+    if depth and (top.endswith((":/", "//"))):
+        raise ConfigError(f"{url}: caches lie in <folder>/<name>/<fingerprint>, and here a folder is missing")
+    return top, inside
+
+
+def _folder_name(url: str) -> str:
+    """A folder's name that says which address it stands for, and differs for each."""
+    plain = re.sub(r"[^A-Za-z0-9]+", "-", url).strip("-")[-60:].strip("-")
+    return f"{plain}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+
+
+def _bring(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    mirror = LocalStorage(folder).mirror
+    assert mirror is not None
+    for name in (RECIPE_FILE, INDEX_FILE):
+        with suppress(FileNotFoundError):  # it is being filled, or was begun and never was
+            mirror.names.fresh(name)
+
+
+def _remove_gone(root: Path, inside: str, names: set[str], remote: Remote) -> None:
+    """Remove what stands for a folder that is not there any more, unless somebody has it open."""
+    for recipe in root.glob(f"[!.]*/[!.]*/{RECIPE_FILE}"):
+        name = str(recipe.parent.relative_to(root))
+        if name in names or not (name == inside or name.startswith(inside and f"{inside}/")):
+            continue
+        if _is_there(remote, f"{name}/{RECIPE_FILE}"):
+            continue  # begun since the list was made
+        with alone(recipe.parent) as nobody:
+            if nobody:
+                shutil.rmtree(recipe.parent, ignore_errors=True)
+
+
+def _is_there(remote: Remote, name: str) -> bool:
+    try:
+        Retries().run(lambda: remote.head(name), f"head {remote.url}/{name}")
+    except FileNotFoundError:
+        return False
+    return True

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, IncompleteError
+from stoker.errors import ConfigError, CorruptError, FormatError, IncompleteError, StalledError
+from stoker.runtime.disk import explained
+from stoker.runtime.files import make_folder, publish, write_file
+from stoker.runtime.locks import lock_folder, lock_holder
+from stoker.runtime.threads import map_in_order
 from stoker.schema import Json
-from stoker.store.cache import Cache
-from stoker.store.mirror.root import shown
+from stoker.store.cache import Cache, open_cache, open_unnoted
+from stoker.store.catalog import Catalog, ShardInfo, build_index, known_index, write_index
+from stoker.store.gc import GcItem, GcPolicy, GcReport, drop_superseded, find_superseded, still_needed
+from stoker.store.index import INDEX_FILE, ShardEntry, dump_index
+from stoker.store.mirror.blocks import MAP_PREFIX
+from stoker.store.mirror.folder import MirrorFolder
+from stoker.store.mirror.root import MIRROR_DIR, MirrorRoot, attach, shown
+from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
+from stoker.store.remote import local_path
+from stoker.store.shard import Shard
+from stoker.store.storage import SOURCES_FILE, LocalStorage, places_name
+from stoker.store.use import INDEX_WAIT_S, indexing, maintaining
 
 AT_ONCE = 4
 """Shards on their way at a time; each in several parts."""
@@ -125,3 +142,332 @@ class Progress:
 
 
 Listen: TypeAlias = Callable[[Progress], None]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Bring a cache from an address here, as a folder of its own that needs the address no more.
+#
+# A shard comes in parts to a hidden mirror beside its place, is read against every sum, and then moves to
+# its place. So what is there is sound, and a pull that was stopped goes on. The index is written last.
+
+
+COMING = ".coming"
+"""Below the cache folder: what is on its way."""
+WEIGHTS = "encoders"
+
+
+def pull(
+    url: str,
+    cache_dir: str | Path = "data/latent_cache",
+    *,
+    wanted: Wanted | None = None,
+    listen: Listen | None = None,
+) -> TransferReport:
+    """Bring a cache, or the shards of it that hold what is wanted, to `<cache_dir>/<name>/<fingerprint>`.
+
+    Stopped at any moment, the same call goes on. What is there already is kept if it is what the index at the
+    address says; a later pull of more adds to it.
+
+    Args:
+        url: A cache, `s3://bucket/caches/name`, then its newest complete one; or one fingerprint's folder.
+        cache_dir: The folder that holds caches by name.
+        wanted: Which records; None: all.
+        listen: Is told how far it is.
+    Raises:
+        CorruptError: A shard does not match its sums at the address either; names it.
+        FormatError, IncompleteError: There is no complete cache, or none of the records asked for.
+        StalledError: Another process has been pulling to the same folder, or writing its index, for a minute.
+        StokerError: As `attach`.
+    """
+    began, wanted = time.monotonic(), wanted or Wanted()
+    cache_dir = local_path(cache_dir, "the folder to pull to")
+    coming = make_folder(make_folder(cache_dir, 0o700) / COMING, 0o700)
+    with lock_folder(coming, "pull", timeout_s=INDEX_WAIT_S, shared=True) as got:
+        if not got:
+            raise StalledError(f"{lock_holder(coming, 'pull')} has been cleaning up {coming}. Run again")
+        report, arrived = _pull(url, cache_dir, wanted, listen)
+    report.seconds = time.monotonic() - began
+    if wanted.all and not report.complete:
+        raise CorruptError(
+            f"{report.path} is not complete after all of {report.url} came. Run stoker verify {report.path}"
+        )
+    with lock_folder(coming, "pull") as last:  # another pull may be using the same mirror
+        if last:
+            shutil.rmtree(arrived, ignore_errors=True)
+    return report
+
+
+def _pull(url: str, cache_dir: Path, wanted: Wanted, listen: Listen | None) -> tuple[TransferReport, Path]:
+    """Do it; also returns the mirror that it came through."""
+    source = open_unnoted(attach(url, cache_dir / COMING, must_exist=True))
+    mirror = LocalStorage(source.path).mirror
+    if source.lost:
+        raise IncompleteError(str(source.lost[0].error()))
+    assert mirror is not None
+    names = wanted.shards(source)
+    target = cache_dir / source.path.parent.name / source.path.name
+    target.mkdir(mode=0o700, parents=True, exist_ok=True)
+    report = TransferReport(url=mirror.url_of(""), path=str(target))
+    write_file(target / RECIPE_FILE, (source.path / RECIPE_FILE).read_bytes())
+    with maintaining(target):
+        _bring_shards(_Pull(source, mirror, target), names, report, listen)
+        _bring_small(source, mirror, target)
+        report.records, report.complete = _write_index(source, target)
+    return report, mirror.root.path
+
+
+def _bring_shards(pull: _Pull, names: set[str], report: TransferReport, listen: Listen | None) -> None:
+    entries = [entry for entry in pull.source.index.shards if entry.file in names]
+    there = Catalog(LocalStorage(pull.target), pull.source.recipe).refresh()
+    known = {info.file: info.header for info in there}
+    missing = [entry for entry in entries if known.get(entry.file) != entry.header]
+    report.present = len(entries) - len(missing)
+    progress = Progress(count=len(missing), total=sum(entry.bytes for entry in missing))
+    for entry in map_in_order(pull.bring, missing, what=f"pulling {report.url}", threads=AT_ONCE):
+        progress.add(entry.bytes, listen)
+        report.shards += 1
+        report.bytes += entry.bytes
+
+
+class _Pull:
+    """Brings single shards."""
+
+    def __init__(self, source: Cache, mirror: MirrorFolder, target: Path) -> None:
+        self.source, self.target = source, target
+        self._mirror = mirror
+
+    def bring(self, entry: ShardEntry) -> ShardEntry:
+        """Fetch a shard, read it against its sums, and move it to its place."""
+        mirror, path = self._mirror, self.source.path / entry.file
+        mirror.ensure(entry.file, [(0, entry.bytes)])
+        if (damage := self._damage(entry)) is not None:
+            fact = f"{mirror.url_of(entry.file)} is damaged: {damage}"
+            raise CorruptError(fact, advice="Push it again from where it is sound", shard=entry.file)
+        publish(path, self.target / entry.file)
+        path.with_name(f"{MAP_PREFIX}{entry.file}").unlink(missing_ok=True)
+        return entry
+
+    def _damage(self, entry: ShardEntry) -> str | None:
+        """What is wrong with a shard, once what came wrong was fetched again; known damage aside."""
+        path = self.source.path / entry.file
+        try:
+            shard = Shard(LocalStorage(path.parent).open(entry.file), path, self.source.schema)
+            if shard.header_digest != entry.header:
+                return "it is not the shard that the index pins"
+            for name in shard.columns:
+                for row, why in shard.damage(name).items():
+                    if row not in entry.bad:
+                        return why
+        except FormatError as error:
+            return str(error)
+        return None
+
+
+def _bring_small(source: Cache, mirror: MirrorFolder, target: Path) -> None:
+    """Failures, names of sources, and the encoder's weights."""
+    storage = LocalStorage(source.path)
+    for name in storage.list():
+        if name == SOURCES_FILE or name.startswith("failures-"):
+            write_file(target / name, storage.read(name, limit_bytes=1 << 30))
+    bring_weights(source.recipe, mirror.root.path, target.parent.parent)
+
+
+def bring_weights(recipe: Recipe, origin: Path, cache_dir: Path) -> None:
+    """Copy the weights that a recipe names from one cache folder to another, where the first has them."""
+    encoder = recipe.entries["encoder"]
+    digest = encoder.get("weights") if isinstance(encoder, dict) else None
+    name = f"{digest}.safetensors"
+    if not digest:
+        return
+    (cache_dir / WEIGHTS).mkdir(mode=0o700, parents=True, exist_ok=True)
+    if name in LocalStorage(cache_dir / WEIGHTS).list():
+        return
+    try:
+        data = LocalStorage(origin / WEIGHTS).read(name, limit_bytes=1 << 40)
+    except FileNotFoundError:
+        return
+    LocalStorage(cache_dir / WEIGHTS).put(name, data)
+
+
+def _write_index(source: Cache, target: Path) -> tuple[int, bool]:
+    """Write the index of what is at its place now; returns its records and whether they are all."""
+    storage, recipe = LocalStorage(target), load_recipe(target)
+    bad = {entry.file: entry.bad for entry in source.index.shards}
+    with indexing(target), explained(target):
+        infos = Catalog(storage, recipe).refresh()
+        infos = [replace(info, bad=tuple(sorted({*info.bad, *bad.get(info.file, ())}))) for info in infos]
+        index = build_index(storage, recipe, infos, known_index(target, recipe) or source.index)
+        storage.put(INDEX_FILE, dump_index(index, recipe))
+    return index.stored, index.complete
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Bring a cache from here to an address, each shard as one object, the index last.
+
+
+def push(
+    path: str | Path,
+    url: str,
+    *,
+    mirror_dir: str | Path = MIRROR_DIR,
+    listen: Listen | None = None,
+) -> TransferReport:
+    """Bring a complete cache to `<url>/<name>/<fingerprint>`.
+
+    Each shard is read against its sums before it goes. Stopped at any moment, the same call goes on; what is
+    there already stays, and serves together with what is pushed.
+
+    Args:
+        path: The cache: a fingerprint's folder, or `<cache_dir>/<name>`.
+        url: The folder of caches at the address, `s3://bucket/caches`.
+        mirror_dir: Where the address has its mirror; little is kept there.
+        listen: Is told how far it is.
+    Raises:
+        CorruptError: A shard here is damaged; names it.
+        IncompleteError, FormatError: It is no complete cache, or its records lie in other files.
+        ReadOnlyError: The address may not be written.
+        StalledError: Another process of this machine wrote the index there for a minute.
+        StokerError: As `attach`.
+    """
+    began, cache = time.monotonic(), open_cache(path)
+    root = attach(url, mirror_dir)
+    target = root / cache.path.parent.name / cache.path.name
+    target.mkdir(mode=0o700, parents=True, exist_ok=True)
+    storage = LocalStorage(target)
+    if storage.mirror is None:
+        raise FormatError(f"{url} is itself a cache. Give the folder that holds caches by name")
+    report = TransferReport(url=storage.mirror.url_of(""), path=str(cache.path))
+    entries = _own_entries(cache)
+    storage.put(RECIPE_FILE, (cache.path / RECIPE_FILE).read_bytes())
+    bring_weights(cache.recipe, cache.path.parent.parent, root)
+    _send_shards(cache, entries, storage.mirror, report, listen)
+    for name in LocalStorage(cache.path).list():
+        if name == SOURCES_FILE or name.startswith("failures-"):
+            storage.put(name, (cache.path / name).read_bytes())
+    bad = {entry.file: entry.bad for entry in entries}
+    catalog = Catalog(storage, cache.recipe)
+
+    def list_shards() -> list[ShardInfo]:
+        return [replace(info, bad=bad.get(info.file, info.bad)) for info in catalog.refresh()]
+
+    with indexing(target):
+        index = write_index(storage, cache.recipe, list_shards)
+    report.records, report.complete = index.stored, index.complete
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def _own_entries(cache: Cache) -> list[ShardEntry]:
+    """The shards that serve.
+
+    Raises:
+        FormatError: Their records lie elsewhere.
+    """
+    if LocalStorage(cache.path).mirror is not None:
+        raise FormatError(f"{cache.path} is a copy of an address, in part. Pull it, and push that")
+    entries = [entry for entry in cache.index.shards if len(entry.segments)]
+    for entry in entries:
+        places = places_name(entry.file)
+        if places and (cache.path / places).exists():
+            raise FormatError(
+                f"{cache.path} serves files in place, which are not part of it. Precompute a cache of them"
+            )
+    return entries
+
+
+def _send_shards(
+    cache: Cache,
+    entries: list[ShardEntry],
+    mirror: MirrorFolder,
+    report: TransferReport,
+    listen: Listen | None,
+) -> None:
+    there = mirror.names.sizes()
+    missing = [entry for entry in entries if there.get(entry.file) != entry.bytes]
+    report.present = len(entries) - len(missing)
+    progress = Progress(count=len(missing), total=sum(entry.bytes for entry in missing))
+
+    def send(entry: ShardEntry) -> ShardEntry:
+        _check(cache, entry)
+        mirror.names.put_file(entry.file, cache.path / entry.file)
+        return entry
+
+    for entry in map_in_order(send, missing, what=f"pushing {cache.path}", threads=AT_ONCE):
+        progress.add(entry.bytes, listen)
+        report.shards += 1
+        report.bytes += entry.bytes
+
+
+def _check(cache: Cache, entry: ShardEntry) -> None:
+    """Read a shard against every sum; rows that the index leaves out aside."""
+    shard = cache.fresh_shard(next(i for i, one in enumerate(cache.index.shards) if one is entry))
+    for name in shard.columns:
+        for row, why in shard.damage(name).items():
+            if row not in entry.bad:
+                raise CorruptError(f"{why}. Nothing of it was pushed", shard=entry.file, folder=cache.path)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Clean up a mirror: copies here; at the address only when asked, and only what serves nothing.
+
+
+def clean(root: Path, policy: GcPolicy, *, dry_run: bool = False, at_address: bool = False) -> GcReport:
+    """Give back copies as `policy` says; any of them is fetched again when it is read.
+
+    Args:
+        root: The mirror.
+        policy: `max_bytes` and `older_than_s` are of copies; with neither, none go.
+        dry_run: Only list.
+        at_address: Also remove shards at the address that serve nothing in the index there. Nobody can tell
+            whether another machine has an earlier index open, so run it when none has.
+    Raises:
+        ConfigError: The policy is one for whole caches.
+        StokerError: The address does not answer, or may not be written.
+    """
+    if policy.keep is not None or policy.force:
+        raise ConfigError("--keep and --force are for folders of caches; here are copies of an address")
+    mirror = MirrorRoot(root)
+    report = GcReport(cache_dir=str(root), dry_run=dry_run)
+    if at_address:
+        _superseded(root, mirror.url, report)
+    held = kept = mirror.space.held()
+    report.bytes_before = held + sum(item.bytes for item in [*report.removed, *report.kept])
+    if policy.older_than_s is not None:
+        kept = min(kept, mirror.space.held(time.time() - policy.older_than_s))
+    if policy.max_bytes is not None:
+        kept = min(kept, policy.max_bytes)
+    if count := held - kept:
+        gone = count if dry_run else mirror.space.free(count)
+        reason = f"copies of {mirror.url} that were unused longest"
+        report.removed.append(GcItem(kind="copy", path=str(root), bytes=gone, reason=reason))
+    if not at_address:
+        report.unseen = (
+            f"these are copies here; --at-address also removes shards at {mirror.url} that serve nothing"
+        )
+    return report
+
+
+def _superseded(root: Path, url: str, report: GcReport) -> None:
+    for recipe in sorted(root.glob(f"[!.]*/[!.]*/{RECIPE_FILE}")):
+        folder = recipe.parent
+        found = find_superseded(folder)
+        for name, why in still_needed(folder, found.shards).items():
+            size = found.shards.pop(name)
+            report.kept.append(
+                GcItem(kind="shard", path=_at(root, url, folder, name), bytes=size, reason=why)
+            )
+        sizes = LocalStorage(folder).sizes()
+        found.damaged.clear()
+        why = drop_superseded(folder, found) if found.shards and not report.dry_run else None
+        for name in found.shards:
+            item = GcItem(
+                kind="shard",
+                path=_at(root, url, folder, name),
+                bytes=sizes.get(name, 0),
+                reason=why or "its records serve from other shards",
+            )
+            (report.kept if why else report.removed).append(item)
+
+
+def _at(root: Path, url: str, folder: Path, name: str) -> str:
+    return f"{url}/{folder.relative_to(root)}/{name}"

@@ -1,0 +1,807 @@
+"""Results as people read them: short lines and tables, figures with units, the next step last."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from stoker.schema import Json
+from stoker.train.config import EventSink
+from stoker.units import format_bytes, format_count, format_percent, format_seconds
+
+if TYPE_CHECKING:
+    from stoker.pipeline.caches import CacheFolder, CacheSummary
+    from stoker.pipeline.demo import DemoResult
+    from stoker.pipeline.import_pt import ImportResult
+    from stoker.pipeline.keep import RepairResult
+    from stoker.pipeline.plan import PlanResult, TaskPlans
+    from stoker.pipeline.precompute import CacheResult, PrecomputeResult
+    from stoker.pipeline.staging import StageReport
+    from stoker.pipeline.train import TrainResult
+    from stoker.pipeline.validate import Validation
+    from stoker.pipeline.why import Explanation
+    from stoker.schema import Field, Schema
+    from stoker.store import BadRecord, VerifyReport
+    from stoker.store.gc import GcItem, GcReport
+    from stoker.store.maintain import CompactReport
+    from stoker.train.config import TrainReport
+
+Cells: TypeAlias = tuple[str, ...]
+"""One row of a table, with rich's markup; a row may be shorter than others."""
+LEAST_WIDTH = 40
+"""Columns that are worth wrapping text into."""
+SHOWN = 20
+"""Lines of one kind (damaged records, quarantined samples) before the rest becomes a count."""
+DIGEST = re.compile(r"[0-9a-f]{32,}$")
+"""How a value ends that nobody reads whole."""
+STATUS_STYLE = {"pass": "green", "warn": "yellow", "fail": "red"}
+
+
+def precompute(result: PrecomputeResult, console: Console) -> None:
+    """Two lines per cache, then its quarantined samples."""
+    rows: list[Cells] = []
+    for cache in result.caches:
+        rows += cache_rows(cache.name, cache, named=False)
+        rows.append(("", escape(cache.place)))
+    table(console, rows)
+    for cache in result.caches:
+        failures = [f"  sample {f['number']:,} ({f['stage']}: {f['error']})" for f in cache.failures]
+        some(console, failures, f"{cache.name}: {len(failures)} quarantined")
+        if failures:
+            line = f"  stoker inspect {cache.place} lists them; --retry-quarantined tries again"
+            console.print(escape(line), soft_wrap=True)
+
+
+def plan(result: PlanResult, console: Console) -> None:
+    """One table row per tier, then the reason."""
+    rows: list[Cells] = [bold("tier", "records", "bytes", "load/batch", "stall")]
+    for row in result.plan.rows:
+        figures = (
+            format_count(row.records) if row.records else "-",
+            format_bytes(row.bytes) if row.records else "-",
+            "-" if row.load_s is None else format_seconds(row.load_s),
+            "-" if row.stall is None else format_percent(row.stall),
+        )
+        rows.append((row.tier, *figures, escape(row.note)))
+    table(console, rows, fixed=5, right=range(1, 5), gap=2)
+    console.print(escape(result.reason), soft_wrap=True)
+    for line in filter(None, (result.advice, result.together, result.on_gpus)):
+        console.print(escape(line), soft_wrap=True)
+
+
+def train(result: TrainResult, console: Console) -> None:
+    """What a run came to, its pictures, and how it started."""
+    table(console, _train_rows("train", result))
+    console.print(_startup(result), soft_wrap=True)
+
+
+def events(say: Callable[[str], None]) -> EventSink:
+    """A listener to the training loop that says what a person waits for: an epoch's figures, a resume."""
+
+    def listen(kind: str, facts: Mapping[str, Json]) -> None:
+        if kind == "epoch":
+            errors = [
+                f"{label} {_number(facts.get(key))}"
+                for label, key in (
+                    ("loss", "loss"), ("NRMSE", "val_nrmse"), ("persistence", "persistence_nrmse"),
+                )
+            ]  # fmt: skip
+            stall = facts.get("stall")
+            errors += [f"stall {format_percent(stall)}"] if isinstance(stall, float) else []
+            say(f"epoch {facts.get('epoch')} · step {facts.get('step')} · " + " · ".join(errors))
+        elif kind == "metrics":
+            for line in metrics(facts):
+                say(line)
+        elif kind == "resume":
+            say(f"resumed at step {facts.get('step')}, epoch {facts.get('epoch')}{_changes(facts)}")
+        elif kind == "skip":
+            say(f"passed over a checkpoint: {facts.get('why')}")
+
+    return listen
+
+
+def metrics(facts: Mapping[str, Any]) -> list[str]:
+    """A row of figures: the start-up table, or an epoch's pace."""
+    if "phases" in facts:
+        phases = facts["phases"]
+        total_s = sum(phase["seconds"] for phase in phases)
+        last = {"name": "first batch in all", "seconds": total_s, "note": ""}
+        rows: list[Mapping[str, Any]] = [*phases, last]
+        said = [
+            f"  {row['name']:<22}{format_seconds(row['seconds']):>10}   {row['note']}".rstrip()
+            for row in rows
+        ]
+        absent = facts["gpu"]
+        return said if absent is None else [*said, f"  GPU not measured: {absent}"]
+    said = [format_seconds(facts["training/epoch_time_sec"])]
+    rate, busy = facts.get("training/samples_per_sec"), facts.get("training/gpu_utilization_pct")
+    said += [] if rate is None else [f"{format_count(rate)} samples/s"]
+    said += [] if busy is None else [f"GPU {busy:.0f} % busy"]
+    said += [f"cost so far {facts['cost/run']:.3g}"] if "cost/run" in facts else []
+    return [f"epoch {facts['epoch']} took {' · '.join(said)}"]
+
+
+def _changes(facts: Mapping[str, Json]) -> str:
+    """What a resumed run has otherwise than before, as the event `resume` names it."""
+    changed = facts.get("changed")
+    pairs = changed.items() if isinstance(changed, dict) else ()
+    said = [f"{name} was {pair[0]}, is {pair[1]}" for name, pair in pairs if isinstance(pair, list)]
+    return f"; {'; '.join(said)}" if said else ""
+
+
+def demo(result: DemoResult, console: Console) -> None:
+    """The four steps and the two figures that matter."""
+    console.print(escape(result.machine), "", sep="\n", soft_wrap=True)
+    plan = result.plan
+    rows: list[Cells] = [
+        ("1  data", escape(result.data_line), format_seconds(result.data_s), escape(result.data_path))
+    ]
+    for number, cache in enumerate(result.caches):
+        rows += cache_rows("" if number else "2  cache", cache, named=True)
+    counts = f"{format_count(plan.records, 'record')} on the {plan.plan.tier} tier"
+    rows += [("3  plan", counts, "", escape(held(plan))), *_train_rows("4  train", result.train)]
+    table(console, rows, gap=2)
+    console.print("", _startup(result.train), sep="\n", soft_wrap=True)
+
+
+def inspect_folder(result: CacheFolder, console: Console) -> None:
+    """Print one line per cache, then why the others cannot be opened."""
+    rows: list[Cells] = [bold("name", "records", "size", "fields", "fingerprint")]
+    for cache in result.caches:
+        fields = ", ".join(f"{name} {field.shape}" for name, field in cache.fields.items())
+        count = f"{format_count(cache.records)} of {format_count(cache.count)}"
+        rows.append((escape(cache.name), count, format_bytes(cache.bytes), escape(fields), cache.fingerprint))
+    table(console, rows, fixed=3, right=range(1, 3), gap=2)
+    for name, why in result.unreadable.items():
+        console.print(f"{escape(name)}: {escape(why)}", soft_wrap=True)
+
+
+def _compressed(result: CacheSummary) -> str:
+    if result.bytes == result.raw_bytes:
+        return ""
+    part = format_percent(result.bytes / result.raw_bytes)
+    return f" ({part} of {format_bytes(result.raw_bytes)} uncompressed)"
+
+
+def inspect(result: CacheSummary, console: Console) -> None:
+    """Print one line per fact, then one per field."""
+    missing = result.count - result.records - len(result.quarantined)
+    counts = [f"{format_count(result.records)} of {format_count(result.count)} stored"]
+    counts += [f"{format_count(len(result.quarantined))} quarantined"] if result.quarantined else []
+    counts += [f"{format_count(missing)} not encoded yet"] if missing else []
+    facts: list[Cells] = [
+        ("cache", escape(result.name)),
+        ("address" if result.address else "path", escape(result.address or result.path)),
+        ("fingerprint", result.fingerprint),
+        ("records", ", ".join(counts)),
+        ("shards", f"{format_count(result.shards)}, {format_bytes(result.bytes)}{_compressed(result)}"),
+    ]
+    table(console, facts)
+    console.print()
+    rows: list[Cells] = [bold("field", "shape", "dtype", "mean", "std", "min", "max")]
+    for name, described in result.fields.items():
+        numbers: Mapping[str, object] = result.statistics.get(name) or {}
+        errors: Mapping[str, object] = result.error.get(name) or {}
+        figures = [_number(numbers.get(key)) for key in ("mean", "std", "min", "max")]
+        rounded = f"largest rounding error {_number(errors['max'])}" if errors.get("max") else ""
+        rows.append((name, escape(str(described.shape)), _dtype(described), *figures, rounded))
+    table(console, rows, fixed=7, right=range(3, 7), gap=2)
+    lines = [f"  sample {f['number']:,} ({f['stage']}: {f['error']})" for f in result.quarantined]
+    some(console, lines, "quarantined")
+
+
+def validate(result: Validation, console: Console) -> None:
+    """One row per check, failures coloured, the verdict last."""
+    styled = {row.status: f"[{STATUS_STYLE[row.status]}]{row.status}[/]" for row in result.rows}
+    table(console, [(styled[row.status], row.check, escape(row.detail)) for row in result.rows], fixed=2)
+    failed = sum(row.status == "fail" for row in result.rows)
+    warned = sum(row.status == "warn" for row in result.rows)
+    console.print(f"{failed} failed, {warned} to look at, {len(result.rows) - failed - warned} fine")
+
+
+def why(result: Explanation, console: Console) -> None:
+    """Each differing entry with both values, or that there is none."""
+    console.print(f"a  {escape(result.a)}", f"b  {escape(result.b)}", sep="\n", soft_wrap=True)
+    if result.same:
+        console.print("same recipe")
+        return
+    rows = [(d.entry, f"{_short(d.a)}  ->  {_short(d.b)}", d.note) for d in result.differences]
+    table(console, [tuple(map(escape, row)) for row in rows])
+
+
+def cache_rows(label: str, cache: CacheResult, *, named: bool) -> list[Cells]:
+    """Two rows; `named` repeats the cache's name where the label is another word."""
+    if cache.encoded:
+        counts = f"{format_count(cache.encoded)} of {format_count(cache.count)} encoded"
+        counts += f", {format_count(cache.reused)} reused" if cache.reused else ""
+        counts += f", {format_count(cache.adopted)} adopted" if cache.adopted else ""
+        rate = cache.encoded / cache.seconds if cache.seconds > 0 else 0.0
+        busy = cache.encode_seconds / cache.seconds if cache.seconds > 0 else 0.0
+        more = f"{format_count(rate)} samples/s · encoder busy {format_percent(min(1.0, busy))}"
+    else:
+        counts = f"{format_count(len(cache.cache), 'record')} ready, nothing to encode"
+        more = "source gone, cache used" if cache.source_gone else "same recipe"
+        if cache.adopted:
+            counts += f", {format_count(cache.adopted)} adopted"
+            more = "their samples are unchanged"
+    counts += f", {format_count(len(cache.failures))} quarantined"
+    counts = f"{cache.name}: {counts}" if named else counts
+    error = "" if not cache.error else f" · largest rounding error {cache.error:.1e}"
+    made = f"{cache.cache.fingerprint} · {_fields(cache.fields)} · {format_bytes(cache.bytes)}{error}"
+    return [(escape(label), escape(counts), format_seconds(cache.seconds), more), ("", made)]
+
+
+def _train_rows(label: str, result: TrainResult) -> list[Cells]:
+    report = result.report
+    stall = "" if report.stall is None else f"stall {format_percent(report.stall)} · "
+    errors = f"NRMSE {_number(report.val_nrmse)} (persistence {_number(report.persistence_nrmse)})"
+    return [
+        (label, result.extent, format_seconds(result.train_s), f"{stall}{report.tier} tier"),
+        ("", errors),
+        *([("", _physical(report))] if report.physical_nrmse is not None else []),
+        *(("", line) for line in _waited(result)),
+        ("", escape(" · ".join(result.pictures))),
+    ]
+
+
+def _physical(report: TrainReport) -> str:
+    """Errors of decoded fields, and what the encoder itself loses."""
+    lost = report.reconstruction_nrmse
+    beside = f"persistence {_number(report.physical_persistence_nrmse)}"
+    beside += "" if lost is None else f"; the encoder itself loses {_number(lost)}"
+    return f"in physical space {_number(report.physical_nrmse)} ({beside})"
+
+
+def _waited(result: TrainResult) -> list[str]:
+    """What a run waited for, and its step beside one that never waits; nothing where neither is known."""
+    report = result.report
+    said: list[str] = []
+    if report.ceiling_step_s is not None and report.step_s is not None:
+        alone = format_seconds(report.ceiling_step_s)
+        said.append(f"step {format_seconds(report.step_s)}, {alone} with its batch at hand")
+    waits = [f"{part} {format_seconds(spent)}" for part, spent in report.parts.items() if spent >= 0.0005]
+    said += [f"waited: {', '.join(waits)}"] if waits else []
+    return [" · ".join(said)] if said else []
+
+
+def _startup(result: TrainResult) -> str:
+    begin, cache = format_seconds(result.first_batch_s), format_seconds(result.cache_s)
+    again = "nothing was encoded" if result.cache_reused else "run it again: encoding is skipped"
+    return f"first batch {begin} after {cache} of cache work · {again}"
+
+
+def held(result: PlanResult) -> str:
+    """Bytes by tier, and from which step on nothing waits."""
+    tiers = [f"{format_bytes(row.bytes)} {row.tier}" for row in result.plan.rows if row.records]
+    quiet = result.plan.no_stall_step_s
+    return " · ".join([*tiers, *([] if quiet is None else [f"no stall from {format_seconds(quiet)} a step"])])
+
+
+def _fields(schema: Schema) -> str:
+    shown = [f"{escape(str(f.shape))} {_dtype(f)}" for f in schema.values() if f.shape]
+    return ", ".join(shown) or "scalars"
+
+
+def _dtype(field: Field) -> str:
+    return f"{field.dtype} + scales" if field.packed else field.dtype
+
+
+def bold(*names: str) -> Cells:
+    """The heading of a table."""
+    return tuple(f"[bold]{name}[/]" for name in names)
+
+
+def table(
+    console: Console, rows: Sequence[Cells], *, fixed: int = 1, right: Sequence[int] = (), gap: int = 3
+) -> None:
+    """Cells side by side. On a terminal too narrow for that, what follows the first `fixed` cells is wrapped
+    beside them, or below where little room is left; by words, never in a path, so that it can be copied.
+    """
+    texts = [[Text.from_markup(cell) for cell in row] for row in rows]
+    # The last cell of a row runs on as long as it is.
+    counted = [[cell.cell_len for cell in row[: max(fixed, len(row) - 1)]] for row in texts]
+    widths = [max(column) for column in zip_longest(*counted, fillvalue=0)]
+    places = [sum(widths[:i]) + gap * i for i in range(len(widths) + 1)]
+    if all(places[len(row) - 1] + row[-1].cell_len <= console.width for row in texts):
+        fixed = len(places)
+    indent = places[fixed] if fixed < len(places) and console.width - places[fixed] >= LEAST_WIDTH else 2
+    for row in texts:
+        for i, (cell, width) in enumerate(zip(row[:fixed], widths, strict=False)):
+            cell.align("right" if i in right else "left", max(width, cell.cell_len))
+        line = Text(" " * gap).join(row[:fixed])
+        lines = _flow([cell.plain for cell in row[fixed:]], console.width - indent, gap)
+        if lines and indent > 2:
+            line.append(" " * (indent - line.cell_len) + lines.pop(0))
+        line.rstrip()
+        if line:
+            console.print(line, soft_wrap=True)
+        for piece in lines:
+            console.print(Text(" " * indent + piece), soft_wrap=True)
+
+
+def _flow(cells: Sequence[str], width: int, gap: int) -> list[str]:
+    """Cells on lines of `width`, as many on each as fit.
+
+    >>> _flow(["two words", "2.1 s", "a longer text"], 18, 2)
+    ['two words  2.1 s', 'a longer text']
+    """
+    lines = [""]
+    for cell in cells:
+        joined = f"{lines[-1]}{' ' * gap}{cell}".strip()
+        if len(joined) <= width:
+            lines[-1] = joined
+        else:
+            lines += textwrap.wrap(cell, max(1, width), break_long_words=False, break_on_hyphens=False)
+    return [line for line in lines if line]
+
+
+def some(console: Console, lines: list[str], title: str) -> None:
+    """A title and the first lines; how many more there are."""
+    if not lines:
+        return
+    console.print(escape(title))
+    for line in lines[:SHOWN]:
+        console.print(escape(line))
+    if len(lines) > SHOWN:
+        console.print(f"  and {format_count(len(lines) - SHOWN)} more; --json lists all")
+
+
+def _number(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, int | float) else "-"
+
+
+def _short(value: object) -> str:
+    """A value; of a long digest only as much as tells it from others."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return f"{text[:16]}…{text[-8:]}" if DIGEST.search(text) and len(text) <= 80 else text
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Results of the commands that look after caches, as people read them.
+
+
+def verify(result: VerifyReport, console: Console) -> None:
+    """The count that is right, then what is not by shard, then what was not looked at."""
+    console.print(_matching(result.records, result.bad))
+    count = len(_samples(result.bad))
+    title = f"{format_count(count)} damaged" if count else "damaged, and no record with it"
+    some(console, _by_shard(result.bad), title)
+    if result.bad:
+        console.print(
+            "stoker verify PATH --repair sets them aside, and says how they are encoded again", soft_wrap=True
+        )
+    if result.unchecked:
+        console.print(f"not looked at: {'; '.join(result.unchecked)}", soft_wrap=True)
+
+
+def stage(result: StageReport, console: Console) -> None:
+    """A line for each task, and where its copies are."""
+    for one in result.tasks:
+        files = f"{format_count(one.files, 'file')}, {format_bytes(one.bytes)}"
+        if not one.staged:
+            console.print(
+                f"[bold]{escape(one.task)}[/]  not staged: {escape(one.reason)} ({files})", soft_wrap=True
+            )
+            continue
+        copied = f"{format_bytes(one.copied_bytes)} copied in {format_seconds(one.seconds)}"
+        console.print(f"[bold]{escape(one.task)}[/]  {files}, {copied}: {escape(one.reason)}", soft_wrap=True)
+        console.print(f"  {escape(str(one.path))}", soft_wrap=True)
+
+
+def repair(result: RepairResult, console: Console) -> None:
+    """What was set aside, and what to do about the rest."""
+    report = result.report
+    rows = [
+        ("read", format_count(report.records, "record")),
+        ("damaged or lost", format_count(len(_samples(report.bad)))),
+        ("shards set aside", _count(report.set_aside)),
+        ("shards gone", _count(report.lost)),
+        ("temporaries swept", format_count(report.swept)),
+        ("index", escape(_index(result))),
+    ]
+    table(console, rows)
+    some(console, _by_shard(report.bad), "damaged")
+    some(console, [f"  {shard}: {why}" for shard, why in report.unread], "not readable now")
+    if result.encoded is not None:
+        console.print(f"encoded again: {format_count(result.encoded)}")
+    if result.ok:
+        console.print("complete: every sample is stored or quarantined")
+        return
+    from stoker.pipeline.keep import number_ranges
+
+    count = len(result.missing)
+    have = f"{format_count(count, 'sample')} {'has' if count == 1 else 'have'}"
+    samples = f"{have} to be encoded: {number_ranges(result.missing)}"
+    console.print(escape(samples), soft_wrap=True)
+    console.print(escape(f"  {result.command}"), soft_wrap=True)
+    made = "folder and options of the first import" if result.imported else "settings that made it"
+    console.print(f"  with the {made}", soft_wrap=True)
+
+
+def compact(result: CompactReport, console: Console) -> None:
+    """Shards before and after, and what is left behind."""
+    if result.merged:
+        console.print(
+            f"{format_count(result.merged, 'shard')} became {format_count(result.written)}: "
+            f"{format_count(result.records, 'record')} moved, {format_count(result.shards_before, 'shard')} "
+            f"before, {format_count(result.shards_after)} now, {format_bytes(result.bytes_before)} became "
+            f"{format_bytes(result.bytes_after)}",
+            soft_wrap=True,
+        )
+    else:
+        console.print(f"nothing to merge: {format_count(result.shards_after, 'shard')}")
+    if result.superseded_bytes:
+        size = format_bytes(result.superseded_bytes)
+        console.print(
+            f"{size} of superseded shards stay for open readers; {_cleaner(result)} removes them",
+            soft_wrap=True,
+        )
+    left = [f"  {shard}: {_fact(shard, why)}" for shard, why in result.left]
+    some(console, left, "left as they are, being damaged")
+    if result.left:
+        console.print("stoker verify PATH --repair sets the records aside")
+
+
+def _cleaner(result: CompactReport) -> str:
+    """The command that removes what a compaction left."""
+    if result.address is None:
+        return "stoker gc"
+    folder = result.address.rsplit("/", 2)[0]
+    return escape(f"stoker gc {folder} --at-address")
+
+
+def gc(result: GcReport, console: Console) -> None:
+    """Each thing with its size and reason, then what stays although the policy names it."""
+    _items(console, result.removed, "would be removed" if result.dry_run else "removed")
+    _items(console, result.kept, "kept")
+    left = format_bytes(result.bytes_left)
+    if result.removed:
+        freed = format_bytes(result.bytes_removed)
+        console.print(f"{freed} {'would be' if result.dry_run else 'are'} freed, {left} are kept")
+    else:
+        console.print(f"nothing to remove, {left} are kept")
+    if result.unseen:
+        console.print(escape(result.unseen), soft_wrap=True)
+
+
+def import_pt(result: ImportResult, console: Console) -> None:
+    """What was stored, and every sample that was not."""
+    cache = result.cache
+    counts = f"{format_count(result.imported)} imported, {format_count(result.reused)} there before, "
+    counts += f"{format_count(len(result.failures))} missing or broken"
+    table(
+        console,
+        [
+            (escape(cache.name), counts, format_seconds(result.seconds)),
+            ("", escape(str(cache.path))),
+        ],
+    )
+    some(console, [f"  sample {f['number']:,}: {f['error']}" for f in result.failures], "not imported")
+    lines = [
+        f"  {name}: in {format_count(count)} file{'s' * (count > 1)}"
+        for name, count in result.left_out.items()
+    ]
+    some(console, lines, "left out, since no field can hold text, lists or nothing")
+    if result.ignored:
+        files = "1 other file" if result.ignored == 1 else f"{format_count(result.ignored)} other files"
+        console.print(f"{files} ignored")
+    console.print(escape(f"stoker.open_cache({str(cache.path)!r}) serves what is there"), soft_wrap=True)
+    if result.failures:
+        console.print("once the files are fixed, the same command makes a cache of all", soft_wrap=True)
+
+
+def _matching(records: int, bad: Sequence[BadRecord]) -> str:
+    sound = format_count(records - len(_samples(bad)))
+    return f"{sound} of {format_count(records)} records match their checksums"
+
+
+def _samples(bad: Sequence[BadRecord]) -> list[int]:
+    return sorted({record.index for record in bad if record.index >= 0})
+
+
+def _by_shard(bad: Sequence[BadRecord]) -> list[str]:
+    """One line for each file: what is wrong, and with which samples."""
+    by_file: dict[str, list[BadRecord]] = {}
+    for record in bad:
+        by_file.setdefault(record.shard, []).append(record)
+    return [
+        f"  {file}{_damaged(_samples(found))}: {_fact(file, found[0].why)}" for file, found in by_file.items()
+    ]
+
+
+def _fact(file: str, why: str) -> str:
+    """What is wrong with a file, without its path and the advice, which the lines around it give."""
+    return why.rpartition(f"{file}: ")[2].partition(". `stoker ")[0]
+
+
+def _damaged(numbers: Sequence[int]) -> str:
+    """How many samples of a shard are damaged, and which, as far as they fit."""
+    if not numbers:
+        return ""
+    which = ", ".join(f"{number:,}" for number in numbers[:SHOWN])
+    more = f" and {format_count(len(numbers) - SHOWN)} more" if len(numbers) > SHOWN else ""
+    return f": {format_count(len(numbers))} damaged, sample{'s' * (len(numbers) > 1)} {which}{more}"
+
+
+def _count(names: list[str]) -> str:
+    return f"{format_count(len(names))}{': ' + escape(', '.join(names[:3])) if names else ''}"
+
+
+def _index(result: RepairResult) -> str:
+    why = result.report.index
+    return f"generation {result.report.generation}" + (f", made again: {why}" if why else "")
+
+
+def _items(console: Console, items: list[GcItem], title: str) -> None:
+    """One line for each thing; the shards of a folder that go or stay for one reason share one."""
+    alike: dict[tuple[str, str, str], list[GcItem]] = {}
+    for item in items:
+        place = item.path if item.kind in ("fingerprint", "weights") else str(Path(item.path).parent)
+        alike.setdefault((item.kind, item.reason, place), []).append(item)
+    rows = [bold(title, "size", "why", "")]
+    for (kind, reason, place), found in alike.items():
+        many = len(found) > 1
+        path = place if many else found[0].path
+        name = f"{format_count(len(found))} × {kind}" if many else kind
+        rows.append((name, format_bytes(sum(item.bytes for item in found)), escape(reason), escape(path)))
+    if items:
+        table(console, rows, right=(1,))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Results of several tasks as people read them.
+
+
+COLUMNS = {
+    "val_nrmse": "NRMSE",
+    "persistence_nrmse": "persistence",
+    "rollout_nrmse": "roll-out",
+    "rollout_persistence_nrmse": "persistence",
+    "physical_nrmse": "physical",
+    "physical_persistence_nrmse": "persistence",
+    "reconstruction_nrmse": "encoder's own",
+}
+"""Errors of a task in the order of their columns; those in physical space are there with a decoder."""
+
+
+def precompute_of_tasks(result: PrecomputeResult, console: Console) -> None:
+    """The caches, then the tasks that failed."""
+    precompute(result, console)
+    for failure in result.failed:
+        console.print(escape(f"task {failure.task} failed: {failure.to_json()['error']}"), soft_wrap=True)
+
+
+def plan_of_tasks(result: TaskPlans, console: Console) -> None:
+    """A row for each task and tier that holds some of it, then the reasons."""
+    rows: list[Cells] = [bold("task", "tier", "records", "bytes")]
+    for task, each in result.plans.items():
+        for row in each.plan.rows:
+            if row.records:
+                rows.append((escape(task), row.tier, format_count(row.records), format_bytes(row.bytes)))
+    table(console, rows, fixed=4, right=range(2, 4), gap=2)
+    for task, each in result.plans.items():
+        console.print(escape(f"{task}: {each.reason}"), soft_wrap=True)
+
+
+def train_of_tasks(result: TrainResult, console: Console) -> None:
+    """What a run came to, then each task's own errors."""
+    train(result, console)
+    tasks = result.report.tasks
+    names = [name for name in COLUMNS if any(name in errors for errors in tasks.values())]
+    rows: list[Cells] = [bold("task", *(COLUMNS[name] for name in names))]
+    for task, errors in tasks.items():
+        rows.append((escape(task), *(_figure(errors.get(name)) for name in names)))
+    if tasks:
+        table(console, rows, fixed=len(names) + 1, right=range(1, len(names) + 1), gap=2)
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# A training run as it goes on: one screen on a terminal, a line every ten seconds without one.
+#
+# Both are drawn from the events of the training loop alone. The picture is made by `draw`, a pure function
+# of `Screen`; so what is on the screen can be tested without one.
+
+
+LINE_S = 10.0
+"""Seconds between two lines without a terminal."""
+BAR = 28
+"""Columns of a bar."""
+PARTS = ("fetch", "read", "gather", "copy", "transform", "wait")
+
+
+@dataclass(slots=True, kw_only=True)
+class Screen:
+    """What is known of a run; filled by its events."""
+
+    name: str = ""
+    tiers: dict[str, int] = field(default_factory=dict[str, int])
+    """Records per tier, as planned."""
+    reason: str = ""
+    """Why."""
+    step: int = 0
+    total: int = 0
+    epoch: int = 0
+    loss: float | None = None
+    last: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The last interval of the meter."""
+    left_s: float | None = None
+    """Seconds to go; None before the pace is known."""
+    error: float | None = None
+    """Validation error of the last epoch."""
+
+    def take(self, kind: str, facts: Mapping[str, Json], elapsed_s: float, done: int) -> None:
+        """Take in one event; `done` steps were done by this process in `elapsed_s`."""
+        known = cast("Mapping[str, Any]", facts)
+        if kind == "serve":
+            self.tiers, self.reason, self.name = known["tiers"], known["reason"], known["name"]
+        elif kind in ("start", "stage"):
+            self.step, self.total = known["step"], known["total"]
+        elif kind == "step":
+            self.step, self.loss, self.epoch = known["step"], known["loss"], known["epoch"]
+        elif kind == "stall":
+            self.step, self.epoch, self.last = known["step"], known["epoch"], known
+            self.left_s = (self.total - self.step) * elapsed_s / done if done else None
+        elif kind == "epoch":
+            self.error = known.get("val_nrmse")
+
+    @property
+    def rate(self) -> float:
+        """Examples a second in the last interval."""
+        spent_s = self.last.get("wait_s", 0.0) + self.last.get("step_s", 0.0)
+        return self.last.get("examples", 0) / spent_s if spent_s else 0.0
+
+    def parts(self) -> dict[str, float]:
+        """What was waited for in the last interval, as parts of its wall time."""
+        spent_s = self.last.get("wait_s", 0.0) + self.last.get("step_s", 0.0)
+        found = self.last.get("parts", {})
+        return {part: found.get(part, 0.0) / spent_s if spent_s else 0.0 for part in PARTS}
+
+
+def draw(screen: Screen) -> Group:
+    """One screen: how far, how fast, waiting for what, and from where it is served."""
+    head = Table.grid(padding=(0, 2))
+    left = "" if screen.left_s is None else f"{format_seconds(screen.left_s)} left"
+    head.add_row(
+        Text(screen.name or "train", style="bold"),
+        ProgressBar(total=max(1, screen.total), completed=screen.step, width=BAR),
+        f"step {format_count(screen.step)} of {format_count(screen.total)}",
+        f"epoch {screen.epoch}",
+        left,
+    )
+    figures = [f"{format_count(screen.rate)} samples/s"]
+    figures += [] if screen.loss is None else [f"loss {screen.loss:.3g}"]
+    figures += [] if screen.error is None else [f"NRMSE {screen.error:.3g}"]
+    lost = screen.last.get("lost")
+    figures += [] if lost is None else [f"{format_percent(lost)} below its compute-only ceiling"]
+    return Group(head, Text("  " + " · ".join(figures)), _waits(screen), _tiers(screen), _reason(screen))
+
+
+def _waits(screen: Screen) -> RenderableType:
+    stall = screen.last.get("stall")
+    table = Table.grid(padding=(0, 2))
+    if stall is None:
+        return Text("  stall  measured in a moment", style="dim")
+    colour = "green" if stall < 0.02 else "yellow" if stall < 0.1 else "red"
+    figure = Text(format_percent(stall), style=colour)
+    table.add_row("  stall ", _bar(stall, colour), figure, " · ".join(_said(screen)))
+    return table
+
+
+def _said(screen: Screen) -> list[str]:
+    """Parts of the wait that are worth a word."""
+    return [f"{part} {format_percent(value)}" for part, value in screen.parts().items() if value >= 0.0005]
+
+
+def _tiers(screen: Screen) -> Table:
+    """A bar per tier: the share of examples that it serves now, and the records that are meant for it."""
+    served = cast("Mapping[str, int]", screen.last.get("tiers", {}))
+    total = sum(served.values())
+    table = Table.grid(padding=(0, 2))
+    for tier, records in screen.tiers.items():
+        share = served.get(tier, 0) / total if total else 0.0
+        if records or share:
+            meant = format_count(records, "record")
+            table.add_row(f"  {tier:<6}", _bar(share, "blue"), format_percent(share) + " of batches", meant)
+    return table
+
+
+def _reason(screen: Screen) -> RenderableType:
+    return Padding(Text(screen.reason, style="dim"), (0, 0, 0, 2)) if screen.reason else Text("")
+
+
+def _bar(fraction: float, style: str) -> ProgressBar:
+    done = min(1.0, fraction)
+    return ProgressBar(total=1.0, completed=done, width=BAR, complete_style=style, finished_style=style)
+
+
+def line(screen: Screen) -> str:
+    """The same in one line."""
+    parts = [f"step {format_count(screen.step)} of {format_count(screen.total)}"]
+    parts += [f"{format_count(screen.rate)} samples/s"]
+    parts += [] if screen.loss is None else [f"loss {screen.loss:.3g}"]
+    waits = _said(screen)
+    stall = format_percent(screen.last.get("stall", 0.0))
+    parts.append(f"stall {stall}" + (f" ({', '.join(waits)})" if waits else ""))
+    served = cast("Mapping[str, int]", screen.last.get("tiers", {}))
+    if served:
+        parts.append(f"{max(served, key=lambda tier: served[tier])} tier")
+    parts += [] if screen.left_s is None else [f"{format_seconds(screen.left_s)} left"]
+    return " · ".join(parts)
+
+
+class Watcher:
+    """Listens to the training loop and shows it; `listen` is the `EventSink`."""
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        show: Callable[[Screen], None] | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`show` draws a screen; None: `say` gets a line every `LINE_S` instead."""
+        self._screen = Screen()
+        self._say = say
+        self._show = show
+        self._clock = clock
+        self._begun_s = clock()
+        self._first = 0
+        self._due_s = clock() + LINE_S
+
+    def listen(self, kind: str, facts: Mapping[str, Json]) -> None:
+        """Take in one event, and show what is due."""
+        now_s = self._clock()
+        if kind in ("start", "stage"):
+            self._begun_s, self._first = now_s, cast(int, facts["step"])
+        done = cast(int, facts["step"]) - self._first if kind == "stall" else 0
+        self._screen.take(kind, facts, now_s - self._begun_s, done)
+        if self._show is not None:
+            if kind in ("serve", "start", "stage", "stall", "epoch"):
+                self._show(self._screen)
+        elif kind == "stall" and now_s >= self._due_s:
+            self._due_s = now_s + LINE_S
+            self._say(line(self._screen))
+
+
+@contextmanager
+def watching(console: Console, say: Callable[[str], None], *, live: bool) -> Generator[EventSink]:
+    """Show a run while the block lasts; what is printed meanwhile appears above the screen.
+
+    Args:
+        console: Where the screen is drawn.
+        say: Prints one line.
+        live: Draw a screen; else lines.
+    """
+    if not live:
+        yield Watcher(say, None).listen
+        return
+    view = Live(console=console, auto_refresh=False, transient=True)
+
+    def show(screen: Screen) -> None:
+        view.start()  # not before training: what encodes has a screen of its own
+        view.update(draw(screen), refresh=True)
+
+    try:
+        yield Watcher(say, show).listen
+    finally:
+        view.stop()

@@ -1,0 +1,516 @@
+"""What commands that train share: the run with its screen, and the verdict on one that waited too long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from stoker.cli.edge import Edge, edge, joined, refuse_ranks
+from stoker.cli.flags import Debug, Json, config_and_overrides, tell_settings
+from stoker.cli.output import Cells, bold, table
+from stoker.errors import ConfigError, StalledError
+from stoker.precompute.heartbeat import started_ns
+from stoker.runtime.files import make_folder
+from stoker.units import format_bytes, format_count, format_percent, format_seconds
+
+if TYPE_CHECKING:
+    from stoker.config.models import Config
+    from stoker.pipeline.bench import BenchResult, EncodeBench, Figure, Job
+    from stoker.pipeline.radio import RadioResult
+    from stoker.pipeline.train import TrainResult
+    from stoker.plan import Simulation
+    from stoker.profile.result import Profile
+
+
+def load_settings(out: Edge, path: Path, overrides: Sequence[str], *, earlier: bool = False) -> Config:
+    """Return the settings of a file and a command line; what of them has no effect any more is said."""
+    from stoker.config import load_config
+
+    settings = load_config(path, overrides, earlier=earlier)
+    for note in settings.notes:
+        out.note(note)
+    return settings
+
+
+def run_training(out: Edge, settings: Config, *, live: bool | None = None, stage: str | None = None) -> None:
+    """Encode what is missing, train and print the result; `live` None: a screen on a terminal alone."""
+    from stoker.cli import output
+    from stoker.cli.output import watching
+    from stoker.pipeline.train import train_config
+
+    drawn = out.notes.is_terminal if live is None else live
+    started = started_ns() / 1e9
+    with joined(settings) as ranks, watching(out.notes, out.note, live=drawn) as watch:
+        listeners = (watch, output.events(out.note))
+
+        def listen(kind: str, facts: Mapping[str, Any]) -> None:
+            for listener in listeners:
+                listener(kind, facts)
+
+        result = train_config(settings, started=started, on_event=listen, ranks=ranks, stage=stage)
+    out.show(result, output.train_of_tasks)
+    judge(out, result)
+
+
+def judge(out: Edge, result: TrainResult) -> None:
+    """End with exit code 5 where a run waited longer than it was allowed to."""
+    if result.over_budget is not None:
+        out.note(result.over_budget)
+        raise typer.Exit(StalledError.exit_code)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The command that does the whole job on data it makes: a simulation, or rows of a database.
+
+
+def register_demo(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command()(demo)
+
+
+def demo(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[radio] [KEY=VALUE]",
+            help="What to do it on, and settings, as training.epochs=3; default: a simulation.",
+        ),
+    ] = None,
+    database: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Of radio: sqlite:///FILE or postgresql://...; default: data/demo/radio.db."
+        ),
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Do the whole job on generated data.
+
+    Simulates Burgers' equation, encodes, plans and trains; needs no download. A second run finds its cache.
+    With `radio` it makes 4,030 rows of a database, and trains a network that finds transmitters.
+
+    \b
+    Example:
+      stoker demo
+      stoker demo training.epochs=5
+      stoker demo radio --database postgresql:///lab
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        refuse_ranks("demo")
+        given = list(words or [])
+        kinds = [word for word in given if "=" not in word]
+        if kinds not in ([], ["radio"]):
+            raise ConfigError(f"a demo of {' '.join(kinds)} is not known. Expected radio, or key=value alone")
+        overrides = [word for word in given if "=" in word]
+        if kinds:
+            from stoker.pipeline.radio import DATABASE, run_radio
+
+            out.show(run_radio(overrides, database=database or DATABASE, say=out.note), show_radio)
+            return
+        if database is not None:
+            raise ConfigError("--database is for the rows of `stoker demo radio`. Leave it out, or add radio")
+        from stoker.cli import output
+        from stoker.pipeline.demo import run_demo
+
+        result = run_demo(overrides, started=started_ns() / 1e9, on_event=output.events(out.note))
+        out.show(result, output.demo)
+        judge(out, result.train)
+
+
+def show_radio(result: RadioResult, console: Console) -> None:
+    """The four steps and the figure that matters."""
+    from stoker.cli import output
+
+    console.print(escape(result.machine), "", sep="\n", soft_wrap=True)
+    rows: list[output.Cells] = [
+        ("1  data", escape(result.data_line), format_seconds(result.data_s), escape(result.database))
+    ]
+    for number, cache in enumerate(result.caches):
+        rows += output.cache_rows("" if number else "2  cache", cache, named=True)
+    size = f"{format_bytes(result.record_bytes)} each"
+    held = f"{format_count(result.plan.records, 'record')} of {size} on the {result.plan.plan.tier} tier"
+    stall = (
+        f"{format_count(result.steps, 'step')}, stall {format_percent(result.stall)}, loss {result.loss:.3f}"
+    )
+    rows += [
+        ("3  plan", held, "", escape(output.held(result.plan))),
+        ("4  train", stall, format_seconds(result.train_s), escape(result.run_dir)),
+    ]
+    output.table(console, rows, gap=2)
+    near, far = result.trained, result.untrained
+    console.print()
+    console.print(
+        f"position error {format_count(near.mean_m)} m (median {format_count(near.p50_m)} m), untrained "
+        f"{format_count(far.mean_m)} m · loss from the cache {result.losses[0]:.6f}, from the database "
+        f"{result.losses[1]:.6f}",
+        soft_wrap=True,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The command that sets one's own cache beside the limits of the machine.
+
+
+PICTURE = Path("runs/bench.png")
+BATCH_SIZE = 256
+
+
+def register_bench(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command()(bench)
+
+
+def bench(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[encode] [CONFIG | CACHE] [KEY=VALUE]",
+            help="Settings, or a cache's folder: serve its batches. Left out: measure the machine alone.",
+        ),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="How long to measure, in all.")] = 20.0,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help=f"Examples in a batch of a CACHE; default: {BATCH_SIZE}.")
+    ] = None,
+    picture: Annotated[Path, typer.Option(help="Where to draw the figures.")] = PICTURE,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure this machine and how fast tiers serve.
+
+    First its limits: copying and gathering in memory, reading from disk, copying to a GPU. Then how fast each
+    tier serves the batches of a cache, and what part of its limit that is. The cache is only read; all that
+    is written is the picture.
+
+    \b
+    Example:
+      stoker bench configs/train_burgers_32dim.yaml
+      stoker bench data/latent_cache/burgers1d_train --seconds 10
+      stoker bench encode configs/train_burgers_32dim.yaml
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        if words and words[0] == "encode":
+            out.show(_encode(words[1:]), show_encode)
+            return
+        from stoker.pipeline.bench import run_bench
+
+        out.show(run_bench(_job(words or [], batch_size), seconds=seconds, picture=picture), show_bench)
+
+
+def _encode(words: list[str]) -> EncodeBench:
+    from stoker.config import load_config
+    from stoker.pipeline.bench import bench_encode
+
+    return bench_encode(load_config(*config_and_overrides(words)))
+
+
+def show_encode(result: EncodeBench, console: Console) -> None:
+    """The sizes that were tried, and the setting."""
+    found = result.found
+    rows: list[Cells] = [bold("samples a call", "a call", "samples/s", "of the fastest")]
+    best = max((trial.samples_s for trial in found.trials), default=1.0)
+    rows += [
+        (
+            str(one.samples),
+            format_seconds(one.call_s),
+            f"{one.samples_s:.4g}",
+            format_percent(one.samples_s / best),
+        )
+        for one in found.trials
+    ]
+    if found.trials:
+        table(console, rows, fixed=4, right=range(4), gap=2)
+    console.print(escape(f"{found.device}: {found.why}"), soft_wrap=True)
+    force = result.in_force
+    now = "auto, nothing known yet" if force is None else f"{force.samples or result.fixed} ({force.where})"
+    console.print(escape(f"in force: {now}; the fixed rule gives {result.fixed}"), soft_wrap=True)
+    console.print(escape(result.setting), soft_wrap=True)
+
+
+def _job(words: list[str], batch_size: int | None) -> Job | None:
+    from stoker.config import load_config
+    from stoker.pipeline.bench import job_of_cache, job_of_config
+
+    paths, overrides = tell_settings(words)
+    if len(paths) > 1 or (overrides and not (paths and paths[0].suffix in (".yaml", ".yml"))):
+        raise ConfigError(
+            f"expected one CONFIG with settings, one CACHE, or nothing, found {', '.join(words)}. "
+            "Settings are written key=value and go with a CONFIG"
+        )
+    if paths and paths[0].is_dir():
+        return job_of_cache(paths[0], batch_size or BATCH_SIZE)
+    if batch_size is not None:
+        raise ConfigError(
+            f"--batch-size {batch_size} is of a CACHE. Write training.batch_size={batch_size} after a CONFIG"
+        )
+    if not paths:
+        return None
+    return job_of_config(load_config(paths[0], overrides))
+
+
+def show_bench(result: BenchResult, console: Console) -> None:
+    """Tiers beside their limits, the limits, what to do."""
+    console.print(escape(result.machine), soft_wrap=True)
+    if result.cache:
+        console.print(escape(result.cache), soft_wrap=True)
+    console.print()
+    rows: list[Cells] = []
+    if result.tiers:
+        rows.append(bold("tier", "serves", "a batch", "of its limit", ""))
+        rows += [(name, *_figures(figure), _note(figure)) for name, figure in result.tiers.items()]
+        rows.append(("",))
+    rows.append(bold("limit of this machine", "at most", "", "", ""))
+    rows += [(name, _rate(f.bytes_s), "", "", _note(f)) for name, f in result.limits.items()]
+    table(console, rows, fixed=4, right=range(1, 4), gap=2)
+    console.print("", escape(result.advice), sep="\n", soft_wrap=True)
+    if result.picture is not None:
+        console.print(escape(f"{result.picture} · {format_seconds(result.seconds)}"), soft_wrap=True)
+
+
+def _figures(figure: Figure) -> Cells:
+    fraction = "-" if figure.fraction is None else format_percent(figure.fraction)
+    batch = "-" if figure.batch_s is None else format_seconds(figure.batch_s)
+    return (_rate(figure.bytes_s), batch, fraction)
+
+
+def _note(figure: Figure) -> str:
+    scattered = f", rounds differ by {format_percent(figure.scatter)}" if figure.scatter > 0.2 else ""
+    return escape(figure.what + scattered)
+
+
+def _rate(bytes_s: float) -> str:
+    return f"{bytes_s / 1e9:.3g} GB/s" if bytes_s >= 1e9 else f"{bytes_s / 1e6:.3g} MB/s"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The command that says where the time of a training goes: somebody's own script, or a configuration.
+
+
+PAGE = Path("runs/profile.html")
+
+
+def register_profile(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command()(profile)
+
+
+def profile(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    what: Annotated[
+        Path,
+        typer.Argument(metavar="SCRIPT | CONFIG", readable=False, help="What trains: Python, or settings."),
+    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE | ARGUMENTS", help="Settings; of a script its own, after `--`."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Batches to time of each kind.")] = 50,
+    budget: Annotated[
+        str | None, typer.Option(metavar="stall=2%", help="Waiting longer than this is exit code 5.")
+    ] = None,
+    price_per_hour: Annotated[float | None, typer.Option(help="What the machine costs an hour.")] = None,
+    price: Annotated[
+        list[str] | None, typer.Option(metavar="H100=2.59", help="What another GPU costs; may be repeated.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(metavar="S", help="Seconds that it may take.")] = 600.0,
+    page: Annotated[Path, typer.Option(help="Where to write the page.")] = PAGE,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a training waits for.
+
+    A script runs until its first DataLoader was timed: its own batches, then one at hand, then a made-up
+    one. A configuration's training is timed so, and every stage of some samples: open, read, encode, write.
+    What each tier, and other GPUs, would make of it is predicted.
+
+    \b
+    Example:
+      stoker profile train.py
+      stoker profile train.py --budget stall=2% -- --epochs 1
+      stoker profile configs/train_burgers_32dim.yaml training.tier=disk --price H100=2.59
+    """
+    with edge(as_json=as_json, debug=debug) as out:
+        most = None if budget is None else _budget(budget)
+        prices = _prices(price or [])
+        from stoker.pipeline.folders import require_writable
+        from stoker.profile.page import write_page
+
+        require_writable(page.parent, "the folder of --page")
+        if what.suffix.lower() in {".yaml", ".yml"}:
+            found = _of_config(out, what, words or [], (steps, price_per_hour, prices, timeout))
+        else:
+            from stoker.profile.run import profile_script
+
+            found = profile_script(
+                what,
+                words or [],
+                steps=steps,
+                price_per_hour=price_per_hour,
+                prices=prices,
+                timeout_s=timeout,
+            )
+        write_page(found, page, title=what.name)
+        out.show(found, show_profile)
+        out.note(str(page))
+        if most is not None and found.loop.stall > most:
+            stall = format_percent(found.loop.stall)
+            out.note(f"stall {stall}, and --budget allows {format_percent(most)}. {found.verdict}")
+            raise typer.Exit(StalledError.exit_code)
+
+
+def _of_config(
+    out: Edge, path: Path, overrides: list[str], asked: tuple[int, float | None, Mapping[str, float], float]
+) -> Profile:
+    from stoker.pipeline.profile import profile_config
+    from stoker.runtime.libc import keep_freed_memory
+
+    keep_freed_memory()  # as where caches are filled: without it an encoder's time may double
+    config = load_settings(out, path, overrides)
+    steps, price_per_hour, prices, timeout_s = asked
+    return profile_config(
+        config, steps=steps, price_per_hour=price_per_hour, prices=prices, timeout_s=timeout_s
+    )
+
+
+def _budget(text: str) -> float:
+    """The largest stall of `stall=2%`, or of `2%` alone."""
+    name, _, value = text.rpartition("=")
+    try:
+        most = float(value.removesuffix("%")) / (100 if value.endswith("%") else 1)
+    except ValueError:
+        most = -1.0
+    if name not in ("", "stall") or not 0 <= most <= 1:
+        raise ConfigError(f"--budget {text} is not understood. Expected a part of the time, as 2% or 0.02")
+    return most
+
+
+def _prices(words: list[str]) -> dict[str, float]:
+    """Prices by name, of `H100=2.59`."""
+    found: dict[str, float] = {}
+    for word in words:
+        name, _, value = word.rpartition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            name = ""
+        if not name or found[name] <= 0:
+            raise ConfigError(f"--price {word} is not understood. Expected a GPU and a price, as H100=2.59")
+    return found
+
+
+def show_profile(result: Profile, console: Console) -> None:
+    """The loop as it is, each stage and tier, other GPUs, stragglers, the verdict."""
+    from stoker.profile.page import gpu_rows, stage_rows, straggler_lines, tier_rows
+
+    for heading, rows, fixed in (
+        (bold("", "a step", "stall", "an epoch", "cost"), tier_rows(result), 5),
+        (bold("stage", "a sample", "part"), stage_rows(result), 3),
+        (bold("GPU", "holds", "step at best", "stall", "an epoch", "cost"), gpu_rows(result), 6),
+    ):
+        if rows:
+            right = range(1, fixed)
+            table(
+                console,
+                [heading, *(tuple(map(escape, row)) for row in rows)],
+                fixed=fixed,
+                right=right,
+                gap=2,
+            )
+            console.print()
+    if result.elsewhere:
+        console.print(escape(result.elsewhere_note), soft_wrap=True)
+    for line in (*straggler_lines(result), *result.remarks):
+        console.print(escape(line), soft_wrap=True)
+    console.print(escape(result.verdict), soft_wrap=True)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# `stoker plan --simulate`: words in, tables out.
+
+
+def simulated(out: Edge, words: list[str], *, as_markdown: bool, picture: Path | None) -> None:
+    """Simulate what `words` say, and print it.
+
+    Raises:
+        ConfigError: There is more than one CONFIG, or an unknown word.
+    """
+    if picture is not None:
+        from stoker.pipeline.folders import require_writable
+
+        require_writable(picture.parent, "the folder of --picture")
+    files, settings = tell_settings(words)
+    overrides = [word for word in settings if "." in word.partition("=")[0]]
+    asked = [word for word in settings if word not in overrides]
+    if len(files) > 1 or (overrides and not files):
+        found = ", ".join(map(str, files)) or f"{overrides[0]} and no CONFIG"
+        raise ConfigError(f"found {found}. Expected words like nodes=8 gpus=8, and one CONFIG at most")
+    if files:
+        from stoker.config import load_config
+        from stoker.pipeline.simulate import simulate_words
+        from stoker.runtime.libc import keep_freed_memory
+
+        keep_freed_memory()  # as where caches are filled: without it an encoder's time may double
+
+        found = simulate_words(asked, load_config(files[0], overrides))
+    else:
+        from stoker.plan.simulation import parse_scenario, simulate
+
+        found = simulate(parse_scenario(asked))
+    if picture is not None:
+        from stoker.pipeline.simulate import draw_simulation
+
+        make_folder(picture.parent)
+        draw_simulation(found, picture)
+    if as_markdown and not out.as_json:
+        from stoker.plan.simulation.report import markdown
+
+        out.write(markdown(found) + "\n")
+    else:
+        out.show(found, show_simulation)
+
+
+def refuse_words(words: list[str]) -> None:
+    """Refuse words of a simulation if `--simulate` is not given.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    _, settings = tell_settings(words)
+    plain = [word for word in settings if "." not in word.partition("=")[0]]
+    if plain:
+        from stoker.plan.simulation.scenario import KEYS, PRICE_KEYS
+
+        stray = [word for word in plain if word.partition("=")[0] in {*KEYS, *PRICE_KEYS}]
+        if stray:
+            raise ConfigError(
+                f"{stray[0]} belongs to --simulate, which is not given. Add --simulate to plan for "
+                "other machines. Settings are written with their section, as training.epochs=3"
+            )
+
+
+def show_simulation(found: Simulation, console: Console) -> None:
+    """Encoders, ways, what limits each, which to take."""
+    from stoker.plan.simulation.report import HEAD, cells, encoding_cells, remarks
+
+    head, *rows = encoding_cells(found)
+    table(console, [bold(*head), *[_plain(row) for row in rows]], fixed=6, right=(0, 1, 2, 4, 5), gap=2)
+    console.print()
+    rows = [cells(way) for way in found.ways]
+    table(
+        console, [bold(*HEAD), *[_plain(row) for row in rows]], fixed=len(HEAD), right=(2, 3, 5, 6, 7), gap=2
+    )
+    console.print()
+    for line in remarks(found):
+        console.print(escape(line), soft_wrap=True)
+    console.print("", escape(found.reason), sep="\n", soft_wrap=True)
+    if found.taken:
+        console.print(escape(f"taken: {'; '.join(found.taken)}"), soft_wrap=True)
+
+
+def _plain(row: tuple[str, ...]) -> Cells:
+    return tuple(escape(cell) for cell in row)

@@ -1,0 +1,263 @@
+"""Arguments of a `Loader`: those of a PyTorch `DataLoader` that mean something here, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stoker.errors import ConfigError, arg
+from stoker.loader.places import Share, check_ranks
+from stoker.loader.windows import Windows
+from stoker.plan.resources import resolve_device
+from stoker.sources.given import shown
+from stoker.store import Cache
+from stoker.store.shard import Verify
+
+if TYPE_CHECKING:
+    from stoker.loader.fused import Normalise
+    from stoker.loader.order import Weights
+    from stoker.loader.points import Ragged
+    from stoker.loader.transform import Transform
+    from stoker.monitor.meter import StallMeter
+
+IGNORED = {
+    "num_workers": "batches are gathered in this process, without workers",
+    "prefetch_factor": "how far to read ahead follows from the tier",
+    "persistent_workers": "there are no workers",
+    "worker_init_fn": "there are no workers",
+    "multiprocessing_context": "there are no workers",
+    "pin_memory_device": "device= says where batches go",
+    "generator": "seed= decides the order",
+    "in_order": "batches always come in order",
+}
+"""Accepted, without effect, and why."""
+
+REFUSED = {
+    "sampler": "Use order=, indices= or weights=",
+    "batch_sampler": "Use batch_size=, order=, indices= or weights=",
+    "collate_fn": "Records are stored ready to be batched; use transforms= to change a batch",
+}
+"""Would change which examples are served, so they cannot be taken in silence."""
+
+TAKEN = ("shuffle", "timeout", "pin_memory")
+"""Names of a DataLoader's that are honoured."""
+
+NOT_BY_NUMBER = (
+    "a Loader has no items by number: it is what goes where a DataLoader went, and gives whole batches. "
+    "Iterate over the Loader itself, as `for batch in loader`; one record by its sample number is "
+    "`loader.dataset[number]`"
+)
+"""For `loader[0]`, which is also what a `DataLoader` around a Loader asks for."""
+
+_said: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a loader was asked for, by the names of its arguments.
+
+    Raises:
+        ConfigError: A value means nothing, whatever the cache is.
+        ResourceError: `device` is not there.
+    """
+
+    batch_size: int
+    windows: Windows | None
+    tier: str
+    device: torch.device
+    """Given by name, it is looked up."""
+    seed: int
+    rank: int
+    world: int
+    order: str
+    indices: Sequence[int] | NDArray[Any] | None
+    weights: Sequence[float] | NDArray[Any] | Weights | None
+    dtype: str | None
+    static: bool
+    drop_last: bool | None
+    reserve_bytes: int | None
+    timeout_s: float | None
+    verify: Verify
+    normalise: Mapping[str, Normalise] | None
+    ragged: Ragged
+    transforms: tuple[Transform, ...]
+    pin_memory: bool
+    meter: StallMeter | None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a cache."""
+        numbers = ("batch_size", "rank", "world", "seed")
+        whole = whole_numbers(**{name: getattr(self, name) for name in numbers})
+        for name, value in zip(numbers, whole, strict=True):
+            object.__setattr__(self, name, value)
+        check_ranks(self.batch_size, self.rank, self.world)
+        check_kinds(self.windows, self.transforms, self.reserve_bytes)
+        if self.verify not in get_args(Verify):
+            raise ConfigError(f"verify is {self.verify!r}. Expected {', '.join(get_args(Verify))}")
+        object.__setattr__(self, "transforms", tuple(self.transforms))
+        object.__setattr__(self, "device", resolve_device(self.device))
+
+
+def unknown_argument(name: str, own: Iterable[str]) -> str:
+    """That nobody knows an argument, with the nearest one of `own` and those of a DataLoader.
+
+    >>> unknown_argument("batchsize", ["batch_size"])
+    "got an unexpected keyword argument 'batchsize'. Did you mean batch_size?"
+    """
+    near = get_close_matches(name, [*own, *IGNORED, *TAKEN], n=1)
+    return f"got an unexpected keyword argument {name!r}" + (f". Did you mean {near[0]}?" if near else "")
+
+
+def refuse_unknown(given: Iterable[str], of: str, own: Iterable[str]) -> None:
+    """Refuse names that are neither `own` arguments of a function nor a DataLoader's.
+
+    Raises:
+        TypeError: As Python does, with the nearest name.
+    """
+    own = [*own]
+    for name in given:
+        if name not in (*own, *IGNORED, *REFUSED, *TAKEN):
+            raise TypeError(f"{of}() {unknown_argument(name, own)}")
+
+
+def take_dataloader_arguments(
+    given: Mapping[str, Any], order: str | None, own: Iterable[str] = ()
+) -> tuple[str, float | None, bool]:
+    """Sort out arguments named as in `torch.utils.data.DataLoader`.
+
+    Args:
+        given: What the loader was called with beyond its own arguments.
+        order: The loader's own setting.
+        own: Names of the caller's arguments, to suggest one.
+
+    Returns:
+        The order, a deadline for reads in seconds (`timeout`, None if not given), and `pin_memory`.
+
+    Raises:
+        TypeError: A name is neither ours nor DataLoader's.
+        ConfigError: A name that cannot be honoured, or `shuffle` and `order` at once.
+    """
+    refuse_unknown(given, "Loader.__init__", own)
+    for name, value in given.items():
+        if name in REFUSED:
+            if value is not None:
+                raise ConfigError(f"{name}= is DataLoader's and cannot be used here. {REFUSED[name]}")
+        elif name in IGNORED and value and name not in _said:
+            _said.add(name)
+            logging.getLogger("stoker").warning("%s=%r has no effect: %s", name, value, IGNORED[name])
+    shuffle = given.get("shuffle")
+    if shuffle is not None and order is not None:
+        raise ConfigError(
+            f"shuffle={shuffle} and {arg('order', order)} say the same thing twice. Give {arg('order')} alone"
+        )
+    if order is not None and not isinstance(cast(object, order), str):
+        raise ConfigError(f"order is {order!r}. Expected full, sequential, block, bucket, static or None")
+    if order is None:
+        order = "full" if shuffle is None or shuffle else "sequential"
+    timeout = given.get("timeout")
+    return order, float(timeout) if timeout else None, bool(given.get("pin_memory"))
+
+
+def whole_numbers(**given: object) -> tuple[int, ...]:
+    """The values as plain ints, in order; numpy's count too.
+
+    >>> whole_numbers(batch_size=64, rank=0)
+    (64, 0)
+
+    Raises:
+        ConfigError: One is no whole number.
+    """
+    for name, value in given.items():
+        if not isinstance(value, SupportsIndex) or isinstance(value, torch.Tensor):
+            raise ConfigError(f"{name} is {value!r}. Expected a whole number, as {name}={_EXAMPLES[name]}")
+    return tuple(operator.index(cast("SupportsIndex", value)) for value in given.values())
+
+
+_EXAMPLES = {"batch_size": 64, "rank": 0, "world": 1, "seed": 0, "epoch": 0}
+
+
+def check_cache(cache: object, what: str = "the cache") -> None:
+    """Refuse what is not a cache.
+
+    Raises:
+        ConfigError: With a call that makes one of it, where there is one.
+    """
+    if isinstance(cache, Cache):
+        return
+    if isinstance(cache, str | os.PathLike):
+        hint = f"For a cache by its path give stoker.open_cache({str(cache)!r})"
+    else:
+        hint = "For a Dataset use stoker.cached(dataset, ...), which gives a Loader"
+    raise ConfigError(f"{what} is {shown(cache)}. Expected a stoker.Cache. {hint}")
+
+
+def check_kinds(windows: object, transforms: object, reserve_bytes: object) -> None:
+    """Refuse what is not a `Windows`, not a row of functions, or not a number of bytes.
+
+    Raises:
+        ConfigError: As said.
+    """
+    if windows is not None and not isinstance(windows, Windows):
+        raise ConfigError(f"windows is {windows!r}. Expected stoker.Windows(stride=1, horizon=1), or None")
+    if reserve_bytes is not None and not (
+        isinstance(reserve_bytes, int | float | np.number) and reserve_bytes >= 0
+    ):
+        raise ConfigError(f"reserve_bytes is {reserve_bytes!r}. Expected a number of bytes, as 2 * 2**30")
+    functions = cast("Sequence[object]", transforms) if isinstance(transforms, Sequence) else [None]
+    if not all(callable(function) for function in functions):
+        raise ConfigError(
+            f"transforms is {transforms!r}. Expected a list of functions (batch, keys) -> batch"
+        )
+
+
+def check_share(share: Share) -> None:
+    """Refuse a loader that would drop all there is: each of its passes would end at once, without a word.
+
+    Raises:
+        ConfigError: `drop_last` leaves no batch.
+    """
+    if share.drop_last and share.positions and not share.steps():
+        most = share.positions // share.world
+        ranks = f" on each of {share.world} ranks" if share.world > 1 else ""
+        cure = f"Use a batch_size of {most} or less" if most else f"Use at most {share.positions} ranks"
+        raise ConfigError(
+            f"drop_last leaves no batch of {share.positions} examples: a whole one takes "
+            f"{share.batch_size}{ranks}. {cure}, or drop_last=False"
+        )
+
+
+def check_static(static: bool, tier: str, share: Share, *, ragged: bool) -> None:
+    """Refuse batches at fixed addresses where they would not all be of one shape, or not on the device.
+
+    Raises:
+        ConfigError: As said.
+    """
+    if static and tier != "device":
+        raise ConfigError(
+            f"static=True needs everything on the device, but tier is {tier!r}. Give "
+            f"{arg('tier', 'device')} as well"
+        )
+    if static and (not share.drop_last or ragged):
+        raise ConfigError(
+            "static=True needs batches of one shape: leave drop_last as it is, and no ragged fields"
+        )
+
+
+def refuse_workers() -> None:
+    """Raise in a worker of a DataLoader: each would hold a copy and serve every batch again."""
+    from torch.utils.data import get_worker_info
+
+    if get_worker_info() is not None:
+        raise ConfigError(
+            "a Loader inside a DataLoader with workers would serve every batch once per worker. "
+            "Iterate over the Loader itself: it needs no workers and gives whole batches"
+        )

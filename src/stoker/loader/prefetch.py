@@ -1,0 +1,729 @@
+"""Make the next batches while the step computes, where that was seen to pay.
+
+Waking a thread costs some 30 us, more than a small batch takes, and a step that leaves no core free gains
+nothing. So both ways are timed, a strip of batches each, and the quicker one is kept; the other is tried
+again ever more rarely. Batches are the same, in the same order: only who makes them changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.errors import StokerError
+from stoker.loader.disk import plan_runs
+from stoker.loader.order import Ids, OrderKind
+from stoker.loader.outputs import RECORD, Output
+from stoker.loader.places import Places, Share
+from stoker.loader.windows import Examples
+from stoker.plan import Elsewhere
+from stoker.runtime.threads import Pool, Ticket, ending
+from stoker.schema import Field
+from stoker.store.format import axis_length, rows_per_block
+from stoker.store.joins import Joint
+from stoker.store.mirror.blocks import BLOCK_BYTES
+from stoker.store.storage import LocalStorage
+from stoker.units import GIB, MIB
+
+if TYPE_CHECKING:
+    from stoker.store import Cache
+    from stoker.store.mirror.folder import MirrorFolder
+
+T = TypeVar("T")
+
+HANDOVER_S = 30e-6
+"""What it costs to have another thread make something.
+
+Source: `benchmarks/plan_stall.py`, 2 cores.
+"""
+GAIN = 0.01
+"""Part of a step's time that there must be to gain before the thread is tried."""
+SLOWER = 3
+"""Strips in a row that must be slower with the thread, by more than `GAIN`, before it is given up."""
+MOST_STRIPS = 64
+"""Strips, at most, until it is tried again."""
+TURN_S = 1e-3
+"""Small batches are made several at a time, of so many seconds together: one waking for all of them. To wake
+a thread on an idle core takes the waking one 30 to 100 us too.
+
+Source: `benchmarks/plan_stall.py`, W2 with a step of 2 ms, 2 cores.
+"""
+MOST_AT_ONCE = 8
+DEADLINE_S = 300.0
+"""Seconds that one batch from memory may take."""
+BEGIN_DEADLINE_S = 3600.0
+"""Seconds until the next strip is there; what is waited for meanwhile has its own, shorter ones."""
+
+
+class Turn:
+    """What all passes of a loader share: the last strip that was begun by a thread."""
+
+    def __init__(self) -> None:
+        self.ticket: Ticket[Any] | None = None
+
+    def wait(self) -> None:
+        """Until that strip has begun; a pass that was left may still be at it."""
+        if self.ticket is not None:
+            self.ticket.wait(BEGIN_DEADLINE_S)
+        self.ticket = None
+
+
+class Strips(Generic[T]):
+    """The strips of one pass. Beginning one takes milliseconds (the order, a look at what is held, slices),
+    so where batches are made by a thread, it begins the next strip too, behind the last batches of this one.
+    """
+
+    def __init__(self, source: Iterator[T], turn: Turn) -> None:
+        self._source = source
+        self._turn = turn
+        self._ticket: Ticket[T | None] | None = None
+
+    def __iter__(self) -> Strips[T]:
+        """Itself."""
+        return self
+
+    def __next__(self) -> T:
+        """The next strip, begun now unless it was before."""
+        ticket, self._ticket = self._ticket, None
+        if ticket is None:
+            self._turn.wait()
+            return next(self._source)
+        self._turn.ticket = None  # it refers to what batches come from
+        found = ticket.result(BEGIN_DEADLINE_S, "beginning the next batches")
+        if found is None:
+            raise StopIteration
+        return found
+
+    def begin(self, pool: Pool) -> None:
+        """Have the next one begun by a thread."""
+        self._ticket = self._turn.ticket = pool.submit(partial(next, self._source, None))
+
+    def close(self) -> None:
+        """End the pass; nothing of it is at work afterwards."""
+        if self._ticket is not None and not ending():
+            self._turn.wait()
+        self._ticket = None
+
+
+class Ahead:
+    """Decides for one loader. Called by the thread that iterates."""
+
+    def __init__(self, *, cores: int, clock: Callable[[], float] = perf_counter) -> None:
+        """`cores` are those that this process may use; with one there is nothing to gain."""
+        self._pool = Pool(1, "stoker-ahead") if cores > 1 else None
+        self._clock = clock
+        self.beside = False
+        """Whether batches are made beside the step now."""
+        self._begun_s = 0.0
+        self._count = 0
+        self._made: deque[float] = deque(maxlen=3)
+        """Seconds in which the first batches of the last strips were made in line."""
+        self._inline_s = 0.0
+        """Seconds of a batch and its step when the last strip was made in line."""
+        self._left = 0
+        """Strips until the thread is tried again."""
+        self._patience = 1
+        self._slower = 0
+
+    def of(self, batches: Iterable[Any], count: int, strips: Strips[Any] | None = None) -> Iterator[Any]:
+        """The `count` batches of a strip, made in whichever way is the quicker one; `strips` follow."""
+        source = iter(batches)
+        if self._pool is None:
+            return source
+        self._count, self._begun_s = count, self._clock()
+        if self.beside:
+            at_once = max(1, min(MOST_AT_ONCE, int(TURN_S / max(self._made[-1], 1e-9))))
+            then = partial(strips.begin, self._pool) if strips else _nothing
+            return _made_ahead(source, self._pool, at_once, count, then)
+        first = _some(source, 1)
+        self._made.append(self._clock() - self._begun_s)
+        return chain(_drained(first), source)
+
+    def ended(self) -> None:
+        """The last step of the strip is over: compare, and choose for the next one."""
+        if self._pool is None or not self._count:
+            return
+        each_s, self._count = (self._clock() - self._begun_s) / self._count, 0
+        if self.beside:
+            self._slower = self._slower + 1 if each_s > (1 + GAIN) * self._inline_s else 0
+            if self._slower == SLOWER:
+                self.beside, self._slower = False, 0
+                self._left = self._patience = min(MOST_STRIPS, 4 * self._patience)
+            return
+        self._inline_s = each_s
+        self._left -= 1
+        # The least that there is to hide, and the least to hide it behind: where in doubt, in line.
+        gain_s = min(*self._made, each_s - max(self._made)) - HANDOVER_S
+        self.beside = len(self._made) > 1 and self._left <= 0 and gain_s > GAIN * each_s
+
+
+def _made_ahead(
+    source: Iterator[Any], pool: Pool, at_once: int, count: int, then: Callable[[], None]
+) -> Iterator[Any]:
+    """The `count` batches of `source`, made while those before are used; `then`, once all are asked for."""
+    size, left = 1, count - 1
+    made = _some(source, 1)  # nothing is used meanwhile, so another thread would not be quicker
+    ticket: Ticket[deque[Any]] | None = None
+    try:
+        while made:
+            size = min(at_once, 2 * size, left)
+            left -= size
+            ticket = pool.submit(partial(_some, source, size)) if size else None
+            if not left:
+                then()
+                then = _nothing
+            yield from _drained(made)
+            made = ticket.result(DEADLINE_S, "a batch from memory") if ticket else ()
+    finally:
+        if ticket is not None and not ending():  # alive at the exit: the thread may never come back
+            ticket.wait(DEADLINE_S)  # two threads must not gather into the same buffers
+
+
+def _nothing() -> None:
+    """Nothing follows."""
+
+
+def _some(source: Iterator[Any], count: int) -> deque[Any]:
+    return deque(islice(source, count))
+
+
+def _drained(made: deque[Any]) -> Iterator[Any]:
+    """Batches that are let go of one by one: the memory of a large one is wanted for the next."""
+    while made:
+        yield made.popleft()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What comes next: the blocks that the next steps of an order take, up to one epoch ahead.
+#
+# An order is a pure function of seed and epoch, so what an epoch begins with is known while the one before
+# it still runs. Nothing here reads or waits; `read_ahead` does.
+
+
+MOST_KNOWN = 1 << 22
+"""Blocks, counted once in each stretch, that are known ahead at most: 32 MiB."""
+MOST_EXAMPLES = 1 << 14
+"""Examples in a stretch at most, so that to make one takes milliseconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Some consecutive steps of an epoch."""
+
+    begin: tuple[int, int]
+    end: tuple[int, int]
+    """Epoch and position of the first step, and of what follows the last."""
+    own: NDArray[np.int64]
+    """Blocks that this rank takes, in the order in which it first does."""
+    every: NDArray[np.int64]
+    """Blocks that any rank takes."""
+
+
+class Horizon:
+    """The stretches from where a rank is on. Used by one thread."""
+
+    def __init__(
+        self,
+        share: Share,
+        ids: Callable[[int], Ids],
+        blocks: Callable[[NDArray[np.int64]], NDArray[np.int64]],
+        most_blocks: Callable[[], int],
+    ) -> None:
+        """`ids`: an epoch's order; `blocks`: what examples take; `most_blocks`: what a stretch may take."""
+        self._share, self._ids, self._blocks, self._most_blocks = share, ids, blocks, most_blocks
+        self.stretches: deque[Stretch] = deque()
+        """From the one that is being served on."""
+        self.passed = 0
+        """Stretches that are behind."""
+        self._known = 0
+        self._steps = 1
+        """Of the next stretch that is made."""
+
+    def at(self, epoch: int, position: int) -> None:
+        """Serving has come to here."""
+        while self.stretches and self.stretches[0].end <= (epoch, position):
+            self._known -= len(self.stretches.popleft().every)
+            self.passed += 1
+        if not (self.stretches and self.stretches[0].begin <= (epoch, position)):
+            self.passed += len(self.stretches)
+            self.stretches.clear()
+            self._known = 0
+            self._add(epoch, position)
+
+    @property
+    def whole(self) -> bool:
+        """Whether an epoch from here on is known: what is not in it is not served at all."""
+        epoch, position = self.stretches[0].begin
+        return self.stretches[-1].end >= (epoch + 1, position)
+
+    def extend(self) -> bool:
+        """Know one more stretch; False if enough is known."""
+        if self.whole or self._known >= MOST_KNOWN:
+            return False
+        self._add(*self.stretches[-1].end)
+        return True
+
+    def next_use(self, count: int) -> NDArray[np.int64]:
+        """Stretches until each of `count` blocks is taken by any rank; as many as are known: by none."""
+        uses = np.full(count, len(self.stretches), np.int64)
+        for away in range(len(self.stretches) - 1, -1, -1):
+            uses[self.stretches[away].every] = away
+        return uses
+
+    def _add(self, epoch: int, position: int) -> None:
+        share = self._share
+        whole, tail = share.whole_and_tail(position)
+        if not whole and not tail:
+            epoch, position = epoch + 1, 0
+            whole, tail = share.whole_and_tail(position)
+        ids = self._ids(epoch)
+        steps = min(whole, self._steps, max(1, MOST_EXAMPLES // share.step))
+        if steps:
+            own = self._blocks(share.take(ids, position, steps))
+            end = position + steps * share.step
+            alone = share.world == 1 or share.contiguous
+            every = own if alone else self._blocks(ids(position, end))
+        else:
+            own = self._blocks(share.take_tail(ids, position))
+            end = share.positions
+            every = own if share.contiguous else self._blocks(ids(position, end))
+        after = (epoch, end) if steps and (whole > steps or tail) else (epoch + 1, 0)
+        self.stretches.append(Stretch(begin=(epoch, position), end=after, own=own, every=every))
+        self._known += len(every)
+        each = max(1, len(every) // max(1, steps))
+        self._steps = max(1, min(2 * max(1, steps), self._most_blocks() // each))
+
+
+class Depth:
+    """How many bytes to have under way: twice what the way holds, bandwidth times the shortest answer.
+
+    Rates are taken over each request's own time, by what came in all meanwhile, so that they count all that
+    are under way together (the estimate of BBR, Cardwell et al., ACM Queue 2016). The shortest answer is
+    looked for among many more: the few last ones may all have waited for each other.
+    """
+
+    def __init__(self, least_bytes: int, most_bytes: int) -> None:
+        self._least, self._most = least_bytes, most_bytes
+        self.came = 0
+        """Bytes that have come in all."""
+        self._rates: deque[float] = deque(maxlen=64)
+        self._took: deque[float] = deque(maxlen=2048)
+
+    def ended(self, size: int, came_before: int, took_s: float) -> None:
+        """A request of `size` bytes took so long; `came_before` is what `came` was as it began."""
+        self.came += size
+        if took_s > 0:
+            self._rates.append((self.came - came_before) / took_s)
+            self._took.append(took_s)
+
+    @property
+    def bytes_s(self) -> float:
+        """The most that has come in a second of late; 0: not known."""
+        return max(self._rates, default=0.0)
+
+    @property
+    def bytes(self) -> int:
+        """What to have under way now."""
+        held = self.bytes_s * min(self._took, default=0.0)
+        return int(min(self._most, max(self._least, 2 * held)))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Which blocks of which files some examples are read from, many examples at a time.
+#
+# Blocks are those that a mirror fetches and gives back (`store.mirror`), numbered over all shards of a
+# cache. Reads nothing but headers: where a column begins is asked of each shard once.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """Steps of one field that an example takes."""
+
+    name: str
+    field: Field
+    first: int = 0
+    stop: int | None = None
+    """From the window's start; None: whole records."""
+
+
+class Reach:
+    """Where the examples of one loader lie. Used by one thread."""
+
+    def __init__(
+        self, cache: Cache, places: Places, examples: Examples, outputs: tuple[Output, ...], block_bytes: int
+    ) -> None:
+        """`block_bytes`: of the blocks that files are fetched in."""
+        self._cache, self._places, self._examples = cache, places, examples
+        self.block_bytes = block_bytes
+        sizes = np.array([entry.bytes for entry in cache.index.shards], dtype=np.int64)
+        ends = np.cumsum(-(-sizes // block_bytes))
+        self.first: NDArray[np.int64] = np.concatenate([np.zeros(1, np.int64), ends])
+        """First block of each shard, and how many blocks there are, `(shards + 1,)`."""
+        entries = enumerate(cache.index.shards)
+        self._compressed = {i for i, entry in entries if entry.raw is not None}
+        schema = cache.recipe.columns
+        whole = dict.fromkeys(output.field for output in outputs if output.index == RECORD)
+        self._taken = [Taken(name=name, field=schema[name]) for name in whole] + [
+            Taken(name=run.field, field=schema[run.field], first=run.first, stop=run.stop)
+            for run in plan_runs(schema, outputs)
+            if run.field not in whole
+        ]
+        self._begins = {one.name: np.full(len(sizes), -1, np.int64) for one in self._taken}
+        """Where each column begins in each shard; -1: not asked yet."""
+
+    def blocks(self, examples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The blocks that these examples lie in, each once, in the order in which they are first taken."""
+        records, starts = self._examples.locate(examples, self._examples.first)
+        shard, row = self._places.shard[records], self._places.row[records].astype(np.int64)
+        self._ask(np.unique(shard))
+        taken: list[NDArray[np.int64]] = []
+        owners: list[NDArray[np.int64]] = []
+        for one in self._taken:
+            begin, end = self._extent(one, shard, row, starts)
+            self._to_file(shard, begin, end)
+            low = begin // self.block_bytes
+            count = np.where(end > begin, -(-end // self.block_bytes) - low, 0)
+            owner = np.repeat(np.arange(len(shard)), count)
+            inside = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
+            taken.append((self.first[shard] + low)[owner] + inside)
+            owners.append(owner)
+        every = np.concatenate(taken)
+        blocks, first = np.unique(every[np.argsort(np.concatenate(owners), kind="stable")], return_index=True)
+        return blocks[np.argsort(first)]
+
+    def place(self, block: int) -> tuple[int, int]:
+        """Shard, and which of its blocks."""
+        shard = int(np.searchsorted(self.first, block, side="right")) - 1
+        return shard, block - int(self.first[shard])
+
+    def _ask(self, shards: NDArray[np.int32]) -> None:
+        for shard in shards.tolist():
+            for name, begins in self._begins.items():
+                if begins[shard] < 0:
+                    begins[shard] = self._cache.shard(shard).columns[name].offset
+
+    def _extent(
+        self, one: Taken, shard: NDArray[np.int32], row: NDArray[np.int64], starts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """First byte, and one past the last, of what each example reads of a field, in the ordinary shard."""
+        before, length = self._lengths(one, shard, row)
+        low, high = np.zeros_like(row), length
+        if one.stop is not None:  # whole blocks of sums, within the record
+            steps = rows_per_block(one.field)
+            low = (starts + one.first) // steps * steps
+            high = np.minimum(-(-(starts + one.stop) // steps) * steps, length)
+        begin, size = self._begins[one.name][shard], one.field.row_bytes
+        return begin + (before + low) * size, begin + (before + high) * size
+
+    def _to_file(self, shard: NDArray[np.int32], begin: NDArray[np.int64], end: NDArray[np.int64]) -> None:
+        """Put the places in the file in place of those in the ordinary shard, where shards are compressed."""
+        for number in self._compressed.intersection(np.unique(shard).tolist()):
+            own = shard == number
+            begin[own], end[own] = self._cache.shard(number).stored_extents(begin[own], end[own])
+
+    def _lengths(
+        self, one: Taken, shard: NDArray[np.int32], row: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Steps before each record in its shard, and its own."""
+        if not one.field.ragged:
+            length = axis_length(one.field)
+            return row * length, np.full_like(row, length)
+        before, after = np.zeros_like(row), np.zeros_like(row)
+        for number in np.unique(shard).tolist():
+            own = np.flatnonzero(shard == number)
+            offsets = self._cache.shard(number).offsets(one.name)
+            before[own], after[own] = offsets[row[own]], offsets[row[own] + 1]
+        return before, after - before
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Fetch what the next steps take before they ask for it, and say what a mirror may give back first.
+#
+# For caches that lie elsewhere (`store.mirror`). Which blocks come next is known (`horizon`): they are
+# fetched in the order in which they are needed, as many bytes at a time as the way holds, as far ahead as a
+# few seconds or a quarter of the mirror. Where the mirror is smaller than the set, blocks are ranked by
+# their next use, so that what is needed last goes first (Belady, IBM Systems Journal 1966), over the end of
+# an epoch too. Nothing depends on it: a block that is not here is fetched by whoever reads it.
+
+
+AT_ONCE = 32
+"""Requests of one loader at a time, at most; how many there are follows from `Depth`."""
+LEAST_DEPTH_BYTES, MOST_DEPTH_BYTES = 32 * MIB, 256 * MIB
+"""The least is four requests: what is near answers so soon that the way holds little, and yet a server has
+more cores than one.
+"""
+LEAD_S = 2.0
+"""Seconds of the rate at which bytes come that may lie here ahead of need: a server that is busy says to wait
+for about one."""
+MOST_LEAD_BYTES = GIB
+LEAD_PART = 4
+"""What is ahead of need takes at most one part in so many of a mirror."""
+REFILL_AT = 0.75
+"""More is begun once what is here ahead of need has fallen to this part of the most."""
+RANKED_FROM = 0.7
+"""Blocks are ranked once so much of a mirror is filled."""
+LOOK_S = 0.05
+"""Seconds that one turn looks ahead, at most, before it sees to requests again."""
+
+log = logging.getLogger("stoker")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Neighbouring blocks of one shard."""
+
+    shard: int
+    first: int
+    stop: int
+
+
+class ReadAhead:
+    """Reads ahead for one loader. `at` is called by the thread that serves; all else is done by others."""
+
+    def __init__(
+        self, share: Share, ids: Callable[[int], Ids], reach: Reach, mirrors: Sequence[Mirrored]
+    ) -> None:
+        """`ids` gives the order of an epoch; `mirrors`: where each shard comes from."""
+        self._reach, self._mirrors = reach, mirrors
+        self._room = min((m.room for m in mirrors if m.room is not None), default=None)
+        self._run_blocks = min(m.folder.root.run_blocks for m in mirrors)
+        self._depth = Depth(LEAST_DEPTH_BYTES, MOST_DEPTH_BYTES)
+        self._horizon = Horizon(share, ids, reach.blocks, lambda: self.most_blocks)
+        self._line, self._pool = Pool(1, "stoker-horizon"), Pool(AT_ONCE, "stoker-fetch-ahead")
+        self._lock = threading.Lock()
+        self._where: tuple[int, int] = (0, 0)
+        self._turning = self._again = False
+        self._under_way = 0
+        self._begun = 0
+        """Stretches whose runs were begun, counted like `Horizon.passed`."""
+        self._ahead: dict[int, int] = {}
+        """Blocks of those stretches, each with the last of them that takes it."""
+        self._runs: deque[Run] = deque()
+        self._ranked = -1
+
+    def at(self, epoch: int, position: int) -> None:
+        """Serving has come to here."""
+        self._where = (epoch, position)
+        self._nudge()
+
+    @property
+    def lead_bytes(self) -> int:
+        """How many bytes may be here ahead of need."""
+        lead = min(MOST_LEAD_BYTES, max(2 * self._depth.bytes, int(LEAD_S * self._depth.bytes_s)))
+        return lead if self._room is None else min(lead, self._room // LEAD_PART)
+
+    @property
+    def most_blocks(self) -> int:
+        """How many blocks a stretch may take: few, as what is begun is counted by stretches."""
+        return max(1, self.lead_bytes // LEAD_PART // self._reach.block_bytes)
+
+    def _nudge(self) -> None:
+        with self._lock:
+            self._again = True
+            if self._turning:
+                return
+            self._turning = True
+        self._line.submit(self._turns)
+
+    def _turns(self) -> None:
+        while True:
+            with self._lock:
+                if not self._again or ending():
+                    self._turning = False
+                    return
+                self._again = False
+            try:
+                self._turn()
+            except (StokerError, OSError) as error:  # whoever reads the same will meet it, and say so
+                log.debug("nothing is read ahead at %s: %s", self._where, error)
+
+    def _turn(self) -> None:
+        self._horizon.at(*self._where)
+        self._fetch()
+        if self._room is None or self._room >= int(self._reach.first[-1]) * self._reach.block_bytes:
+            return
+        until = time.monotonic() + LOOK_S
+        while self._horizon.extend():
+            if time.monotonic() > until:
+                self._again = True
+                return
+        if self._horizon.passed != self._ranked:
+            self._ranked = self._horizon.passed
+            self._rank()
+
+    def _fetch(self) -> None:
+        """Begin requests until enough is under way, or here ahead of need."""
+        most = min(self._depth.bytes, self.lead_bytes)
+        while self._under_way < most and (run := self._next_run()) is not None:
+            size = (run.stop - run.first) * self._reach.block_bytes
+            with self._lock:
+                self._under_way += size
+            self._pool.submit(partial(self._bring, run, size))
+
+    def _next_run(self) -> Run | None:
+        while True:
+            while self._runs:
+                run = self._runs.popleft()
+                if self._mirrors[run.shard].lacks(run, self._reach.block_bytes):
+                    return run
+            blocks = self._more()
+            if not blocks:
+                return None
+            self._runs.extend(runs_of(np.array(blocks), self._reach, self._run_blocks))
+
+    def _more(self) -> list[int]:
+        """The blocks that are needed next and were not begun. Several stretches together, so that neighbours
+        that an order takes one after the other come in one request.
+        """
+        horizon, fresh = self._horizon, list[int]()
+        passed, most, until = horizon.passed, self.lead_bytes, time.monotonic() + LOOK_S
+        self._ahead = {block: last for block, last in self._ahead.items() if last >= passed}
+        if len(self._ahead) * self._reach.block_bytes > REFILL_AT * most:
+            return fresh
+        while not self._ahead or len(self._ahead) * self._reach.block_bytes < most:
+            begun = max(0, self._begun - passed)
+            if begun == len(horizon.stretches) and not horizon.extend():
+                break
+            own: list[int] = horizon.stretches[begun].own.tolist()
+            fresh += [block for block in own if block not in self._ahead]
+            self._ahead.update(dict.fromkeys(own, passed + begun))
+            self._begun = passed + begun + 1
+            if time.monotonic() > until:
+                self._again = True
+                break
+        return fresh
+
+    def _bring(self, run: Run, size: int) -> None:
+        came, begin, got = self._depth.came, time.perf_counter(), False
+        try:
+            got = not ending() and self._mirrors[run.shard].bring(run, self._reach.block_bytes)
+        except (StokerError, OSError) as error:
+            log.debug("%s was not read ahead: %s", run, error)
+        finally:
+            with self._lock:
+                self._under_way -= size
+                if got:
+                    self._depth.ended(size, came, time.perf_counter() - begin)
+            self._nudge()
+
+    def _rank(self) -> None:
+        first, filled = self._reach.first, {}
+        for mirror in self._mirrors:
+            if mirror.folder.root not in filled:
+                filled[mirror.folder.root] = mirror.filled
+        if max(filled.values()) < RANKED_FROM:
+            return
+        away = self._horizon.next_use(int(first[-1]))
+        used = np.maximum(1, int(time.time()) - 1 - away).astype(np.uint32)
+        for shard, mirror in enumerate(self._mirrors):
+            mirror.rank(used[first[shard] : first[shard + 1]])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mirrored:
+    """A shard that lies elsewhere."""
+
+    folder: MirrorFolder
+    file: str
+
+    @property
+    def room(self) -> int | None:
+        """Bytes that the mirror may hold; None: as many as there are."""
+        return self.folder.root.space.limit_bytes
+
+    @property
+    def filled(self) -> float:
+        """The part of that which is taken, 0..1."""
+        return self.folder.root.space.used() / self.room if self.room else 0.0
+
+    def lacks(self, run: Run, block_bytes: int) -> bool:
+        """Whether some of these blocks are not here."""
+        return self.folder.absent_bytes(self.file, [(run.first * block_bytes, run.stop * block_bytes)]) > 0
+
+    def bring(self, run: Run, block_bytes: int) -> bool:
+        """Fetch these blocks; whether they came."""
+        return self.folder.bring(self.file, [(run.first * block_bytes, run.stop * block_bytes)])
+
+    def rank(self, used: NDArray[np.uint32]) -> None:
+        """Say which blocks go first: those with the least number."""
+        self.folder.rank(self.file, used)
+
+
+def runs_of(blocks: NDArray[np.int64], reach: Reach, most: int) -> list[Run]:
+    """Neighbours joined into requests of at most so many blocks, in the order in which they are first
+    needed.
+    """
+    order = np.argsort(blocks, kind="stable")
+    ranked = blocks[order]
+    shards = np.searchsorted(reach.first, ranked, side="right") - 1
+    cuts = np.flatnonzero((np.diff(ranked) != 1) | (np.diff(shards) != 0)) + 1
+    found: list[tuple[int, Run]] = []
+    for piece, places in zip(np.split(ranked, cuts), np.split(order, cuts), strict=True):
+        for at in range(0, len(piece), most):
+            some = piece[at : at + most]
+            shard, first = reach.place(int(some[0]))
+            when = int(places[at : at + most].min())
+            found.append((when, Run(shard=shard, first=first, stop=first + len(some))))
+    return [run for _, run in sorted(found, key=lambda one: one[0])]
+
+
+def fetching_of(cache: Cache) -> Callable[[], float] | None:
+    """Gives the seconds that reads of a cache have waited for where it lies; None where that is here."""
+    counters = list({id(m.folder.counters): m.folder.counters for m in mirrored(cache) or ()}.values())
+    return (lambda: sum(one.wait_s for one in counters)) if counters else None
+
+
+def elsewhere_of(
+    cache: Cache, kind: OrderKind, *, examples: int, example_bytes: float, step_examples: int
+) -> Elsewhere | None:
+    """What a plan asks about a cache that lies elsewhere; None where its files are all on this machine."""
+    shards = mirrored(cache)
+    if not shards:
+        return None
+    rooms = [shard.room for shard in shards if shard.room is not None]
+    return Elsewhere(
+        url=shards[0].folder.url,
+        bytes=sum(entry.bytes for entry in cache.index.shards),
+        room_bytes=min(rooms, default=None),
+        block_bytes=BLOCK_BYTES,
+        examples=examples,
+        example_bytes=example_bytes * (cache.index.stored_ratio or 1.0),
+        step_examples=step_examples,
+        order=str(kind),
+    )
+
+
+def read_ahead_of(
+    cache: Cache, reach: Callable[[int], Reach], share: Share, ids: Callable[[int], Ids]
+) -> ReadAhead | None:
+    """What reads ahead for a loader of `cache`; None where its files are all on this machine.
+
+    Args:
+        cache: What is served.
+        reach: Gives which blocks of so many bytes examples lie in.
+        share, ids: As `Horizon`.
+    """
+    shards = mirrored(cache)
+    return None if not shards else ReadAhead(share, ids, reach(BLOCK_BYTES), shards)
+
+
+def mirrored(cache: Cache) -> list[Mirrored] | None:
+    """Where each shard of a cache comes from; None where some are files of this machine."""
+    if isinstance(cache, Joint):
+        parts = [mirrored(member) for member in cache.members]
+        return None if None in parts else [one for part in parts if part is not None for one in part]
+    folder = LocalStorage(cache.path).mirror
+    if folder is None:
+        return None
+    return [Mirrored(folder=folder, file=entry.file) for entry in cache.index.shards]

@@ -1,0 +1,184 @@
+"""What a process that encodes tells the guardian that started it, where there is one.
+
+The page of `beat.py` says which stage it is in, since when, and how long that stage may last; outside the
+run of a precompute nothing is bounded. Being guarded is a fact about the whole process, so it is kept here
+once, and only the command line sets it (`attach`).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from stoker.errors import StalledError
+from stoker.runtime.libc import tie_to_parent
+from stoker.runtime.processes.heartbeat import BeatPage
+
+GUARD_VARIABLE = "STOKER_GUARD"
+"""Environment variable by which a guardian passes a `Lifeline`; read by the command line."""
+EXIT_S = 120.0
+"""How long a process may take to end once it has done its work: trackers send what they still hold."""
+_page: BeatPage | None = None
+_started_ns = (
+    time.monotonic_ns()
+)  # the kernel's start time of a process would count what a shell did before `exec`
+_notes_fd: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lifeline:
+    """What a guardian hands to its child."""
+
+    page_fd: int
+    """The heartbeat page."""
+    stack_fd: int
+    """Where stacks go, on a crash and at SIGUSR1."""
+    notes_fd: int
+    """What the children of this command did once and for all, a line each."""
+    parent: int
+    """The guardian's process id."""
+    started_ns: int
+    """When the command began, on the clock of `time.monotonic_ns`."""
+
+    def to_text(self) -> str:
+        """For the environment."""
+        return f"{self.page_fd} {self.stack_fd} {self.notes_fd} {self.parent} {self.started_ns}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Lifeline:
+        """What `to_text` wrote."""
+        page_fd, stack_fd, notes_fd, parent, started_ns = map(int, text.split())
+        return cls(
+            page_fd=page_fd, stack_fd=stack_fd, notes_fd=notes_fd, parent=parent, started_ns=started_ns
+        )
+
+
+def attach(lifeline: Lifeline) -> None:
+    """Make this process a guarded one: it ends in order when its guardian dies, and says where it stands."""
+    global _page, _notes_fd, _started_ns  # noqa: PLW0603  being guarded is a fact about the process
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the guardian waits for signals with all of them blocked
+    for fd in (lifeline.page_fd, lifeline.stack_fd, lifeline.notes_fd):
+        os.set_inheritable(fd, False)  # readers must not hold them
+    tie_to_parent(signal.SIGTERM, lifeline.parent)
+    faulthandler.enable(file=lifeline.stack_fd)
+    faulthandler.register(signal.SIGUSR1, file=lifeline.stack_fd, all_threads=True, chain=False)
+    _page = BeatPage(lifeline.page_fd)
+    _notes_fd = lifeline.notes_fd
+    _started_ns = lifeline.started_ns
+
+
+def guard_page() -> BeatPage | None:
+    """The page of this process, or None when nobody guards it."""
+    return _page
+
+
+def started_ns() -> int:
+    """Return when this command began, on the clock of `time.monotonic_ns`: when its guardian did."""
+    return _started_ns
+
+
+def first_time(what: str) -> bool:
+    """Whether no process of this command did `what` (one line) yet, and note that it is done now.
+
+    A guardian starts the command again with the same words, and not all of them are to be done twice.
+    Without a guardian every time is the first.
+    """
+    if _notes_fd is None:
+        return True
+    size = os.fstat(_notes_fd).st_size
+    if what in os.pread(_notes_fd, size, 0).decode().splitlines():
+        return False
+    os.pwrite(_notes_fd, f"{what}\n".encode(), size)
+    return True
+
+
+def say_end(code: int) -> None:
+    """Tell the guardian that only the end is left, which a thread that hangs in a write would hold up."""
+    if _page is not None and _page.look().stage != "lost":  # which is what it needs to know then
+        _page.write("end", code, limit_s=EXIT_S)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Where the encoder stands: for the watchdog, the progress display, and a guardian if there is one.
+
+
+@dataclass(slots=True)
+class EncodeClock:
+    """Time inside the encoder."""
+
+    limit_s: float = 0.0
+    """Seconds within which the encoder, or the loop around it, must move; 0: not bounded."""
+    lanes: int = 1
+    """Encoders that work at the same time."""
+    seconds: float = 0.0
+    calls: int = 0
+    begun: float | None = None
+    """`time.monotonic()` when the present call began, or None."""
+    numbers: range = field(default_factory=lambda: range(0))
+    """The group in hand."""
+    lost: bool = False
+    """The device cannot be used again in this process; the last thing a guardian is told."""
+    given_up: bool = False
+    """Nobody waits for the encoder any more: no further call of it may begin."""
+    told: bool = True
+    """Whether a guardian is told at all: its page has room for what one thread does."""
+
+    @contextmanager
+    def starting(self, limit_s: float) -> Generator[None]:
+        """The encoder is tried, or brought to its device, which may hang as a call of it may."""
+        self.begun = time.monotonic()
+        page = self._page()
+        if page is not None:
+            page.write("start", limit_s=limit_s)
+        try:
+            yield
+        finally:
+            self.begun = None
+            self.alive(bounded=False)
+
+    def begin(self) -> None:
+        """A call of the encoder begins.
+
+        Raises:
+            StalledError: Nobody waits for it any more.
+        """
+        if self.given_up:
+            raise StalledError("the call was given up")
+        self.begun = time.monotonic()
+        self._tell("encode")
+
+    def end(self) -> None:
+        """It has returned or raised."""
+        if self.begun is not None:
+            self.seconds += time.monotonic() - self.begun
+        self.calls += 1
+        self.begun = None
+        self._tell("wait", groups=1)
+
+    def alive(self, *, bounded: bool) -> None:
+        """The loop of the run goes round; `bounded`: its next round will take no longer than `limit_s`."""
+        self._tell("wait", bounded=bounded)
+
+    def give_up(self) -> None:
+        """Whoever called the encoder has left: it makes no further call, and is not to be touched."""
+        self.given_up = True
+
+    def lose_device(self) -> None:
+        """The device cannot be used again in this process."""
+        self._tell("lost")
+        self.lost = True
+
+    def _tell(self, stage: str, *, groups: int = 0, bounded: bool = True) -> None:
+        page = self._page()
+        if page is not None and not self.lost:
+            number = self.numbers.start if stage != "wait" else -1
+            limit_s = self.limit_s if bounded else 0.0
+            page.write(stage, number, done=groups, limit_s=limit_s)
+
+    def _page(self) -> BeatPage | None:
+        return guard_page() if self.told else None

@@ -1,0 +1,444 @@
+"""Read samples out of a source into arrays, with every error wrapped by sample and stage.
+
+Used by reader processes, and by the calling process when there are none: both read the same way. This module
+does not import torch.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.errors import DecodeError, RecordError, SourceError
+from stoker.precompute.arena import PIECE_BYTES, time_length
+from stoker.schema import FLOATS, Sample, Schema, check_sample
+from stoker.sources.files import stamp_of
+from stoker.sources.protocol import FileRef, Locating, ReadsMany
+
+if TYPE_CHECKING:
+    from stoker.store.recipe import FileDigest
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Whether the files of a sample are still those that were digested: looked at after each read.
+#
+# A file that changes while it is encoded would put samples of two versions under one fingerprint. After
+# each read the files of the sample's part are compared, by size, times and inode, with what they were when
+# the recipe was made; a source whose samples each come from a few files of a large part names these
+# (`sample_files`). Where that differs the content is digested again: an equal digest is noted and work goes
+# on (a `touch`, a file put back), another one ends the run, and nothing that was read since is stored.
+# Looking costs a stat for each file. This module does not import torch unless a file changed.
+
+
+FEW = 8
+"""Up to so many files of a part are all looked at, whatever the source says."""
+LOOKED_AT = 64
+"""Files looked at after a read; a part of more has its turn of others each time."""
+
+
+class Reads(Protocol):
+    """The part of a `Source` that reads."""
+
+    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+        """As `Source.read`."""
+        ...
+
+
+class ChangedError(SourceError):
+    """A file is not what was digested any more."""
+
+
+class Digested(NamedTuple):
+    """One file as the recipe knows it: plain values, quick to send, and taken by a reader without torch."""
+
+    name: str
+    path: str
+    bytes: int
+    digest: str
+    sampled: bool
+    stamp: tuple[int, ...]
+
+
+class Unchanged:
+    """Reads from a source as long as its files are those of the recipe.
+
+    Args:
+        source: What reads.
+        files: The files of each part.
+        offsets: First number of each part.
+    """
+
+    def __init__(self, source: Reads, files: Sequence[Sequence[Digested]], offsets: Sequence[int]) -> None:
+        self._source = source
+        self._files = [list(own) for own in files]
+        self._offsets = list(offsets)
+        self._turn = 0
+        # Beyond the protocol: without it each read would look at many files, and seldom at its own.
+        self._names_of: Callable[[int], Sequence[str]] | None = getattr(source, "sample_files", None)
+        self._places: dict[int, dict[str, int]] = {}
+
+    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+        """As `Source.read`.
+
+        Raises:
+            ChangedError: A file of the sample's part has other content than when it was digested.
+        """
+        try:
+            whole = start is None and stop is None
+            sample = self._source.read(number) if whole else self._source.read(number, start, stop)
+        except Exception:
+            self._look(number)  # half-written files raise anything; that they changed is the better reason
+            raise
+        self._look(number)
+        return sample
+
+    def read_many(self, numbers: range) -> Sample | None:
+        """As `ReadsMany.read_many`; None where the source has no such way, or files to look at."""
+        if any(self._files) or not isinstance(self._source, ReadsMany):
+            return None
+        return self._source.read_many(numbers)
+
+    def _look(self, number: int) -> None:
+        part = bisect_right(self._offsets, number) - 1
+        files = self._files[part]
+        if self._names_of is not None and len(files) > FEW:
+            if part not in self._places:
+                self._places[part] = {file.name: n for n, file in enumerate(files)}
+            known = self._places[part]
+            for name in self._names_of(number):
+                if name in known:  # what is missing has no digest, and its sample fails by itself
+                    self._compare(files, known[name], number)
+            return
+        first = self._turn if len(files) > LOOKED_AT else 0
+        for place in range(first, first + min(len(files), LOOKED_AT)):
+            self._compare(files, place % len(files), number)
+        self._turn = first + LOOKED_AT
+
+    @staticmethod
+    def _compare(files: list[Digested], place: int, number: int) -> None:
+        known = files[place]
+        path = known.path
+        try:
+            status = os.stat(path)  # noqa: PTH116 - of each file at each read, where a Path costs as much again
+        except OSError:
+            return  # gone by name: what was read came from the file that was open, and the next read will say
+        if stamp_of(status) == known.stamp:
+            return
+        from stoker.store.recipe import digest_file
+
+        try:
+            now = digest_file(FileRef(name=known.name, path=Path(path)), sampled=known.sampled)
+        except SourceError as error:
+            if isinstance(error.__cause__, OSError):
+                raise  # it cannot be read, which says nothing about its content
+            raise ChangedError(
+                f"{path} is being written while it is encoded, seen when sample {number} was read: {error}. "
+                "Nothing read since then is stored"
+            ) from error
+        if (now.bytes, now.digest) != (known.bytes, known.digest):
+            raise ChangedError(
+                f"{path} changed while it was encoded: {known.bytes:,} bytes before, {now.bytes:,} now, with "
+                f"other content, seen when sample {number} was read. Nothing read since then is stored. Run "
+                "again once it is written: changed data gives a cache of its own"
+            )
+        files[place] = known._replace(stamp=now.stamp)
+
+
+def digested_files(refs: Sequence[Sequence[FileRef]], known: Sequence[FileDigest]) -> list[list[Digested]]:
+    """The files of each part with their digests, which come in the same order."""
+    by_name = {digest.name: digest for digest in known}
+    return [
+        [
+            Digested(ref.name, str(ref.path), d.bytes, d.digest, sampled=d.sampled, stamp=d.stamp)
+            for ref in own
+            if (d := by_name.get(ref.name)) is not None
+        ]
+        for own in refs
+    ]
+
+
+_ERROR_CHARS = 600
+CHANGED = "changed"
+"""The stage of a fault that is no sample's: see `SampleFault.stage`."""
+
+
+class Pulse(Protocol):
+    """Where progress is written; a `BeatPage` in a reader."""
+
+    def write(self, stage: str, number: int = -1, *, done: int = 0) -> None:
+        """A new stage or sample begins."""
+        ...
+
+    def progress(self, done: int) -> None:
+        """The sample in hand is `done` bytes further."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleFault:
+    """Why one sample could not be had."""
+
+    number: int
+    """Sample number."""
+    stage: str
+    """`open`, `read`, `decode`, `check` or `encode`; `CHANGED`: the source is another, the run must end."""
+    error: str
+    """Type and message, at most 600 characters; the `Ledger` adds where the sample is."""
+    kind: Literal["sample", "transient"]
+    """`sample`: the sample's own fault; `transient`: may pass (input/output, memory, a hang)."""
+    retry: bool
+    """Whether another try within the run makes sense."""
+
+
+def passing_fault(number: int, stage: str, error: str) -> SampleFault:
+    """A failure that another reader, or another day, may not meet."""
+    return SampleFault(number=number, stage=stage, error=error[:600], kind="transient", retry=True)
+
+
+class SampleFaultError(Exception):
+    """Carries a `SampleFault` to whoever decides about it; never leaves this package."""
+
+    def __init__(self, fault: SampleFault) -> None:
+        super().__init__(fault.error)
+        self.fault = fault
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartNames:
+    """Which part a sample number belongs to, and how to name it in an error."""
+
+    offsets: Sequence[int]
+    """First number of each part, ascending."""
+    names: Sequence[str]
+    """Path or name of each part."""
+    source: Locating | None = None
+    """What knows more of a sample than its part."""
+
+    def index(self, number: int) -> int:
+        """The part that holds `number`."""
+        return part_index(self.offsets, number)
+
+    def name(self, number: int) -> str:
+        """The name of the part that holds `number`."""
+        return self.names[self.index(number)]
+
+    def place(self, number: int) -> str:
+        """Where a user finds a sample: as the source says, else its part."""
+        return self.name(number) if self.source is None else self.source.locate(number)
+
+
+def part_index(offsets: Sequence[int], number: int) -> int:
+    """The part that holds `number`, of parts with these first numbers."""
+    return bisect_right(offsets, number) - 1
+
+
+class SampleReader:
+    """One source, read sample by sample; says where it stands and checks what comes."""
+
+    def __init__(
+        self, source: Reads, schema: Schema, offsets: Sequence[int], *, pulse: Pulse, nan: str
+    ) -> None:
+        self._source = source
+        self._schema = schema
+        self._offsets = offsets
+        self._pulse = pulse
+        self._reject_nan = nan == "reject"
+        self._opened: set[int] = set()
+        self._length = time_length(schema)
+        row_bytes = sum(field.row_bytes for field in schema.values() if field.time)
+        whole_bytes = row_bytes * self._length
+        self._piece = max(1, PIECE_BYTES // max(row_bytes, 1)) if whole_bytes > PIECE_BYTES else 0
+
+    def fill(self, arrays: Sample, member: int, number: int) -> None:
+        """Put sample `number` into row `member` of `arrays`, in pieces along time when it is long.
+
+        Raises:
+            SampleFaultError: The sample could not be read, or is not what the schema says.
+        """
+        if self._piece:
+            for start in range(0, self._length, self._piece):
+                stop = min(start + self._piece, self._length)
+                self.fill_steps(arrays, (member, start), number, (start, stop))
+            return
+        for name, array in self.sample(number).items():
+            arrays[name][member] = array
+
+    def fill_many(self, arrays: Sample, numbers: range) -> bool:
+        """Put samples `numbers` into the first rows of `arrays` by one read; False: do it one by one."""
+        if self._piece or len(numbers) < 2 or not isinstance(self._source, ReadsMany):
+            return False
+        self._pulse.write("read", numbers.start)
+        try:
+            samples = self._source.read_many(numbers)
+        except Exception:  # noqa: BLE001  met again, and named, one by one
+            return False
+        if samples is None or not self._sound(samples, len(numbers)):
+            return False
+        for name, array in samples.items():
+            arrays[name][: len(numbers)] = array
+        self._pulse.progress(sum(array.nbytes for array in samples.values()))
+        return True
+
+    def _sound(self, samples: Sample, count: int) -> bool:
+        whole = {name: replace(spec, shape=(count, *spec.shape)) for name, spec in self._schema.items()}
+        try:
+            check_sample(samples, whole, where="samples")
+            if self._reject_nan:
+                _reject_nan(samples, self._schema)
+        except RecordError:
+            return False
+        return True
+
+    def fill_steps(self, arrays: Sample, place: tuple[int, int], number: int, steps: tuple[int, int]) -> None:
+        """Put time steps `steps` of sample `number` at `place` (member, first row) of `arrays`.
+
+        Raises:
+            SampleFaultError: As for `fill`.
+        """
+        member, row = place
+        for name, array in self.sample(number, *steps).items():
+            if self._schema[name].time:
+                arrays[name][member, row : row + array.shape[0]] = array
+            else:
+                arrays[name][member] = array
+
+    def pieces(self, number: int) -> Iterator[tuple[Sample, int]]:
+        """A sample as (values, first row along time), in one piece unless it is long.
+
+        Fields without time come with the first piece only.
+
+        Raises:
+            SampleFaultError: As for `fill`.
+        """
+        if not self._piece:
+            yield self.sample(number), 0
+            return
+        for start in range(0, self._length, self._piece):
+            sample = self.sample(number, start, min(start + self._piece, self._length))
+            yield {n: a for n, a in sample.items() if self._schema[n].time or start == 0}, start
+
+    def sample(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+        """Read and check a sample, or its steps `start:stop`.
+
+        Raises:
+            SampleFaultError: As for `fill`.
+        """
+        part = part_index(self._offsets, number)
+        stage = "read" if part in self._opened else "open"
+        self._pulse.write(stage, number)
+        try:
+            sample = self._source.read(number) if start is None else self._source.read(number, start, stop)
+        except Exception as error:
+            raise self._fault(number, stage, error) from error
+        self._opened.add(part)
+        try:
+            check_sample(sample, self._expected(start, stop), where=f"sample {number}")
+            if self._reject_nan:
+                _reject_nan(sample, self._schema)
+        except RecordError as error:
+            raise self._fault(number, "check", error) from error
+        self._pulse.progress(sum(array.nbytes for array in sample.values()))
+        return sample
+
+    def _expected(self, start: int | None, stop: int | None) -> Schema:
+        if start is None or stop is None:
+            return self._schema
+        return {
+            name: replace(field, shape=(stop - start, *field.shape[1:]))
+            if field.time and not field.ragged
+            else field
+            for name, field in self._schema.items()
+        }
+
+    def _fault(self, number: int, stage: str, error: Exception) -> SampleFaultError:
+        passing = isinstance(error, MemoryError) or _from_the_system(error)
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, ChangedError):
+            stage, text = CHANGED, str(error)
+        elif isinstance(error, DecodeError):
+            stage = "decode"
+        return SampleFaultError(
+            SampleFault(
+                number=number,
+                stage=stage,
+                error=text[:_ERROR_CHARS],
+                kind="transient" if passing else "sample",
+                retry=stage not in ("decode", "check"),
+            )
+        )
+
+
+def _from_the_system(error: BaseException) -> bool:
+    """Whether storage failed behind an error: sources wrap what the system said, with the path."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def zero(arrays: Sample, member: int) -> None:
+    """Make a member that is missing all zeros."""
+    for array in arrays.values():
+        array[member] = 0
+
+
+def pad_steps(arrays: Sample, schema: Schema, rows: int) -> None:
+    """Make the time steps from `rows` on all zeros."""
+    for name, array in arrays.items():
+        if schema[name].time:
+            array[:, rows:] = 0
+
+
+def fill_group(
+    reader: SampleReader, arrays: Sample, numbers: range, absent: Callable[[int], bool]
+) -> list[SampleFault]:
+    """Fill all rows of `arrays` with `numbers`; members absent, failing or past the end become zeros.
+
+    Returns:
+        What went wrong, one entry for each sample that could not be had.
+    """
+    faults: list[SampleFault] = []
+    rows = next(iter(arrays.values())).shape[0] if arrays else 0
+    at_once = not any(map(absent, numbers)) and reader.fill_many(arrays, numbers)
+    for member in range(len(numbers) if at_once else 0, rows):
+        if member >= len(numbers) or absent(numbers[member]):
+            zero(arrays, member)
+            continue
+        try:
+            reader.fill(arrays, member, numbers[member])
+        except SampleFaultError as error:
+            faults.append(error.fault)
+            zero(arrays, member)
+    return faults
+
+
+def _reject_nan(sample: Sample, schema: Schema) -> None:
+    for name, array in sample.items():
+        if schema[name].dtype in FLOATS and not all_finite(array, schema[name].dtype):
+            raise RecordError(f"field {name!r} holds NaN or infinity")
+
+
+def all_finite(array: NDArray[Any], dtype: str) -> bool:
+    """Whether a float array holds neither NaN nor infinity; bfloat16 comes as its bits.
+
+    >>> all_finite(np.array([1.0, np.nan], np.float32), "float32")
+    False
+    >>> all_finite(np.array([0x7F80], np.uint16), "bfloat16")
+    False
+    """
+    if dtype == "bfloat16":
+        return not bool(((array & 0x7F80) == 0x7F80).any())
+    # A sum meets every element without a temporary; it overflows rarely, and then the slow look decides.
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(array.sum(dtype=np.float64 if dtype == "float64" else np.float32)):
+            return True
+    return bool(np.isfinite(array).all())

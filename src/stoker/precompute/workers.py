@@ -1,0 +1,882 @@
+"""Readers under supervision: hand out work, collect parcels, and never wait for a process.
+
+One poll over sockets and pidfds, with the next deadline as its timeout. A reader past a deadline is asked for
+its stack, killed, and replaced; the sample it was at gets one more try on another reader and is then set
+aside. The caller encodes between polls, so a hang is noticed at the latest one encoder call late.
+
+What fails without end meets a limit: tries of a sample, samples of a part (`ledger.py`), starts of a reader,
+readers lost in all (`limits.py`). What cannot even be killed is left behind, up to a number (`roster.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from stoker.errors import ReaderError, ResourceError, SourceError, arg
+from stoker.precompute.arena import Arena, Layout
+from stoker.precompute.process import Launch, LoggedChild
+from stoker.precompute.queue import ATTEMPTS, Assembly, GroupWork, Ledger, Parcel, ReaderView, WorkQueue
+from stoker.precompute.reading import PartNames, SampleFault, passing_fault
+from stoker.precompute.settings import Deadlines, PrecomputeSettings
+from stoker.runtime.processes.heartbeat import Beat
+from stoker.runtime.processes.wire import Frame
+from stoker.schema import Sample
+
+# ----------------------------------------------------------------------------------------------------------
+# When losing readers must end: it is the machine or the code then, not the data.
+
+
+_MAX_IN_A_ROW = 16
+_LOST_OFTEN = 0.125
+"""Readers may be lost on this part of the samples, or on what the settings allow to be quarantined."""
+
+
+class LossLimits:
+    """Compares the readers lost with the samples read.
+
+    Args:
+        max_quarantined: Fraction of the samples that the settings allow to fail.
+    """
+
+    def __init__(self, max_quarantined: float) -> None:
+        self._lost_often = max(_LOST_OFTEN, max_quarantined)
+        self._in_a_row = 0
+        self.losses = 0
+        """Readers that died or were killed."""
+        self.read = 0
+        """Samples read."""
+
+    def delivered(self, samples: int) -> None:
+        """So many samples have been read, some of them a moment ago."""
+        self.read += samples
+        self._in_a_row = 0
+
+    def lost(self, *, attempt: int) -> None:
+        """One more reader is lost, at that attempt at a sample; 0: it had none in hand."""
+        self.losses += 1
+        self._in_a_row += attempt < ATTEMPTS  # what failed once is expected to fail again
+
+    def check(self, readers: int, quarantined: int, last: str) -> None:
+        """Go on while losses stay within what bad samples explain.
+
+        Args:
+            readers: Those that are wanted.
+            quarantined: Samples set aside by this run.
+            last: The last loss in words.
+
+        Raises:
+            ReaderError: Too many in a row, or in all.
+        """
+        few = _MAX_IN_A_ROW + 2 * readers
+        if self._in_a_row > few:
+            what = f"{self._in_a_row} readers were lost in a row without a sample read"
+        elif self.losses > few + ATTEMPTS * self._lost_often * (self.read + quarantined):
+            what = (
+                f"{self.losses} readers were lost while {self.read} samples were read, more than "
+                f"{100 * self._lost_often:g} % of bad samples explains; a larger max_quarantined allows more"
+            )
+        else:
+            return
+        raise ReaderError(f"{what}. The last: {last}. What is stored stays; fix the cause and run it again")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Whether a process still moves: by its heartbeat, and by what the kernel has read for it.
+#
+# A large sample over slow storage is one call for the reader, without a beat for minutes. The kernel's
+# count of bytes read tells it from one that hangs. Spinning on a file that never ends would look the same,
+# so there is a last moment all the same.
+
+
+MOST_DEADLINES = 10
+"""Deadlines that one stage of one sample may last at most, however much is read meanwhile."""
+
+
+class Patience:
+    """When a process must have moved.
+
+    Half a deadline without a beat, and its bytes are looked at for the first time; then every half. So it is
+    overdue one deadline after its last byte at the latest.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._path = Path(f"/proc/{pid}/io")
+        self._since = float("nan")
+        self._due = 0.0
+        self._bytes = -1
+
+    def due(self, since: float, limit_s: float) -> float:
+        """When to look at it; `since` is when it last moved by its own word. `time.monotonic()` seconds."""
+        if since != self._since:
+            self._since, self._due, self._bytes = since, since + limit_s / 2, -1
+        return self._due
+
+    def overdue(self, limit_s: float, now: float) -> bool:
+        """Asked when `due` has passed: whether it hangs. If not, `due` is later now."""
+        count = self._count()
+        if self._bytes < 0:  # where we look late, it still gets a moment to show that it moves
+            self._due = max(self._since + limit_s, now + limit_s / 4)
+        elif count > self._bytes and now < self._since + MOST_DEADLINES * limit_s:
+            self._due = now + limit_s / 2
+        else:
+            return True
+        self._bytes = count
+        return False
+
+    def _count(self) -> int:
+        """Bytes of files, pipes and pages read so far; 0 where the kernel does not say."""
+        try:
+            lines = self._path.read_text().splitlines()
+        except OSError:
+            return 0
+        counts = dict(line.split(": ") for line in lines)
+        return int(counts.get("rchar", 0)) + int(counts.get("read_bytes", 0))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# One reader seen from outside: what it owes, whether it still moves, and what is done when it does not.
+
+
+DUMP_S = 0.15
+"""How long a reader past its deadline gets to write its stack before it is killed."""
+
+GRACE_S = 5.0
+"""How long a killed reader may take to vanish before it counts as abandoned, stuck in the kernel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A reader is gone, or as good as gone."""
+
+    stage: str
+    """Where it was."""
+    number: int
+    """The sample in hand, or -1."""
+    cause: str
+    """In words, with exit code or signal, or the deadline that passed."""
+
+
+class Worker:
+    """A reader process and the groups it owes.
+
+    Raises:
+        ResourceError: No process or descriptor is left.
+    """
+
+    def __init__(self, number: int, launch: Launch) -> None:
+        self.number = number
+        self.state: Literal["starting", "ready", "dumping", "killed", "reaped"] = "starting"
+        self.work: dict[int, GroupWork] = {}
+        """Groups handed out and not yet delivered, by key, in the order of handing out."""
+        self.items: deque[int] = deque()
+        """The last key of each item handed out, oldest first."""
+        self.held = 0
+        """Filled slots that the caller has not given back."""
+        self.delivering = False
+        """It has read a sample."""
+        self.failed = False
+        """It was lost; its log is kept."""
+        self.loss: Loss | None = None
+        """Why it was killed."""
+        self.until = 0.0
+        """When it must have written its stack, or be gone; `time.monotonic()` seconds."""
+        self.arena = _arena(launch.layout)
+        log = launch.logs / f"reader-{number}-{os.getpid()}.txt"
+        try:
+            self.process = LoggedChild(
+                "stoker.precompute.reader:serve",
+                (self.arena.fd,),
+                what="a reader process",
+                log=log,
+                drain=launch.drain,
+                modules=launch.modules,
+            )
+        except BaseException:
+            self.arena.close()
+            raise
+        self.channel, self.beat = self.process.channel, self.process.heartbeat
+        self.channel.send(launch.frame, launch.payload)
+        self._loaded = False
+        self._since = self._moved = time.monotonic()
+        self._overdue: Loss | None = None
+        self._seen = self.beat.look()
+        self._patience = Patience(self.process.pid)
+
+    def ready(self) -> None:
+        """It has unpickled the source."""
+        self._loaded = True
+        if self.state == "starting":
+            self.state = "ready"
+        self.touch()
+
+    def view(self, now_ns: int) -> ReaderView:
+        """Where it stands, by its own word; `now_ns` is `time.monotonic_ns()`."""
+        beat = self.beat.look()
+        seconds = max(0, now_ns - (beat.time_ns or now_ns)) / 1e9
+        return ReaderView(
+            number=self.number,
+            stage=beat.stage,
+            sample=beat.number,
+            seconds=seconds,
+            processor_s=self.process.processor_s(),
+        )
+
+    def touch(self) -> None:
+        """We have just heard from it or sent it something: its clock starts anew."""
+        self._since = time.monotonic()
+
+    def hand_out(self, works: list[GroupWork], absent: Callable[[GroupWork], list[int]]) -> None:
+        """Send an item and remember that it is owed; `absent` names the members that are zeros."""
+        for work in works:
+            self.work[work.key] = work
+        self.items.append(works[-1].key)
+        groups = [[work.key, work.numbers.start, len(work.numbers), absent(work)] for work in works]
+        self.channel.send({"kind": "work", "groups": groups})
+        self.touch()
+
+    def free(self, slot: int) -> None:
+        """Give a slot back."""
+        self.held -= 1
+        if self.state in ("starting", "ready", "dumping"):
+            self.channel.send({"kind": "free", "slot": slot})
+            self.touch()
+
+    def delivered(self, key: int) -> GroupWork | None:
+        """A group has come whole; None if it was not owed."""
+        if self.items and self.items[0] == key:
+            self.items.popleft()
+        return self.work.pop(key, None)
+
+    def deadline(self, deadlines: Deadlines, slots: int) -> float | None:
+        """When to look whether it has moved, in `time.monotonic()` seconds; None while it owes nothing."""
+        if self.state in ("dumping", "killed"):
+            return self.until
+        clock = self._clock(deadlines, slots)
+        return None if clock is None else self._patience.due(*clock)
+
+    def _clock(self, deadlines: Deadlines, slots: int) -> tuple[float, float] | None:
+        """Since when it has not moved, by its own word, and how long it may stay so."""
+        beat = self.beat.look()
+        if beat != self._seen:  # whatever a page holds that was scribbled over, it cannot have moved later
+            self._seen = beat
+            self._moved = min(beat.time_ns / 1e9, time.monotonic())
+        if self.state == "starting":
+            return self._since, deadlines.start
+        if beat.stage in ("open", "read"):
+            return self._moved, deadlines.open if beat.stage == "open" else deadlines.read
+        if self.work and self.held < slots:  # it has work and room, and does not take it
+            return max(self._moved, self._since), deadlines.read
+        return None
+
+    def advance(self, deadlines: Deadlines, slots: int, now: float) -> Loss | None:
+        """Take the next step against a reader past its deadline; the loss, at the moment it is killed."""
+        if self.state in ("starting", "ready"):
+            clock = self._clock(deadlines, slots)
+            if clock is None or now < self._patience.due(*clock):
+                return None
+            if self._patience.overdue(clock[1], now):
+                self._ask_for_stacks(self._seen, clock[1], now)
+        elif self.state == "dumping" and now >= self.until:
+            if self.beat.look() == self._seen and self._overdue is not None:
+                return self.dismiss(self._overdue)
+            self.state = "ready" if self._loaded else "starting"  # slow, not stuck
+            self.touch()
+        return None
+
+    def _ask_for_stacks(self, beat: Beat, limit_s: float, now: float) -> None:
+        stage = "start" if self.state == "starting" else beat.stage
+        where = "waiting for work that it was given" if stage == "wait" else f'in stage "{stage}"'
+        self._overdue = Loss(
+            stage=stage,
+            number=beat.number if stage in ("open", "read") else -1,
+            cause=f"reader {self.number} made no progress for {limit_s:g} s {where} "
+            f"({self.process.kernel_view()})",
+        )
+        self.process.request_stacks()
+        self.state, self.until = "dumping", now + DUMP_S
+
+    def dismiss(self, loss: Loss | None = None) -> Loss | None:
+        """Kill it, without waiting; what is left of its clock is the time to vanish."""
+        self.process.kill()
+        self.state, self.until, self.loss = "killed", time.monotonic() + GRACE_S, loss
+        return loss
+
+    def reap(self) -> bool:
+        """Whether the process has ended; its exit code is collected then."""
+        if self.state != "reaped" and self.process.ended():
+            self.state = "reaped"
+        return self.state == "reaped"
+
+    def death(self) -> Loss:
+        """The loss of a process that ended by itself, with exit code or signal and the end of its output."""
+        beat = self.beat.look()
+        busy = beat.stage in ("open", "read")
+        where = f' in stage "{beat.stage}"' if busy else ""
+        tail = self.process.tail()
+        cause = f"reader {self.number} (process {self.process.pid}) {self.process.exit}{where}"
+        return Loss(
+            stage=beat.stage,
+            number=beat.number if busy else -1,
+            cause=cause + (f"; its last output: {tail.splitlines()[-1][:200]}" if tail else ""),
+        )
+
+    def close(self) -> None:
+        """Let descriptors go; the log stays if the reader was lost."""
+        self.arena.close()
+        self.process.discard(keep_log=self.failed)
+
+
+def _arena(layout: Layout) -> Arena:
+    try:
+        return Arena.create(layout)
+    except OSError as error:
+        raise ResourceError(
+            f"no descriptor or address is left for a reader's arena: {error}. Use fewer readers, or raise "
+            "the limits (ulimit -n, ulimit -v)"
+        ) from error
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The reader processes of a run: those at work, one in reserve, and those killed that are not yet gone.
+#
+# A replacement must import what the source needs, seconds with torch; the reserve has done so already. It
+# costs a process without an arena, and is started once the others are at work or one was lost.
+
+
+_SPARE_TRIES = 3
+_SPARE_AFTER_S = 2.0
+_CLOSE_S = 1.0
+
+
+class Roster:
+    """Starts readers, and keeps account of them until the kernel says that they are gone."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.wanted = 0
+        """Readers that are to be at work."""
+        self.working: dict[int, Worker] = {}
+        """By number."""
+        self.parked: set[int] = set()
+        """Numbers of those that get no more work until one more is wanted."""
+        self.spare: Worker | None = None
+        """Idle; takes the place of the next that is lost."""
+        self.ending: list[Worker] = []
+        """Killed a moment ago."""
+        self.abandoned: list[Worker] = []
+        """Killed, and not gone within the grace: they wait in the kernel for storage that does not answer."""
+        self.abandoned_count = 0
+        """How many were ever abandoned, those that vanished later included."""
+        self._launch = launch
+        self._started = 0
+        self._spare_tries = _SPARE_TRIES
+        self._settled = float("inf")
+
+    @property
+    def present(self) -> list[Worker]:
+        """Those that may send something."""
+        return [*self.working.values(), *([self.spare] if self.spare else [])]
+
+    @property
+    def doomed(self) -> list[Worker]:
+        """Those that will send nothing more."""
+        return [*self.ending, *self.abandoned]
+
+    def add(self) -> Worker:
+        """Put one more to work: a parked one or the spare if there is one.
+
+        Raises:
+            ResourceError: The system starts no more, or has no memory for its arena.
+        """
+        if self.parked:
+            return self.working[self.parked.pop()]
+        worker = self.spare or self._start()
+        self.spare = None
+        try:
+            worker.arena.reserve()
+        except ResourceError:
+            worker.dismiss()
+            self.ending.append(worker)
+            raise
+        self.working[worker.number] = worker
+        return worker
+
+    @property
+    def active(self) -> list[Worker]:
+        """Those at work that are not parked."""
+        return [worker for number, worker in self.working.items() if number not in self.parked]
+
+    def park(self) -> Worker | None:
+        """Do without the latest; None if there is but one."""
+        active = self.active
+        if len(active) < 2 or self.wanted < 2:
+            return None
+        self.wanted -= 1
+        self.parked.add(active[-1].number)
+        return active[-1]
+
+    @property
+    def all_delivering(self) -> bool:
+        """Every reader has delivered something."""
+        return all(worker.delivering for worker in self.working.values())
+
+    def keep_spare(self, now: float, *, at_once: bool) -> None:
+        """Have one in reserve when all have delivered for a while, or at once; not if that failed often."""
+        self._settled = min(now, self._settled) if self.all_delivering else float("inf")
+        wanted = at_once or now - self._settled > _SPARE_AFTER_S
+        if not wanted or self.spare is not None or not self._spare_tries:
+            return
+        try:
+            self.spare = self._start()
+        except ResourceError as error:
+            self._spare_tries = 0
+            log.debug("no reader in reserve: %s", error)
+
+    def _start(self) -> Worker:
+        self._started += 1
+        return Worker(self._started, self._launch)
+
+    def remove(self, worker: Worker) -> None:
+        """It was lost: close it, or see to it that it vanishes."""
+        if worker is self.spare:
+            self.spare = None
+            self._spare_tries -= 1
+        else:
+            del self.working[worker.number]
+            self.parked.discard(worker.number)
+        if worker.state == "reaped":
+            worker.close()
+        else:
+            self.ending.append(worker)
+
+    def sweep(self, now: float) -> list[Worker]:
+        """Collect what has vanished; what should have by `now` and did not is returned, as abandoned."""
+        for group in (self.ending, self.abandoned):
+            for worker in list(group):
+                if worker.reap():
+                    group.remove(worker)
+                    worker.close()
+        stuck = [worker for worker in self.ending if now >= worker.until]
+        for worker in stuck:
+            self.ending.remove(worker)
+            worker.arena.close()
+            worker.process.abandon()
+        self.abandoned += stuck
+        self.abandoned_count += len(stuck)
+        return stuck
+
+    def check_abandoned(self, where: str) -> None:
+        """Go on while few are abandoned: each holds a process and its memory.
+
+        Raises:
+            ReaderError: More than there are readers, and more than two.
+        """
+        most = max(2, self.wanted)
+        if len(self.abandoned) > most:
+            raise ReaderError(
+                f"{len(self.abandoned)} readers cannot be killed (at most {most} are left behind): they wait "
+                f"in the kernel for storage that does not answer. The last: {where}. What is stored stays; "
+                "when the storage answers again, run it again to resume"
+            )
+
+    def close(self) -> None:
+        """End every reader: kill it, and wait a moment for all of them to vanish."""
+        workers = [*self.present, *self.doomed]
+        self.working, self.spare, self.ending, self.abandoned = {}, None, [], []
+        for worker in workers:
+            if worker.state not in ("killed", "reaped"):
+                worker.dismiss()
+        limit = time.monotonic() + _CLOSE_S
+        for worker in workers:
+            poller = select.poll()
+            poller.register(worker.process.pidfd, select.POLLIN)
+            while not worker.reap() and time.monotonic() < limit:
+                poller.poll(max(1, int((limit - time.monotonic()) * 1000)))
+            if not worker.reap():
+                log.warning(
+                    "reader %d (%s) cannot be ended; left behind", worker.number, worker.process.kernel_view()
+                )
+            worker.close()
+        self._launch.drain.close()
+
+
+log = logging.getLogger("stoker")
+
+_MAX_START_FAILURES = 3
+_ITEMS_AHEAD = 2
+
+
+@dataclass(slots=True, kw_only=True)
+class _Incoming:
+    """What a worker in mode `pieces` has sent of the group in progress."""
+
+    assembly: Assembly
+    waiting: list[Frame]
+    unreleased: int = 0
+
+
+class Supervisor:
+    """A `Feed` over reader processes."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        queue: WorkQueue,
+        ledger: Ledger,
+        *,
+        settings: PrecomputeSettings,
+        parts: PartNames,
+    ) -> None:
+        self._layout: Layout = launch.layout
+        self._queue = queue
+        self._ledger = ledger
+        self._deadlines = settings.deadlines
+        self._limits = LossLimits(settings.max_quarantined)
+        self._parts = parts
+        self._roster = Roster(launch)
+        self._incoming: dict[int, _Incoming] = {}
+        self._ready: list[Parcel] = []
+        self._start_failures = 0
+        self.given_up = False
+        """A reader could not be started, and the run goes on without it."""
+        self.wake_fd = -1
+        """A descriptor whose readiness ends a poll early (signals)."""
+
+    @property
+    def readers(self) -> int:
+        """Readers that are wanted."""
+        return self._roster.wanted
+
+    @property
+    def idle(self) -> int:
+        """Readers that cannot go on because the caller has not taken what they read."""
+        return sum(worker.held >= self._layout.slots for worker in self._roster.working.values())
+
+    @property
+    def losses(self) -> int:
+        """Readers that died or were killed."""
+        return self._limits.losses
+
+    @property
+    def abandoned(self) -> int:
+        """Readers that could not be killed in time."""
+        return self._roster.abandoned_count
+
+    @property
+    def finished(self) -> bool:
+        """Every group has been delivered or given up."""
+        return self._queue.finished and not self._ready
+
+    @property
+    def _works(self) -> bool:
+        """Some reader has delivered something, so that the run can end without those that do not start."""
+        return any(worker.delivering for worker in self._roster.working.values())
+
+    @property
+    def all_delivering(self) -> bool:
+        """Every reader has delivered something, so that waiting is no longer for their start."""
+        return self._roster.all_delivering
+
+    def start(self, readers: int) -> None:
+        """Put that many more readers to work, parked ones first; they get it from the next `poll` on.
+
+        Raises:
+            ResourceError: Not one can be started. Fewer than asked for are said, and do.
+        """
+        self._roster.wanted += readers
+        for _ in range(readers):
+            self._add()
+
+    def park(self) -> None:
+        """Give one reader no more work; what it has in hand it still delivers."""
+        if worker := self._roster.park():
+            self._queue.leave(worker.number)
+
+    def _add(self) -> None:
+        try:
+            self._roster.add()
+        except ResourceError as error:
+            if not self._roster.working:
+                raise
+            self._do_without(str(error))
+
+    def _do_without(self, why: str) -> None:
+        """Go on with one reader fewer: those that work are enough to end the run."""
+        self._roster.wanted -= 1
+        self.given_up = True
+        log.warning("another reader cannot be started; going on with %d: %s", self._roster.wanted, why)
+
+    def _keep_spare(self, now: float) -> None:
+        """Have a reader in reserve once one was lost, or the run goes on for more than a moment."""
+        if self._limits.read and not self._queue.finished:
+            self._roster.keep_spare(now, at_once=self.losses > 0)
+
+    def poll(self, timeout_s: float) -> list[Parcel]:
+        """See `Feed.poll`. Deadlines are enforced here, after what has arrived was taken in.
+
+        Raises:
+            ReaderError: Readers cannot start, or are lost one after another.
+            SourceError: The source cannot be loaded in a reader; holds the first traceback.
+        """
+        self._hand_out()
+        limit = time.monotonic() + timeout_s
+        while True:
+            now = time.monotonic()
+            self._wait(0.0 if self._ready else max(0.0, min(limit, self._next_deadline()) - now))
+            self._take_in()
+            self._enforce(time.monotonic())
+            self._hand_out()
+            self._keep_spare(now)
+            if self._ready or self.finished or time.monotonic() >= limit or self._woken():
+                parcels, self._ready = self._ready, []
+                return parcels
+
+    def release(self, parcel: Parcel) -> None:
+        """See `Feed.release`."""
+        if parcel.last:
+            self._queue.done()
+        number, slot = parcel.origin
+        worker = self._roster.working.get(number)
+        if worker is None:
+            return
+        if slot >= 0:
+            worker.free(slot)
+        incoming = self._incoming.get(number)
+        if incoming is not None:
+            incoming.unreleased -= 1
+            frames, incoming.waiting = incoming.waiting, []
+            for frame in frames:
+                self._piece(worker, frame)
+
+    def views(self) -> list[ReaderView]:
+        """See `Feed.views`."""
+        now = time.monotonic_ns()
+        return [worker.view(now) for _, worker in sorted(self._roster.working.items())]
+
+    def close(self) -> None:
+        """End every reader: close its socket, kill it, and wait a moment for it to vanish."""
+        self._roster.close()
+        self._ready = []
+
+    def _woken(self) -> bool:
+        return self.wake_fd >= 0 and bool(select.select([self.wake_fd], [], [], 0)[0])
+
+    def _next_deadline(self) -> float:
+        watched = [*self._roster.present, *self._roster.ending]
+        dues = [worker.deadline(self._deadlines, self._layout.slots) for worker in watched]
+        return min((due for due in dues if due is not None), default=float("inf"))
+
+    def _wait(self, timeout_s: float) -> None:
+        poller = select.poll()
+        for worker in self._roster.present:
+            if not worker.channel.closed:
+                poller.register(
+                    worker.channel, select.POLLIN | (select.POLLOUT if worker.channel.backlog else 0)
+                )
+        for worker in (*self._roster.present, *self._roster.doomed):
+            poller.register(worker.process.pidfd, select.POLLIN)
+        if self.wake_fd >= 0:
+            poller.register(self.wake_fd, select.POLLIN)
+        poller.poll(min(timeout_s, 3600.0) * 1000 + (1 if timeout_s > 0 else 0))
+
+    def _take_in(self) -> None:
+        """Read and write what the sockets allow; notice processes that have ended."""
+        for worker in self._roster.present:
+            ended = worker.reap()  # looked at first: what it sent before its end is in the socket by then
+            if worker.channel.flush():
+                worker.touch()
+            try:
+                for frame in worker.channel.receive():
+                    worker.touch()
+                    self._frame(worker, frame)
+            except ReaderError as error:
+                worker.dismiss(Loss(stage="wait", number=-1, cause=f"reader {worker.number}: {error}"))
+            if ended:
+                self._lose(worker, worker.death())
+            elif worker.loss is not None:
+                self._lose(worker, worker.loss)
+
+    def _enforce(self, now: float) -> None:
+        for worker in self._roster.present:
+            loss = worker.advance(self._deadlines, self._layout.slots, now)
+            if loss is not None:
+                self._lose(worker, loss)
+        for worker in self._roster.sweep(now):
+            self._abandon(worker)
+        lost = (worker.loss.number for worker in self._roster.ending if worker.loss is not None)
+        self._queue.on_hold = frozenset(self._parts.index(number) for number in lost if number >= 0)
+
+    def _abandon(self, worker: Worker) -> None:
+        """Note a reader that SIGKILL does not end, and stop reading a part that holds a second one."""
+        number = -1 if worker.loss is None else worker.loss.number
+        where = f"{self._place(number)}{worker.process.kernel_view()}"
+        log.warning(
+            "reader %d was not gone %g s after SIGKILL and is left behind: %s", worker.number, GRACE_S, where
+        )
+        part = self._parts.index(number)
+        if number >= 0 and self._ledger.part_holds_readers(part):
+            cause = "readers stuck in it cannot be killed; no more of it is read"
+            self._give_up(part, number, f"{self._parts.name(number)}: {cause}")
+        self._roster.check_abandoned(where)
+
+    def _place(self, number: int) -> str:
+        """Path, sample and attempt, as a prefix; nothing for a reader that had no sample in hand."""
+        if number < 0:
+            return ""
+        tries = self._ledger.attempts(number)
+        return f"{self._parts.place(number)}: sample {number}, attempt {tries} of {ATTEMPTS}: "
+
+    def _frame(self, worker: Worker, frame: Frame) -> None:
+        kind = frame["kind"]
+        if kind == "fatal":
+            worker.failed = True
+            said = f"the source cannot be loaded in a reader process:\n{frame['error'].rstrip()}"
+            if not self._works:
+                raise SourceError(f"{said}\nFix that, or read in this process with {arg('readers', 0)}")
+            log.warning("reader %d: %s", worker.number, said)
+            return
+        if kind == "ready":
+            worker.ready()
+            self._start_failures = 0
+            return
+        worker.held += frame["slot"] >= 0
+        if kind == "parcel":
+            self._group(worker, frame, worker.arena.arrays(frame["slot"]))
+        else:
+            self._piece(worker, frame)
+
+    def _piece(self, worker: Worker, frame: Frame) -> None:
+        incoming = self._incoming.get(worker.number)
+        if incoming is None:
+            incoming = _Incoming(assembly=Assembly(self._layout), waiting=[])
+            self._incoming[worker.number] = incoming
+        if incoming.unreleased:  # one whole group in the caller's hands is enough; the reader's slots fill up
+            incoming.waiting.append(frame)
+            return
+        for chunk in frame["chunks"]:
+            incoming.assembly.add(worker.arena.slot(frame["slot"]), chunk)
+        if frame["slot"] >= 0:
+            worker.free(frame["slot"])
+        if frame["last"]:
+            arrays = incoming.assembly.finish()
+            incoming.assembly = Assembly(self._layout)
+            incoming.unreleased += self._group(worker, frame | {"start": 0}, arrays)
+
+    def _group(self, worker: Worker, frame: Frame, arrays: Sample) -> bool:
+        """Take in (part of) a group: pass it on, or have it read again; whether it was passed on."""
+        key, slot, last = frame["key"], frame["slot"], frame["last"]
+        work = worker.delivered(key) if last else worker.work.get(key)
+        assert work is not None
+        faults = [SampleFault(**fault) for fault in frame["faults"]]
+        read = sum(not self._ledger.is_bad(number) for number in work.numbers) - len(faults)
+        if read > 0:
+            self._limits.delivered(read if last else 0)
+            self._ledger.answered(work.part)
+            worker.delivering = True
+        again = [self._ledger.fault(fault) for fault in faults]
+        if any(again) or not self._queue.wanted(work):
+            if any(again):
+                self._queue.give_back(work, avoid=worker.number)
+            elif last:
+                self._queue.done()
+            if slot >= 0:
+                worker.free(slot)
+            if frame["start"]:
+                self._ready.append(Parcel.end(work))
+            return False
+        origin = (worker.number, slot)
+        owned = self._layout.mode == "pieces"
+        self._ready.append(
+            Parcel(work=work, arrays=arrays, start=frame["start"], last=last, owned=owned, origin=origin)
+        )
+        return True
+
+    def _lose(self, worker: Worker, loss: Loss) -> None:
+        """Take back what a lost reader owes, note who is to blame, and put another in its place."""
+        spare = worker is self._roster.spare
+        self._incoming.pop(worker.number, None)
+        if self._layout.mode == "steps":
+            self._ready += [Parcel.end(work) for work in worker.work.values()]
+        worker.failed = True
+        self._queue.leave(worker.number)
+        self._blame(worker, loss)
+        self._limits.lost(attempt=self._ledger.attempts(loss.number))
+        said = f"{self._place(loss.number)}{loss.cause}"
+        log.warning("%s; stack and output: %s", said, worker.process.log)
+        worker.process.record(said)
+        parked = worker.number in self._roster.parked
+        self._roster.remove(worker)
+        if spare or parked or (loss.stage == "start" and self._fail_start(worker, loss)):
+            return
+        self._limits.check(self._roster.wanted, len(self._ledger.failures), said)
+        self._add()
+
+    def _fail_start(self, worker: Worker, loss: Loss) -> bool:
+        """Count a reader that could not start; True when it is not to be replaced.
+
+        Raises:
+            ReaderError: Several in a row, and no other reader works.
+        """
+        self._start_failures += 1
+        if self._start_failures < _MAX_START_FAILURES:
+            return False
+        if self._works:
+            self._start_failures = 0
+            self._do_without(loss.cause)
+            return True
+        tail = worker.process.tail()
+        raise ReaderError(
+            f"{self._start_failures} readers in a row could not start. The last: {loss.cause}"
+            + (f"\n{tail}" if tail else "")
+            + f"\nOutput and stack: {worker.process.log}. Reading in this process "
+            f"({arg('readers', 0)}) may show more"
+        )
+
+    def _blame(self, worker: Worker, loss: Loss) -> None:
+        """Give back what it owes; the sample in hand has failed once more, and its part may be dead."""
+        for work in reversed(list(worker.work.values())):
+            if loss.number not in work.numbers:
+                self._queue.give_back(work)
+                continue
+            read = sum(not self._ledger.is_bad(n) for n in range(work.numbers.start, loss.number))
+            if read:  # members before it, by this very process, though they are lost with it
+                self._ledger.answered(work.part)
+                self._limits.delivered(read)
+            stage = loss.stage if loss.stage in ("open", "read") else "read"
+            self._ledger.fault(passing_fault(loss.number, stage, loss.cause))
+            self._queue.give_back(work, avoid=worker.number)
+            if self._ledger.part_is_dead(work.part, loss.number):
+                where = self._parts.place(loss.number)
+                self._give_up(
+                    work.part, loss.number, f"not tried, since reading failed at {where}: {loss.cause}"
+                )
+
+    def _give_up(self, part: int, number: int, error: str) -> None:
+        """Set aside what is left of a part whose storage does not answer."""
+        fault = passing_fault(number, "read", error)
+        count = self._ledger.give_up(self._queue.part_numbers(part), fault)
+        if count:
+            name = self._parts.name(number)
+            log.warning("%s does not answer: its other %d samples are quarantined as well", name, count)
+
+    def _hand_out(self) -> None:
+        """Give readers work: one item in hand and one ahead, unless another has none and few are left."""
+        working = self._roster.active
+        live = sum(worker.state == "ready" for worker in working)
+        idle = sum(worker.state in ("starting", "ready") and not worker.items for worker in working)
+        for worker in working:
+            while worker.state == "ready" and len(worker.items) < _ITEMS_AHEAD:
+                if worker.items and 0 < self._queue.untaken <= idle:
+                    break
+                works = self._queue.take(worker.number, live)
+                if not works:
+                    break
+                idle -= not worker.items
+                worker.hand_out(works, self._queue.absent)

@@ -1,0 +1,491 @@
+"""Samples from rows of Parquet files; a row group is decoded once for all of its rows."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.errors import ConfigError, SourceError, arg
+from stoker.schema import Field, Json, Sample, Schema
+from stoker.sources.files import Paths, find_keyed_files
+from stoker.sources.given import check_texts, listed
+from stoker.sources.hdf5_open import FOREIGN_ERRORS
+from stoker.sources.protocol import FileRef, Part, SourceIdentity, read_as, read_dtype
+from stoker.units import format_count
+
+# ----------------------------------------------------------------------------------------------------------
+# Columns of Arrow tables as fields of samples; what Parquet files and Hugging Face datasets have in common.
+#
+# numbers, bool              a scalar list of numbers            an array of varying length; of a fixed
+# size: an array of that shape binary, {bytes, path}      the bytes, uint8 of varying length (how datasets
+# keep images and sound) struct                     its members, as `<column>.<member>`
+#
+# Text, dates and null are no numbers: a column of text is left out by naming the others, a null is an error
+# of its row.
+
+
+_log = logging.getLogger("stoker")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrowField:
+    """One field of every sample, and where it is in a row."""
+
+    name: str
+    path: tuple[str, ...]
+    """Column, then members of structs."""
+    field: Field
+    dtype: np.dtype[Any]
+    """What values become."""
+    narrowed: bool
+    """Whether they have more digits in the table."""
+
+
+def import_arrow(what: str) -> Any:
+    """The module `pyarrow`.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        return import_module("pyarrow")
+    except ImportError as error:
+        raise ConfigError(
+            f"{what} needs pyarrow, which is not installed. Run pip install 'stoker[parquet]'"
+        ) from error
+
+
+def checked_columns(columns: Sequence[str] | None) -> tuple[str, ...] | None:
+    """What a user gave as the names of columns.
+
+    Raises:
+        ConfigError: It is text, or names none.
+    """
+    names = listed(columns)
+    if columns is not None and (not names or not all(isinstance(name, str) for name in names)):
+        raise ConfigError(f"columns is {columns!r}. Expected a list of names, as columns=['u', 'v']")
+    return None if columns is None else tuple(columns)
+
+
+def fields_of(schema: Any, columns: Sequence[str] | None, *, where: str) -> tuple[ArrowField, ...]:
+    """The fields of the columns of an Arrow schema, in their order.
+
+    Args:
+        schema: Of the table.
+        columns: Which; None: all.
+        where: Names the table in messages.
+
+    Raises:
+        SourceError: A column is not there, or holds no numbers, or two fields have one name.
+    """
+    names = list(schema.names)
+    wanted = names if columns is None else list(columns)
+    if twice := sorted({name for name in wanted if names.count(name) > 1}):
+        raise SourceError(
+            f"{where} has several columns named {', '.join(twice)}. Rename them, or name the others with "
+            "columns="
+        )
+    if missing := [name for name in wanted if name not in names]:
+        raise SourceError(f"{where} has no column {', '.join(missing)}. It has {', '.join(names)}")
+    found: list[ArrowField] = []
+    refused: dict[str, str] = {}
+    for name in wanted:
+        fields = [*_walk(name, (name,), schema.field(name).type)]
+        if bad := next((field for field in fields if isinstance(field, str)), None):
+            refused[name] = bad
+        found += [field for field in fields if isinstance(field, ArrowField)]
+    if refused:
+        rest = [name for name in wanted if name not in refused]
+        shown = ", ".join(f"{name} is {why}" for name, why in refused.items())
+        cure = f"Name the columns to read, as columns={rest}" if rest else "Convert them when it is written"
+        raise SourceError(f"{where}: {shown}, and a store holds numbers. {cure}")
+    every = [field.name for field in found]
+    if twice := sorted({name for name in every if every.count(name) > 1}):
+        raise SourceError(
+            f"{where}: {', '.join(twice)} occurs twice: members of a struct are named STRUCT.MEMBER. "
+            f"Rename one, or leave it out with {arg('columns', setting='data.parquet.columns')}"
+        )
+    if narrowed := [field.name for field in found if field.narrowed]:
+        _log.warning("%s: float64 is read as float32: %s", where, ", ".join(narrowed))
+    return tuple(found)
+
+
+def _walk(name: str, path: tuple[str, ...], kind: Any) -> Iterator[ArrowField | str]:
+    """Fields of one column, or what is wrong with it."""
+    types = import_module("pyarrow").types
+    if types.is_struct(kind):
+        members = [(kind.field(i).name, kind.field(i).type) for i in range(kind.num_fields)]
+        if {member for member, _ in members} == {"bytes", "path"}:
+            yield from _walk(name, (*path, "bytes"), dict(members)["bytes"])
+            return
+        for member, inner in members:
+            yield from _walk(f"{name}.{member}", (*path, member), inner)
+        return
+    found = _field(kind, types)
+    if found is None:
+        yield str(kind)
+    else:
+        field, dtype, narrowed = found
+        yield ArrowField(name=name, path=path, field=field, dtype=dtype, narrowed=narrowed)
+
+
+def _field(kind: Any, types: Any) -> tuple[Field, np.dtype[Any], bool] | None:
+    """Return the field of a column, what its values become, and whether they lose digits so."""
+    if types.is_binary(kind) or types.is_large_binary(kind):
+        return Field(shape=(-1,), dtype="uint8", ragged=True), np.dtype(np.uint8), False
+    shape: list[int] = []
+    if (own := getattr(kind, "shape", None)) and hasattr(kind, "value_type"):  # a tensor of a fixed shape
+        shape, kind = list(own), kind.value_type
+    elif own and hasattr(kind, "storage_type"):  # datasets' Array2D and the like
+        kind = kind.storage_type
+        while types.is_list(kind) or types.is_large_list(kind):
+            kind = kind.value_type
+        shape = [-1 if size is None else int(size) for size in own]
+    else:
+        if types.is_list(kind) or types.is_large_list(kind):
+            shape, kind = [-1], kind.value_type
+        while types.is_fixed_size_list(kind):
+            shape, kind = [*shape, kind.list_size], kind.value_type
+    if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
+        return None
+    try:
+        stored = np.dtype(kind.to_pandas_dtype())
+        # One number keeps all its digits: a time since 1970 has more than float32 holds.
+        dtype = read_dtype(stored, where="") if shape or stored != np.float64 else stored
+    except SourceError:
+        return None
+    if -1 in shape[1:]:
+        return None
+    return (
+        Field(shape=tuple(shape), dtype=dtype.name, ragged=-1 in shape),
+        dtype,
+        dtype != stored == np.float64,
+    )
+
+
+def sample_of(table: Any, row: int, fields: Sequence[ArrowField], *, where: str) -> Sample:
+    """One row of an Arrow table as a sample.
+
+    Raises:
+        SourceError: A value is null, or has another shape than its column says; names row and column.
+    """
+    sample: Sample = {}
+    for field in fields:
+        value = table.column(field.path[0])[row]
+        for member in field.path[1:]:
+            value = None if not value.is_valid else value[member]
+            if value is None:
+                break
+        at = f"{where}, column {'.'.join(field.path)!r}"
+        if value is None or not value.is_valid:
+            hint = (
+                " (a path to a file outside the table is not followed)" if field.path[-1] == "bytes" else ""
+            )
+            raise SourceError(f"{at} is null{hint}. Fill it, or leave the row or the column out")
+        sample[field.name] = _value(value, field, at)
+    return sample
+
+
+def _value(value: Any, field: ArrowField, where: str) -> NDArray[Any]:
+    shape, dtype = field.field.shape, field.dtype
+    if not shape:
+        return np.asarray(value.as_py(), dtype=dtype)
+    buffer = getattr(value, "as_buffer", None)
+    if buffer is not None:
+        return np.frombuffer(buffer() or b"", dtype=np.uint8).copy()
+    inner = getattr(value, "value", value) if hasattr(value.type, "storage_type") else value
+    values = inner.values
+    while hasattr(values, "flatten") and hasattr(values.type, "value_type"):
+        if values.null_count:
+            break
+        values = values.flatten()
+    if values.null_count:
+        raise SourceError(f"{where} holds a null. Fill it, or leave the row out")
+    flat = read_as(values.to_numpy(zero_copy_only=False), dtype, where=where)
+    each = math.prod(size for size in shape if size >= 0)
+    if len(flat) % each if field.field.ragged else len(flat) != each:
+        raise SourceError(f"{where} has {len(flat)} numbers, its shape is {shape}. Fix or leave out the row")
+    return flat.reshape(shape)
+
+
+VERSION = 1
+"""Bumped by hand when the same files would give other samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """One Parquet file."""
+
+    name: str
+    path: Path
+    edges: tuple[int, ...]
+    """First row of each row group, and the total."""
+
+
+class ParquetSource:
+    """Rows of Parquet files.
+
+    Args:
+        path: A file, a folder, a pattern, or a list of these.
+        columns: Which columns are fields; None: all, which must then be numbers, lists of numbers or bytes.
+        key: A column whose values name the samples, for splits that do not depend on the order of rows; None:
+            file and row.
+
+    Raises:
+        SourceError: On first use: a file is damaged, or a column holds no numbers.
+        ConfigError: pyarrow is not installed, or `columns` is no list of names.
+    """
+
+    def __init__(self, path: Paths, *, columns: Sequence[str] | None = None, key: str | None = None) -> None:
+        import_arrow("ParquetSource")
+        check_texts(key=key)
+        root, paths, keys = find_keyed_files(path, suffixes=(".parquet", ".pq"), what="Parquet")
+        self._paths = [(file.relative_to(root).as_posix(), file) for file in paths]
+        self._keyed = dict(zip(paths, keys, strict=True))
+        self._columns = checked_columns(columns)
+        self._key = key
+        self._scanned: tuple[tuple[Table, ...], tuple[ArrowField, ...]] | None = None
+        self._block: tuple[Path, int, Any] | None = None
+
+    def __repr__(self) -> str:
+        """The first file, and how many there are."""
+        return f"ParquetSource({str(self._paths[0][1])!r}, {format_count(len(self._paths), 'file')})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The description travels; decoded rows stay."""
+        return {**self.__dict__, "_block": None}
+
+    def __len__(self) -> int:
+        """Rows of all files."""
+        return sum(table.edges[-1] for table in self._scan()[0])
+
+    def schema(self) -> Schema:
+        """Fields of every sample."""
+        return {field.name: field.field for field in self._scan()[1]}
+
+    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+        """Read one row; no field has time.
+
+        Raises:
+            SourceError: Damaged data, or a null; names file, row and column.
+            IndexError: No such number.
+        """
+        table, row = self._find(number)
+        group = bisect.bisect_right(table.edges, row) - 1
+        where = self.locate(number)
+        try:
+            rows = self._rows(table, group)
+            return sample_of(rows, row - table.edges[group], self._scan()[1], where=where)
+        except FOREIGN_ERRORS as error:
+            if isinstance(error, SourceError):
+                raise
+            raise SourceError(
+                f"{where}, in row group {group}, cannot be read ({type(error).__name__}: {error}). "
+                "Copy the file again"
+            ) from error
+
+    def locate(self, number: int) -> str:
+        """File and row."""
+        table, row = self._find(number)
+        return f"{table.path}: row {row}"
+
+    def _find(self, number: int) -> tuple[Table, int]:
+        tables, _ = self._scan()
+        firsts = list(itertools.accumulate((table.edges[-1] for table in tables), initial=0))
+        if not 0 <= number < firsts[-1]:
+            raise IndexError(f"sample {number} does not exist: this source has {firsts[-1]}")
+        place = bisect.bisect_right(firsts, number) - 1
+        return tables[place], number - firsts[place]
+
+    def runs(self) -> Sequence[range]:
+        """Row groups."""
+        found: list[range] = []
+        first = 0
+        for table in self._scan()[0]:
+            found += [range(first + low, first + high) for low, high in itertools.pairwise(table.edges)]
+            first += table.edges[-1]
+        return [run for run in found if len(run)]
+
+    def keys(self) -> Sequence[str]:
+        """File and row, or the values of the key column.
+
+        Raises:
+            SourceError: A key is null, or there is no such column.
+        """
+        if self._key is None:
+            return [
+                f"{self._keyed[table.path]}:{row}"
+                for table in self._scan()[0]
+                for row in range(table.edges[-1])
+            ]
+        found: list[str] = []
+        for table in self._scan()[0]:
+            with _opened(table.path) as file:
+                if self._key not in file.schema_arrow.names:
+                    raise SourceError(f"{table.path} has no column {self._key!r} to take keys from")
+                values = file.read([self._key]).column(0).to_pylist()
+            if None in values:
+                raise SourceError(f"{table.path}: key {self._key!r} of row {values.index(None)} is null")
+            found += map(str, values)
+        return found
+
+    def identity(self) -> SourceIdentity:
+        """The files, and which columns are read."""
+        tables, fields = self._scan()
+        parts = tuple(
+            Part(name=t.name, count=t.edges[-1], files=(FileRef(name=t.name, path=t.path),))
+            for t in tables
+            if t.edges[-1]
+        )
+        settings: dict[str, Json] = {"columns": [list(field.path) for field in fields]}
+        return SourceIdentity(kind=f"parquet/{VERSION}", parts=parts, settings=settings)
+
+    def _rows(self, table: Table, group: int) -> Any:
+        if self._block is None or self._block[:2] != (table.path, group):
+            columns = sorted({field.path[0] for field in self._scan()[1]})
+            self._block = None  # two groups at a time would be twice the memory
+            with _opened(table.path) as file:
+                self._block = (table.path, group, file.read_row_group(group, columns=columns))
+        return self._block[2]
+
+    def _scan(self) -> tuple[tuple[Table, ...], tuple[ArrowField, ...]]:
+        if self._scanned is None:
+            tables: list[Table] = []
+            common: tuple[ArrowField, ...] | None = None
+            for name, path in self._paths:
+                with _opened(path) as file:
+                    fields = fields_of(file.schema_arrow, self._columns, where=str(path))
+                    counts = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+                if common is not None and fields != common:
+                    raise SourceError(
+                        f"{path} has other columns than {self._paths[0][1]}: "
+                        f"{', '.join(field.name for field in fields)}. Name those of both with "
+                        f"{arg('columns', setting='data.parquet.columns')}"
+                    )
+                common = fields
+                edges = tuple(int(edge) for edge in np.cumsum([0, *counts]))
+                tables.append(Table(name=name, path=path, edges=edges))
+            if not any(table.edges[-1] for table in tables):
+                raise SourceError(f"{self!r} holds no rows. Check the path")
+            self._scanned = tuple(tables), common or ()
+        return self._scanned
+
+
+def _opened(path: Path) -> Any:
+    """An open Parquet file.
+
+    Raises:
+        SourceError: It is damaged or no Parquet file.
+    """
+    parquet = import_module("pyarrow.parquet")
+    try:
+        return parquet.ParquetFile(path)
+    except FOREIGN_ERRORS as error:
+        size = path.stat().st_size if path.exists() else 0
+        raise SourceError(
+            f"{path} is not a readable Parquet file, {size:,} bytes ({error}). Copy or write it again"
+        ) from error
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Samples from a loaded Hugging Face `datasets.Dataset`, read from its Arrow tables as they are.
+
+
+RUN = 256
+"""Rows taken from the tables at a time."""
+
+
+class DatasetsSource:
+    """Rows of a `datasets.Dataset`: `DatasetsSource(load_dataset("...", split="train"))`.
+
+    Its fingerprint, which changes with every `map`, `filter` or file, is its identity. Formats and transforms
+    (`set_format`, `set_transform`) do not reach what is read; images and sound come as bytes.
+
+    Args:
+        dataset: One split, not a `DatasetDict`, and not streaming.
+        columns: Which columns are fields; None: all, which must then be numbers, lists of numbers or bytes.
+
+    Raises:
+        ConfigError: It is no such dataset, or `columns` is no list of names.
+        SourceError: A column holds no numbers.
+    """
+
+    def __init__(self, dataset: Any, *, columns: Sequence[str] | None = None) -> None:
+        import_arrow("DatasetsSource")
+        if not (hasattr(dataset, "_fingerprint") and hasattr(dataset, "with_format")):
+            raise ConfigError(
+                f"DatasetsSource takes a datasets.Dataset, got {type(dataset).__name__}. Name a split, as "
+                "load_dataset(..., split='train'); streaming ones have no numbers to read by"
+            )
+        self._dataset = dataset.with_format("arrow")
+        self._fingerprint = str(dataset._fingerprint)
+        self._fields: tuple[ArrowField, ...] = fields_of(
+            dataset.features.arrow_schema, checked_columns(columns), where="the dataset"
+        )
+        self._block: tuple[int, Any] | None = None
+
+    def __repr__(self) -> str:
+        """Rows and fingerprint."""
+        return f"DatasetsSource({len(self)} rows, {self._fingerprint})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Rows that were read stay."""
+        return {**self.__dict__, "_block": None}
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self._dataset)
+
+    def schema(self) -> Schema:
+        """Fields of every sample."""
+        return {field.name: field.field for field in self._fields}
+
+    def read(self, number: int, start: int | None = None, stop: int | None = None) -> Sample:
+        """Read one row; no field has time.
+
+        Raises:
+            SourceError: Damaged data, or a null; names row and column.
+            IndexError: No such number.
+        """
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {number} does not exist: this source has {len(self)}")
+        first = number // RUN * RUN
+        where = self.locate(number)
+        try:
+            if self._block is None or self._block[0] != first:
+                self._block = (first, self._dataset[first : first + RUN])
+            return sample_of(self._block[1], number - first, self._fields, where=where)
+        except FOREIGN_ERRORS as error:
+            if isinstance(error, SourceError):
+                raise
+            raise SourceError(f"{where} cannot be read ({type(error).__name__}: {error})") from error
+
+    def locate(self, number: int) -> str:
+        """The row."""
+        return f"{self!r}: row {number}"
+
+    def runs(self) -> Sequence[range]:
+        """Rows that are taken together."""
+        return [range(first, min(first + RUN, len(self))) for first in range(0, len(self), RUN)]
+
+    def keys(self) -> Sequence[str]:
+        """Row numbers."""
+        return [str(number) for number in range(len(self))]
+
+    def identity(self) -> SourceIdentity:
+        """The dataset's fingerprint, and which columns are read."""
+        digest = hashlib.sha256(self._fingerprint.encode()).hexdigest()
+        part = Part(name="dataset", count=len(self), digest=digest)
+        settings: dict[str, Json] = {"columns": [list(field.path) for field in self._fields]}
+        return SourceIdentity(kind=f"datasets/{VERSION}", parts=(part,), settings=settings)

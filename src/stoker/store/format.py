@@ -1,0 +1,398 @@
+"""Where columns lie in a shard: pure arithmetic, no files.
+
+Every column starts on a page, so that shards can be mapped side by side into one range of addresses. The
+largest fixed column comes first: a shard that is sealed early then moves only its smaller columns.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from stoker.errors import ConfigError, CorruptError, FormatError
+from stoker.schema import DTYPE_BYTES, Field, Schema, canonical_json, schema_to_json
+from stoker.store.storage import OpenFile
+from stoker.store.strict_json import as_list, as_object, is_count, read_strict
+from stoker.units import KIB, MIB
+
+FORMATS = (1, 2, 3)
+"""Formats that this version reads; it writes the first that can hold a schema; 3: compressed shards."""
+COMPRESSED_FORMAT = 3
+"""Of a compressed shard, and of an index that names one; the ordinary shard in it keeps its own."""
+PAGE = 4096
+"""Alignment of columns in bytes; part of the format, whatever the machine's own page size."""
+BLOCK_BYTES = 16 * KIB
+"""Bytes that one block sum aims to cover."""
+SHARD_BYTES = 256 * MIB
+"""Bytes of records at which a shard with fixed fields only is sealed."""
+RAGGED_SHARD_BYTES = 32 * MIB
+"""The same for a shard with a ragged field, which is kept in memory until sealed."""
+MAX_ROWS = 1 << 20
+"""Records in one shard at most; bounds what a writer keeps per record in memory."""
+
+
+def format_of(schema: Schema) -> int:
+    """The format of a cache of this schema: 2 with marks that readers of 1 do not know."""
+    return 2 if any(field.packed or field.kept or field.axes for field in schema.values()) else 1
+
+
+def align(offset: int) -> int:
+    """The next multiple of `PAGE` at or above `offset`."""
+    return -(-offset // PAGE) * PAGE
+
+
+def axis_length(field: Field) -> int:
+    """Steps along axis 0 of one record of a fixed field; a scalar has one."""
+    return field.shape[0] if field.shape else 1
+
+
+def rows_per_block(field: Field) -> int:
+    """Steps along a record's axis 0 that share one block sum.
+
+    >>> rows_per_block(Field(shape=(101, 16, 32), dtype="float16"))
+    16
+    """
+    return max(1, BLOCK_BYTES // max(1, field.row_bytes))
+
+
+def block_count(field: Field, length: int) -> int:
+    """Block sums of one record whose axis 0 has `length` steps; none where there are no bytes."""
+    return -(-length // rows_per_block(field)) if field.row_bytes else 0
+
+
+def is_fixed(schema: Schema) -> bool:
+    """Whether every record has the same size, so that a shard can be written as it comes."""
+    return not any(field.ragged for field in schema.values())
+
+
+def record_bytes(schema: Schema) -> int:
+    """Bytes of one record, over its fixed fields."""
+    return sum(field.size_bytes() for field in schema.values() if not field.ragged)
+
+
+def row_capacity(schema: Schema, shard_bytes: int) -> int:
+    """Records of a full shard with fixed fields only; the same for every shard of a cache.
+
+    A multiple of `PAGE / gcd(bytes, PAGE)` for each field where the shard has room for that, so that full
+    shards fill whole pages.
+    """
+    size = record_bytes(schema)
+    capacity = min(MAX_ROWS, shard_bytes // size if size else MAX_ROWS)
+    whole_pages = math.lcm(
+        *(PAGE // math.gcd(f.size_bytes(), PAGE) for f in schema.values() if f.size_bytes())
+    )
+    if whole_pages <= capacity:
+        capacity -= capacity % whole_pages
+    return max(1, capacity)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """When a shard is full."""
+
+    rows: int
+    """Most records."""
+    bytes: int
+    """Bytes of records; what fills a shard with a ragged field, whose records differ."""
+    fixed: bool
+
+    def is_full(self, rows: int, size: int) -> bool:
+        """Whether a shard of so many records and bytes takes no more."""
+        return rows >= self.rows or (not self.fixed and size >= self.bytes)
+
+
+def capacity(schema: Schema, shard_bytes: int) -> Capacity:
+    """When a shard of about `shard_bytes` is full.
+
+    Raises:
+        ConfigError: `shard_bytes` is less than 1.
+    """
+    if shard_bytes < 1:
+        raise ConfigError(
+            f"shard_bytes is {shard_bytes}, expected 1 at least. Leave it out for {SHARD_BYTES}"
+        )
+    if not is_fixed(schema):
+        return Capacity(rows=MAX_ROWS, bytes=min(shard_bytes, RAGGED_SHARD_BYTES), fixed=False)
+    rows = row_capacity(schema, shard_bytes)
+    return Capacity(rows=rows, bytes=rows * record_bytes(schema), fixed=True)
+
+
+def column_order(schema: Schema) -> list[str]:
+    """Fields in the order of their columns: the largest fixed one, other fixed ones, then ragged ones."""
+    fixed = [name for name, field in schema.items() if not field.ragged]
+    largest = max(fixed, key=lambda name: schema[name].size_bytes(), default=None)
+    first = [] if largest is None else [largest]
+    return first + [n for n in fixed if n != largest] + [n for n in schema if schema[n].ragged]
+
+
+def place_columns(order: Sequence[str], sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """Offsets of columns from the start of the data, and the aligned end of the last one.
+
+    >>> place_columns(["z", "c"], {"z": 5000, "c": 12})
+    ({'z': 0, 'c': 8192}, 12288)
+    """
+    offsets: dict[str, int] = {}
+    end = 0
+    for name in order:
+        offsets[name] = end
+        end = align(end + sizes[name])
+    return offsets, end
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The safetensors header of a shard: build it, and parse it with limits before anything is allocated.
+#
+# A header carries a digest of itself (its own value blanked), so that a shard proves itself without an
+# index.
+
+
+MAX_HEADER_BYTES = 64 * MIB
+MAX_TENSORS = 100_000
+MAX_AXES = 32
+TENSOR_DTYPES: Mapping[str, str] = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
+    "float8_e4m3fn": "F8_E4M3", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "uint64": "U64",
+}  # fmt: skip
+"""Our dtype names to those of safetensors; uint64 appears in block sums only."""
+ITEM_BYTES: Mapping[str, int] = {TENSOR_DTYPES[name]: size for name, size in DTYPE_BYTES.items()} | {"U64": 8}
+"""Bytes of a number, by the dtype as safetensors spells it."""
+_BLANK = "0" * 32
+_SELF = re.compile(rb'"self":"[0-9a-f]{32}"')
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a safetensors file."""
+
+    dtype: str
+    """As safetensors spells it, e.g. `"F16"`."""
+    shape: tuple[int, ...]
+    begin: int
+    """First byte, from the start of the data."""
+    end: int
+    """One past the last byte."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """A parsed header whose digest was right."""
+
+    tensors: Mapping[str, TensorEntry]
+    metadata: Mapping[str, str]
+    data_start: int
+    """Offset of the data in the file, a multiple of `PAGE`."""
+    digest: str
+    """xxh3_128 of the file's first `data_start` bytes; the index pins it."""
+
+
+def pack_header(
+    tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str], data_start: int | None
+) -> bytes:
+    """The first bytes of a shard, up to its data.
+
+    Args:
+        tensors, metadata: What the header says; `self` is added.
+        data_start: Where the data begins, if that is settled; None: on the next page.
+    """
+    entries: dict[str, Any] = {
+        name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.begin, t.end]}
+        for name, t in tensors.items()
+    }
+    text = canonical_json({"__metadata__": {**metadata, "self": _BLANK}, **entries}).encode()
+    size = align(8 + len(text)) if data_start is None else data_start
+    assert size >= 8 + len(text), "a header outgrew the room reserved for it"
+    blanked = (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
+    digest = xxhash.xxh3_128_hexdigest(blanked)
+    return blanked.replace(f'"self":"{_BLANK}"'.encode(), f'"self":"{digest}"'.encode(), 1)
+
+
+def read_header(file: OpenFile, *, where: str) -> Header:
+    """Parse and check the header of a shard.
+
+    Raises:
+        CorruptError: Its digest is wrong, or what it says disagrees with the file.
+        FormatError: It is larger than any header this version writes, or of another format.
+    """
+    raw = _read_raw(file, where)
+    found = _SELF.findall(raw)
+    if len(found) != 1:
+        raise CorruptError(f"{where} has no digest of its header: not a shard, or damaged")
+    blanked = raw.replace(found[0], f'"self":"{_BLANK}"'.encode(), 1)
+    if xxhash.xxh3_128_hexdigest(blanked) != found[0][8:-1].decode():
+        raise CorruptError(f"{where}: the header does not match its digest")
+    entries = read_strict(raw[8:].rstrip(b" "), where=f"the header of {where}")
+    metadata = as_object(entries.pop("__metadata__", None))
+    if metadata is None or not all(isinstance(value, str) for value in metadata.values()):
+        raise FormatError(f"{where}: metadata is missing or not text")
+    if metadata.get("format") not in [str(number) for number in FORMATS]:
+        raise FormatError(
+            f"{where} has format {metadata.get('format')!r}, this version reads {FORMATS}. Upgrade stoker"
+        )
+    tensors = _check_tensors(entries, file.size - len(raw), where)
+    digest = xxhash.xxh3_128_hexdigest(raw)
+    return Header(tensors=tensors, metadata=metadata, data_start=len(raw), digest=digest)
+
+
+def _read_raw(file: OpenFile, where: str) -> bytes:
+    prefix = bytearray(8)
+    if file.size < PAGE:
+        raise CorruptError(f"{where} has {file.size} bytes, a shard has {PAGE} at least: truncated")
+    file.read_into(0, memoryview(prefix))
+    size = 8 + int.from_bytes(prefix, "little")
+    if size > min(MAX_HEADER_BYTES, file.size) or size % PAGE:
+        raise CorruptError(
+            f"{where}: the header claims {size:,} bytes, expected a multiple of {PAGE} within the "
+            f"file's {file.size:,} and {MAX_HEADER_BYTES:,}"
+        )
+    raw = bytearray(size)
+    file.read_into(0, memoryview(raw))
+    return bytes(raw)
+
+
+def _check_tensors(entries: dict[str, Any], data_bytes: int, where: str) -> dict[str, TensorEntry]:
+    if len(entries) > MAX_TENSORS:
+        raise FormatError(f"{where} has {len(entries):,} tensors, expected {MAX_TENSORS:,} at most")
+    tensors = {name: _tensor(name, entry, where) for name, entry in entries.items()}
+    at = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if tensor.begin != at:
+            raise CorruptError(f"{where}: tensor {name!r} starts at byte {tensor.begin}, expected {at}")
+        at = tensor.end
+    if at != data_bytes:
+        raise CorruptError(f"{where}: tensors end at byte {at:,} of the data, the file has {data_bytes:,}")
+    return tensors
+
+
+def _tensor(name: str, value: object, where: str) -> TensorEntry:
+    entry = as_object(value) or {}
+    shape, offsets = as_list(entry.get("shape")), as_list(entry.get("data_offsets"))
+    if len(entry) == 3 and shape is not None and offsets is not None and len(shape) <= MAX_AXES:
+        item_bytes = ITEM_BYTES.get(str(entry.get("dtype")))
+        if item_bytes and len(offsets) == 2 and all(map(is_count, [*shape, *offsets])):
+            begin, end = offsets
+            if end - begin == math.prod(shape) * item_bytes:
+                return TensorEntry(str(entry["dtype"]), tuple(shape), begin, end)
+    raise CorruptError(f"{where}: the entry of tensor {name!r} is malformed or contradicts itself")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What a shard's header and its tail say, each compared with the schema that the shard must have.
+
+
+CONTENTS = "__contents__"
+"""Tensor of a shard: for each record the digest of the raw sample that it was encoded from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """Where one field of a shard, or the scales of a packed one, lies."""
+
+    field: Field
+    offset: int
+    """Offset in the file, a multiple of 4096."""
+    nbytes: int
+    row_bytes: int
+    """Bytes of one record; 0 for a ragged field, whose records differ."""
+
+
+def is_pad(name: str) -> bool:
+    """Whether a tensor only fills the room between columns."""
+    return name.startswith("__pad__")
+
+
+def check_metadata(header: Header, schema: Schema, name: str) -> tuple[str, int]:
+    """The shard's part and number of rows.
+
+    Raises:
+        FormatError: Its metadata is not that of a shard of this schema.
+    """
+    metadata = header.metadata
+    expected = {"part", "schema", "rows", "environment", "columns", "meta", "statistics", "error"}
+    if not expected <= metadata.keys() or "__number__" not in header.tensors:
+        raise FormatError(f"{name} lacks {sorted(expected - metadata.keys()) or '__number__'} in its header")
+    if metadata["schema"] != canonical_json(schema_to_json(schema)):
+        raise FormatError(f"{name} has another schema than its cache: it belongs elsewhere. Remove it")
+    if metadata["format"] != str(format_of(schema)):
+        raise FormatError(f"{name} says format {metadata['format']}, its schema is of another")
+    rows = header.tensors["__number__"].shape[0] if header.tensors["__number__"].shape else 0
+    if str(rows) != metadata["rows"] or not 1 <= rows <= MAX_ROWS:
+        raise FormatError(f"{name} claims {metadata['rows']} rows and holds {rows} numbers")
+    return metadata["part"], rows
+
+
+def columns_in(header: Header, schema: Schema, rows: int, name: str) -> dict[str, Column]:
+    """Where each field lies.
+
+    Raises:
+        FormatError: A tensor is missing, unknown, or not where and what the schema says.
+    """
+    columns: dict[str, Column] = {}
+    known = {"__number__", "__marked__", CONTENTS}
+    for field, f in schema.items():
+        known |= {field, f"{field}.sums"} | ({f"{field}.offsets"} if f.ragged else set())
+        entry = _entry(header, field, f.dtype, name)
+        _entry(header, f"{field}.sums", "uint64", name)
+        if f.ragged and _entry(header, f"{field}.offsets", "int64", name).shape != (rows + 1,):
+            raise FormatError(f"{name}: field {field!r} does not have {rows + 1} offsets for {rows} rows")
+        total = entry.shape[0] if entry.shape else 0
+        if entry.shape != ((total, *f.shape[1:]) if f.ragged else (rows, *f.shape)) or entry.begin % PAGE:
+            raise FormatError(f"{name}: column {field!r} has shape {entry.shape} or is not on a page")
+        columns[field] = Column(
+            field=f,
+            offset=header.data_start + entry.begin,
+            nbytes=entry.end - entry.begin,
+            row_bytes=0 if f.ragged else f.size_bytes(),
+        )
+    if unknown := [n for n in header.tensors if n not in known and not is_pad(n)]:
+        raise FormatError(f"{name} holds tensors that its schema does not name: {', '.join(unknown[:5])}")
+    return columns
+
+
+def _entry(header: Header, tensor: str, dtype: str, name: str) -> TensorEntry:
+    entry = header.tensors.get(tensor)
+    if entry is None or entry.dtype != TENSOR_DTYPES[dtype]:
+        raise FormatError(f"{name}: tensor {tensor!r} of {dtype} is missing")
+    return entry
+
+
+def read_tail(file: OpenFile, header: Header, name: str, most: int) -> dict[str, NDArray[Any]]:
+    """Numbers, offsets and sums, which are stored together at the end, against the digest in the metadata.
+
+    They are never compressed: more than `most`, the bytes of the file, are refused before they are allocated.
+    """
+    begin = header.tensors["__number__"].begin
+    size = file.size - header.data_start - begin
+    if size > most:
+        raise CorruptError(f"{name} claims {size:,} bytes of numbers and sums, the file has {most:,}")
+    data = bytearray(size)
+    file.read_into(header.data_start + begin, memoryview(data))
+    if xxhash.xxh3_128_hexdigest(data) != header.metadata["meta"]:
+        raise CorruptError(f"{name}: numbers, offsets or sums do not match their digest")
+    tail: dict[str, NDArray[Any]] = {}
+    for tensor, entry in header.tensors.items():
+        if tensor in ("__number__", "__marked__", CONTENTS) or tensor.endswith((".offsets", ".sums")):
+            dtype = "uint64" if tensor == CONTENTS or tensor.endswith(".sums") else "int64"
+            if entry.dtype != TENSOR_DTYPES[dtype] or entry.begin < begin:
+                raise FormatError(f"{name}: tensor {tensor!r} is not {dtype} at the end of the file")
+            tail[tensor] = np.frombuffer(data, dtype, (entry.end - entry.begin) // 8, entry.begin - begin)
+    return tail
+
+
+def check_offsets(offsets: NDArray[np.int64], column: Column, name: str) -> NDArray[np.int64]:
+    """The offsets of a ragged field, if they rise from 0 to the column's end.
+
+    Raises:
+        FormatError: They do not.
+    """
+    total = column.nbytes // column.field.row_bytes if column.field.row_bytes else int(offsets[-1:].sum())
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != total or bool((np.diff(offsets) < 0).any()):
+        raise FormatError(f"{name}: offsets of a ragged field do not rise from 0 to {total}")
+    return offsets

@@ -1,0 +1,454 @@
+"""Columns of a table beside the records of a cache: read when it is opened, so a corrected table costs no
+encoding.
+
+A record is found in the table by its sample number, by a whole number that it holds, or by its source's key.
+The values lie in memory once, by sample number; a loader adds those of a batch on the batch's device.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stoker.errors import ConfigError, CorruptError, IncompleteError, SourceError, arg
+from stoker.schema import Field, Schema
+from stoker.sources.sql.rules import Columns
+from stoker.sources.sql.tables import Labels, named, read_labels
+from stoker.store.cache import Cache
+from stoker.store.failures import Failure
+from stoker.store.index import Index, ShardEntry
+from stoker.store.recipe import Recipe
+from stoker.store.shard import Shard, ShardFacts
+from stoker.store.use import Use
+from stoker.store.values import read_field
+from stoker.units import format_count
+
+Rule = Literal["refuse", "mask", "drop"]
+_log = logging.getLogger("stoker")
+KNOWN = "_known"
+"""Ends the name of the field that says whether a record has a value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """What is joined to the records of a cache, and how."""
+
+    table: str | Path
+    """A `.csv`, `.tsv` or `.parquet` file, a SQLite file, or a database's URL."""
+    key: str | Sequence[str]
+    """Column of the table that names the record, or columns that do together."""
+    columns: Columns
+    """Fields and their rules, as of `SQLSource`, or names of columns that hold numbers."""
+    name: str | None = None
+    """The table's name, in a database."""
+    on: str | Sequence[str] = "number"
+    """What the key names: `number`, a field of the records that holds a whole number, or a key per sample."""
+    missing: Rule = "refuse"
+    """Records without a row: refused; served as zeros with `<field>_known` False; or left out."""
+    repeated: Rule = "refuse"
+    """Keys with several rows: refused; or as records without a row are, masked or left out."""
+
+    @property
+    def by(self) -> str:
+        """The key's columns, for messages."""
+        return self.key if isinstance(self.key, str) else ", ".join(self.key)
+
+    def __post_init__(self) -> None:
+        """Refuse rules that are none."""
+        for name, rule in (("missing", self.missing), ("repeated", self.repeated)):
+            if rule not in get_args(Rule):
+                raise ConfigError(f"{name} is {rule!r}. Expected {', '.join(get_args(Rule))}")
+        if {self.missing, self.repeated} == {"mask", "drop"}:
+            raise ConfigError("missing and repeated ask for mask and for drop. Give both the same, or refuse")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinReport:
+    """How a table and the records of a cache fit together."""
+
+    records: int
+    """Stored records."""
+    rows: int
+    """Rows of the table."""
+    matched: int
+    """Records that have a value."""
+    missing: int
+    """Records without a row."""
+    repeated: int
+    """Records whose key has several rows."""
+    malformed: int
+    """Records whose row is malformed."""
+    unused: int
+    """Keys of the table that no record has."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Joined:
+    """Values by sample number."""
+
+    schema: Schema
+    """Fields that are added."""
+    values: dict[str, Tensor]
+    """`(samples, *shape)`, zeros where there is none."""
+    numbers: NDArray[np.int64] | None
+    """Records that are to be served; None: all."""
+    report: JoinReport
+    _on: dict[torch.device, dict[str, Tensor]] = field(default_factory=dict[torch.device, dict[str, Tensor]])
+
+    def record(self, number: int) -> dict[str, Tensor]:
+        """The values of one sample."""
+        return {name: tensor[number].clone() for name, tensor in self.values.items()}
+
+    def of(self, numbers: Tensor, into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The values of some samples, `(B, *shape)`, on the device of `numbers`; `into`: written there."""
+        if numbers.device not in self._on:
+            self._on[numbers.device] = {name: t.to(numbers.device) for name, t in self.values.items()}
+        return {
+            name: torch.index_select(t, 0, numbers, out=None if into is None else into[name])
+            for name, t in self._on[numbers.device].items()
+        }
+
+
+def served_schema(cache: Cache) -> Schema:
+    """Fields of the records, and of the columns joined to them."""
+    return dict(cache.schema) if cache.joined is None else {**cache.schema, **cache.joined.schema}
+
+
+def joint_columns(members: Sequence[Cache]) -> Joined | None:
+    """The columns of several caches with the same fields, by the numbers that their samples have together."""
+    found = [member.joined for member in members if member.joined is not None]
+    if not found:
+        return None
+    first = np.cumsum([0, *(member.recipe.count for member in members)])
+    numbers = [
+        begin + (member.numbers if joined.numbers is None else joined.numbers)
+        for begin, member, joined in zip(first, members, found, strict=False)
+    ]
+    reports = [{one.name: getattr(joined.report, one.name) for one in fields(JoinReport)} for joined in found]
+    return Joined(
+        schema=found[0].schema,
+        values={name: torch.cat([joined.values[name] for joined in found]) for name in found[0].schema},
+        numbers=None if all(joined.numbers is None for joined in found) else np.concatenate(numbers),
+        report=JoinReport(**{name: sum(one[name] for one in reports) for name in reports[0]}),
+    )
+
+
+def join_table(cache: Cache, table: str | Path, **rules: Any) -> Cache:
+    """Another handle on `cache`, whose records have the columns of a table; the records are not touched.
+
+    Args:
+        cache: Left as it was.
+        table: As `Join.table`.
+        rules: The other settings of `Join`; `key` and `columns` are needed.
+
+    Raises:
+        ConfigError, SourceError: As `join_columns`; or the cache has joined columns already.
+    """
+    unknown = sorted(rules.keys() - {one.name for one in fields(Join)})
+    if unknown or not {"key", "columns"} <= rules.keys():
+        known = ", ".join(one.name for one in fields(Join) if one.name != "table")
+        raise ConfigError(
+            f"join_table got {', '.join(rules) or 'no rules'}. It needs key and columns, and takes {known}"
+        )
+    join = Join(table=table, **rules)
+    if cache.joined is not None:
+        raise ConfigError(f"{cache.name} has joined columns already. Join one table, made of both")
+    other = copy.copy(cache)
+    other.joined = join_columns(cache, join)
+    return other
+
+
+def join_columns(cache: Cache, join: Join) -> Joined:
+    """The values of a table for the records of a cache.
+
+    Raises:
+        ConfigError: A field of the records has the name of a joined one; there is no field `on`.
+        SourceError: A record has no row, several, or a malformed one, and that was not allowed for.
+    """
+    labels = read_labels(join.table, key=join.key, columns=join.columns, name=join.name)
+    masked = "mask" in (join.missing, join.repeated)
+    schema = _schema(cache, labels, masked=masked)
+    keys = _keys(cache, join.on)
+    numbers = cache.numbers
+    repeated, own = set(labels.repeated), [keys[int(number)] for number in numbers]
+    state = np.array([_state(key, labels, repeated) for key in own], np.int8)
+    where = f"{join.table}, joined to {cache.name}"
+    _refuse(state, own, join, where, labels)
+    found = state == _FOUND
+    values = {name: np.zeros((cache.index.count, *f.shape), f.dtype) for name, f in schema.items()}
+    for number, key in zip(numbers[found].tolist(), np.array(own, object)[found], strict=True):
+        for name in labels.schema:
+            values[name][number] = labels.samples[key][name]
+        for name in schema.keys() - labels.schema.keys():
+            values[name][number] = True
+    report = JoinReport(
+        records=len(numbers),
+        rows=labels.rows,
+        matched=int(found.sum()),
+        missing=int((state == _MISSING).sum()),
+        repeated=int((state == _REPEATED).sum()),
+        malformed=int((state == _MALFORMED).sum()),
+        unused=len({*labels.samples, *labels.malformed} - {*own}),
+    )
+    _log.info("%s: %s", where, _said(report))
+    return Joined(
+        schema=schema,
+        values={name: torch.from_numpy(array) for name, array in values.items()},
+        numbers=None if masked or found.all() else numbers[found],
+        report=report,
+    )
+
+
+_FOUND, _MISSING, _REPEATED, _MALFORMED = range(4)
+
+
+def _state(key: str, labels: Labels, repeated: set[str]) -> int:
+    if key in repeated:
+        return _REPEATED
+    if key in labels.malformed:
+        return _MALFORMED
+    return _FOUND if key in labels.samples else _MISSING
+
+
+def _refuse(state: NDArray[np.int8], own: Sequence[str], join: Join, where: str, labels: Labels) -> None:
+    """Refuse what the rules do not allow for.
+
+    Raises:
+        SourceError: Names the first keys.
+    """
+    for kind, rule, fact in (
+        (_MISSING, join.missing, "have no row"),
+        (_REPEATED, join.repeated, "have several rows"),
+        (_MALFORMED, join.missing, "have a malformed row"),
+    ):
+        keys = [key for key, found in zip(own, state.tolist(), strict=True) if found == kind]
+        if keys and rule == "refuse":
+            why = f" ({labels.malformed[keys[0]]})" if kind == _MALFORMED else ""
+            name = "repeated" if kind == _REPEATED else "missing"
+            raise SourceError(
+                f"{where}: {format_count(len(keys))} of {format_count(len(own))} records {fact} by "
+                f"{join.by}: {named(keys)}{why}. Fix the table, or allow for it: "
+                f"{arg(name, 'mask')} or 'drop'"
+            )
+    if not (state == _FOUND).any():
+        on = arg("on", join.on) if isinstance(join.on, str) else f"{named(join.on)} (the keys given)"
+        raise SourceError(f"{where}: no record has a row. {join.by} must hold what {on} names")
+
+
+def rename_hint(column: str) -> str:
+    """How to give a joined column another name in batches, for the message of an error."""
+    return arg("columns", {"label": {"column": column, "dtype": "float32"}}, setting="data.join.columns")
+
+
+def _schema(cache: Cache, labels: Labels, *, masked: bool) -> Schema:
+    schema = dict(labels.schema)
+    by_rules = labels.schema.keys() - {*labels.fields}  # `<field>_known` of null="mask" among them
+    for name in labels.schema if masked else ():
+        known = name + KNOWN
+        if name in by_rules and name.removesuffix(KNOWN) in labels.fields:
+            continue
+        if known in labels.fields:
+            raise ConfigError(
+                f"joined columns {name!r} and {known!r}: the second name is needed, as it says which records "
+                f"have the first. Name the second otherwise: {rename_hint(known)}"
+            )
+        schema.setdefault(known, Field(shape=(), dtype="bool"))
+    taken = sorted(schema.keys() & {*cache.schema, "index"})
+    if taken:
+        raise ConfigError(
+            f"{cache.name} has a field {taken[0]!r} already. Name the joined one otherwise: "
+            f"{rename_hint(taken[0])}"
+        )
+    return schema
+
+
+def _keys(cache: Cache, on: str | Sequence[str]) -> Mapping[int, str] | Sequence[str]:
+    """The key of each stored record, by sample number."""
+    if not isinstance(on, str):
+        if len(on) != cache.index.count:
+            raise ConfigError(f"on has {len(on)} keys for {cache.index.count} samples of {cache.name}")
+        return list(on)
+    if on == "number":
+        return {int(number): str(number) for number in cache.numbers}
+    spec = cache.schema.get(on)
+    if spec is None or spec.shape or spec.floating:
+        whole = [name for name, f in cache.schema.items() if not f.shape and not f.floating]
+        raise ConfigError(
+            f"{arg('on', on)} is no field of {cache.name} that holds a whole number. Expected number"
+            f"{''.join(f', {name}' for name in whole)}, or a list of keys, one a sample: on=source.keys()"
+        )
+    segments, found = cache.segments, dict[int, str]()
+    for shard, row, first, count in zip(
+        segments.shard, segments.row, segments.first, segments.count, strict=True
+    ):
+        opened = cache.shard(int(shard))
+        for step in range(int(count)):
+            value: Any = read_field(opened, on, spec, int(row) + step).item()
+            found[int(first) + step] = str(int(value))
+    return found
+
+
+def _said(report: JoinReport) -> str:
+    parts = [f"{format_count(report.matched)} of {format_count(report.records)} records have a row"]
+    for name in ("missing", "repeated", "malformed", "unused"):
+        if count := getattr(report, name):
+            parts.append(f"{format_count(count)} {name}")
+    return ", ".join(parts)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Several caches of one schema as one, without copying a byte: their records are numbered one after another.
+#
+# Whatever serves a cache serves a joint one: shards stay where they are and are opened by the cache that
+# they belong to. It is a `Cache` because that is what loaders take; it differs in nothing but whose shards
+# it opens.
+
+
+class Joint(Cache):
+    """Handle on the records of several caches; the samples of one follow those of the one before.
+
+    Raises:
+        ConfigError: They differ in their fields, so they are no one set of records.
+    """
+
+    def __init__(self, members: Sequence[Cache]) -> None:
+        _check_alike(members)
+        recipe = _joint_recipe(members)
+        self.members = tuple(members)
+        self._first_shard = np.cumsum([0, *(len(member.index.shards) for member in members)])
+        path = Path(os.path.commonpath([member.path for member in members]))
+        super().__init__(path, recipe, _joint_index(members, recipe), use=Use(members[0].path))
+        self.joined = joint_columns(members)
+        if any(member.filler is not None for member in members):
+            self.filler = _JointFiller(self.members)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Number of each member's first sample here."""
+        return tuple(np.cumsum([0, *(member.recipe.count for member in self.members)])[:-1].tolist())
+
+    def fresh_shard(self, i: int, known: ShardFacts | None = None) -> Shard:
+        """Shard `i`, opened anew by the cache that it belongs to."""
+        member = int(np.searchsorted(self._first_shard, i, side="right")) - 1
+        return self.members[member].fresh_shard(i - int(self._first_shard[member]), known)
+
+    def owners(self, error: CorruptError) -> list[Cache]:
+        """The members that serve from the folder of the shard that `error` is about: several, if given twice.
+
+        Raises:
+            CorruptError: None of them.
+        """
+        found = [member for member in self.members if member.path == error.folder]
+        if not found:
+            raise error
+        return found
+
+
+def reopened(cache: Cache) -> Cache:
+    """The same generation under a handle of its own: locks and descriptors do not survive a fork."""
+    if isinstance(cache, Joint):
+        return Joint([reopened(member) for member in cache.members])
+    again = type(cache)(cache.path, cache.recipe, cache.index)
+    again.filler, again.joined = cache.filler, cache.joined
+    return again
+
+
+def same_fields(caches: Sequence[Cache]) -> bool:
+    """Whether records of these caches have the same fields, stored in the same way, and columns joined."""
+    first = caches[0]
+    return all(
+        cache.schema == first.schema
+        and cache.recipe.entries["dtype"] == first.recipe.entries["dtype"]
+        and served_schema(cache) == served_schema(first)
+        for cache in caches
+    )
+
+
+class _JointFiller:
+    """Asks the members' fillers, each for its own samples."""
+
+    def __init__(self, members: Sequence[Cache]) -> None:
+        self._members = members
+
+    def fill(self, numbers: Sequence[int], deadline_s: float) -> None:
+        """As `Filler.fill`, with the joint numbers.
+
+        Raises:
+            IncompleteError: A member has nobody who can encode.
+        """
+        until, offset = time.monotonic() + deadline_s, 0
+        for member in self._members:
+            own = [number - offset for number in numbers if 0 <= number - offset < member.recipe.count]
+            if own and member.filler is None:
+                raise IncompleteError(
+                    f"{member.path} lacks {len(own)} samples, the first is {own[0]}, and has no source at "
+                    "hand. Run the precompute that made it again"
+                )
+            if own and member.filler is not None:
+                member.filler.fill(own, until - time.monotonic())
+            offset += member.recipe.count
+
+    def begin(self) -> NoReturn:
+        """Refused: what fills several caches at once would need an order of all of them."""
+        paths = ", ".join(str(member.path) for member in self._members if not member.complete)
+        raise ConfigError(f"caches served as one must be complete, {paths} are not. Precompute them first")
+
+
+def _check_alike(members: Sequence[Cache]) -> None:
+    for member in members:
+        if not same_fields([members[0], member]):
+            a, b = (
+                {name: (f.shape, f.dtype) for name, f in served_schema(c).items()}
+                for c in (members[0], member)
+            )
+            raise ConfigError(
+                f"{members[0].path} has records of {a}, {member.path} of {b}. One batch can hold records of "
+                "both only where all fields are the same; mix='batch' serves batches of one cache each"
+            )
+
+
+def _joint_recipe(members: Sequence[Cache]) -> Recipe:
+    parts: list[Mapping[str, Any]] = [
+        {**part, "name": f"{place}/{part['name']}"}
+        for place, member in enumerate(members)
+        for part in member.recipe.entries["source"]["parts"]
+    ]
+    source = {"kind": "joint/1", "parts": parts, "caches": [member.fingerprint for member in members]}
+    return Recipe(entries={**members[0].recipe.entries, "source": source})
+
+
+def _joint_index(members: Sequence[Cache], recipe: Recipe) -> Index:
+    shards: list[ShardEntry] = []
+    quarantined: dict[int, Failure] = {}
+    parts = samples = 0
+    for member in members:
+        shards += [replace(entry, part=entry.part + parts) for entry in member.index.shards]
+        for number, failure in member.quarantined.items():
+            quarantined[number + samples] = replace(failure, number=number + samples)
+        parts += len(member.recipe.parts)
+        samples += member.recipe.count
+    return Index(
+        fingerprint=recipe.fingerprint,
+        name="+".join(member.name for member in members),
+        generation=sum(member.index.generation for member in members),
+        sequence=0,
+        count=samples,
+        stored=sum(member.index.stored for member in members),
+        complete=all(member.complete for member in members),
+        shards=tuple(shards),
+        quarantined=quarantined,
+        statistics={},
+        error={},
+    )
