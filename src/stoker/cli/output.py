@@ -21,8 +21,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stoker.schema import Json
-from stoker.train.config import EventSink
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -36,11 +34,11 @@ if TYPE_CHECKING:
     from stoker.pipeline.train import TrainResult
     from stoker.pipeline.validate import Validation
     from stoker.pipeline.why import Explanation
-    from stoker.schema import Field, Schema
+    from stoker.schema import Field, Json, Schema
     from stoker.store import BadRecord, VerifyReport
     from stoker.store.gc import GcItem, GcReport
     from stoker.store.maintain import CompactReport
-    from stoker.train.config import TrainReport
+    from stoker.train.config import EventSink, TrainReport
 
 Cells: TypeAlias = tuple[str, ...]
 """One row of a table, with rich's markup; a row may be shorter than others."""
