@@ -10,9 +10,9 @@ from pathlib import Path
 
 from stoker.config import Config
 from stoker.errors import ConfigError, ReadOnlyError
+from stoker.extras.import_pt.run import KIND
 from stoker.pipeline.build import Job, build_jobs, names_of_caches
 from stoker.pipeline.caches import job_recipe
-from stoker.pipeline.import_pt import KIND
 from stoker.pipeline.precompute import settings_of
 from stoker.precompute import run_precompute
 from stoker.schema import Json

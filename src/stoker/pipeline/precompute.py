@@ -27,6 +27,7 @@ from stoker.errors import (
     SplitError,
     StokerError,
 )
+from stoker.extras.ray.settings import RaySettings
 from stoker.pipeline.build import (
     Job,
     build_jobs,
@@ -54,7 +55,6 @@ from stoker.precompute.progress import ProgressSink
 from stoker.precompute.share import Engine
 from stoker.runtime.files import make_folder
 from stoker.scale.ranks import ALONE, Ranks
-from stoker.scale.ray_settings import RaySettings
 from stoker.schema import Json, JsonResult, Schema, canonical_json, schema_to_json
 from stoker.sources.files import canonical_split
 from stoker.store import Cache, open_cache
@@ -167,7 +167,7 @@ def engine_of(config: Config, ranks: Ranks) -> Generator[Engine | None]:
             "`stoker precompute --engine ray` once before, without torchrun"
         )
     try:
-        from stoker.scale.ray_engine import RayEngine
+        from stoker.extras.ray.engine import RayEngine
     except ImportError as error:
         raise ConfigError(
             "precompute.engine=ray (--engine ray) needs Ray. Install it: pip install 'stoker[ray]'"
