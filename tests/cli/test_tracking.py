@@ -191,10 +191,8 @@ def test_every_figure_reaches_console_metrics_and_a_tracker_of_others(
     project: Path, theirs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one GPU, without torchrun: by the driver's library, whose figures are made up here."""
-    watch = partial(GpuWatch, opening=lambda uuid: cast("Any", Busy()), every_s=0.001)
-    monkeypatch.setattr("stoker.pipeline.tracking.GpuWatch", watch)
-    monkeypatch.setattr("stoker.pipeline.tracking.device_of", lambda config: "cuda")
-    monkeypatch.setattr("stoker.pipeline.tracking._uuid", lambda device: "GPU-abc")
+    watch = partial(GpuWatch, "GPU-abc", opening=lambda uuid: cast("Any", Busy()), every_s=0.001)
+    monkeypatch.setattr("stoker.pipeline.tracking.watch_gpu", lambda device: watch())
 
     _, said = run("train", "c.yaml", f"training.trackers={theirs}", "training.price_per_hour=3600")
 

@@ -78,11 +78,12 @@ def verify(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 def _repair(out: Edge, path: str, config: Path | None, overrides: list[str]) -> None:
     from stoker.cli import output
     from stoker.config import load_config
-    from stoker.pipeline.keep import repair_cache
+    from stoker.pipeline.context import Run
+    from stoker.pipeline.precompute import repair_cache
 
     if config is None and overrides:
         raise ConfigError(f"settings ({', '.join(overrides)}) go with --config, which is not given")
-    result = repair_cache(path, None if config is None else load_config(config, overrides))
+    result = repair_cache(path, None if config is None else Run(load_config(config, overrides)))
     out.show(result, output.repair)
     if not result.ok:
         raise typer.Exit(IncompleteError.exit_code)
@@ -250,13 +251,14 @@ def stage(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     with edge(as_json=as_json, debug=debug) as out:
         from stoker.cli import output
         from stoker.config import load_config
+        from stoker.pipeline.context import Run
         from stoker.pipeline.staging import prune_staged, stage_config, stage_folder
 
+        run = Run(load_config(config, overrides or []))
         if prune:
-            folder = stage_folder(load_config(config, overrides or []))
-            out.show(prune_staged(folder, dry_run=dry_run, force=force), output.gc)
+            out.show(prune_staged(stage_folder(run), dry_run=dry_run, force=force), output.gc)
             return
-        out.show(stage_config(load_config(config, overrides or [])), output.stage)
+        out.show(stage_config(run), output.stage)
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from stoker.scale.place import Place, find_place
 
 if TYPE_CHECKING:
     from stoker.config.models import Config
-    from stoker.scale.ranks import Ranks
+    from stoker.pipeline.context import Run
     from stoker.schema import Json
 
 
@@ -59,24 +59,24 @@ def name_of_rank() -> str:
 
 
 @contextmanager
-def joined(config: Config) -> Generator[Ranks]:
-    """The ranks that do this command together.
+def joined(config: Config) -> Generator[Run]:
+    """The run of a command, with the ranks that do it together.
 
     Raises:
         ConfigError: The environment speaks of several ranks and makes no sense.
         StalledError: The meeting point of the ranks is not there.
     """
     place = find_place(os.environ)
-    if place is None:
-        from stoker.scale.ranks import ALONE
+    from stoker.pipeline.context import Run
 
-        yield ALONE
+    if place is None:
+        yield Run(config)
         return
     from stoker.scale.group import RankGroup, ignore_sigterm
 
     with RankGroup(place, deadline_s=config.training.rank_deadline) as ranks:
         try:
-            yield ranks
+            yield Run(config, ranks=ranks)
         except BaseException:
             ignore_sigterm()  # it ends by itself now, and what it says must not become an interrupt
             raise

@@ -117,9 +117,8 @@ def precompute(  # noqa: PLR0913  one parameter per flag that is not a setting
         from stoker.cli import output
         from stoker.pipeline.precompute import precompute_config
 
-        with joined(settings) as ranks:
-            wanted = split_words(splits or [])
-            result = precompute_config(settings, splits=wanted, manifest=manifest, ranks=ranks)
+        with joined(settings) as run:
+            result = precompute_config(run, splits=split_words(splits or []), manifest=manifest)
         out.show(result, output.precompute_of_tasks)
         if result.exit_code:
             raise typer.Exit(result.exit_code)
@@ -162,13 +161,14 @@ def plan(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         refuse_words(words or [])
         settings = load_settings(out, *config_and_overrides(words or []))
         from stoker.cli import output
-        from stoker.pipeline.build import tasks_of
+        from stoker.pipeline.context import Run
         from stoker.pipeline.plan import plan_config, plan_tasks
 
-        if len(tasks_of(settings)) > 1:
-            out.show(plan_tasks(settings), output.plan_of_tasks)
+        run = Run(settings)
+        if len(run.tasks) > 1:
+            out.show(plan_tasks(run), output.plan_of_tasks)
         else:
-            out.show(plan_config(settings), output.plan)
+            out.show(plan_config(run), output.plan)
 
 
 @app.command()
@@ -313,7 +313,7 @@ def why(
     """
     with edge(as_json=as_json, debug=debug) as out:
         from stoker.cli import output
-        from stoker.pipeline.why import explain
+        from stoker.pipeline.caches import explain
 
         _, overrides = tell_settings(words or [])
         paths = [word for word in words or [] if word not in overrides]

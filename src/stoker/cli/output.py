@@ -26,16 +26,14 @@ from stoker.train.config import EventSink
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
-    from stoker.pipeline.caches import CacheFolder, CacheSummary
+    from stoker.pipeline.caches import CacheFolder, CacheSummary, Explanation
     from stoker.pipeline.demo import DemoResult
     from stoker.pipeline.import_pt import ImportResult
-    from stoker.pipeline.keep import RepairResult
     from stoker.pipeline.plan import PlanResult, TaskPlans
-    from stoker.pipeline.precompute import CacheResult, PrecomputeResult
+    from stoker.pipeline.precompute import CacheResult, PrecomputeResult, RepairResult
     from stoker.pipeline.staging import StageReport
     from stoker.pipeline.train import TrainResult
     from stoker.pipeline.validate import Validation
-    from stoker.pipeline.why import Explanation
     from stoker.schema import Field, Schema
     from stoker.store import BadRecord, VerifyReport
     from stoker.store.gc import GcItem, GcReport
@@ -423,7 +421,7 @@ def repair(result: RepairResult, console: Console) -> None:
     if result.ok:
         console.print("complete: every sample is stored or quarantined")
         return
-    from stoker.pipeline.keep import number_ranges
+    from stoker.pipeline.precompute import number_ranges
 
     count = len(result.missing)
     have = f"{format_count(count, 'sample')} {'has' if count == 1 else 'have'}"

@@ -20,7 +20,7 @@ from stoker.units import format_bytes, format_count, format_percent, format_seco
 
 if TYPE_CHECKING:
     from stoker.config.models import Config
-    from stoker.pipeline.bench import BenchResult, EncodeBench, Figure, Job
+    from stoker.pipeline.bench import BenchResult, EncodeBench, Figure, ServedJob
     from stoker.pipeline.radio import RadioResult
     from stoker.pipeline.train import TrainResult
     from stoker.plan import Simulation
@@ -45,14 +45,14 @@ def run_training(out: Edge, settings: Config, *, live: bool | None = None, stage
 
     drawn = out.notes.is_terminal if live is None else live
     started = started_ns() / 1e9
-    with joined(settings) as ranks, watching(out.notes, out.note, live=drawn) as watch:
+    with joined(settings) as run, watching(out.notes, out.note, live=drawn) as watch:
         listeners = (watch, output.events(out.note))
 
         def listen(kind: str, facts: Mapping[str, Any]) -> None:
             for listener in listeners:
                 listener(kind, facts)
 
-        result = train_config(settings, started=started, on_event=listen, ranks=ranks, stage=stage)
+        result = train_config(run, started=started, on_event=listen, stage=stage)
     out.show(result, output.train_of_tasks)
     judge(out, result)
 
@@ -206,8 +206,9 @@ def bench(
 def _encode(words: list[str]) -> EncodeBench:
     from stoker.config import load_config
     from stoker.pipeline.bench import bench_encode
+    from stoker.pipeline.context import Run
 
-    return bench_encode(load_config(*config_and_overrides(words)))
+    return bench_encode(Run(load_config(*config_and_overrides(words))))
 
 
 def show_encode(result: EncodeBench, console: Console) -> None:
@@ -233,9 +234,10 @@ def show_encode(result: EncodeBench, console: Console) -> None:
     console.print(escape(result.setting), soft_wrap=True)
 
 
-def _job(words: list[str], batch_size: int | None) -> Job | None:
+def _job(words: list[str], batch_size: int | None) -> ServedJob | None:
     from stoker.config import load_config
     from stoker.pipeline.bench import job_of_cache, job_of_config
+    from stoker.pipeline.context import Run
 
     paths, overrides = tell_settings(words)
     if len(paths) > 1 or (overrides and not (paths and paths[0].suffix in (".yaml", ".yml"))):
@@ -251,7 +253,7 @@ def _job(words: list[str], batch_size: int | None) -> Job | None:
         )
     if not paths:
         return None
-    return job_of_config(load_config(paths[0], overrides))
+    return job_of_config(Run(load_config(paths[0], overrides)))
 
 
 def show_bench(result: BenchResult, console: Console) -> None:
@@ -366,6 +368,7 @@ def profile(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 def _of_config(
     out: Edge, path: Path, overrides: list[str], asked: tuple[int, float | None, Mapping[str, float], float]
 ) -> Profile:
+    from stoker.pipeline.context import Run
     from stoker.pipeline.profile import profile_config
     from stoker.runtime.libc import keep_freed_memory
 
@@ -373,7 +376,7 @@ def _of_config(
     config = load_settings(out, path, overrides)
     steps, price_per_hour, prices, timeout_s = asked
     return profile_config(
-        config, steps=steps, price_per_hour=price_per_hour, prices=prices, timeout_s=timeout_s
+        Run(config), steps=steps, price_per_hour=price_per_hour, prices=prices, timeout_s=timeout_s
     )
 
 
@@ -451,12 +454,13 @@ def simulated(out: Edge, words: list[str], *, as_markdown: bool, picture: Path |
         raise ConfigError(f"found {found}. Expected words like nodes=8 gpus=8, and one CONFIG at most")
     if files:
         from stoker.config import load_config
+        from stoker.pipeline.context import Run
         from stoker.pipeline.simulate import simulate_words
         from stoker.runtime.libc import keep_freed_memory
 
         keep_freed_memory()  # as where caches are filled: without it an encoder's time may double
 
-        found = simulate_words(asked, load_config(files[0], overrides))
+        found = simulate_words(asked, Run(load_config(files[0], overrides)))
     else:
         from stoker.plan.simulation import parse_scenario, simulate
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from stoker.config import Config, load_config
 from stoker.errors import ConfigError, ReadOnlyError, ResourceError, SourceError
 from stoker.pipeline.caches import Located
-from stoker.pipeline.machine import describe_machine
+from stoker.pipeline.context import Run, describe_machine
 from stoker.pipeline.plan import PlanResult, plan_located
 from stoker.pipeline.precompute import CacheResult
 from stoker.pipeline.train import TrainResult, prepare, train_prepared
@@ -218,11 +218,11 @@ def run_demo(
     began = time.monotonic()
     data_line = _make_data(config)
     data_s = time.monotonic() - began
-    prepared = prepare(config)
-    result = train_prepared(config, prepared, started=started, on_event=on_event)
+    run = Run(config)
+    result = train_prepared(run, prepare(run), started=started, on_event=on_event)
     cache = result.caches[0].cache
     # Only now: it serves batches for two seconds to find out what they take, and knows a step by then.
-    plan = plan_located(config, Located(recipe=cache.recipe, folder=cache.path, cache=cache))
+    plan = plan_located(run.parts()[0], Located(recipe=cache.recipe, folder=cache.path, cache=cache))
     return DemoResult(
         machine=describe_machine(),
         data_path=str(config.data.files),
