@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stoker.config import Config
 from stoker.encoders.module import ModuleEncoder
-from stoker.pipeline import encode_batch
+from stoker.pipeline import build
 from stoker.pipeline.caches import locate
 from stoker.pipeline.context import Run
 from stoker.pipeline.precompute import precompute_config
@@ -39,7 +39,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         calls.append(device)
         return EncodeBatch(samples=2 + len(calls), device=device, trials=(), why="test")
 
-    monkeypatch.setattr(encode_batch, "measure_encode_batch", measure)
+    monkeypatch.setattr(build, "measure_encode_batch", measure)
     return calls
 
 

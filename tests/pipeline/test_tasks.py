@@ -207,8 +207,8 @@ def test_what_ends_the_process_ends_all_tasks(
 ) -> None:
     asked: list[str] = []
 
-    def fail(config: Any, *_: Any, **__: Any) -> Any:
-        asked.append(config.data.task)
+    def fail(run: Run, *_: Any, **__: Any) -> Any:
+        asked.append(run.task)
         raise error
 
     monkeypatch.setattr(module, "fill_caches", fail)

@@ -24,7 +24,7 @@ from stoker.plan import Plan, probe, rates
 from stoker.plan.rates import Limit
 from stoker.precompute.measure import EncodeBatch
 from stoker.runtime.files import make_folder, replacing
-from stoker.schema import Json, JsonResult
+from stoker.schema import JsonResult
 from stoker.store import Cache, open_cache
 from stoker.store.format import record_bytes
 from stoker.units import KIB, MIB, format_bytes, format_count, format_percent, format_seconds
@@ -458,13 +458,16 @@ def _rate(bytes_s: float) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EncodeBench:
+class EncodeBench(JsonResult):
     """The encode batch of a task: what is in force, and what was measured now."""
 
+    json_within = "found"
+    json_keys = ("task", "setting", "fixed_rule", "in_force")
+
     task: str
-    in_force: Settled | None
-    """None: `auto`, and nothing was encoded or measured before."""
-    fixed: int
+    settled: Settled | None
+    """What is in force; None: `auto`, and nothing was encoded or measured before."""
+    fixed_rule: int
     """Samples in one call by the fixed rule."""
     found: EncodeBatch
 
@@ -474,16 +477,10 @@ class EncodeBench:
         samples = self.found.samples
         return f"precompute.encode_batch={'null' if samples is None else samples}"
 
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        force = self.in_force
-        return {
-            "task": self.task,
-            **self.found.to_json(),
-            "setting": self.setting,
-            "fixed_rule": self.fixed,
-            "in_force": None if force is None else force.samples or self.fixed,
-        }
+    @property
+    def in_force(self) -> int | None:
+        """Samples in one call as it is now; None: not known yet."""
+        return None if self.settled is None else self.settled.samples or self.fixed_rule
 
 
 def bench_encode(run: Run) -> EncodeBench:
@@ -500,7 +497,7 @@ def bench_encode(run: Run) -> EncodeBench:
     schema = job.source.schema()
     return EncodeBench(
         task=run.task,
-        in_force=settled_batch(run, job.encoder, job.source),
-        fixed=job.encoder.group(schema).samples,
+        settled=settled_batch(run, job.encoder, job.source),
+        fixed_rule=job.encoder.group(schema).samples,
         found=measure_jobs(run, [job]),
     )

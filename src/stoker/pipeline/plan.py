@@ -25,7 +25,7 @@ from stoker.pipeline.folders import require_folder
 from stoker.plan import Demand, Elsewhere, Load, Plan, Resources, measure_rates, plan_tiers, probe
 from stoker.plan.gpus import GpuRow, gpu_table, say_gpus, say_together
 from stoker.plan.tiers import TIERS, Waiting, over_budget
-from stoker.schema import SCALE_SUFFIX, Field, Json, Schema, columns_of
+from stoker.schema import SCALE_SUFFIX, Field, JsonResult, Schema, columns_of
 from stoker.store import Cache, Recipe
 from stoker.store.format import is_fixed, record_bytes
 from stoker.store.recipe import stored_schema
@@ -49,8 +49,10 @@ PIECE_BYTES = 8 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Smaller:
+class Smaller(JsonResult):
     """One dtype that would take fewer bytes."""
+
+    json_keys = ("dtype", "bytes", "tiers", "tier", "samples", "max_error", "rms_error", "refused")
 
     dtype: str
     bytes: int
@@ -66,18 +68,15 @@ class Smaller:
     refused: str = ""
     """Why records cannot be stored so; empty where they can."""
 
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {
-            "dtype": self.dtype,
-            "bytes": self.bytes,
-            "tiers": dict(self.plan.records_by_tier()),
-            "tier": self.plan.tier,
-            "samples": self.samples,
-            "max_error": self.max_error,
-            "rms_error": self.rms_error,
-            "refused": self.refused,
-        }
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Records by tier."""
+        return self.plan.records_by_tier()
+
+    @property
+    def tier(self) -> str:
+        """The tier that would hold most of them."""
+        return self.plan.tier
 
 
 Planned = Callable[[Demand], Plan]
@@ -366,8 +365,11 @@ def _typical_s(times_s: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanResult:
+class PlanResult(JsonResult):
     """Where the records of the training split would be served from, once they are encoded."""
+
+    json_within = "plan"
+    json_keys = ("reason", "records", "missing", "smaller", "advice", "gpus", "together")
 
     plan: Plan
     records: int
@@ -389,19 +391,6 @@ class PlanResult:
         """The decision in words."""
         first = f"{format_count(self.missing, 'record')} to be encoded first; " if self.missing else ""
         return first + self.plan.reason
-
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {
-            **self.plan.to_json(),
-            "reason": self.reason,
-            "records": self.records,
-            "missing": self.missing,
-            "smaller": [one.to_json() for one in self.smaller],
-            "advice": self.advice,
-            "gpus": [one.to_json() for one in self.gpus],
-            "together": self.together,
-        }
 
 
 def plan_config(run: Run) -> PlanResult:
@@ -440,7 +429,7 @@ def plan_located(run: Run, located: Located, resources: Resources | None = None)
     smaller = smaller_dtypes(located, demand, planned)
     return PlanResult(
         plan=plan,
-        records=sum(plan.records_by_tier().values()),
+        records=sum(plan.tiers.values()),
         missing=located.missing,
         smaller=smaller,
         advice=say(smaller, plan, config.precompute.max_error),
@@ -509,34 +498,45 @@ def example_bytes(run: Run, schema: Schema, size: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskPlans:
-    """The plans of all tasks."""
+class TaskPlans(JsonResult):
+    """The plans of all tasks: the keys of one plan, summed, and each task's own below `tasks`."""
 
-    plans: Mapping[str, PlanResult]
+    json_keys = ("tiers", "bytes", "reason", "predicted_stall", "records", "missing", "tasks")
+
+    tasks: Mapping[str, PlanResult]
     """By task, in the order of the settings."""
 
     @property
     def reason(self) -> str:
         """The decisions in words."""
-        return "; ".join(f"{task}: {plan.reason}" for task, plan in self.plans.items())
+        return "; ".join(f"{task}: {plan.reason}" for task, plan in self.tasks.items())
 
-    def to_json(self) -> dict[str, Json]:
-        """The keys of one plan, summed over the tasks, and each task's own below `tasks`.
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Records by tier, of all tasks."""
+        return {tier: sum(one.plan.tiers[tier] for one in self.tasks.values()) for tier in TIERS}
 
-        `predicted_stall` is that of the task whose steps wait longest; null until all are known.
-        """
-        every = list(self.plans.values())
-        stalls = [each.to_json()["predicted_stall"] for each in every]
-        known = [stall for stall in stalls if isinstance(stall, float)]
-        return {
-            "tiers": {tier: sum(each.plan.records_by_tier()[tier] for each in every) for tier in TIERS},
-            "bytes": sum(row.bytes for each in every for row in each.plan.rows),
-            "reason": self.reason,
-            "predicted_stall": max(known) if len(known) == len(stalls) else None,
-            "records": sum(each.records for each in every),
-            "missing": sum(each.missing for each in every),
-            "tasks": {task: each.to_json() for task, each in self.plans.items()},
-        }
+    @property
+    def bytes(self) -> int:
+        """Of all records."""
+        return sum(one.plan.bytes for one in self.tasks.values())
+
+    @property
+    def predicted_stall(self) -> float | None:
+        """That of the task whose steps wait longest; None until all are known."""
+        stalls = [one.plan.predicted_stall for one in self.tasks.values()]
+        known = [stall for stall in stalls if stall is not None]
+        return max(known) if len(known) == len(stalls) else None
+
+    @property
+    def records(self) -> int:
+        """Of all tasks."""
+        return sum(one.records for one in self.tasks.values())
+
+    @property
+    def missing(self) -> int:
+        """Records still to be encoded."""
+        return sum(one.missing for one in self.tasks.values())
 
 
 def plan_tasks(run: Run) -> TaskPlans:
@@ -553,7 +553,7 @@ def plan_tasks(run: Run) -> TaskPlans:
     for part in run.parts():
         plans[part.task] = plan_located(part, locate(part, part.split), resources)
         resources = left_by(plans[part.task].plan, resources)
-    return TaskPlans(plans=plans)
+    return TaskPlans(tasks=plans)
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ from stoker.precompute.share import Engine
 from stoker.runtime.files import make_folder
 from stoker.scale.ranks import Ranks
 from stoker.scale.ray_settings import RaySettings
-from stoker.schema import Json, JsonResult, Schema, canonical_json, schema_to_json
+from stoker.schema import Json, JsonResult, Schema, canonical_json
 from stoker.store import Cache, load_recipe, open_cache, open_folder
 from stoker.store.maintain import RepairReport, folder_to_repair, repair
 from stoker.store.mirror.root import address_of, shown
@@ -127,7 +127,7 @@ def write_manifest(path: Path, config: Config, caches: Sequence[CacheResult]) ->
     """
     summary: Mapping[str, Any] = {
         cache.name: {
-            "num_samples": len(cache.cache),
+            "num_samples": cache.records,
             "total_mb": cache.bytes / 1e6,
             "elapsed_min": cache.seconds / 60,
             "skipped": None if cache.encoded else "nothing to encode",
@@ -192,8 +192,13 @@ Training: TypeAlias = Literal["windows", "records"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheResult:
+class CacheResult(JsonResult):
     """One cache, and what it took to fill it."""
+
+    json_keys = (
+        "name", "split", "path", "address", "fingerprint", "records", "count", "encoded", "reused", "adopted",
+        "quarantined", "bytes", "seconds", "encode_seconds", "source_gone", "complete", "fields", "error",
+    )  # fmt: skip
 
     cache: Cache
     split: str
@@ -219,6 +224,36 @@ class CacheResult:
     def name(self) -> str:
         """`{task}_{split}`."""
         return self.cache.name
+
+    @property
+    def path(self) -> Path:
+        """The fingerprint's folder."""
+        return self.cache.path
+
+    @property
+    def address(self) -> str | None:
+        """The URL of that folder; None: it is on this machine alone."""
+        return address_of(self.cache.path)
+
+    @property
+    def fingerprint(self) -> str:
+        """The cache key."""
+        return self.cache.fingerprint
+
+    @property
+    def records(self) -> int:
+        """Records stored."""
+        return len(self.cache)
+
+    @property
+    def quarantined(self) -> int:
+        """Samples set aside."""
+        return len(self.cache.index.quarantined)
+
+    @property
+    def complete(self) -> bool:
+        """Every sample is stored or set aside."""
+        return self.cache.complete
 
     @property
     def count(self) -> int:
@@ -250,41 +285,25 @@ class CacheResult:
         """Largest rounding error of the storage dtype, relative to a record's largest value."""
         return worst_error(self.cache)
 
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {
-            "name": self.name,
-            "split": self.split,
-            "path": str(self.cache.path),
-            "address": address_of(self.cache.path),
-            "fingerprint": self.cache.fingerprint,
-            "records": len(self.cache),
-            "count": self.count,
-            "encoded": self.encoded,
-            "reused": self.reused,
-            "adopted": self.adopted,
-            "quarantined": len(self.failures),
-            "bytes": self.bytes,
-            "seconds": self.seconds,
-            "encode_seconds": self.encode_seconds,
-            "source_gone": self.source_gone,
-            "complete": self.cache.complete,
-            "fields": schema_to_json(self.fields),
-            "error": self.error,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskFailure:
+class TaskFailure(JsonResult):
     """Why the caches of one task of several are not complete."""
 
-    task: str
-    error: StokerError
+    json_keys = ("task", "error", "exit_code")
 
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        error = in_settings(self.error)
-        return {"task": self.task, "error": error, "exit_code": self.error.exit_code}
+    task: str
+    cause: StokerError
+
+    @property
+    def error(self) -> str:
+        """What happened, in words."""
+        return in_settings(self.cause)
+
+    @property
+    def exit_code(self) -> int:
+        """What the command line answers for it alone."""
+        return self.cause.exit_code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +317,7 @@ class PrecomputeResult(JsonResult):
     @property
     def exit_code(self) -> int:
         """0, or what the command line answers for the errors: 1 where they are of several kinds."""
-        codes = {failure.error.exit_code for failure in self.failed}
+        codes = {failure.exit_code for failure in self.failed}
         return max(codes, default=0) if len(codes) < 2 else 1
 
 
@@ -327,7 +346,7 @@ def precompute_config(
             if len(run.tasks) == 1:
                 raise
             log.error("task %s failed, the others go on: %s", part.task, in_settings(error))
-            failed.append(TaskFailure(task=part.task, error=error))
+            failed.append(TaskFailure(task=part.task, cause=error))
     if manifest is not None and run.ranks.leads:
         write_manifest(manifest, run.config, caches)
     return PrecomputeResult(caches=tuple(caches), failed=tuple(failed))
@@ -479,8 +498,11 @@ def _fill(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RepairResult:
+class RepairResult(JsonResult):
     """What a repair found and did."""
+
+    json_within = "report"
+    json_keys = ("ok", "encoded", "missing", "encode_again", "command")
 
     report: RepairReport
     encoded: int | None
@@ -506,16 +528,10 @@ class RepairResult:
         cache_dir, name = map(shlex.quote, _place_of(Path(self.report.path)))
         return f"stoker import-pt DIR --out {cache_dir} --name {name}"
 
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {
-            **self.report.to_json(),
-            "ok": self.ok,
-            "encoded": self.encoded,
-            "missing": [*self.missing],
-            "encode_again": number_ranges(self.missing),
-            "command": self.command,
-        }
+    @property
+    def encode_again(self) -> str:
+        """`missing` as people write it."""
+        return number_ranges(self.missing)
 
 
 def number_ranges(numbers: Sequence[int]) -> str:

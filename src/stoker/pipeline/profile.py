@@ -32,9 +32,9 @@ from stoker.profile.result import (
     ENCODE,
     Loop,
     Profile,
-    Served,
     Stacks,
     Stage,
+    TierForecast,
     elsewhere,
     gpus_for,
     largest,
@@ -228,7 +228,9 @@ def _made(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     return tuple(stage for stage in stages if stage.name != "write")
 
 
-def _unkept(loop: Loop, demand: Demand, stages: tuple[Stage, ...], resources: Resources) -> Served | None:
+def _unkept(
+    loop: Loop, demand: Demand, stages: tuple[Stage, ...], resources: Resources
+) -> TierForecast | None:
     """A loop that reads and encodes each sample once an epoch, as those without a cache do."""
     made = _made(stages)
     if not made or not loop.batches:
@@ -236,7 +238,7 @@ def _unkept(loop: Loop, demand: Demand, stages: tuple[Stage, ...], resources: Re
     load_s = sum(stage.seconds for stage in made) * demand.records / loop.batches
     beside = not demand.on_cpu and resources.cpus >= 2
     stall = stall_of(load_s, loop.compute_s, prefetch=beside)
-    return Served(
+    return TierForecast(
         tier=ENCODE,
         wall_s=loop.compute_s / (1 - stall) if stall < 1 else load_s,
         stall=stall,
