@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
-from stoker.config import Config
+import torch
+
 from stoker.monitor.gpu import GpuAbsent, GpuWatch
 from stoker.monitor.trackers import Ending, TrackedRun
 from stoker.monitor.tracking import Tracking
-from stoker.pipeline.build import device_of
-from stoker.pipeline.caches import run_dir_of
+from stoker.pipeline.context import Run
 from stoker.schema import Json, JsonResult
 from stoker.train.config import EventSink
 from stoker.train.run import MetricsLog
@@ -92,22 +92,16 @@ class _Sum:
 class RunTracking:
     """Listens to the training loop; `tracking` makes one and ends it."""
 
-    def __init__(
-        self,
-        config: Config,
-        startup: Startup,
-        *,
-        tell: EventSink | None = None,
-    ) -> None:
+    def __init__(self, run: Run, startup: Startup, *, tell: EventSink | None = None) -> None:
         """`tell`: told every row too."""
         self.startup = startup
         self.values: dict[str, float] = dict(startup.values)
         """The newest figure by name."""
         self.gpu: GpuAbsent | None = None
         """Why there is no figure of the GPU, as far as that is known."""
-        self._config, self._started, self._tell = config, startup.started_s, tell
-        self._folder = run_dir_of(config)
-        self._price = config.training.price_per_hour
+        self._run, self._started, self._tell = run, startup.started_s, tell
+        self._folder = run.run_dir
+        self._price = run.config.training.price_per_hour
         self._paid = 0.0
         self._trackers: Tracking | None = None
         self._watch: GpuWatch | None = None
@@ -157,15 +151,15 @@ class RunTracking:
         run = TrackedRun(
             name=self._folder.resolve().name,
             folder=self._folder,
-            settings=self._config.to_dict(),
+            settings=self._run.config.to_dict(),
             resumed=resumed,
         )
-        self._trackers = Tracking(self._config.training.trackers, run, log.warning)
-        device = device_of(self._config)
-        if device == "cpu":
-            self.gpu = GpuAbsent(reason="training.device is cpu")
+        self._trackers = Tracking(self._run.config.training.trackers, run, log.warning)
+        watched = watch_gpu(self._run.device)
+        if isinstance(watched, GpuAbsent):
+            self.gpu = watched
         else:
-            self._watch = GpuWatch(_uuid(device))
+            self._watch = watched
         self._due_s = time.monotonic() + EVERY_S
 
     def _take_interval(self, facts: Mapping[str, Any]) -> None:
@@ -220,8 +214,9 @@ def tracking(tracked: RunTracking) -> Generator[RunTracking]:
         tracked.end(status)
 
 
-def _uuid(device: str) -> str:
-    """As the driver's library knows the GPU, which numbers them without regard to CUDA_VISIBLE_DEVICES."""
-    import torch
-
-    return str(torch.cuda.get_device_properties(device).uuid)
+def watch_gpu(device: str) -> GpuWatch | GpuAbsent:
+    """Return a watch on the GPU that a run computes on; why there is none on a CPU."""
+    if device == "cpu":
+        return GpuAbsent(reason="training.device is cpu")
+    # As the driver's library knows the GPU, which numbers them without regard to CUDA_VISIBLE_DEVICES.
+    return GpuWatch(str(torch.cuda.get_device_properties(device).uuid))
