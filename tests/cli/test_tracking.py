@@ -14,7 +14,7 @@ import pytest
 
 from stoker.monitor import GpuAbsent, GpuSample
 from stoker.monitor.gpu import GpuWatch
-from stoker.pipeline.tracking import COST, GPU, Phase, RunTracking, Startup, tracking
+from stoker.pipeline.train import COST, GPU, Phase, RunTracking, Startup, tracking
 from tests.cli.commands import run, run_json
 
 
@@ -192,9 +192,8 @@ def test_every_figure_reaches_console_metrics_and_a_tracker_of_others(
 ) -> None:
     """On one GPU, without torchrun: by the driver's library, whose figures are made up here."""
     watch = partial(GpuWatch, opening=lambda uuid: cast("Any", Busy()), every_s=0.001)
-    monkeypatch.setattr("stoker.pipeline.tracking.GpuWatch", watch)
-    monkeypatch.setattr("stoker.pipeline.tracking.device_of", lambda config: "cuda")
-    monkeypatch.setattr("stoker.pipeline.tracking._uuid", lambda device: "GPU-abc")
+    monkeypatch.setattr("stoker.pipeline.train.GpuWatch", watch)
+    monkeypatch.setattr("stoker.pipeline.train.gpu_uuid", lambda config: "GPU-abc")
 
     _, said = run("train", "c.yaml", f"training.trackers={theirs}", "training.price_per_hour=3600")
 

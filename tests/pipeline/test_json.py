@@ -13,8 +13,7 @@ from stoker.pipeline.caches import CacheFolder, CacheSummary
 from stoker.pipeline.precompute import PrecomputeResult, TaskFailure
 from stoker.pipeline.radio import RadioSpec
 from stoker.pipeline.staging import StageReport, StageResult
-from stoker.pipeline.tracking import Phase
-from stoker.pipeline.train import TrainResult
+from stoker.pipeline.train import Phase, TrainResult
 from stoker.pipeline.validate import Row, Validation
 from stoker.pipeline.why import Explanation
 from stoker.precompute.background import SpotReport

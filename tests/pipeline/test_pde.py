@@ -20,7 +20,7 @@ from stoker.pipeline.caches import locate
 from stoker.pipeline.train import train_config
 from stoker.schema import Field
 from stoker.train.config import TrainConfig
-from stoker.train.loop import train
+from stoker.train.run import train
 
 ROOT = Path(__file__).parent.parent.parent
 

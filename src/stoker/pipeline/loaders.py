@@ -33,7 +33,7 @@ from stoker.sources.files import canonical_split
 from stoker.store import Cache
 from stoker.store.joins import join_table
 from stoker.store.remote import is_url
-from stoker.train.config import Stage
+from stoker.train.config import TrainStage
 from stoker.transforms import Crop, Flip, Noise, Normalize, Roll
 
 # ----------------------------------------------------------------------------------------------------------
@@ -530,7 +530,7 @@ class StageLoaders:
             self._served.append(self.make(self.config, self._horizon))
         return self._served[0]
 
-    def loader_of(self, stage: Stage) -> Loader | TaskPairs:
+    def loader_of(self, stage: TrainStage) -> Loader | TaskPairs:
         """The training loader of a stage."""
         horizon = horizon_of(self.config, stage)
         if horizon != self._horizon:

@@ -53,7 +53,7 @@ from stoker.profile.run import NO_PRICES, STEPS, TIMEOUT_S, Probe, deadline, mea
 from stoker.runtime.threads import call_within
 from stoker.sources.files import canonical_split
 from stoker.store import Cache
-from stoker.train.loop import steps_of
+from stoker.train.run import steps_of
 from stoker.units import format_count, format_seconds
 
 SHOWN = 3
@@ -203,7 +203,7 @@ def _loop(config: Config, loader: Loader, *, steps: int, folder: Path) -> Loop:
         )
     where = torch.device(device_of(config))
     watched = Probe(_Passes(loader), steps=steps, device=where)
-    take(watched, steps_of(loader, loop_settings(config, len(loader), resume=False), folder))
+    take(watched, steps_of(loader, loop_settings(config, len(loader), resume=False)))
     size = loader.batch_size
     return measured(watched, where, examples=len(loader) * size, batch_examples=size)
 

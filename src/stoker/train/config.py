@@ -1,12 +1,12 @@
-"""Settings of a training run, and what it comes to."""
+"""What a training run is given, and what it comes to."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 from stoker.errors import ConfigError, arg
 from stoker.schema import Json
@@ -17,10 +17,39 @@ if TYPE_CHECKING:  # reading settings must not cost the import of torch
     from stoker.encoders.grid import Decode, DecodeByRecord
 
 EventSink: TypeAlias = Callable[[str, Mapping[str, Json]], None]
-"""Told what happens: a kind (`ready start resume skip stage step stall epoch checkpoint
-best stop done`), and
-its facts."""
+"""Told what happens: a kind (`ready start resume skip stage step batch stall epoch checkpoint best stop
+done`), and its facts."""
 
+
+BatchT_co = TypeVar("BatchT_co", covariant=True)
+
+
+class BatchLoader(Protocol[BatchT_co]):
+    """A loader that can save its place. A finished pass moves it to the next epoch automatically."""
+
+    def __iter__(self) -> Iterator[BatchT_co]:
+        """One pass, or the rest of the pass that a loaded state began."""
+        ...
+
+    def __len__(self) -> int:
+        """Batches of a complete pass."""
+        ...
+
+    def set_epoch(self, epoch: int, /) -> None:
+        """Begin this epoch at its first batch with the next pass."""
+        ...
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Place after the batches handed out so far; can be written as JSON."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> None:
+        """Continue from a saved state."""
+        ...
+
+
+Schedule: TypeAlias = Literal["cosine", "constant"]
+"""What the learning rate does after its rise: fall to a hundredth, or stay."""
 
 StageName: TypeAlias = Literal["operator", "decoder", "consistency"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
@@ -28,7 +57,7 @@ STAGES: tuple[StageName, ...] = get_args(StageName)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class TrainStage:
     """A part of a run with a loss, a length and a learning rate of its own.
 
     - `operator`: the operator learns the next states.
@@ -64,13 +93,13 @@ class Stage:
         for name in ("epochs", "patience"):
             value = getattr(self, name)
             if not (isinstance(value, int) and value >= 1) and not (name == "patience" and value is None):
-                raise ConfigError(f"Stage.{name} is {value!r}. Expected a whole number of at least 1")
+                raise ConfigError(f"TrainStage.{name} is {value!r}. Expected a whole number of at least 1")
         if not (_finite(self.lr) and self.lr > 0):
-            raise ConfigError(f"Stage.lr is {self.lr!r}. Expected a number above 0")
+            raise ConfigError(f"TrainStage.lr is {self.lr!r}. Expected a number above 0")
         for name in ("lambda_inv_enc", "lambda_inv_dec", "lambda_consistency"):
             value = getattr(self, name)
             if not (_finite(value) and value >= 0):
-                raise ConfigError(f"Stage.{name} is {value!r}. Expected a number of at least 0")
+                raise ConfigError(f"TrainStage.{name} is {value!r}. Expected a number of at least 0")
 
     @property
     def trains_operator(self) -> bool:
@@ -98,7 +127,9 @@ class TrainConfig:
     lr: float = 1e-3
     """Peak learning rate of AdamW."""
     warmup: float = 0.05
-    """Part of all steps over which the rate rises, 0..1; after it the rate falls as a cosine."""
+    """Part of all steps over which the rate rises, 0..1."""
+    schedule: Schedule = "cosine"
+    """What the rate does after that."""
     weight_decay: float = 1e-4
     """Of AdamW, on matrices only."""
     grad_clip: float | None = 1.0
@@ -119,10 +150,15 @@ class TrainConfig:
     """Batches read beforehand to learn the scales of states and steps."""
     log_every: int | None = None
     """Steps between two `step` lines; None: 50, or a fortieth of all steps where that is less."""
-    checkpoint_every: int = 500
-    """Steps between two checkpoints; there is one at each epoch's end anyway."""
+    checkpoint_every: int | None = 500
+    """Steps between two checkpoints within an epoch; None: only at each epoch's end."""
+    save_every_s: float = 0.0
+    """Seconds between two checkpoints at epochs' ends, at least: where epochs take a tenth of that, saving
+    each would cost more than training. The last epoch, and where training is stopped, are always saved."""
     patience: int | None = None
     """Epochs without a better validation error after which training ends; None: all epochs."""
+    delta: float = 0.0
+    """How much lower a validation error has to be to count as better."""
     stride: int = 1
     """Stored steps between z0 and z1, as in the loader's windows; whole trajectories are chained by it."""
     rollout_samples: int = 8
@@ -134,16 +170,16 @@ class TrainConfig:
     """Weight of the inverse-encoding loss where there are no `stages`."""
     lambda_inv_dec: float = 0.0
     """Weight of the inverse-decoding loss there."""
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[TrainStage, ...] = ()
     """Parts of the run, in order; none: one of `operator` with the `epochs`, `lr` and `patience` above."""
     resume: bool = False
     """Continue from the newest valid checkpoint of the run's folder, if there is one."""
 
     @property
-    def all_stages(self) -> tuple[Stage, ...]:
+    def all_stages(self) -> tuple[TrainStage, ...]:
         """The stages, at least one."""
         return self.stages or (
-            Stage(
+            TrainStage(
                 epochs=self.epochs,
                 lr=self.lr,
                 patience=self.patience,
@@ -156,7 +192,7 @@ class TrainConfig:
         """Check types and ranges."""
         for name, least in _WHOLE.items():
             value = getattr(self, name)
-            if value is None and name in ("max_steps", "patience", "log_every"):
+            if value is None and name in ("max_steps", "patience", "log_every", "checkpoint_every"):
                 continue
             if not isinstance(value, int) or value < least:
                 raise ConfigError(
@@ -166,8 +202,13 @@ class TrainConfig:
         for name, value in positive.items():
             if not (_finite(value) and value > 0):
                 raise ConfigError(f"TrainConfig.{name} is {value!r}. Expected a number above 0")
-        if not (_finite(self.weight_decay) and self.weight_decay >= 0):
-            raise ConfigError(f"TrainConfig.weight_decay is {self.weight_decay!r}. Expected 0 or more")
+        for name in ("weight_decay", "delta", "save_every_s"):
+            value = getattr(self, name)
+            if not (_finite(value) and value >= 0):
+                raise ConfigError(f"TrainConfig.{name} is {value!r}. Expected 0 or more")
+        if self.schedule not in get_args(Schedule):
+            known = ", ".join(get_args(Schedule))
+            raise ConfigError(f"TrainConfig.schedule is {self.schedule!r}. Known: {known}")
         if not (_finite(self.warmup) and 0 <= self.warmup <= 1):
             raise ConfigError(f"TrainConfig.warmup is {self.warmup!r}. Expected a part of all steps, 0..1")
         if self.width % self.heads:
