@@ -9,13 +9,12 @@ import pytest
 
 from stoker.errors import SourceError, arg
 from stoker.pipeline.bench import BenchResult, Figure
-from stoker.pipeline.caches import CacheFolder, CacheSummary
+from stoker.pipeline.caches import CacheFolder, CacheSummary, Explanation
 from stoker.pipeline.precompute import PrecomputeResult, TaskFailure
 from stoker.pipeline.radio import RadioSpec
 from stoker.pipeline.staging import StageReport, StageResult
 from stoker.pipeline.train import Phase, TrainResult
 from stoker.pipeline.validate import Row, Validation
-from stoker.pipeline.why import Explanation
 from stoker.precompute.background import SpotReport
 from stoker.schema import Field
 from stoker.store import Difference

@@ -85,7 +85,7 @@ def test_the_host_way_stalls_as_the_plan_of_the_same_demand_says() -> None:
         )
         plan = plan_tiers(demand, machine, tier="host", step_s=0.02, rates=Rates(served=served))
 
-        assert simulate(scenario).way("host").stall == pytest.approx(plan.predicted_stall(0.02), abs=1e-6)
+        assert simulate(scenario).way("host").stall == pytest.approx(plan.stall_at(0.02), abs=1e-6)
 
 
 def test_the_slowest_stage_of_precompute_sets_the_pace_and_more_of_it_passes_it_on() -> None:

@@ -241,9 +241,9 @@ def test_a_mixed_batch_loads_in_proportion() -> None:
     direct_s = host.direct_s
     beside_s = disk.beside_s / 2
 
-    assert plan.predicted_stall(1.0) == pytest.approx(direct_s / (direct_s + 1.0))
+    assert plan.stall_at(1.0) == pytest.approx(direct_s / (direct_s + 1.0))
     waits = direct_s + beside_s - 0.01
-    assert plan.predicted_stall(0.01) == pytest.approx(waits / (waits + 0.01))
+    assert plan.stall_at(0.01) == pytest.approx(waits / (waits + 0.01))
 
 
 def test_until_a_step_is_timed_the_plan_says_which_steps_do_not_stall() -> None:
@@ -251,7 +251,7 @@ def test_until_a_step_is_timed_the_plan_says_which_steps_do_not_stall() -> None:
 
     assert plan.no_stall_step_s is not None
     assert "no stall (below 1 %) at steps of 990 ms or longer" in plan.reason
-    assert plan.predicted_stall(plan.no_stall_step_s) == pytest.approx(0.01)
+    assert plan.stall_at(plan.no_stall_step_s) == pytest.approx(0.01)
     assert plan.to_json()["predicted_stall"] is None
 
 
@@ -284,7 +284,7 @@ def test_the_reason_gives_the_figures_that_decided() -> None:
 def test_missing_records_make_the_stall_unknown() -> None:
     plan = plan_tiers(demand(10, missing_records=1), machine(host=25, disk_bytes=10**6), step_s=1.0)
 
-    assert plan.predicted_stall(1.0) is None
+    assert plan.stall_at(1.0) is None
     assert "1 of them not stored yet" in plan.reason
     assert plan.rows[3].note == "not stored yet; storing them takes 1000 B of disk, 977 KiB free"
 
@@ -323,11 +323,11 @@ def test_a_step_that_was_tried_says_what_batches_cost_beside_it() -> None:
     )
     host = plan.rows[1]
 
-    assert plan.predicted_stall(2e-3) == pytest.approx(1 / 3)
+    assert plan.stall_at(2e-3) == pytest.approx(1 / 3)
     assert host.stall == pytest.approx(1 / 3)
     # A longer step hides no less, a shorter one comes nearer to no step at all.
-    assert plan.predicted_stall(8e-3) == pytest.approx(1 / 9)
-    assert plan.predicted_stall(1e-3) == pytest.approx(2.5 / 3.5)
+    assert plan.stall_at(8e-3) == pytest.approx(1 / 9)
+    assert plan.stall_at(1e-3) == pytest.approx(2.5 / 3.5)
 
 
 def test_what_was_tried_of_one_tier_counts_by_its_share() -> None:
@@ -339,7 +339,7 @@ def test_what_was_tried_of_one_tier_counts_by_its_share() -> None:
     assert plan.rows[1].records == plan.rows[2].records
 
     # Half of 4 ms is hidden by the step; beside it half of 1 ms more was lost than that says.
-    assert plan.predicted_stall(2e-3) == pytest.approx(0.5 / 2.5)
+    assert plan.stall_at(2e-3) == pytest.approx(0.5 / 2.5)
 
 
 @pytest.mark.parametrize(

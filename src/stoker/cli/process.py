@@ -27,8 +27,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from stoker.cli.edge import name_of_rank
-from stoker.cli.streams import INTERRUPTED, keep_standard_streams, printing
+from stoker.cli.edge import INTERRUPTED, keep_standard_streams, name_of_rank, printing
 from stoker.errors import ConfigError, Interrupted, ResourceError
 from stoker.precompute.heartbeat import GUARD_VARIABLE, Lifeline, started_ns
 from stoker.precompute.share import TOGETHER_S

@@ -16,8 +16,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.edge import Edge, edge
-from stoker.cli.flags import Debug, Json, duration, size
+from stoker.cli.edge import Edge, at_edge
+from stoker.cli.flags import duration, size
 from stoker.cli.output import bold, table
 from stoker.errors import ConfigError, Degraded, StalledError, StokerError
 from stoker.runtime.retry import RetryPolicy, retry
@@ -49,7 +49,9 @@ def register(app: typer.Typer) -> None:
     app.command()(job)
 
 
+@at_edge
 def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    out: Edge,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8765,
     state_dir: Dir = STATE_DIR,
     host: Annotated[
@@ -103,8 +105,6 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
         float | None,
         typer.Option(parser=duration, metavar="12h", help="How long an attempt at a job may take."),
     ] = None,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Start the training service.
 
@@ -117,35 +117,34 @@ def serve(  # noqa: PLR0913, PLR0917 (one parameter per flag)
       stoker serve --port 9000 --state-dir /srv/stoker --workers 2 --job-memory 16GiB --job-time 12h
       stoker serve --executor ray --ray-address http://10.0.0.1:8265 --state-dir /shared/stoker
     """
-    with edge(as_json=as_json, debug=debug) as out:
-        missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-        if missing:
-            raise ConfigError(
-                f"stoker serve needs {', '.join(missing)}. Install it: pip install 'stoker[service]'"
-            )
-        from stoker.service.server import ServeSettings
-        from stoker.service.server import serve as run
-
-        cluster = _cluster(executor, ray_address, ray_gpus)
-        settings = ServeSettings(
-            state_dir=state_dir.absolute() if cluster else state_dir,
-            host=host,
-            port=port,
-            database=database or os.environ.get(DATABASE),
-            workers=workers,
-            roots=tuple(root or ()),
-            database_hosts=tuple(database_host or ()),
-            encoders=tuple(allow_encoder or ()),
-            hosts=tuple(allow_host or ()),
-            public_url=public_url,
-            ray=cluster,
-            job_memory_bytes=job_memory,
-            job_s=job_time,
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"stoker serve needs {', '.join(missing)}. Install it: pip install 'stoker[service]'"
         )
-        hidden = {DATABASE, TOKEN}
-        environment = {name: value for name, value in os.environ.items() if name not in hidden}
-        run(settings, environment, lambda started: out.show(started, render_started))
-        out.note("the service has ended; jobs that ran continue at its next start")
+    from stoker.service.server import ServeSettings
+    from stoker.service.server import serve as run
+
+    cluster = _cluster(executor, ray_address, ray_gpus)
+    settings = ServeSettings(
+        state_dir=state_dir.absolute() if cluster else state_dir,
+        host=host,
+        port=port,
+        database=database or os.environ.get(DATABASE),
+        workers=workers,
+        roots=tuple(root or ()),
+        database_hosts=tuple(database_host or ()),
+        encoders=tuple(allow_encoder or ()),
+        hosts=tuple(allow_host or ()),
+        public_url=public_url,
+        ray=cluster,
+        job_memory_bytes=job_memory,
+        job_s=job_time,
+    )
+    hidden = {DATABASE, TOKEN}
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    run(settings, environment, lambda started: out.show(started, render_started))
+    out.note("the service has ended; jobs that ran continue at its next start")
 
 
 def _cluster(executor: str, address: str | None, gpus: float) -> RayTarget | None:
@@ -176,10 +175,12 @@ def render_started(started: Started, console: Console) -> None:
             "it listens to other machines, and what they send is not encrypted: put a TLS proxy before it"
         )
     for line in lines:
-        console.print(escape(line), soft_wrap=True)
+        console.print(escape(line))
 
 
+@at_edge
 def job(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    out: Edge,
     verb: Annotated[str, typer.Argument(metavar="|".join(VERBS), help="What to do.")],
     words: Annotated[
         list[str] | None,
@@ -203,8 +204,6 @@ def job(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     token_file: Annotated[
         Path | None, typer.Option(readable=False, help=f"Default: ${TOKEN}, else that of the folder.")
     ] = None,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Speak to a running service about jobs.
 
@@ -215,14 +214,13 @@ def job(  # noqa: PLR0913, PLR0917 (one parameter per flag)
       stoker job list --status running
       stoker job pause 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b
     """
-    with edge(as_json=as_json, debug=debug) as out:
-        asked = _Asked(
-            verb=verb, words=words or [], name=name, key=key, status=status, lines=lines, epochs=epochs,
-            follow=follow,
-        )  # fmt: skip
-        if verb not in VERBS:
-            raise ConfigError(f"{verb!r} is nothing to do with a job. Expected {', '.join(VERBS)}")
-        _do(out, _client(server, state_dir, token_file), asked)
+    asked = _Asked(
+        verb=verb, words=words or [], name=name, key=key, status=status, lines=lines, epochs=epochs,
+        follow=follow,
+    )  # fmt: skip
+    if verb not in VERBS:
+        raise ConfigError(f"{verb!r} is nothing to do with a job. Expected {', '.join(VERBS)}")
+    _do(out, _client(server, state_dir, token_file), asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -402,9 +400,9 @@ def _render_job(found: Mapping[str, Any], console: Console) -> None:
 
 def _render_values(found: Mapping[str, Any], console: Console) -> None:
     for name, value in found.items():
-        console.print(escape(f"{name}: {value}"), soft_wrap=True)
+        console.print(escape(f"{name}: {value}"))
 
 
 def _render_log(found: Mapping[str, Any], console: Console) -> None:
     for line in found["lines"]:
-        console.print(escape(line), soft_wrap=True)
+        console.print(escape(line))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import difflib
 import json
-import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from pydantic import TypeAdapter
 
 from stoker.config.models import Config
 from stoker.config.sections import SIZE_FORMAT
-from stoker.errors import MARK, StokerError
+from stoker.errors import Argument, StokerError
 from stoker.schema import Json
 
 
@@ -349,8 +348,8 @@ def _own(node: Schema) -> dict[str, Any]:
 # Show the arguments that an error names as settings.
 #
 # Errors of the library name an argument of a call, `preset='well'`. On the command line that argument is
-# the setting `data.preset=well`. Errors mark such arguments with `stoker.errors.arg`, and nothing else is
-# changed. An argument is the setting whose last word it is, if there is only one.
+# the setting `data.preset=well`. An error knows the arguments that it names (`StokerError.arguments`), and
+# nothing else of its text is changed. An argument is the setting whose last word it is, if there is only one.
 
 
 OTHER_NAMES: Mapping[str, str] = {
@@ -373,16 +372,16 @@ def in_settings(error: StokerError) -> str:
     >>> in_settings(ConfigError(f"choose a smaller {arg('horizon')}, or {arg('patch', (1, 4))}"))
     "choose a smaller training.rollout_horizon, or 'encoder.patch_size=[1, 4]'"
     """
-    return MARK.sub(_as_setting, error.marked)
+    return "".join(part if isinstance(part, str) else _as_setting(part) for part in error.parts) or str(error)
 
 
-def _as_setting(found: re.Match[str]) -> str:
-    name, _, given = found[1].partition("=")
+def _as_setting(named: Argument) -> str:
+    name, given = named.name, named.value
     setting = name if name.startswith("--") or "." in name else setting_of().get(name)
     if setting is None:
-        return found[2]
-    if given in ("", "..."):
-        return f"{setting}={given}" if given else setting
+        return named.python
+    if given is None or given == "...":
+        return setting if given is None else f"{setting}={given}"
     try:
         value: Any = ast.literal_eval(given)
     except (ValueError, SyntaxError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from stoker.config import Config
 from stoker.config.models import StageConfig, stage_name
-from stoker.encoders.keeping import field_names
 from stoker.errors import ConfigError
 from stoker.train.config import StageName, TrainStage
 
@@ -92,16 +91,6 @@ def with_epochs(config: Config, wanted: str | None, epochs: int | None) -> Confi
     name = stage_name(str(wanted))
     stages = [s.model_copy(update={"epochs": epochs}) if s.name == name else s for s in config.stages]
     return config.model_copy(update={"stages": tuple(stages)})
-
-
-def needs_fields(config: Config) -> bool:
-    """Return True if a stage trains a decoder, for which caches keep the raw field."""
-    return any(stage.trains_decoder for stage in stages_of(config))
-
-
-def kept_fields(config: Config) -> tuple[str, ...]:
-    """Return the raw fields that caches keep: those of `precompute.keep`, and what stages need."""
-    return field_names([*field_names(config.precompute.keep), *([RAW] if needs_fields(config) else [])])
 
 
 def _inverse(config: Config) -> tuple[float, float]:

@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from stoker.config import Config
 from stoker.config.models import DataConfig
 from stoker.errors import ConfigError, ResourceError, SourceError, StalledError
 from stoker.fetch.origins import FolderOrigin
 from stoker.fetch.run import Partial, paths_of
 from stoker.fetch.wanted import Wanted
-from stoker.pipeline.folders import cache_dir_of
+from stoker.pipeline.context import Run
 from stoker.plan.resources import storage_of
 from stoker.runtime.disk import explained, free_space
 from stoker.runtime.files import make_folder, replacing
@@ -222,23 +221,20 @@ class StageReport(JsonResult):
     tasks: tuple[StageResult, ...]
 
 
-def stage_config(config: Config) -> StageReport:
+def stage_config(run: Run) -> StageReport:
     """Stage the files of every task.
 
     Raises:
         ConfigError: The settings say never.
     """
-    if config.data.stage == "never":
+    if run.config.data.stage == "never":
         raise ConfigError(
             "data.stage is never, so no copy would be used. Give data.stage=auto, or data.stage=always"
         )
-    from stoker.pipeline.build import tasks_of  # which asks this module where data lies
-
-    tasks = tasks_of(config)
-    return StageReport(tasks=tuple(stage_task(config.for_task(task), task) for task in tasks))
+    return StageReport(tasks=tuple(stage_task(part) for part in run.parts()))
 
 
-def stage_task(config: Config, task: str, *, mode: StageMode | None = None) -> StageResult:
+def stage_task(run: Run, *, mode: StageMode | None = None) -> StageResult:
     """Copy the files of a task, if its settings and its storage ask for it.
 
     Args:
@@ -249,10 +245,11 @@ def stage_task(config: Config, task: str, *, mode: StageMode | None = None) -> S
         SourceError, StalledError: As `stage_file`.
     """
     begin = time.monotonic()
+    config, task = run.config, run.task
     mode = mode or config.data.stage
     files = _files(config.data, task)
     size = sum(file.bytes for file in files)
-    folder = stage_folder(config)
+    folder = stage_folder(run)
     why = _why(mode, files, folder)
     done = StageResult(task=task, staged=False, reason=why.removeprefix("-"), files=len(files), bytes=size)
     if why.startswith("-"):
@@ -283,16 +280,16 @@ def stage_task(config: Config, task: str, *, mode: StageMode | None = None) -> S
     )
 
 
-def staged_data(config: Config, task: str) -> DataConfig:
+def staged_data(run: Run) -> DataConfig:
     """The settings of data with paths of the copies, where all of them are there; else as they are."""
-    data = config.data
+    data, task = run.config.data, run.task
     if data.stage == "never":
         return data
     try:
         files = _files(data, task)
     except (ConfigError, SourceError):
         return data  # whoever reads the data says what is wrong with it
-    folder = stage_folder(config)
+    folder = stage_folder(run)
     view = _view_of(files, folder)
     if not files or not all((view / _below(file)).is_file() for file in files):
         return data
@@ -301,14 +298,14 @@ def staged_data(config: Config, task: str) -> DataConfig:
     return data.model_copy(update={"files": moved[0] if len(moved) == 1 else moved})
 
 
-def stage_folder(config: Config) -> Path:
+def stage_folder(run: Run) -> Path:
     """Where copies lie: `data.stage_dir`, else beside the caches.
 
     Raises:
         ConfigError: It is an address.
     """
-    own = config.data.stage_dir
-    return local_path(own, "data.stage_dir") if own is not None else cache_dir_of(config) / ".staged"
+    own = run.config.data.stage_dir
+    return local_path(own, "data.stage_dir") if own is not None else run.cache_dir / ".staged"
 
 
 def _given(data: DataConfig) -> Sequence[str | Path]:

@@ -15,27 +15,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from stoker.config import Config
 from stoker.errors import ConfigError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
 from stoker.monitor.gpu import GpuAbsent, GpuWatch
 from stoker.monitor.trackers import Ending, TrackedRun, Tracking, check_trackers, flat
-from stoker.pipeline.build import device_of, tasks_of
-from stoker.pipeline.caches import locate, run_dir_of, settings_digest, windows_of, work_digest, write_diary
+from stoker.pipeline.caches import locate
+from stoker.pipeline.context import Run, describe_machine, settings_digest, work_digest, write_diary
 from stoker.pipeline.folders import require_writable
-from stoker.pipeline.loaders import Served, StageLoaders, check_together, normalized, on_own_device, serve
-from stoker.pipeline.machine import describe_machine
+from stoker.pipeline.loaders import Served, StageLoaders, check_together, normalized, serve
 from stoker.pipeline.physical import field_space, physical_space
 from stoker.pipeline.plan import verdict_of
 from stoker.pipeline.precompute import CacheResult, fill_caches
-from stoker.pipeline.stages import kept_fields, needs_fields, only_stage, stages_of
+from stoker.pipeline.stages import only_stage
 from stoker.precompute import EncodeFiller
 from stoker.precompute.background import SpotCheck, SpotChecks, SpotReport
-from stoker.precompute.progress import ProgressSink
-from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json, JsonResult, as_json
-from stoker.sources.files import canonical_split
 from stoker.store import Cache
 from stoker.train.config import EventSink, FieldSpace, PhysicalSpace, TrainConfig, TrainReport
 from stoker.train.report import ReportTable
@@ -115,22 +113,16 @@ class _Sum:
 class RunTracking:
     """Listens to the training loop; `tracking` makes one and ends it."""
 
-    def __init__(
-        self,
-        config: Config,
-        startup: Startup,
-        *,
-        tell: EventSink | None = None,
-    ) -> None:
+    def __init__(self, run: Run, startup: Startup, *, tell: EventSink | None = None) -> None:
         """`tell`: told every row too."""
         self.startup = startup
         self.values: dict[str, float] = dict(startup.values)
         """The newest figure by name."""
         self.gpu: GpuAbsent | None = None
         """Why there is no figure of the GPU, as far as that is known."""
-        self._config, self._started, self._tell = config, startup.started_s, tell
-        self._folder = run_dir_of(config)
-        self._price = config.training.price_per_hour
+        self._run, self._started, self._tell = run, startup.started_s, tell
+        self._folder = run.run_dir
+        self._price = run.config.training.price_per_hour
         self._paid = 0.0
         self._trackers: Tracking | None = None
         self._watch: GpuWatch | None = None
@@ -180,15 +172,15 @@ class RunTracking:
         run = TrackedRun(
             name=self._folder.resolve().name,
             folder=self._folder,
-            settings=self._config.to_dict(),
+            settings=self._run.config.to_dict(),
             resumed=resumed,
         )
-        self._trackers = Tracking(self._config.training.trackers, run, log.warning)
-        uuid = gpu_uuid(self._config)
-        if uuid is None:
-            self.gpu = GpuAbsent(reason="training.device is cpu")
+        self._trackers = Tracking(self._run.config.training.trackers, run, log.warning)
+        watched = watch_gpu(self._run.device)
+        if isinstance(watched, GpuAbsent):
+            self.gpu = watched
         else:
-            self._watch = GpuWatch(uuid)
+            self._watch = watched
         self._due_s = time.monotonic() + EVERY_S
 
     def _take_interval(self, facts: Mapping[str, Any]) -> None:
@@ -243,15 +235,12 @@ def tracking(tracked: RunTracking) -> Generator[RunTracking]:
         tracked.end(status)
 
 
-def gpu_uuid(config: Config) -> str | None:
-    """Return the id of the GPU that is trained on; None: it is the CPU.
-
-    The driver's library numbers GPUs without regard to CUDA_VISIBLE_DEVICES.
-    """
-    import torch
-
-    device = device_of(config)
-    return None if device == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
+def watch_gpu(device: str) -> GpuWatch | GpuAbsent:
+    """Return a watch on the GPU that a run computes on; why there is none on a CPU."""
+    if device == "cpu":
+        return GpuAbsent(reason="training.device is cpu")
+    # As the driver's library knows the GPU, which numbers them without regard to CUDA_VISIBLE_DEVICES.
+    return GpuWatch(str(torch.cuda.get_device_properties(device).uuid))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -259,16 +248,16 @@ def gpu_uuid(config: Config) -> str | None:
 
 
 def sections(
-    config: Config, prepared: Prepared, loaders: Sequence[Loader], tracked: RunTracking
+    run: Run, prepared: Prepared, loaders: Sequence[Loader], tracked: RunTracking
 ) -> list[ReportTable]:
     """The tables, in the order of the page."""
     return [
         _startup_rows(tracked),
         _tiers(loaders),
-        *_used(config, tracked),
+        *_used(run.run_dir, tracked),
         _caches(prepared.caches),
         ReportTable(title="Machine", rows=[("machine", describe_machine())]),
-        ReportTable(title="Settings", rows=_pairs(flat(config.to_dict())), folded=True),
+        ReportTable(title="Settings", rows=_pairs(flat(run.config.to_dict())), folded=True),
         *(
             ReportTable(title=f"Recipe of {r.name}", rows=_pairs(flat(r.cache.recipe.entries)), folded=True)
             for r in prepared.caches
@@ -292,9 +281,9 @@ def _tiers(loaders: Sequence[Loader]) -> ReportTable:
     return ReportTable(title="Tiers", heading=("cache", "records", "why"), rows=rows)
 
 
-def _used(config: Config, tracked: RunTracking) -> list[ReportTable]:
+def _used(run_dir: Path, tracked: RunTracking) -> list[ReportTable]:
     """Rate, GPU and cost by epoch; a GPU that was not measured is said to be so."""
-    kept = [row for row in MetricsLog(run_dir_of(config) / "metrics.jsonl").rows() if "epoch" in row]
+    kept = [row for row in MetricsLog(run_dir / "metrics.jsonl").rows() if "epoch" in row]
     rows = [
         (
             str(row["epoch"]),
@@ -461,86 +450,80 @@ class Prepared:
 
 
 def train_config(
-    config: Config,
+    run: Run,
     *,
     started: float | None = None,
     on_event: EventSink | None = None,
-    ranks: Ranks = ALONE,
     stage: str | None = None,
 ) -> TrainResult:
     """Encode what is missing, then train; an interrupted run with the same settings goes on.
 
     Args:
-        stage: Do this stage alone, by its name; None or `all`: all that are left.
-        config: The settings.
+        run: The settings; all of its ranks are to make this call.
         started: When the process began, on the clock of `time.monotonic`; None: now.
         on_event: Told of what happens in the training loop.
-        ranks: The processes that train together, and are all to make this call.
+        stage: Do this stage alone, by its name; None or `all`: all that are left.
     Raises:
         ConfigError: The split to train on is `val`, or one operator cannot take all tasks.
         StokerError: As `fill_caches` and `train`.
     """
     started = time.monotonic() if started is None else started
-    config = on_own_device(config, ranks)
-    only_stage(config, stage)
-    prepared = prepare(config, ranks)
-    return train_prepared(config, prepared, started=started, on_event=on_event, ranks=ranks, stage=stage)
+    run = run.on_own_device()
+    only_stage(run.config, stage)
+    return train_prepared(run, prepare(run), started=started, on_event=on_event, stage=stage)
 
 
-def prepare(config: Config, ranks: Ranks = ALONE, *, progress: ProgressSink | None = None) -> Prepared:
+def prepare(run: Run) -> Prepared:
     """The caches that training reads: the first of `data.split`, and `val`.
 
     The run's folder is held meanwhile, so that a second run in it is refused before it encodes anything.
-    `progress` is told how encoding goes; None: standard error is.
     """
     began = time.monotonic()
-    check_trackers(config.training.trackers)
-    splits = training_splits(config)
-    tasks = tasks_of(config)
-    if needs_fields(config):
+    check_trackers(run.config.training.trackers)
+    splits = training_splits(run)
+    if run.trains_decoder:
         log.info(
             "a decoder is trained on raw fields, so caches keep %s: they are others than without",
-            ", ".join(kept_fields(config)),
+            ", ".join(run.kept_fields),
         )
-    if len(tasks) > 1:
-        check_together({task: locate(config, task, splits[0]).recipe.schema for task in tasks})
-    run_dir = require_writable(run_dir_of(config), "training.run_dir")
-    with own_folder(run_dir) if ranks.leads else nullcontext():
-        caches = fill_caches(config, splits, training="windows", ranks=ranks, progress=progress)
+    if len(run.tasks) > 1:
+        check_together({part.task: locate(part, splits[0]).recipe.schema for part in run.parts()})
+    run_dir = require_writable(run.run_dir, "training.run_dir")
+    with own_folder(run_dir) if run.ranks.leads else nullcontext():
+        caches = fill_caches(run, splits, training="windows")
     return Prepared(caches=tuple(caches), begun_s=began, seconds=time.monotonic() - began)
 
 
-def training_splits(config: Config) -> tuple[str, str]:
+def training_splits(run: Run) -> tuple[str, str]:
     """The split to train on, and the one to validate on.
 
     Raises:
         ConfigError: The split to train on is `val`.
     """
-    split = canonical_split(config.data.wanted_splits[0])
-    if split == "val":
+    if run.split == "val":
         raise ConfigError(
-            f"data.split is {config.data.wanted_splits[0]!r}, which training validates on. Expected the "
+            f"data.split is {run.config.data.wanted_splits[0]!r}, which training validates on. Expected the "
             "split to train on, as data.split=train; precompute takes any"
         )
-    return split, "val"
+    return run.split, "val"
 
 
 def train_prepared(
-    config: Config,
+    run: Run,
     prepared: Prepared,
     *,
     started: float,
     on_event: EventSink | None = None,
-    ranks: Ranks = ALONE,
     stage: str | None = None,
 ) -> TrainResult:
     """Train on ready caches; see `train_config`."""
-    run_dir, meter = run_dir_of(config), StallMeter(rank=ranks.rank)
+    config, ranks, run_dir = run.config, run.ranks, run.run_dir
+    meter = StallMeter(rank=ranks.rank)
     digest = settings_digest(config, prepared.fingerprints)
-    work = work_digest(config, prepared.caches[0].cache.schema)
-    caches, space = [r.cache for r in prepared.caches], _field_space(config, prepared)
-    make = partial(serve, caches=caches, digest=digest, meter=meter, ranks=ranks)
-    loaders = StageLoaders(config, lambda own, horizon: make(own, horizon=horizon))
+    work = work_digest(run, prepared.caches[0].cache.schema)
+    caches, space = [r.cache for r in prepared.caches], _field_space(run, prepared)
+    make = partial(serve, run, caches, digest=digest, meter=meter)
+    loaders = StageLoaders(config, lambda horizon: make(horizon=horizon))
     served = loaders.served
     shared, epoch_steps = served.shared, len(served.train)
 
@@ -555,18 +538,18 @@ def train_prepared(
     _tell_before(run_dir, prepared, served, on_event if ranks.leads else None)
     checks = begin_spot_checks(config, caches[::2]) if ranks.leads else None
     began = time.monotonic()
-    with tracking(RunTracking(config, _startup(prepared, started, began), tell=on_event)) as tracked:
+    with tracking(RunTracking(run, _startup(prepared, started, began), tell=on_event)) as tracked:
         try:
             report = train(
                 served.train,
                 served.val,
-                loop_settings(config, epoch_steps, resume=shared.resume),
+                loop_settings(run, epoch_steps, resume=shared.resume),
                 run_dir,
                 meter=meter,
                 on_event=note,
                 ranks=ranks,
-                physical=_physical(config, prepared),
-                about=lambda: sections(config, prepared, loaders.served.loaders, tracked),
+                physical=_physical(run, prepared),
+                about=lambda: sections(run, prepared, loaders.served.loaders, tracked),
                 space=space,
                 loader_of=loaders.loader_of,
                 only=only_stage(config, stage),
@@ -582,7 +565,7 @@ def train_prepared(
         epoch_steps=epoch_steps,
         **_at_the_end(prepared, loaders.served, tracked),
         spot_check=checked,
-        over_budget=verdict_of(config, prepared.caches[0].cache, report),
+        over_budget=verdict_of(run, prepared.caches[0].cache, report),
     )
 
 
@@ -647,31 +630,30 @@ def begin_spot_checks(config: Config, caches: Sequence[Cache]) -> SpotChecks | N
     return SpotChecks(checks) if checks else None
 
 
-def _physical(config: Config, prepared: Prepared) -> dict[str, PhysicalSpace]:
+def _physical(run: Run, prepared: Prepared) -> dict[str, PhysicalSpace]:
     """By task how to judge in fields; not those whose records do not reach the loop as they were encoded."""
-    tasks, found = tasks_of(config), dict[str, PhysicalSpace]()
-    for task, result in zip(tasks, prepared.caches[1::2], strict=True):
-        space = None if normalized(config.for_task(task)) else physical_space(result.cache)
+    found: dict[str, PhysicalSpace] = {}
+    for part, result in zip(run.parts(), prepared.caches[1::2], strict=True):
+        space = None if normalized(part.config) else physical_space(result.cache)
         if space is not None:
-            found[task if len(tasks) > 1 else ""] = space
+            found[part.task if len(run.tasks) > 1 else ""] = space
     return found
 
 
-def _field_space(config: Config, prepared: Prepared) -> FieldSpace | None:
+def _field_space(run: Run, prepared: Prepared) -> FieldSpace | None:
     """What stages that train a decoder need; None where there is none.
 
     Raises:
         ConfigError: There are several tasks, or states do not reach the loop as they were encoded.
     """
-    if not needs_fields(config):
+    if not run.trains_decoder:
         return None
-    tasks = tasks_of(config)
-    if len(tasks) > 1:
+    if len(run.tasks) > 1:
         raise ConfigError(
             "inverse losses and the stage decoder train one decoder, and there are the tasks "
-            f"{', '.join(tasks)}. Train each alone with data.task, or leave them out"
+            f"{', '.join(run.tasks)}. Train each alone with data.task, or leave them out"
         )
-    if normalized(config):
+    if normalized(run.config):
         raise ConfigError(
             "training.transforms normalizes states, and a decoder is trained on states as they were encoded. "
             "Use data.normalize, which scales samples before they are encoded"
@@ -679,9 +661,9 @@ def _field_space(config: Config, prepared: Prepared) -> FieldSpace | None:
     return field_space(prepared.caches[0].cache)
 
 
-def loop_settings(config: Config, batches: int, *, resume: bool) -> TrainConfig:
+def loop_settings(run: Run, batches: int, *, resume: bool) -> TrainConfig:
     """`training` and `model` in the loop's terms; `batches` is the length of an epoch."""
-    training, model = config.training, config.model
+    training, model = run.config.training, run.config.model
     return TrainConfig(
         epochs=training.epochs,
         max_steps=training.max_steps,
@@ -689,15 +671,15 @@ def loop_settings(config: Config, batches: int, *, resume: bool) -> TrainConfig:
         weight_decay=training.weight_decay,
         grad_clip=training.grad_clip,
         seed=training.seed,
-        device=device_of(config),
+        device=run.device,
         amp=training.amp,
         width=model.width,
         depth=model.depth,
         heads=model.heads,
         checkpoint_every=max(1, training.checkpoint_every * batches),
         patience=training.early_stop_patience or None,
-        stride=windows_of(config).strides[0],
-        most_stride=windows_of(config).strides[1],
-        stages=stages_of(config),
+        stride=run.windows.strides[0],
+        most_stride=run.windows.strides[1],
+        stages=run.stages,
         resume=resume,
     )

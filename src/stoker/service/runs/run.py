@@ -15,7 +15,7 @@ from stoker.config import Config
 from stoker.errors import IncompleteError, ResourceError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
-from stoker.pipeline.build import device_of
+from stoker.pipeline.context import Run
 from stoker.pipeline.fitting import FitReport, Lesson, fit
 from stoker.pipeline.precompute import CacheResult, fill_caches
 from stoker.schema import Json
@@ -53,7 +53,7 @@ class JobRun:
         Raises:
             ResourceError: `accelerator=gpu` where there is none.
         """
-        device = torch.device(device_of(self.settings))
+        device = torch.device(Run(self.settings).device)
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ResourceError(
                 f"accelerator is 'gpu', and torch {torch.__version__} sees no CUDA device on this machine. "
@@ -68,7 +68,8 @@ class JobRun:
     def caches(self) -> list[CacheResult]:
         """The caches of training and of validation, encoded as far as they were not."""
         progress = EncodingProgress(self.journal)
-        return fill_caches(self.settings, splits_of(self.config), training="records", progress=progress)
+        run = Run(self.settings, progress=progress)
+        return fill_caches(run, splits_of(self.config), training="records")
 
     def tell_started(self, caches: Sequence[CacheResult], facts: Mapping[str, Any]) -> None:
         """Say what is trained on, from where, and why from there."""
