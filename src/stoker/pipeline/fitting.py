@@ -24,7 +24,7 @@ from stoker.monitor import StallMeter
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
 from stoker.train.config import EventSink, TrainConfig, TrainStage
-from stoker.train.loop import Loop, PassFigures, StallRecorder, TrainProgress, ignore_event
+from stoker.train.loop import PassFigures, StallRecorder, TrainLoop, TrainProgress, ignore_event
 from stoker.train.state import (
     Checkpoint,
     MetricsLog,
@@ -141,7 +141,7 @@ def fit(  # noqa: PLR0913  the face: what is learned, from what, and all else by
                 tell("resume", {"step": done.step, "epoch": done.epoch, "row": done.row})
         progress = objective.progress
         progress.epochs = config.epochs
-        loop = Loop(
+        loop = TrainLoop(
             objective=objective,
             loader=train,
             config=config,

@@ -1,6 +1,6 @@
 """The training loop: passes, steps, evaluations, and when to write what.
 
-`Loop` knows neither networks nor data. An `Objective` says what is learned: the operator on latents
+`TrainLoop` knows neither networks nor data. An `Objective` says what is learned: the operator on latents
 (`objective.py`), or whatever has a loss for each record (`stoker.pipeline.fitting`).
 
 A step depends on weights, optimizer state, random state, batch and step number alone; the learning rate is
@@ -315,7 +315,7 @@ def ignore_event(_kind: str, _facts: Mapping[str, Json]) -> None:
 
 
 @dataclass(slots=True, kw_only=True)
-class Loop:
+class TrainLoop:
     """Trains one stage after the other. An objective and a loader may be replaced in between."""
 
     objective: Objective

@@ -211,7 +211,7 @@ class OperatorObjective:
         self.model.requires_grad_(self.stage.trains_operator)
         if self.decoder is not None:
             self.decoder.requires_grad_(self.stage.trains_decoder)
-        self.optimizer = make_optimizer(self.trained, self.config)
+        self.optimizer = make_optimizer(self._trained, self.config)
 
     @property
     def stage(self) -> TrainStage:
@@ -219,21 +219,21 @@ class OperatorObjective:
         return self.config.all_stages[self.progress.stage]
 
     @property
-    def trained(self) -> nn.ModuleList:
+    def _trained(self) -> nn.ModuleList:
         """The models whose weights move in this stage."""
         stage = self.stage
         found: list[nn.Module] = [self.model] if stage.trains_operator else []
         return nn.ModuleList([*found, *([self.decoder] if self.decoder and stage.trains_decoder else [])])
 
     @property
-    def amp(self) -> bool:
+    def _amp(self) -> bool:
         """True if losses are computed in bfloat16."""
         return self.device.type == "cuda" if self.config.amp is None else self.config.amp
 
     @property
     def numerics(self) -> dict[str, Json]:
         """What decides the last bits of a step in addition to the settings."""
-        return numerics_of(self.device, self.amp)
+        return numerics_of(self.device, self._amp)
 
     @property
     def facts(self) -> dict[str, Json]:
@@ -245,11 +245,11 @@ class OperatorObjective:
         """Return what moves the weights of this stage, its gradients being means over `ranks`."""
         return Stepper(
             losses=partial(self._losses, loss=ranks.wrapped(self._loss())),
-            models=[*self.trained],
+            models=[*self._trained],
             optimizer=self.optimizer,
             grad_clip=self.config.grad_clip,
             device=self.device,
-            amp=self.amp,
+            amp=self._amp,
             ranks=ranks,
             stopped=stopped,
         )
@@ -329,7 +329,7 @@ class OperatorObjective:
                 self.widths,
                 stride=self.config.stride,
                 samples=self.config.rollout_samples,
-                amp=self.amp,
+                amp=self._amp,
                 ranks=self.ranks,
                 decode=decode if self.decoder is None else self.decoder,
                 raw=None if self.decoder is None or self.space is None else f"{self.space.field}1",
@@ -382,10 +382,3 @@ class OperatorObjective:
             optimizer=dump_optimizer(self.optimizer, self.device),
             state=state,
         )
-
-    def load_weights(self, found: Mapping[str, Tensor]) -> None:
-        """Take over the `model` of a checkpoint."""
-        self.model.load_state_dict({n: v for n, v in found.items() if not n.startswith(DECODER)})
-        if self.decoder is not None:
-            own = {n.removeprefix(DECODER): v for n, v in found.items() if n.startswith(DECODER)}
-            self.decoder.load_state_dict(own)

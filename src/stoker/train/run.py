@@ -33,8 +33,8 @@ from stoker.train.config import (
     TrainStage,
 )
 from stoker.train.evaluate import ERRORS, LOST, Validation, by_task, with_lost
-from stoker.train.loop import Loop, StallRecorder, ignore_event
-from stoker.train.objective import OperatorObjective, OperatorProgress
+from stoker.train.loop import StallRecorder, TrainLoop, ignore_event
+from stoker.train.objective import DECODER, OperatorObjective, OperatorProgress
 from stoker.train.operator import (
     DecoderShape,
     FieldDecoder,
@@ -115,7 +115,7 @@ def train(  # noqa: PLR0913  the face: two loaders, and all else by name
         )
         spaces = {"": physical} if isinstance(physical, PhysicalSpace) else physical or {}
         run.objective.validation, run.objective.physical = val_loader, spaces
-        loop = Loop(
+        loop = TrainLoop(
             objective=run.objective,
             loader=run.loader,
             config=config,
@@ -225,7 +225,7 @@ class _TrainRun:
             raise ConfigError(f"stage {self.only} is done in {self.folder}. Continue with {rest}")
         return wanted
 
-    def do_stages(self, loop: Loop) -> None:
+    def do_stages(self, loop: TrainLoop) -> None:
         """Do what is left of the stages, and note what each came to."""
         progress, stages = self.objective.progress, self.config.all_stages
         first, last = progress.stage, self._last_stage()
@@ -248,7 +248,7 @@ class _TrainRun:
                 loop.place = loop.loader.state_dict()
                 loop.save()
 
-    def finish(self, loop: Loop, about: Callable[[], Sequence[ReportTable]]) -> TrainReport:
+    def finish(self, loop: TrainLoop, about: Callable[[], Sequence[ReportTable]]) -> TrainReport:
         """Draw the curves, write the page, and report."""
         progress = self.objective.progress
         spent_s = progress.wait_s + progress.step_s
@@ -439,7 +439,10 @@ def take_up(
         space = _checked(space, config)
     progress = OperatorProgress(**saved["progress"])
     run = _make(config, shape, dict(saved["widths"]), ranks, decoder, space, progress)
-    run.load_weights(checkpoint.model)
+    run.model.load_state_dict({n: v for n, v in checkpoint.model.items() if not n.startswith(DECODER)})
+    if run.decoder is not None:
+        own = {n.removeprefix(DECODER): v for n, v in checkpoint.model.items() if n.startswith(DECODER)}
+        run.decoder.load_state_dict(own)
     restore_optimizer(run.optimizer, run.device, checkpoint.optimizer)
     run.loss_sum.fill_(progress.loss_sum)
     loader.load_state_dict(saved["loader"])
