@@ -14,7 +14,7 @@ import torch
 import stoker
 from stoker.config import load_config
 from stoker.encoders.grid import GridEncoder
-from stoker.encoders.steady import SteadyEncoder
+from stoker.encoders.wrappers import SteadyEncoder
 from stoker.errors import ConfigError, EncoderError
 from stoker.pipeline.caches import locate
 from stoker.pipeline.context import Run

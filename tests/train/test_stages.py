@@ -12,7 +12,7 @@ import torch
 
 import stoker
 from stoker.encoders.grid import decoder_of, encode_of
-from stoker.encoders.keeping import keeping
+from stoker.encoders.wrappers import keeping
 from stoker.errors import ConfigError, RecordError, StaleStateError
 from stoker.train.config import FieldSpace, StageName, TrainConfig, TrainReport, TrainStage
 from stoker.train.objective import StageLoss

@@ -21,9 +21,8 @@ import torch
 
 import stoker
 from stoker.config import Config
-from stoker.encoders.keeping import field_names
 from stoker.encoders.protocol import Encoder
-from stoker.encoders.steady import is_steady
+from stoker.encoders.wrappers import field_names, is_steady
 from stoker.errors import ConfigError, FormatError
 from stoker.loader import Windows
 from stoker.loader.outputs import make_outputs

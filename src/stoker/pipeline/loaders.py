@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from stoker.config import Config
 from stoker.config.models import CropStep, NormalizeStep, Step
-from stoker.encoders.steady import is_steady
+from stoker.encoders.wrappers import is_steady
 from stoker.errors import ConfigError
 from stoker.loader import Loader, Mixture, TaskBatch, subset
 from stoker.loader.transform import Transform

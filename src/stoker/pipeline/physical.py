@@ -22,11 +22,9 @@ from safetensors.torch import load
 from torch import Tensor
 
 from stoker.encoders.grid import Decode, decoder_of, encode_of
-from stoker.encoders.keeping import KEEPING, Keeping
 from stoker.encoders.mesh import MESH_ENCODER, PointDecoder
 from stoker.encoders.module import ModuleEncoder
-from stoker.encoders.normalize import Normalized
-from stoker.encoders.steady import STEADY
+from stoker.encoders.wrappers import KEEPING, STEADY, Keeping, Normalized
 from stoker.errors import ConfigError, StokerError
 from stoker.precompute import EncodeFiller
 from stoker.runtime.threads import Pool, ending

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stoker.encoders.grid import Decode
-from stoker.encoders.steady import INPUT, SOLUTION, is_steady
+from stoker.encoders.wrappers import INPUT, SOLUTION, is_steady
 from stoker.errors import ConfigError, RecordError
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.train.config import BatchLoader
