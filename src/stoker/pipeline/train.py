@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from stoker.config import Config
 from stoker.errors import ConfigError
@@ -39,16 +39,7 @@ from stoker.units import format_bytes, format_count, format_percent, format_seco
 # What `stoker train` adds to the page of its run: start-up, tiers, caches, machine, settings, recipes.
 
 
-class Ready(Protocol):
-    """The caches of a run."""
-
-    @property
-    def caches(self) -> tuple[CacheResult, ...]:
-        """All of them."""
-        ...
-
-
-def sections(run: Run, prepared: Ready, loaders: Sequence[Loader], tracked: RunTracking) -> list[Section]:
+def sections(run: Run, prepared: Prepared, loaders: Sequence[Loader], tracked: RunTracking) -> list[Section]:
     """The tables, in the order of the page."""
     return [
         _startup_rows(tracked),
