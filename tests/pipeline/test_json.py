@@ -102,7 +102,7 @@ RESULTS: list[tuple[Any, dict[str, Any]]] = [
     ),
     (
         PrecomputeResult(
-            caches=(), failed=(TaskFailure(task="a", error=SourceError(f"use {arg('preset', 'well')}")),)
+            caches=(), failed=(TaskFailure(task="a", cause=SourceError(f"use {arg('preset', 'well')}")),)
         ),
         {"caches": [], "failed": [{"task": "a", "error": "use data.preset=well", "exit_code": 3}]},
     ),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from stoker.errors import ConfigError
-from stoker.plan import Demand, Load, Rates, Resources, Scenario, plan_tiers, simulate, stall_of
+from stoker.plan import BatchLoad, Demand, Rates, Resources, Scenario, plan_tiers, simulate, stall_of
 from stoker.plan.simulation import parse_scenario
 from stoker.plan.simulation.queues import Traffic, Visit, passed
 from stoker.plan.simulation.report import HEAD, cells, remarks
@@ -76,7 +76,7 @@ def test_steps_take_turns_at_too_few_cores() -> None:
 
 def test_the_host_way_stalls_as_the_plan_of_the_same_demand_says() -> None:
     """One arithmetic: what a plan says of a machine a simulation of one node says too."""
-    for load in (None, Load(alone_s=0.03, direct_s=0.004, beside_s=0.026)):
+    for load in (None, BatchLoad(alone_s=0.03, direct_s=0.004, beside_s=0.026)):
         served = {} if load is None else {"host": load}
         scenario = replace(SMALL, cores=2, served=served)
         demand = Demand(records=10_000, record_bytes=1e6, batch_examples=10, example_bytes=1e6)

@@ -18,7 +18,7 @@ import torch
 
 from stoker.errors import ConfigError, StalledError
 from stoker.loader import Loader
-from stoker.pipeline.build import Job
+from stoker.pipeline.build import CacheJob
 from stoker.pipeline.caches import Located, locate_with_job
 from stoker.pipeline.context import Run
 from stoker.pipeline.folders import obstacle
@@ -134,7 +134,7 @@ def _place(run: Run) -> Path | None:
     return place
 
 
-def _try(run: Run, job: Job | None, located: Located, folder: Path, timeout_s: float) -> _Tried:
+def _try(run: Run, job: CacheJob | None, located: Located, folder: Path, timeout_s: float) -> _Tried:
     """Make a few records, with an eye on what the code does meanwhile."""
     tried = _Tried(cache=None, trial=Trial(), stacks=Stacks())
     if job is None:
