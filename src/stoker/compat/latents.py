@@ -23,8 +23,7 @@ from stoker.compat.caches import (
     stored_in,
 )
 from stoker.compat.images import available_device
-from stoker.compat.pieces import EarlierCall, grid_coords
-from stoker.compat.pieces import GridEncoder as EarlierGridEncoder
+from stoker.compat.pieces import EarlierCall, EarlierGridEncoder, grid_coords
 from stoker.compat.settings import config_of
 from stoker.encoders.grid import GridEncoder
 from stoker.encoders.module import ModuleEncoder
