@@ -77,8 +77,9 @@ def _check_numbers(settings: TrainStage | TrainConfig) -> None:
         if not one.metadata or (value is None and str(one.type).endswith("| None")):
             continue
         least, most, whole = (one.metadata[name] for name in ("least", "most", "whole"))
-        fits = isinstance(value, int if whole else int | float) and math.isfinite(value)
-        if not (fits and value <= most and (value > 0 if least is None else value >= least)):
+        if not isinstance(value, (int,) if whole else (int, float)) or not (
+            math.isfinite(value) and (least or 0) <= value <= most and (value or least is not None)
+        ):
             bound = "above 0" if least is None else f"of at least {least}"
             bound += f" and at most {most}" if math.isfinite(most) else ""
             kind = "whole number" if whole else "number"
