@@ -13,8 +13,7 @@ from stoker.pipeline.bench import BenchResult, Figure
 from stoker.pipeline.caches import CacheFolder, CacheSummary, Explanation
 from stoker.pipeline.precompute import PrecomputeResult, TaskFailure
 from stoker.pipeline.staging import StageReport, StageResult
-from stoker.pipeline.tracking import Phase
-from stoker.pipeline.train import TrainResult
+from stoker.pipeline.train import Phase, TrainResult
 from stoker.pipeline.validate import Row, Validation
 from stoker.precompute.background import SpotReport
 from stoker.schema import Field
@@ -103,7 +102,7 @@ RESULTS: list[tuple[Any, dict[str, Any]]] = [
     ),
     (
         PrecomputeResult(
-            caches=(), failed=(TaskFailure(task="a", error=SourceError(f"use {arg('preset', 'well')}")),)
+            caches=(), failed=(TaskFailure(task="a", cause=SourceError(f"use {arg('preset', 'well')}")),)
         ),
         {"caches": [], "failed": [{"task": "a", "error": "use data.preset=well", "exit_code": 3}]},
     ),

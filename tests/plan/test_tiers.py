@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from stoker.errors import ConfigError, ResourceError
-from stoker.plan import TIERS, Demand, Load, Plan, Rates, Resources, plan_tiers, stall_of
+from stoker.plan import TIERS, BatchLoad, Demand, Plan, Rates, Resources, plan_tiers, stall_of
 
 RECORD = 1_000  # bytes; round, so that expected counts can be read off the budgets
 RATES = Rates(copy_bytes_s=1e9, disk_bytes_s=1e8, h2d_bytes_s=1e10, device_bytes_s=1e12, measured=True)
@@ -317,7 +317,7 @@ def test_nonsense_is_refused(make: Any) -> None:
 
 def test_a_step_that_was_tried_says_what_batches_cost_beside_it() -> None:
     """Loading beside a step slows it, and part of a long load is hidden: no sum of parts gives that."""
-    load = Load(alone_s=4e-3, direct_s=1e-4, beside_s=3.9e-3, at_step=(2e-3, 1e-3))
+    load = BatchLoad(alone_s=4e-3, direct_s=1e-4, beside_s=3.9e-3, at_step=(2e-3, 1e-3))
     plan = plan_tiers(
         demand(10), machine(host=25), step_s=2e-3, rates=Rates(served={"host": load}, measured=True)
     )
@@ -331,8 +331,8 @@ def test_a_step_that_was_tried_says_what_batches_cost_beside_it() -> None:
 
 
 def test_what_was_tried_of_one_tier_counts_by_its_share() -> None:
-    load = Load(alone_s=4e-3, direct_s=0.0, beside_s=4e-3, at_step=(2e-3, 3e-3))
-    other = Load(alone_s=0.0, direct_s=0.0, beside_s=0.0)
+    load = BatchLoad(alone_s=4e-3, direct_s=0.0, beside_s=4e-3, at_step=(2e-3, 3e-3))
+    other = BatchLoad(alone_s=0.0, direct_s=0.0, beside_s=0.0)
     plan = plan_tiers(
         demand(40), machine(host=25), rates=Rates(served={"disk": load, "host": other}, measured=True)
     )
@@ -347,7 +347,7 @@ def test_what_was_tried_of_one_tier_counts_by_its_share() -> None:
     [pytest.param(1.0, 1e-3, 9e-3, id="a-core-is-free"), pytest.param(4.0, 10e-3, 0.0, id="none-is")],
 )
 def test_loads_that_were_served_win_over_rates(step_cpus: float, direct_s: float, beside_s: float) -> None:
-    served = {"host": Load(alone_s=10e-3, direct_s=1e-3, beside_s=9e-3)}
+    served = {"host": BatchLoad(alone_s=10e-3, direct_s=1e-3, beside_s=9e-3)}
     plan = plan_tiers(
         demand(10, step_cpus=step_cpus), machine(host=25), rates=Rates(served=served, measured=True)
     )

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from inspect import Parameter, signature
@@ -166,7 +166,7 @@ class Result(Protocol):
         ...
 
 
-R = TypeVar("R", bound=Result)
+R = TypeVar("R", bound="Result | Mapping[str, Any]")
 
 
 class Edge:
@@ -184,7 +184,7 @@ class Edge:
         if self._rank:
             pass
         elif self.as_json:
-            self.write_json(result.to_json())
+            self.write_json(dict(result) if isinstance(result, Mapping) else result.to_json())
         else:
             with printing(self._stdout):
                 render(result, console(self._stdout))

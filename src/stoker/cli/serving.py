@@ -7,8 +7,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -214,64 +213,50 @@ def job(  # noqa: PLR0913, PLR0917 (one parameter per flag)
       stoker job list --status running
       stoker job pause 0b7a6c1e-3f2d-4a58-9c44-5d6e7f809a1b
     """
-    asked = _Asked(
-        verb=verb, words=words or [], name=name, key=key, status=status, lines=lines, epochs=epochs,
-        follow=follow,
-    )  # fmt: skip
+    given = list(words or [])
     if verb not in VERBS:
         raise ConfigError(f"{verb!r} is nothing to do with a job. Expected {', '.join(VERBS)}")
-    _do(out, _client(server, state_dir, token_file), asked)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """What was typed."""
-
-    verb: str
-    words: list[str]
-    name: str | None
-    key: str | None
-    status: str | None
-    lines: int
-    epochs: int | None
-    follow: bool
-
-    @property
-    def id(self) -> str:
-        """The one job that it is about."""
-        if len(self.words) != 1:
-            raise ConfigError(
-                f"stoker job {self.verb} takes one job, found {len(self.words)}. `stoker job list` shows them"
-            )
-        return self.words[0]
-
-
-def _do(out: Edge, client: ServiceClient, asked: _Asked) -> None:
-    if asked.verb in ("list", "login") and asked.words:
-        raise ConfigError(f"stoker job {asked.verb} takes no {' '.join(asked.words)!r}. Leave that out")
-    if asked.verb == "submit":
-        made = _submit(client, asked)
-        out.show(_Shown(made, _render_jobs), _render)
-        _follow(out, client, made["id"], wanted=asked.follow)
-    elif asked.verb == "list":
-        found = client.jobs(status=asked.status, limit=min(asked.lines, 500))
-        out.show(_Shown(found, _render_jobs), _render)
-    elif asked.verb == "login":
-        out.show(_Shown({"login": client.address + client.login_path()}, _render_values), _render)
-    elif asked.verb == "show":
-        out.show(_Shown(client.job(asked.id), _render_job), _render)
-    elif asked.verb == "logs":
-        out.show(_Shown(client.log(asked.id, tail=asked.lines), _render_log), _render)
-        _follow(out, client, asked.id, wanted=asked.follow)
-    elif asked.verb == "delete":
-        client.delete(asked.id)
-        out.show(_Shown({"deleted": asked.id}, _render_values), _render)
-    elif asked.verb == "continue":
-        if asked.epochs is None:
-            raise ConfigError("how many more epochs? Give --epochs N")
-        out.show(_Shown(client.more(asked.id, asked.epochs), _render_jobs), _render)
+    client = _client(server, state_dir, token_file)
+    if verb in ("list", "login") and given:
+        raise ConfigError(f"stoker job {verb} takes no {' '.join(given)!r}. Leave that out")
+    if verb == "submit":
+        made = _submit(client, given, name, key)
+        out.show(made, _render_jobs)
+        if follow:
+            _follow(out, client, made["id"])
+    elif verb == "list":
+        out.show(client.jobs(status=status, limit=min(lines, 500)), _render_jobs)
+    elif verb == "login":
+        out.show({"login": client.address + client.login_path()}, _render_values)
+    elif verb == "logs":
+        out.show(client.log(id := _one(verb, given), tail=lines), _render_log)
+        if follow:
+            _follow(out, client, id)
     else:
-        out.show(_Shown(client.act(asked.id, cast("Act", asked.verb)), _render_jobs), _render)
+        _do(out, client, verb, _one(verb, given), epochs)
+
+
+def _one(verb: str, words: list[str]) -> str:
+    """The one job that a verb is about."""
+    if len(words) != 1:
+        raise ConfigError(
+            f"stoker job {verb} takes one job, found {len(words)}. `stoker job list` shows them"
+        )
+    return words[0]
+
+
+def _do(out: Edge, client: ServiceClient, verb: str, id: str, epochs: int | None) -> None:
+    if verb == "show":
+        out.show(client.job(id), _render_job)
+    elif verb == "delete":
+        client.delete(id)
+        out.show({"deleted": id}, _render_values)
+    elif verb == "continue":
+        if epochs is None:
+            raise ConfigError("how many more epochs? Give --epochs N")
+        out.show(client.more(id, epochs), _render_jobs)
+    else:
+        out.show(client.act(id, cast("Act", verb)), _render_jobs)
 
 
 def _client(server: str | None, state_dir: Path, token_file: Path | None) -> ServiceClient:
@@ -282,14 +267,14 @@ def _client(server: str | None, state_dir: Path, token_file: Path | None) -> Ser
     return ServiceClient(address, named or read_token(token_file or state_dir / "token"))
 
 
-def _submit(client: ServiceClient, asked: _Asked) -> dict[str, Any]:
+def _submit(client: ServiceClient, words: list[str], name: str | None, key: str | None) -> dict[str, Any]:
     """Make the job; a service that does not answer is asked again, with the same key."""
-    body = _body(asked.words)
-    if asked.name is not None:
-        body["job_name"] = asked.name
-    key = asked.key or secrets.token_hex(16)
+    body = _body(words)
+    if name is not None:
+        body["job_name"] = name
+    once = key or secrets.token_hex(16)
     policy = RetryPolicy(first_s=1.0, attempts=TRIES)
-    return retry(lambda: client.submit(body, key=key), (Degraded, StalledError), policy)
+    return retry(lambda: client.submit(body, key=once), (Degraded, StalledError), policy)
 
 
 def _body(words: list[str]) -> dict[str, Any]:
@@ -323,10 +308,8 @@ def _body(words: list[str]) -> dict[str, Any]:
     return {**body, "config": {**body["config"], **given}}
 
 
-def _follow(out: Edge, client: ServiceClient, id: str, *, wanted: bool) -> None:
+def _follow(out: Edge, client: ServiceClient, id: str) -> None:
     """Show the log as it grows; the exit code is that of the job."""
-    if not wanted:
-        return
     place = 0
     while True:
         try:
@@ -345,21 +328,6 @@ def _follow(out: Edge, client: ServiceClient, id: str, *, wanted: bool) -> None:
 def _judge(found: Mapping[str, Any]) -> None:
     if found["status"] == "failed":
         raise StokerError(f"job {found['id']} failed: {found['error_message']}")
-
-
-class _Shown:
-    """An answer of the service as a result of a command."""
-
-    def __init__(self, found: dict[str, Any], show: Callable[[Mapping[str, Any], Console], None]) -> None:
-        self.found = found
-        self.show = show
-
-    def to_json(self) -> dict[str, Any]:
-        return self.found
-
-
-def _render(shown: _Shown, console: Console) -> None:
-    shown.show(shown.found, console)
 
 
 def _render_jobs(found: Mapping[str, Any], console: Console) -> None:

@@ -36,7 +36,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class SettingGroup:
     """A group of settings."""
 
     name: str
@@ -50,9 +50,9 @@ def all_settings() -> Mapping[str, Setting]:
 
 
 @cache
-def all_sections() -> Mapping[str, Section]:
+def all_sections() -> Mapping[str, SettingGroup]:
     """Every section by dotted name, in the order of the models."""
-    return {node.name: node for node in every_node() if isinstance(node, Section)}
+    return {node.name: node for node in every_node() if isinstance(node, SettingGroup)}
 
 
 def as_name(key: object) -> str:
@@ -61,7 +61,7 @@ def as_name(key: object) -> str:
 
 
 @cache
-def every_node() -> tuple[Setting | Section, ...]:
+def every_node() -> tuple[Setting | SettingGroup, ...]:
     """Sections and settings in the order of the models, each section before its settings."""
     schema = Config.model_json_schema()
     return tuple(_below("", schema, schema.get("$defs", {}), Config().to_dict()))
@@ -69,7 +69,7 @@ def every_node() -> tuple[Setting | Section, ...]:
 
 def _below(
     prefix: str, schema: Mapping[str, Any], defs: Mapping[str, Any], defaults: Mapping[str, Json]
-) -> Iterable[Setting | Section]:
+) -> Iterable[Setting | SettingGroup]:
     for key, prop in schema["properties"].items():
         name, inside = prefix + key, _section_of(prop, defs)
         if inside is None:
@@ -81,7 +81,7 @@ def _below(
                 mapping=any(option.get("type") == "object" for option in prop.get("anyOf", [prop])),
             )
         else:
-            yield Section(name=name, text=inside.get("description", ""))
+            yield SettingGroup(name=name, text=inside.get("description", ""))
             default = defaults[key]
             assert isinstance(default, dict)
             yield from _below(f"{name}.", inside, defs, default)

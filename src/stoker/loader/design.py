@@ -45,7 +45,7 @@ from stoker.loader.state import digest_of
 from stoker.loader.tiers import Memory
 from stoker.loader.transform import NOTHING, Lowered, lowered
 from stoker.loader.windows import Examples, Windows, number_examples, time_field
-from stoker.plan import LEDGER, Claim, Demand, Ledger, Plan, Resources, plan_tiers, probe
+from stoker.plan import LEDGER, Demand, Ledger, Plan, Reservation, Resources, plan_tiers, probe
 from stoker.plan.resources import memory_now
 from stoker.store.joins import rename_hint
 from stoker.units import format_count
@@ -79,7 +79,7 @@ class Design:
     """What to aim at; `Residency.plan` is what is aimed at by now."""
     ask: Ask
     """What the plan was made from."""
-    claim: Claim
+    claim: Reservation
     """This loader's part of the memory of the process."""
     records_digest: str
     """Tells apart which samples are served, in which order and by which weights."""

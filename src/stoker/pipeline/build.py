@@ -20,11 +20,9 @@ from stoker.config.models import DataConfig
 from stoker.config.sections import Kind, Names
 from stoker.encoders.features import FeatureEncoder
 from stoker.encoders.grid import GridEncoder
-from stoker.encoders.keeping import keeping
 from stoker.encoders.mesh import mesh_encoder_for
-from stoker.encoders.normalize import Normalized, Statistics, fit_statistics
 from stoker.encoders.protocol import Encoder
-from stoker.encoders.steady import SteadyEncoder
+from stoker.encoders.wrappers import Normalized, Statistics, SteadyEncoder, fit_statistics, keeping
 from stoker.errors import ConfigError, FormatError, ReadOnlyError, ResourceError, StalledError, StokerError
 from stoker.pipeline.context import Run
 from stoker.pipeline.staging import staged_data
@@ -236,7 +234,7 @@ def _from_json(data: dict[str, Any]) -> Statistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class CacheJob:
     """One cache of a configuration: what to encode, with what, under which name."""
 
     name: str
@@ -248,7 +246,7 @@ class Job:
     """Samples in one call of the encoder; None: by the fixed rule."""
 
 
-def build_jobs(run: Run, splits: Sequence[str]) -> list[Job]:
+def build_jobs(run: Run, splits: Sequence[str]) -> list[CacheJob]:
     """One job per split of a task, in that order; all have one encoder.
 
     Raises:
@@ -266,12 +264,12 @@ def build_jobs(run: Run, splits: Sequence[str]) -> list[Job]:
     settled = settled_batch(run, encoder, first)
     batch = None if settled is None else settled.samples
     return [
-        Job(name=f"{run.task}_{split}", split=split, source=source, encoder=encoder, encode_batch=batch)
+        CacheJob(name=f"{run.task}_{split}", split=split, source=source, encoder=encoder, encode_batch=batch)
         for split, source in sources.items()
     ]
 
 
-def record_schema(job: Job) -> Schema:
+def record_schema(job: CacheJob) -> Schema:
     """Fields of the records as encoded; storing may narrow their dtypes.
 
     Raises:
@@ -465,7 +463,7 @@ def settled_batch(run: Run, encoder: Encoder | None, source: Source) -> Settled 
     return _noted(folder, _key(identity, records))
 
 
-def measured_jobs(run: Run, jobs: Sequence[Job]) -> list[Job]:
+def measured_jobs(run: Run, jobs: Sequence[CacheJob]) -> list[CacheJob]:
     """Return the jobs of a task with the number of samples that their encoder is to be given in a call.
 
     Where `auto` has nothing to go by, it is measured here, by the first rank, and noted.
@@ -490,7 +488,7 @@ def measured_jobs(run: Run, jobs: Sequence[Job]) -> list[Job]:
     return [replace(job, encode_batch=samples) for job in jobs]
 
 
-def measure_jobs(run: Run, jobs: Sequence[Job]) -> EncodeBatch:
+def measure_jobs(run: Run, jobs: Sequence[CacheJob]) -> EncodeBatch:
     """Measure the encoder of a task, up to the samples of its largest file.
 
     Raises:
@@ -508,7 +506,7 @@ def measure_jobs(run: Run, jobs: Sequence[Job]) -> EncodeBatch:
     )
 
 
-def _measure(run: Run, jobs: Sequence[Job]) -> Settled:
+def _measure(run: Run, jobs: Sequence[CacheJob]) -> Settled:
     """Measure once for all processes that share the cache folder, and note what came out."""
     first, folder = jobs[0], run.cache_dir
     assert first.encoder is not None

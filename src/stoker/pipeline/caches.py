@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from stoker.config import Config, load_config
-from stoker.encoders.keeping import KEEPING
-from stoker.encoders.steady import STEADY
+from stoker.encoders.wrappers import KEEPING, STEADY
 from stoker.errors import ConfigError, FormatError, SourceError, StokerError
-from stoker.pipeline.build import Job, build_jobs, grid_encoder_of
+from stoker.pipeline.build import CacheJob, build_jobs, grid_encoder_of
 from stoker.pipeline.context import Run
 from stoker.pipeline.user_code import user_encoder
 from stoker.schema import Json, JsonResult, Schema
@@ -69,7 +68,7 @@ def locate(run: Run, split: str) -> Located:
     return locate_with_job(run, split)[1]
 
 
-def locate_with_job(run: Run, split: str) -> tuple[Job | None, Located]:
+def locate_with_job(run: Run, split: str) -> tuple[CacheJob | None, Located]:
     """As `locate`, after the job that makes the cache; None for that where the source is gone."""
     try:
         (job,) = build_jobs(run, [split])
@@ -82,7 +81,7 @@ def locate_with_job(run: Run, split: str) -> tuple[Job | None, Located]:
         return None, Located(recipe=cache.recipe, folder=cache.path, cache=cache, source_gone=True)
 
 
-def locate_job(run: Run, job: Job) -> Located:
+def locate_job(run: Run, job: CacheJob) -> Located:
     """As `locate`, of a source that is there."""
     recipe = job_recipe(run, job)
     folder = run.cache_dir / job.name / recipe.fingerprint
@@ -102,7 +101,7 @@ def recipe_of(run: Run, split: str) -> Recipe:
     return job_recipe(run, build_jobs(run, [split])[0])
 
 
-def job_recipe(run: Run, job: Job) -> Recipe:
+def job_recipe(run: Run, job: CacheJob) -> Recipe:
     """As `recipe_of`, of sources and an encoder that are made already."""
     digests = Digests(run.cache_dir, run.config.identity)
     dtype = run.config.training.latent_cache_dtype

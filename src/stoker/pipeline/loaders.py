@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from stoker.config import Config
 from stoker.config.models import CropStep, NormalizeStep, Step
-from stoker.encoders.steady import is_steady
+from stoker.encoders.wrappers import is_steady
 from stoker.errors import ConfigError
 from stoker.loader import Loader, Mixture, TaskBatch, subset
 from stoker.loader.transform import Transform
@@ -29,7 +29,7 @@ from stoker.scale.ranks import Ranks
 from stoker.schema import Json, Schema
 from stoker.store import Cache
 from stoker.store.joins import join_table
-from stoker.train.config import Stage
+from stoker.train.config import TrainStage
 from stoker.transforms import Crop, Flip, Noise, Normalize, Roll
 
 # ----------------------------------------------------------------------------------------------------------
@@ -192,32 +192,13 @@ def read_numbers(path: str, setting: str, dtype: type[np.generic]) -> NDArray[An
 # task is judged by itself.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskPairs:
-    """A mixture as the training loop takes it."""
-
-    mixture: Mixture
+class TaskPairs(Mixture):
+    """A mixture as the training loop takes it: batches have the conditions of `with_task`."""
 
     def __iter__(self) -> Iterator[TaskBatch]:
         """One pass, or the rest of the pass that a loaded state began."""
-        tasks = len(self.mixture.names)
-        return (with_task(batch, tasks) for batch in self.mixture)
-
-    def __len__(self) -> int:
-        """Batches of a whole pass."""
-        return len(self.mixture)
-
-    def set_epoch(self, epoch: int) -> None:
-        """As `Mixture.set_epoch`."""
-        self.mixture.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, Json]:
-        """As `Mixture.state_dict`."""
-        return self.mixture.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        """As `Mixture.load_state_dict`."""
-        self.mixture.load_state_dict(state)
+        tasks = len(self.names)
+        return (with_task(cast("TaskBatch", batch), tasks) for batch in super().__iter__())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +259,7 @@ def _check_names(names: Iterable[str]) -> None:
 def mix(config: Config, loaders: Mapping[str, Loader], **more: Any) -> TaskPairs:
     """The training loaders of all tasks, mixed as `training.mixture` says."""
     training = config.training
-    mixture = Mixture(
+    return TaskPairs(
         list(loaders.values()),
         names=list(loaders),
         mode=training.mixture,
@@ -288,7 +269,6 @@ def mix(config: Config, loaders: Mapping[str, Loader], **more: Any) -> TaskPairs
         seed=training.seed,
         **more,
     )
-    return TaskPairs(mixture=mixture)
 
 
 def apart(loaders: Mapping[str, Loader]) -> dict[str, OneTask]:
@@ -475,7 +455,7 @@ class StageLoaders:
             self._served.append(self.make(self._horizon))
         return self._served[0]
 
-    def loader_of(self, stage: Stage) -> Loader | TaskPairs:
+    def loader_of(self, stage: TrainStage) -> Loader | TaskPairs:
         """The training loader of a stage."""
         horizon = horizon_of(self.config, stage)
         if horizon != self._horizon:

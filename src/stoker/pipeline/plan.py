@@ -22,7 +22,7 @@ from stoker.monitor import StallMeter
 from stoker.pipeline.caches import Located, locate, raw_bytes
 from stoker.pipeline.context import Run, last_step_s, trajectory_steps
 from stoker.pipeline.folders import require_folder
-from stoker.plan import Demand, Elsewhere, Load, Plan, Resources, measure_rates, plan_tiers, probe
+from stoker.plan import BatchLoad, Demand, Elsewhere, Plan, Resources, measure_rates, plan_tiers, probe
 from stoker.plan.gpus import GpuRow, gpu_table, say_gpus, say_together
 from stoker.plan.tiers import TIERS, Waiting, over_budget
 from stoker.schema import SCALE_SUFFIX, Field, JsonResult, Schema, columns_of
@@ -244,7 +244,7 @@ def served_loads(
     tiers: Sequence[str] = ("disk", "host"),
     seconds: float = SECONDS,
     step: Step | None = None,
-) -> dict[str, Load]:
+) -> dict[str, BatchLoad]:
     """Per tier what loading a batch takes, on this machine as it is now; a tier that fails is left out.
 
     The host's is of batches that end in host memory. The disk's depends on how much of the cache the page
@@ -252,7 +252,7 @@ def served_loads(
     what was read once comes from there. With a `step` it is also tried what batches cost beside such steps:
     who loads takes turns with them at cores and at the interpreter's lock, which no sum of parts tells.
     """
-    found: dict[str, Load] = {}
+    found: dict[str, BatchLoad] = {}
     size = sum(shard.raw_bytes for shard in cache.index.shards)  # of a mirror they may not be here yet
     numbers = list(cache.numbers)
     part = numbers[:: max(1, round(size / SERVED_BYTES))]
@@ -286,7 +286,7 @@ def _apart(numbers: Sequence[int], batch_size: int) -> list[Sequence[int]]:
 
 def _load(
     loaders: Sequence[Callable[..., Loader]], tier: str, seconds: float, step: Step | None
-) -> Load | None:
+) -> BatchLoad | None:
     """First without a step, then, from disk, with pauses so long that every read is over when they end, then
     beside steps. None: another tier served, or passes are of one batch.
     """
@@ -309,7 +309,7 @@ def _load(
         batch_s = _serve(loaders[2](meter=meter), meter, work, longer, seconds / 2)
         at_step = None if batch_s is None else (step_s, max(0.0, batch_s - step_s))
     beside_s = alone_s - direct_s if tier == "disk" else alone_s if alone_s > direct_s else 0.0
-    return Load(alone_s=alone_s, direct_s=direct_s, beside_s=beside_s, at_step=at_step)
+    return BatchLoad(alone_s=alone_s, direct_s=direct_s, beside_s=beside_s, at_step=at_step)
 
 
 def _nothing() -> None:

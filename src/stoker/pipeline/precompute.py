@@ -29,7 +29,7 @@ from stoker.errors import (
     StokerError,
 )
 from stoker.extras.ray.settings import RaySettings
-from stoker.pipeline.build import Job, build_jobs, build_source, measured_jobs, record_schema
+from stoker.pipeline.build import CacheJob, build_jobs, build_source, measured_jobs, record_schema
 from stoker.pipeline.caches import (
     find_without_source,
     is_imported,
@@ -411,7 +411,7 @@ def fill_caches(run: Run, splits: Sequence[str], *, training: Training | None = 
     return agreed(results, run.ranks, nodes)
 
 
-def _fill_jobs(run: Run, jobs: Sequence[Job], training: Training | None) -> list[CacheResult]:
+def _fill_jobs(run: Run, jobs: Sequence[CacheJob], training: Training | None) -> list[CacheResult]:
     """The caches of one task; what can be refused is refused before the first of them is filled."""
     schemas = [record_schema(job) for job in jobs]
     for schema in schemas if training == "windows" else ():
@@ -429,7 +429,7 @@ def _fill_jobs(run: Run, jobs: Sequence[Job], training: Training | None) -> list
     return results
 
 
-def settings_of(run: Run, job: Job) -> PrecomputeSettings:
+def settings_of(run: Run, job: CacheJob) -> PrecomputeSettings:
     """How the records of `job` are made."""
     config, ranks, devices, nodes = run.config, run.ranks, run.encode_devices, run.nodes
     wanted = config.precompute
@@ -453,7 +453,7 @@ def settings_of(run: Run, job: Job) -> PrecomputeSettings:
     )
 
 
-def _ready(run: Run, job: Job, settings: PrecomputeSettings) -> CacheResult | None:
+def _ready(run: Run, job: CacheJob, settings: PrecomputeSettings) -> CacheResult | None:
     """The cache as it is, if every sample is stored or set aside."""
     began = time.monotonic()
     if settings.overwrite or settings.retry_quarantined:
@@ -478,7 +478,7 @@ def _ready(run: Run, job: Job, settings: PrecomputeSettings) -> CacheResult | No
 
 
 def _fill(
-    run: Run, job: Job, settings: PrecomputeSettings, *, fill: Callable[..., PrecomputeReport]
+    run: Run, job: CacheJob, settings: PrecomputeSettings, *, fill: Callable[..., PrecomputeReport]
 ) -> CacheResult:
     began = time.monotonic()
     report = fill(job.source, job.encoder, run.cache_dir, name=job.name, settings=settings)
@@ -598,7 +598,7 @@ def _place_of(folder: Path) -> tuple[str, str]:
     return str(folder.parent.parent if len(folder.parts) > 2 else parent.parent), parent.name
 
 
-def _job_of(run: Run, folder: Path) -> tuple[Run, Job]:
+def _job_of(run: Run, folder: Path) -> tuple[Run, CacheJob]:
     """The task and the job that make the cache in `folder`.
 
     Raises:

@@ -18,7 +18,7 @@ import torch
 
 from stoker.errors import ConfigError, StalledError
 from stoker.loader import Loader
-from stoker.pipeline.build import Job
+from stoker.pipeline.build import CacheJob
 from stoker.pipeline.caches import Located, locate_with_job
 from stoker.pipeline.context import Run
 from stoker.pipeline.folders import obstacle
@@ -45,7 +45,7 @@ from stoker.profile.result import (
 from stoker.profile.run import NO_PRICES, STEPS, TIMEOUT_S, Probe, deadline, measured, take
 from stoker.runtime.threads import call_within
 from stoker.store import Cache
-from stoker.train.loop import steps_of
+from stoker.train.run import steps_of
 from stoker.units import format_count, format_seconds
 
 SHOWN = 3
@@ -134,7 +134,7 @@ def _place(run: Run) -> Path | None:
     return place
 
 
-def _try(run: Run, job: Job | None, located: Located, folder: Path, timeout_s: float) -> _Tried:
+def _try(run: Run, job: CacheJob | None, located: Located, folder: Path, timeout_s: float) -> _Tried:
     """Make a few records, with an eye on what the code does meanwhile."""
     tried = _Tried(cache=None, trial=Trial(), stacks=Stacks())
     if job is None:
@@ -194,7 +194,7 @@ def _loop(run: Run, loader: Loader, *, steps: int, folder: Path) -> Loop:
         )
     where = torch.device(run.device)
     watched = Probe(_Passes(loader), steps=steps, device=where)
-    take(watched, steps_of(loader, loop_settings(run, len(loader), resume=False), folder))
+    take(watched, steps_of(loader, loop_settings(run, len(loader), resume=False)))
     size = loader.batch_size
     return measured(watched, where, examples=len(loader) * size, batch_examples=size)
 

@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -250,10 +250,10 @@ def stage_task(run: Run, *, mode: StageMode | None = None) -> StageResult:
     files = _files(config.data, task)
     size = sum(file.bytes for file in files)
     folder = stage_folder(run)
-    why = _why(mode, files, folder)
-    done = StageResult(task=task, staged=False, reason=why.removeprefix("-"), files=len(files), bytes=size)
-    if why.startswith("-"):
-        return done
+    wanted, why = _decide(mode, files, folder)
+    left = StageResult(task=task, staged=False, reason=why, files=len(files), bytes=size)
+    if not wanted:
+        return left
     objects = folder / "objects"
     make_folder(objects, 0o700)
     try:
@@ -262,22 +262,11 @@ def stage_task(run: Run, *, mode: StageMode | None = None) -> StageResult:
         if mode == "always":
             raise
         log.warning("not staged: %s", error)
-        return StageResult(task=task, staged=False, reason=str(error), files=len(files), bytes=size)
+        return replace(left, reason=str(error))
     deadline_s = config.precompute.deadlines.read
-    copied = 0
-    for file in files:
-        copied += stage_file(file, objects, deadline_s=deadline_s)
+    copied = sum(stage_file(file, objects, deadline_s=deadline_s) for file in files)
     view = _make_view(files, folder)
-    return StageResult(
-        task=task,
-        staged=True,
-        reason=why,
-        files=len(files),
-        bytes=size,
-        copied_bytes=copied,
-        path=view,
-        seconds=time.monotonic() - begin,
-    )
+    return replace(left, staged=True, copied_bytes=copied, path=view, seconds=time.monotonic() - begin)
 
 
 def staged_data(run: Run) -> DataConfig:
@@ -329,19 +318,19 @@ def _files(data: DataConfig, task: str) -> list[Original]:
     return [look_at(Path(os.path.abspath(path.expanduser()))) for path in paths]  # noqa: PTH100 - links stay
 
 
-def _why(mode: StageMode, files: Sequence[Original], folder: Path) -> str:
-    """Why files are staged; begins with `-` where they are not."""
+def _decide(mode: StageMode, files: Sequence[Original], folder: Path) -> tuple[bool, str]:
+    """Whether files are staged, and why."""
     if mode == "never":
-        return "-data.stage=never"
+        return False, "data.stage=never"
     if mode == "always":
-        return "data.stage=always"
+        return True, "data.stage=always"
     far = {mount.point: mount for file in files if (mount := storage_of(file.path)) and mount.network}
     if not far:
-        return "-files are on local storage already"
+        return False, "files are on local storage already"
     near = storage_of(folder)
     if near is not None and near.network:
-        return f"-{folder} is on {near.kind} itself; name local storage with data.stage_dir"
-    return "files are on " + ", ".join(f"{mount.kind} ({mount.point})" for mount in far.values())
+        return False, f"{folder} is on {near.kind} itself; name local storage with data.stage_dir"
+    return True, "files are on " + ", ".join(f"{mount.kind} ({mount.point})" for mount in far.values())
 
 
 def _check_room(files: Sequence[Original], objects: Path) -> None:

@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 
 from stoker.config import load_config
 from stoker.config.names import in_settings
-from stoker.encoders.steady import is_steady
+from stoker.encoders.wrappers import is_steady
 from stoker.errors import ConfigError, EncoderError, ResourceError, StalledError, StokerError
 from stoker.monitor import GpuAbsent, open_gpu
 from stoker.monitor.gpu import find_driver
 from stoker.monitor.trackers import BUILT_IN, check_trackers
-from stoker.pipeline.build import Job, build_jobs
+from stoker.pipeline.build import CacheJob, build_jobs
 from stoker.pipeline.caches import Located, locate, locate_job, nearest_differences
 from stoker.pipeline.context import Run, no_operator
 from stoker.pipeline.folders import obstacle, require_writable
@@ -397,7 +397,7 @@ def _training_row(run: Run) -> Row:
 def _check_task(run: Run, located: list[Located]) -> list[Row]:
     """Data, encoder and cache of each split that precompute or train takes; `located` gets what was found."""
     splits = dict.fromkeys([*run.splits, "val"])
-    jobs: dict[str, Job] = {}
+    jobs: dict[str, CacheJob] = {}
     with suppress(StokerError, OSError):  # then each split by itself says whose fault it is
         jobs = {job.split: job for job in build_jobs(run, list(splits))}
     rows: list[Row] = []
@@ -407,7 +407,7 @@ def _check_task(run: Run, located: list[Located]) -> list[Row]:
     return [*rows, *([_encoder_row(run, next(iter(jobs.values())))] if jobs else [])]
 
 
-def _encoder_row(run: Run, job: Job) -> Row:
+def _encoder_row(run: Run, job: CacheJob) -> Row:
     """Whether the encoder takes a sample of zeros on its device."""
     check = f"encoder {run.task}"
     if job.encoder is None:
@@ -422,7 +422,7 @@ def _encoder_row(run: Run, job: Job) -> Row:
     return Row(check=check, status="pass", detail=detail)
 
 
-def _check_cache(run: Run, split: str, job: Job | None, located: list[Located]) -> list[Row]:
+def _check_cache(run: Run, split: str, job: CacheJob | None, located: list[Located]) -> list[Row]:
     """Data, encoder and cache of one task and split."""
     name = f"{run.task}_{split}"
     try:

@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 
 from stoker.errors import ConfigError, ResourceError, arg
-from stoker.plan.rates import THREADS, Load, Rates
+from stoker.plan.rates import THREADS, BatchLoad, Rates
 from stoker.plan.resources import Resources
 from stoker.schema import JsonResult
 from stoker.units import MIB, format_bytes, format_count, format_percent, format_seconds
@@ -183,7 +183,7 @@ NO_STALL = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class PlanFacts:
     """What a plan was made from."""
 
     demand: Demand
@@ -195,7 +195,7 @@ class Facts:
     """Bytes that may be filled, per memory tier."""
 
 
-def explain(plan: Plan, facts: Facts, asked: str) -> str:
+def explain(plan: Plan, facts: PlanFacts, asked: str) -> str:
     """The reason of `plan`: what went where, what decided, what it costs, and what would do as well."""
     parts = [_placed(plan, asked)]
     parts += [_budget(row, facts) for row in plan.rows if row.tier in facts.budgets and row.records]
@@ -222,7 +222,7 @@ def _compressed(ratio: float, rates: Rates) -> str:
     )
 
 
-def say_need(facts: Facts, tier: str, stored: int) -> str:
+def say_need(facts: PlanFacts, tier: str, stored: int) -> str:
     """The error for a tier that was asked for and cannot hold `stored` records."""
     demand, resources = facts.demand, facts.resources
     free, limit, name = (
@@ -270,7 +270,7 @@ def _placed(plan: Plan, asked: str) -> str:
     return f"{format_count(total, 'record')} ({size}): {shares}{why}"
 
 
-def _budget(row: TierShare, facts: Facts) -> str:
+def _budget(row: TierShare, facts: PlanFacts) -> str:
     resources = facts.resources
     free, limit = (
         (resources.device_bytes, resources.device_name)
@@ -390,7 +390,7 @@ class TierShare(JsonResult):
     stall: float | None
     """Stall with every batch from this tier, 0..1; None until the time of a step is known."""
     note: str
-    served: Load | None = None
+    served: BatchLoad | None = None
     """What was found by serving some batches, where that was done."""
 
     def beyond_s(self, step_s: float) -> float:
@@ -531,7 +531,7 @@ def plan_tiers(
         "device": max(0, resources.device_bytes - reserves["device"]),
         "host": max(0, resources.host_bytes - reserves["host"]),
     }
-    facts = Facts(demand=demand, resources=resources, rates=rates, reserves=reserves, budgets=budgets)
+    facts = PlanFacts(demand=demand, resources=resources, rates=rates, reserves=reserves, budgets=budgets)
     counts = _place(demand, budgets, tier, facts)
     rows = tuple(_row(name, counts[name], facts, step_s) for name in TIERS)
     served = [row for row in rows if not (demand.on_cpu and row.tier == "device")]
@@ -562,7 +562,7 @@ def reserves_of(
     return {"device": device + demand.table_bytes, "host": host}
 
 
-def _place(demand: Demand, budgets: dict[str, int], tier: str, facts: Facts) -> dict[Tier, int]:
+def _place(demand: Demand, budgets: dict[str, int], tier: str, facts: PlanFacts) -> dict[Tier, int]:
     """Records per tier. Missing ones are always the encoder's."""
     stored = demand.records - demand.missing_records
     if tier == "device" and demand.on_cpu:
@@ -587,7 +587,7 @@ def _fitting(records: int, record_bytes: float, budget_bytes: int) -> int:
     return min(records, int(budget_bytes // record_bytes)) if record_bytes else records
 
 
-def _row(tier: Tier, records: int, facts: Facts, step_s: float | None) -> TierShare:
+def _row(tier: Tier, records: int, facts: PlanFacts, step_s: float | None) -> TierShare:
     loads = _loads(tier, facts)
     row = TierShare(
         tier=tier,
@@ -604,7 +604,7 @@ def _row(tier: Tier, records: int, facts: Facts, step_s: float | None) -> TierSh
     return replace(row, stall=_part(_wait(*loads, step_s) + row.beyond_s(step_s), step_s))
 
 
-def _loads(tier: Tier, facts: Facts) -> tuple[float, float] | None:
+def _loads(tier: Tier, facts: PlanFacts) -> tuple[float, float] | None:
     """Seconds to load one batch from `tier` alone: those waited for, and those that overlap with the step.
 
     On a CPU the step wants all cores, so only waiting for a disk overlaps with it, not copying. Towards a
@@ -635,7 +635,7 @@ def _loads(tier: Tier, facts: Facts) -> tuple[float, float] | None:
     return (copy_s, disk_s) if demand.on_cpu else (0.0, copy_s + disk_s)
 
 
-def _note(tier: Tier, records: int, facts: Facts) -> str:
+def _note(tier: Tier, records: int, facts: PlanFacts) -> str:
     resources, reserve = facts.resources, facts.reserves
     if tier == "device" and facts.demand.on_cpu:
         return "device cpu: the device tier is the host tier"

@@ -13,7 +13,7 @@ from typing import Any
 from stoker.extras.simulation.result import Simulation
 from stoker.extras.simulation.run import simulate
 from stoker.extras.simulation.scenario import parse_scenario
-from stoker.pipeline.build import Job
+from stoker.pipeline.build import CacheJob
 from stoker.pipeline.caches import Located, locate_with_job
 from stoker.pipeline.context import Run, last_step_s, trajectory_steps
 from stoker.pipeline.folders import obstacle
@@ -98,7 +98,7 @@ def _examples_of_one(run: Run, schema: Schema) -> int:
     return 1 if windows is None or steps <= 1 else max(1, windows.count(steps))
 
 
-def _tried(run: Run, job: Job, located: Located) -> tuple[dict[str, float], int]:
+def _tried(run: Run, job: CacheJob, located: Located) -> tuple[dict[str, float], int]:
     """Seconds to read, encode and write a sample, each stage alone, and how many were tried."""
     place, trial = Path(run.config.training.latent_cache_dir), Trial()
     beside = place if place.is_dir() and obstacle(place) is None else None
