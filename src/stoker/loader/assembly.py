@@ -14,19 +14,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from stoker.loader.batch import REUSE_FROM_BYTES, Buffers, RecordBatch, WindowBatch, lasting, sent
+from stoker.loader.batch import REUSE_FROM_BYTES, Buffers, RecordBatch, Role, WindowBatch, lasting, sent
 from stoker.loader.gather import Twin, twin_for
-from stoker.loader.options import Options
 from stoker.loader.order import child_keys, integers
-from stoker.loader.outputs import Compute, Output, Role, gathered_outputs
-from stoker.loader.windows import Windows
+from stoker.loader.outputs import Compute, OutputSpec, gathered_outputs
 from stoker.splitmix import Salt, keys_of, stream
 from stoker.store.values import unpack
+
+if TYPE_CHECKING:
+    from stoker.loader.options import Options
+    from stoker.loader.windows import Windows
 
 # ----------------------------------------------------------------------------------------------------------
 # Packed fields in batches: bits and scales are gathered as they lie in memory, and multiplied afterwards.
@@ -39,13 +41,13 @@ CHUNK_BYTES = 1 << 20
 """Bytes decoded at a time, so that what was converted is still in the core's cache when it is multiplied."""
 
 
-def stored_outputs(outputs: tuple[Output, ...]) -> tuple[Output, ...]:
+def stored_outputs(outputs: tuple[OutputSpec, ...]) -> tuple[OutputSpec, ...]:
     """What is gathered: every output as it is, packed ones as their bits and their scales."""
     return tuple(part for output in outputs for part in (output.parts or (output,)))
 
 
 def unpacker(
-    outputs: tuple[Output, ...], batch: int, *, static: bool
+    outputs: tuple[OutputSpec, ...], batch: int, *, static: bool
 ) -> Callable[[list[Iterable[Any]]], list[Iterable[Any]]] | None:
     """What turns columns of `stored_outputs` into those of `outputs`; None where nothing is packed.
 
@@ -67,7 +69,7 @@ def unpacker(
 class Decoder:
     """Makes one output of a batch from its gathered bits and scales."""
 
-    def __init__(self, output: Output, batch: int, *, static: bool) -> None:
+    def __init__(self, output: OutputSpec, batch: int, *, static: bool) -> None:
         self._output = output
         self._batch = batch
         self._fixed: Tensor | None = None
@@ -141,7 +143,7 @@ def drawn_windows(windows: Windows, seed: int, epoch: int, examples: Tensor) -> 
 class _ComputedWindows:
     """Puts windows with computed parts together."""
 
-    def __init__(self, outputs: tuple[Output, ...], windows: Windows, seed: int, *, static: bool) -> None:
+    def __init__(self, outputs: tuple[OutputSpec, ...], windows: Windows, seed: int, *, static: bool) -> None:
         self._outputs, self._windows, self._seed, self._static = outputs, windows, seed, static
         self._keys = [(output.name, output.field) for output in gathered_outputs(outputs)]
         self._fixed: dict[tuple[str, str], Tensor] = {}
@@ -196,7 +198,7 @@ class _ComputedWindows:
 
     def _value(
         self,
-        output: Output,
+        output: OutputSpec,
         gathered: dict[tuple[str, str], Tensor],
         draws: tuple[Tensor, Tensor] | None,
         count: int,
@@ -223,7 +225,7 @@ class _ComputedWindows:
 
     def _picked(
         self,
-        output: Output,
+        output: OutputSpec,
         gathered: dict[tuple[str, str], Tensor],
         draws: tuple[Tensor, Tensor],
         count: int,
@@ -244,7 +246,7 @@ class _ComputedWindows:
         """True for the states after z1 that are within the example's horizon, `(B, H - 1)` bool."""
         return torch.arange(2, self._windows.horizons[1] + 1, device=horizons.device) <= horizons[:, None]
 
-    def _kept(self, output: Output, value: Tensor) -> Tensor:
+    def _kept(self, output: OutputSpec, value: Tensor) -> Tensor:
         """The value, with `static` always in the same memory."""
         if not self._static:
             return value.contiguous()
@@ -254,10 +256,10 @@ class _ComputedWindows:
         return self._fixed[key].copy_(value)
 
 
-class Assembly:
+class BatchAssembly:
     """Puts the batches of one loader together, in one process."""
 
-    def __init__(self, outputs: tuple[Output, ...], options: Options) -> None:
+    def __init__(self, outputs: tuple[OutputSpec, ...], options: Options) -> None:
         windows, static = options.windows, options.static
         gathered = gathered_outputs(outputs)
         self.columns = stored_outputs(gathered)
@@ -311,7 +313,7 @@ _window_batch: Callable[[Any], WindowBatch] = partial(cast(Any, tuple).__new__, 
 
 
 def _windows(
-    outputs: tuple[Output, ...], columns: list[Iterable[Any]], positions: Iterable[tuple[int, int]]
+    outputs: tuple[OutputSpec, ...], columns: list[Iterable[Any]], positions: Iterable[tuple[int, int]]
 ) -> Iterator[WindowBatch]:
     """Put windows into named tuples; `columns` are those of `outputs`, then `index`."""
     with_future = any(output.role is Role.FUTURE for output in outputs)

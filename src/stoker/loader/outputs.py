@@ -10,29 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from stoker.errors import ConfigError
+from stoker.loader.batch import Role
+from stoker.loader.chunks import RECORD
 from stoker.loader.fused import Fused, check_normalise, fused_of
 from stoker.loader.windows import Windows, check_conditions, condition_width, state_fields
 from stoker.schema import FLOATS, SCALE_SUFFIX, Field, Schema, scale_field, without_points
-
-RECORD = "record"
-"""The index that counts virtual rows of records; others are `steps:<length or field>`."""
-
-
-class Role(Enum):
-    """What an output is in a batch. A name cannot tell: a field may be called `future`."""
-
-    FIELD = "field"
-    """A field of whole records, or a condition of windows."""
-    STATE = "state"
-    """`z0` or `z1`."""
-    FUTURE = "future"
-    """The states after `z1`."""
+from stoker.units import KIB
 
 
 class Compute(Enum):
@@ -51,7 +41,7 @@ class Compute(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
+class OutputSpec:
     """One tensor of every batch."""
 
     name: str
@@ -77,11 +67,11 @@ class Output:
     """Whole records of varying length: a list of tensors."""
     packed: str = ""
     """Dtype that a packed field is stored as, else empty."""
-    parts: tuple[Output, ...] = ()
+    parts: tuple[OutputSpec, ...] = ()
     """What is gathered in its place for a packed field: its bits, as int8, and its scales."""
     compute: Compute | None = None
     """Set when it is not gathered itself but made of `sources`."""
-    sources: tuple[Output, ...] = ()
+    sources: tuple[OutputSpec, ...] = ()
     picks: range = range(0)
     """Of `PICK`: steps of a window, in strides from `z0`."""
 
@@ -117,7 +107,7 @@ def make_outputs(
     normalise: object = None,
     *,
     device: str = "cpu",
-) -> tuple[Output, ...]:
+) -> tuple[OutputSpec, ...]:
     """The outputs of a loader: fields as they are, or `z0`, `z1`, `future` and conditions.
 
     Args:
@@ -162,7 +152,7 @@ def make_outputs(
     return tuple(outputs)
 
 
-def _point_outputs(schema: Schema, fused: Mapping[str, Fused | None]) -> tuple[Output, ...]:
+def _point_outputs(schema: Schema, fused: Mapping[str, Fused | None]) -> tuple[OutputSpec, ...]:
     """The outputs of windows over points: rows of each window as a list, which `points.py` puts together."""
     points = tuple(
         _output(name, name, field, fused[name])
@@ -177,7 +167,7 @@ def _point_outputs(schema: Schema, fused: Mapping[str, Fused | None]) -> tuple[O
     return points + others
 
 
-def gathered_outputs(outputs: Sequence[Output]) -> tuple[Output, ...]:
+def gathered_outputs(outputs: Sequence[OutputSpec]) -> tuple[OutputSpec, ...]:
     """Return the outputs to gather: each as it is, and of computed ones what they are made of, each once."""
     found = {
         (part.name, part.field): part
@@ -187,12 +177,12 @@ def gathered_outputs(outputs: Sequence[Output]) -> tuple[Output, ...]:
     return tuple(found.values())
 
 
-def gathered_bytes(outputs: Sequence[Output]) -> int:
+def gathered_bytes(outputs: Sequence[OutputSpec]) -> int:
     """Bytes that are gathered for one example."""
     return sum(output.example_bytes for output in gathered_outputs(outputs))
 
 
-def _states(main: str, field: Field, fused: Fused | None, windows: Windows) -> list[Output]:
+def _states(main: str, field: Field, fused: Fused | None, windows: Windows) -> list[OutputSpec]:
     """`z0`, `z1` and, above horizon 1, `future` of one field."""
     horizon = windows.horizons[1]
     z0 = replace(_output("z0", main, field, fused, lag=0), role=Role.STATE)
@@ -213,7 +203,7 @@ def _later(  # noqa: PLR0913, PLR0917 - as `_output`
     reach: int,
     *,
     axis: bool = False,
-) -> Output:
+) -> OutputSpec:
     """Steps `picks` of a window, in strides from `z0`. Drawn strides pick them from a run of steps, which
     serves all picks up to step `reach`."""
     least, most = windows.strides
@@ -230,17 +220,17 @@ def _later(  # noqa: PLR0913, PLR0917 - as `_output`
     )  # fmt: skip
 
 
-def _drawn(name: str, main: str, compute: Compute, shape: tuple[int, ...], dtype: torch.dtype) -> Output:
-    return Output(name=name, field=main, index=RECORD, shape=shape, dtype=dtype, compute=compute)
+def _drawn(name: str, main: str, compute: Compute, shape: tuple[int, ...], dtype: torch.dtype) -> OutputSpec:
+    return OutputSpec(name=name, field=main, index=RECORD, shape=shape, dtype=dtype, compute=compute)
 
 
 def _with_time_step(
-    outputs: Sequence[Output],
+    outputs: Sequence[OutputSpec],
     schema: Schema,
     states: Sequence[str],
     fused: Mapping[str, Fused | None],
     windows: Windows,
-) -> list[Output]:
+) -> list[OutputSpec]:
     """The outputs with the condition `dt`, the time from z0 to z1.
 
     It is a difference of `time` where records have that field with a time axis; else a field `dt` without
@@ -269,7 +259,7 @@ def _with_time_step(
     ]
 
 
-def _check_distinct(outputs: Sequence[Output]) -> None:
+def _check_distinct(outputs: Sequence[OutputSpec]) -> None:
     """Refuse two conditions of one name: a kept field `x` gives `x0` and `x1`."""
     fields: dict[str, str] = {}
     for output in outputs:
@@ -280,7 +270,7 @@ def _check_distinct(outputs: Sequence[Output]) -> None:
             )
 
 
-def _kept_outputs(name: str, field: Field, fused: Fused | None, windows: Windows) -> list[Output]:
+def _kept_outputs(name: str, field: Field, fused: Fused | None, windows: Windows) -> list[OutputSpec]:
     """A raw field beside the latents: at z0 and at z1, or as it is where it has no time.
 
     It keeps its axes, with at least two of them, so that nobody takes it for a condition `(B, C)`: at z1 it
@@ -329,7 +319,7 @@ def _output(  # noqa: PLR0913 - the ways in which outputs differ, private to thi
     count: int | None = None,
     every: int = 1,
     width: int | None = None,
-) -> Output:
+) -> OutputSpec:
     """`lag=None` takes whole records; `width` flattens an example to `(C,)`."""
     if field.packed:
         # Without `width`: blocks of the last axis are decoded before an example is flattened.
@@ -350,7 +340,7 @@ def _output(  # noqa: PLR0913 - the ways in which outputs differ, private to thi
     else:
         index = f"steps:{field_name}" if field.ragged else f"steps:{field.shape[0]}"
         shape = field.shape[1:] if count is None else (count, *field.shape[1:])
-    return Output(
+    return OutputSpec(
         name=name,
         field=field_name,
         index=index,
@@ -365,28 +355,65 @@ def _output(  # noqa: PLR0913 - the ways in which outputs differ, private to thi
     )
 
 
-def view_for(output: Output, field: Field, source: Tensor) -> Tensor:
-    """The tensor whose axis 0 the output's index counts, `(n, *output.shape)`, without copying.
-
-    Args:
-        source: `Memory.sources` of the field.
-    """
-    if output.index == RECORD:
-        return source if output.ragged else source.reshape(len(source), *output.shape)
-    steps = source if field.ragged else source.reshape(-1, *field.shape[1:])
-    if output.count is None:
-        return steps[output.lag :].reshape(-1, *output.shape)
-    length = len(steps) - output.lags[-1]
-    stride = steps.stride()
-    return steps.as_strided(
-        (length, *output.shape),
-        (stride[0], output.every * stride[0], *stride[1:]),
-        steps.storage_offset() + output.lag * stride[0],
-    )
-
-
-def step_lengths(outputs: tuple[Output, ...], schema: Schema) -> Mapping[str, int]:
+def step_lengths(outputs: tuple[OutputSpec, ...], schema: Schema) -> Mapping[str, int]:
     """Steps per record behind each index that counts steps of fields of fixed length."""
     return {
         o.index: schema[o.field].shape[0] for o in outputs if o.index != RECORD and not schema[o.field].ragged
     }
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Steps of a field that are read from a shard together.
+
+
+JOINED_GAP_BYTES = 64 * KIB
+"""Steps of a window closer than this are read in one go."""
+Target: TypeAlias = tuple[int, int, int, int, int]
+"""`(output, size, at, begin, count)`, all in bytes but the first: `count` from `begin` of a run on go to `at`
+in an example of this output, which has `size`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRun:
+    """Steps of one field that are read together, counted from the window's start."""
+
+    field: str
+    first: int
+    stop: int
+    targets: tuple[Target, ...]
+
+
+def plan_runs(schema: Schema, outputs: tuple[OutputSpec, ...]) -> list[StepRun]:
+    """Join the steps that outputs take of each field into as few reads as pays."""
+    wanted: dict[str, dict[int, list[tuple[int, int]]]] = {}
+    for i, output in enumerate(outputs):
+        if output.index != RECORD:
+            for place, lag in enumerate(output.lags):
+                wanted.setdefault(output.field, {}).setdefault(lag, []).append((i, place))
+    runs: list[StepRun] = []
+    for field, by_lag in wanted.items():
+        size = schema[field].row_bytes
+        gap = 1 + JOINED_GAP_BYTES // max(1, size)
+        lags = sorted(by_lag)
+        cuts = [0, *(k for k in range(1, len(lags)) if lags[k] - lags[k - 1] > gap), len(lags)]
+        for begin, end in pairwise(cuts):
+            first = lags[begin]
+            targets = tuple(
+                (i, outputs[i].example_bytes, place * size, (lag - first) * size, size)
+                for lag in lags[begin:end]
+                for i, place in by_lag[lag]
+            )
+            runs.append(StepRun(field=field, first=first, stop=lags[end - 1] + 1, targets=_joined(targets)))
+    return runs
+
+
+def _joined(targets: tuple[Target, ...]) -> tuple[Target, ...]:
+    """The same bytes in fewer pieces: steps that lie next to each other at both ends are one."""
+    joined: list[Target] = []
+    for i, size, at, begin, count in sorted(targets):
+        last = joined[-1] if joined else None
+        if last is not None and (last[0], last[2] + last[4], last[3] + last[4]) == (i, at, begin):
+            joined[-1] = (*last[:4], last[4] + count)
+        else:
+            joined.append((i, size, at, begin, count))
+    return tuple(joined)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -17,15 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.errors import ConfigError, RecordError
-from stoker.loader.batch import RecordBatch, sent
-from stoker.loader.chunks import Cuts
-from stoker.loader.outputs import Output
-from stoker.loader.places import lengths_of
-from stoker.loader.tiers import Into, read_column
+from stoker.loader.batch import PointBatch, RecordBatch, sent
+from stoker.loader.places import has_points
 from stoker.loader.windows import Windows, time_field
-from stoker.schema import SCALE_SUFFIX, SHAPE_SUFFIX, Schema
+from stoker.schema import SHAPE_SUFFIX, Schema
 
 if TYPE_CHECKING:
+    from stoker.loader.outputs import OutputSpec
     from stoker.loader.places import Places
     from stoker.store import Cache
 
@@ -56,7 +54,7 @@ class Pad:
     def __post_init__(self) -> None:
         """Refuse lengths below 1."""
         for name, size in (("to", self.to), ("multiple", self.multiple)):
-            if size is not None and (not isinstance(cast(object, size), int) or size < 1):
+            if size is not None and (not isinstance(cast("object", size), int) or size < 1):
                 raise ConfigError(f"Pad({name}={size!r}) is not a length. Expected a whole number from 1 on")
         if self.to is not None and self.to % self.multiple:
             raise ConfigError(
@@ -153,7 +151,7 @@ def _starts(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
 
 
-def make_join(ragged: object, outputs: tuple[Output, ...]) -> Join | None:
+def make_join(ragged: object, outputs: tuple[OutputSpec, ...]) -> Join | None:
     """What to do to batches of these outputs; None: nothing.
 
     Raises:
@@ -178,7 +176,7 @@ def make_join(ragged: object, outputs: tuple[Output, ...]) -> Join | None:
     return Join(fields=fields, pad=how)
 
 
-def _check_values(how: Pad, outputs: Mapping[str, Output]) -> None:
+def _check_values(how: Pad, outputs: Mapping[str, OutputSpec]) -> None:
     if isinstance(how.value, Mapping) and (unknown := sorted(how.value.keys() - outputs.keys())):
         raise ConfigError(
             f"Pad(value=...) names {', '.join(unknown)}; fields of varying length are {', '.join(outputs)}"
@@ -219,89 +217,8 @@ POINTS = "points"
 BATCH = ".batch"
 
 
-class PointBatch(NamedTuple):
-    """One batch of windows over points; B counts windows, N points of one, S those of the batch together.
-
-    Shapes are those of `ragged="list"` (lists of B tensors), `"pad"`, and `"pack"`.
-    """
-
-    z0: Any
-    """States at `start`: `(N, *rest)` each, `(B, N, *rest)`, or `(S, *rest)`."""
-    z1: Any
-    """States one stride later."""
-    future: Any
-    """The `horizon - 1` states after `z1`: `(horizon - 1, N, *rest)` each, `(B, horizon - 1, N, *rest)`, or
-    `(horizon - 1, S, *rest)`; None at horizon 1."""
-    cond: dict[str, Tensor]
-    """Every other field of a fixed shape as `(B, C)`: a parameter as it is, a field with time at `start`."""
-    nodes: dict[str, Any]
-    """Coordinates, edges, cells; other fields of points and time as `<name>0`, `<name>1`, `<name>.future`.
-    Padded: `points.mask (B, N)` and `points.lengths (B,)`. Packed: `points.offsets (B + 1,)`, `points.batch
-    (S,)`, and edges and cells number the points of the batch."""
-    index: Tensor  # pyright: ignore[reportIncompatibleMethodOverride] - as in WindowBatch
-    """Sample number and start, `(B, 2)` int64."""
-    position: tuple[int, int]
-    """Epoch and example at which a loader resumes after this batch: `loader.state_dict(batch.position)`."""
-
-
-def has_points(schema: Schema) -> bool:
-    """Return True if records hold particles or meshes."""
-    return any(field.axes for field in schema.values())
-
-
-def cuts_points(schema: Schema, windows: Windows | None) -> bool:
-    """Return True if windows are cut from a field of points."""
-    return windows is not None and schema[time_field(schema, windows.field)].folded
-
-
-def sizes_of(cache: Cache, places: Places, field: str) -> NDArray[np.int64]:
-    """Return the sizes of the axes of a folded field in each record, `(records, axes)`, read and verified.
-
-    Raises:
-        CorruptError: The bytes do not match their checksums.
-    """
-    name, axes = field + SHAPE_SUFFIX, len(cache.schema[field].axes)
-    found = np.zeros((len(places.numbers), axes), np.int64)
-    for shard, own in places.by_shard():
-        column = torch.empty((cache.shard(shard).rows, axes), dtype=torch.int64, device="cpu")
-        read_column(cache, shard, name, Into(column))
-        found[own] = column.numpy()[places.row[own]]
-    return found
-
-
-def cuts_of(cache: Cache, places: Places, windows: Windows) -> tuple[Cuts, NDArray[np.int64]]:
-    """Return how windows are cut from fields of points, and the steps of each record `(records,)`.
-
-    Raises:
-        ConfigError: Windows draw their stride or have several fields, or fields with time differ in steps.
-    """
-    main = time_field(cache.schema, windows.field)
-    if windows.draws or isinstance(windows.field, tuple):
-        raise ConfigError(
-            f"windows of {main!r}, whose points differ in number, take one stride, horizon and field; "
-            f"given are {windows.text()}. Use stoker.Windows(stride=1, horizon=1, field={main!r}): other "
-            "fields of points come with it, in batch.nodes"
-        )
-    sizes = sizes_of(cache, places, main)
-    rows: dict[str, NDArray[np.int64]] = {}
-    for name, field in cache.schema.items():
-        if not field.evolves or field.kept:
-            continue
-        own = sizes_of(cache, places, name) if field.folded else None
-        steps = lengths_of(cache, places, name) if own is None else own[:, 0]
-        if (differ := steps != sizes[:, 0]).any():
-            number = int(places.numbers[int(np.argmax(differ))])
-            raise ConfigError(
-                f"sample {number} has time axes of different lengths in {main!r} and {name!r}, so no "
-                "window of one matches the other. Store them in caches of their own"
-            )
-        if own is not None:
-            rows[name] = rows[name + SCALE_SUFFIX] = own[:, 1]
-    return Cuts(steps=windows.span + 1, rows=rows), sizes[:, 0]
-
-
 def make_joiner(
-    ragged: Ragged, outputs: tuple[Output, ...], schema: Schema, windows: Windows | None
+    ragged: Ragged, outputs: tuple[OutputSpec, ...], schema: Schema, windows: Windows | None
 ) -> Join | PointJoin | None:
     """Return what joins the lists of a batch; None: they stay lists, without axes to restore.
 
@@ -332,7 +249,7 @@ class PointJoin:
     """Gives the fields of a batch their axes, and joins them as asked."""
 
     schema: Schema
-    outputs: tuple[Output, ...]
+    outputs: tuple[OutputSpec, ...]
     pad: Pad | None
     pack: bool
     windows: Windows | None
@@ -409,7 +326,7 @@ class PointJoin:
     # ------------------------------------------------------------------ windows
 
     def _windows(self, batch: RecordBatch, windows: Windows) -> PointBatch:
-        main, schema = cast(str, self.main), self.schema
+        main, schema = cast("str", self.main), self.schema
         steps = windows.span + 1
         states: dict[str, list[Tensor]] = {}
         cond: dict[str, Tensor] = {}

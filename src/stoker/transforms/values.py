@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from stoker.errors import ConfigError
-from stoker.loader.batch import RecordBatch, WindowBatch
+from stoker.loader.batch import RecordBatch, Role, WindowBatch
 from stoker.loader.order import child_keys, normal
-from stoker.loader.outputs import Role
 from stoker.loader.transform import run
 from stoker.loader.windows import time_field
 from stoker.schema import FLOATS
