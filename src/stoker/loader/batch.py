@@ -13,6 +13,35 @@ from torch import Tensor
 from stoker.units import MIB
 
 
+class Role(Enum):
+    """What an output is in a batch, decided once from the schema. A name cannot tell: a field may be called
+    `future`.
+    """
+
+    FIELD = "field"
+    """A field of records."""
+    CONDITION = "condition"
+    """A number or a row of numbers for each example: a condition of windows, a small field of records."""
+    SIZES = "sizes"
+    """Of records: how long the axes of a field of points are in each."""
+    Z0 = "z0"
+    Z1 = "z1"
+    FUTURE = "future"
+    """The states after `z1`."""
+    RAW = "raw"
+    """A raw field that the cache keeps, in the conditions of windows."""
+    MASK = "mask"
+    """Which states of `future` are within the example's horizon, in the conditions of windows."""
+    STEPS = "steps"
+    """Steps of a field of points, from which z0, z1 and future are cut."""
+    NODES = "nodes"
+    """Another field of points, the same at every step."""
+
+
+STATES = (Role.Z0, Role.Z1, Role.FUTURE)
+"""The roles that are parts of a window of their own; their values are the names of these."""
+
+
 class RecordBatch(dict[str, Any]):
     """One batch of whole records: `{field: (B, *shape)}` and `index`, the sample numbers, `(B,)` int64.
 
@@ -166,14 +195,3 @@ class PointBatch(NamedTuple):
     """Sample number and start, `(B, 2)` int64."""
     position: tuple[int, int]
     """Epoch and example at which a loader resumes after this batch: `loader.state_dict(batch.position)`."""
-
-
-class Role(Enum):
-    """What an output is in a batch. A name cannot tell: a field may be called `future`."""
-
-    FIELD = "field"
-    """A field of whole records, or a condition of windows."""
-    STATE = "state"
-    """`z0` or `z1`."""
-    FUTURE = "future"
-    """The states after `z1`."""

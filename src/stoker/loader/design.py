@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, IncompleteError, StalledError, arg
 from stoker.loader import placement
-from stoker.loader.assembly import BatchAssembly
-from stoker.loader.batch import Role
+from stoker.loader.assembly import LENGTHS, MASK, OFFSETS, BatchAssembly, Joiner, check_lengths, make_joiner
+from stoker.loader.batch import STATES
 from stoker.loader.chunks import Chunk, Chunks, Locator
 from stoker.loader.disk import DiskBatches, PartialBatches
 from stoker.loader.gather import STRIP_BATCHES, MemoryBatches
@@ -47,7 +47,6 @@ from stoker.loader.places import (
     lengths_of,
     trajectory_lengths,
 )
-from stoker.loader.points import LENGTHS, MASK, OFFSETS, Join, PointJoin, check_lengths, make_joiner
 from stoker.loader.prefetch import BlockLocator, elsewhere_of, fetching_of, read_ahead_of
 from stoker.loader.transform import NOTHING, Lowered, lowered
 from stoker.loader.windows import Examples, Windows, number_examples, time_field
@@ -98,7 +97,7 @@ class Design:
     """How windows are cut from fields of points; their batches are put together by `points.py`."""
     lowered: Lowered = NOTHING
     """Transforms that the device tier does while it gathers."""
-    join: Join | PointJoin | None = None
+    join: Joiner | None = None
     """What is done to fields of varying length in a batch; None: they stay lists."""
     beside: str | None = None
     """How a pass beside the filling of its cache is ordered; None: the cache is complete."""
@@ -168,7 +167,7 @@ class Engine:
         self.residency = Residency(design)
         self.device = design.device
         """Where batches are."""
-        self._assembly = BatchAssembly(design.outputs, design.options)
+        self._assembly = BatchAssembly(design.outputs, design.options, design.join)
         self._outputs = self._assembly.columns
         self._pace = StripPace()
         self._locators: dict[str, Locator] = {}
@@ -360,7 +359,7 @@ class Found:
     places: Places
     examples: Examples
     outputs: tuple[OutputSpec, ...]
-    join: Join | PointJoin | None
+    join: Joiner | None
     """As `Design.join`."""
     order: Order
     demand: Demand
@@ -386,7 +385,7 @@ def decide(cache: Cache, options: Options, plan: Plan | None = None, *, ledger: 
     outputs = outputs_of(cache, options)
     places = find_places(cache, options.indices)
     join = make_joiner(options.ragged, outputs, cache.schema, options.windows)
-    if isinstance(join, Join):
+    if join is not None:
         check_lengths(join, cache, places)
     cuts, examples = _number(cache, places, options.windows)
     draws = None if options.weights is None else weighted(options.weights, places, examples)
@@ -429,7 +428,7 @@ def outputs_of(cache: Cache, options: Options) -> tuple[OutputSpec, ...]:
     outputs = make_outputs(
         cache.schema, options.windows, options.dtype, options.normalise, device=options.device.type
     )
-    named = [o.name for o in outputs if o.role is Role.FIELD]
+    named = [o.name for o in outputs if o.role not in STATES]
     named += [o.name + end for o in outputs if o.ragged for end in (LENGTHS, MASK, OFFSETS)]
     columns = () if cache.joined is None else cache.joined.schema
     if taken := [name for name in named if name in columns]:

@@ -26,10 +26,10 @@ from stoker.loader.transform import Columns, Finish, FixedBatch, Transform
 from stoker.units import format_bytes, format_count
 
 if TYPE_CHECKING:
+    from stoker.loader.assembly import Ragged
     from stoker.loader.design import Design
     from stoker.loader.fused import Normalise
     from stoker.loader.order import Weights
-    from stoker.loader.points import Ragged
     from stoker.loader.windows import Windows
     from stoker.monitor.meter import StallMeter
     from stoker.plan import Plan
@@ -255,7 +255,6 @@ class Loader(EpochIterable):
         options = self._options
         wanted = options.device
         return Finish(
-            join=serving.design.join,
             device=None if wanted == serving.device else wanted,
             pin=options.pin_memory and wanted.type == "cpu" and torch.cuda.is_available(),
             transforms=options.transforms,

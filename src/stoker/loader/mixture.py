@@ -24,7 +24,7 @@ from stoker.loader.design import Design, completed
 from stoker.loader.loader import Loader, complete, design_of, follow, is_beside, pass_from
 from stoker.loader.options import check_cache, refuse_unknown, refuse_workers
 from stoker.loader.order import Ids, Order, OrderKind, apportion
-from stoker.loader.outputs import Compute, OutputSpec
+from stoker.loader.outputs import OutputSpec
 from stoker.loader.state import VERSION, EpochIterable, EpochPlace
 from stoker.sources.given import shown
 from stoker.splitmix import Salt, stream
@@ -590,24 +590,13 @@ def find_conditions(designs: Mapping[str, Design]) -> Conditions:
 
 
 def _kept_by(design: Design) -> list[str]:
-    """Names under which batches of windows give what is no condition: kept raw fields, a mask."""
-    schema = design.cache.schema
-    return [
-        o.name
-        for o in design.outputs
-        if design.windowed and (schema[o.field].kept or o.compute is Compute.MASK)
-    ]
+    """Names under which batches of windows give what is not a condition: kept raw fields, a mask."""
+    return [output.name for output in design.outputs if output.role in (Role.RAW, Role.MASK)]
 
 
 def _outputs_of(design: Design) -> dict[str, OutputSpec]:
-    outputs, columns = design.outputs, _column_outputs(design)
-    if design.windowed:
-        kept = _kept_by(design)
-        conditions = [output for output in outputs if output.role is Role.FIELD]
-        return {o.name: o for o in (*conditions, *columns) if o.name not in kept}
-    schema = served_schema(design.cache)
-    own = (*outputs, *columns)
-    return {o.name: o for o in own if not (schema[o.field].time or o.ragged or len(o.shape) > 1)}
+    outputs = (*design.outputs, *_column_outputs(design))
+    return {output.name: output for output in outputs if output.role in (Role.CONDITION, Role.SIZES)}
 
 
 def _column_outputs(design: Design) -> list[OutputSpec]:
@@ -621,6 +610,7 @@ def _column_outputs(design: Design) -> list[OutputSpec]:
             index=RECORD,
             shape=(int(np.prod(values.shape[1:])),) if design.windowed else tuple(values.shape[1:]),
             dtype=values.dtype,
+            role=Role.CONDITION if design.windowed or values.ndim < 3 else Role.FIELD,
         )
         for name, values in found.items()
     ]

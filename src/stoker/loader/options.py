@@ -23,9 +23,9 @@ from stoker.store import Cache
 from stoker.store.shard import Verify
 
 if TYPE_CHECKING:
+    from stoker.loader.assembly import Ragged
     from stoker.loader.fused import Normalise
     from stoker.loader.order import Weights
-    from stoker.loader.points import Ragged
     from stoker.loader.transform import Transform
     from stoker.monitor.meter import StallMeter
 

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from stoker.errors import ConfigError
-from stoker.loader.batch import Role
+from stoker.loader.batch import STATES, Role
 from stoker.loader.chunks import RECORD
 from stoker.loader.fused import Fused, check_normalise, fused_of
 from stoker.loader.windows import Windows, check_conditions, condition_width, state_fields
-from stoker.schema import FLOATS, SCALE_SUFFIX, Field, Schema, scale_field, without_points
+from stoker.schema import FLOATS, SCALE_SUFFIX, SHAPE_SUFFIX, Field, Schema, scale_field, without_points
 from stoker.units import KIB
 
 
@@ -129,7 +129,10 @@ def make_outputs(
     }
     if windows is None:
         check_names(schema)
-        return tuple(_output(name, name, field, fused[name]) for name, field in schema.items())
+        return tuple(
+            replace(_output(name, name, field, fused[name]), role=_role_in_records(schema, name))
+            for name, field in schema.items()
+        )
     states = state_fields(schema, windows)
     for main in states:
         check_conditions(schema, main)
@@ -141,30 +144,39 @@ def make_outputs(
             outputs += _kept_outputs(name, f, fused[name], windows)
         elif name not in states:
             lag, width = 0 if f.time else None, condition_width(f)
-            outputs.append(_output(name, name, f, fused[name], lag=lag, width=width))
+            condition = _output(name, name, f, fused[name], lag=lag, width=width)
+            outputs.append(replace(condition, role=Role.CONDITION))
     outputs = _with_time_step(outputs, schema, states, fused, windows)
     if isinstance(windows.stride, tuple):
-        outputs.append(_drawn("stride", states[0], Compute.STRIDE, (1,), torch.int64))
+        outputs.append(_drawn("stride", states[0], Compute.STRIDE, (1,), torch.int64, Role.CONDITION))
     if isinstance(windows.horizon, tuple) and windows.horizons[1] > 1:
         shape = (windows.horizons[1] - 1, 1)
-        outputs.append(_drawn("future_mask", states[0], Compute.MASK, shape, torch.bool))
+        outputs.append(_drawn("future_mask", states[0], Compute.MASK, shape, torch.bool, Role.MASK))
     _check_distinct(outputs)
     return tuple(outputs)
 
 
+def _role_in_records(schema: Schema, name: str) -> Role:
+    """Return what a field of entire records is in a batch."""
+    field, points = schema[name], schema.get(name.removesuffix(SHAPE_SUFFIX))
+    if name.endswith(SHAPE_SUFFIX) and points is not None and points.folded:
+        return Role.SIZES
+    return Role.FIELD if field.time or field.ragged or len(field.shape) > 1 else Role.CONDITION
+
+
 def _point_outputs(schema: Schema, fused: Mapping[str, Fused | None]) -> tuple[OutputSpec, ...]:
-    """The outputs of windows over points: rows of each window as a list, which `points.py` puts together."""
-    points = tuple(
-        _output(name, name, field, fused[name])
+    """The outputs of windows over points: rows of each window as a list, which `assembly.py` joins."""
+    points = [
+        replace(_output(name, name, field, fused[name]), role=Role.STEPS if field.folded else Role.NODES)
         for name, field in schema.items()
         if field.axes and not field.kept
-    )
-    others = tuple(
-        _output(name, name, field, fused[name], lag=0 if field.time else None, width=condition_width(field))
-        for name, field in without_points(schema).items()
-        if not field.kept
-    )
-    return points + others
+    ]
+    for name, field in without_points(schema).items():
+        if not field.kept:
+            lag, width = 0 if field.time else None, condition_width(field)
+            condition = _output(name, name, field, fused[name], lag=lag, width=width)
+            points.append(replace(condition, role=Role.CONDITION))
+    return tuple(points)
 
 
 def gathered_outputs(outputs: Sequence[OutputSpec]) -> tuple[OutputSpec, ...]:
@@ -185,12 +197,14 @@ def gathered_bytes(outputs: Sequence[OutputSpec]) -> int:
 def _states(main: str, field: Field, fused: Fused | None, windows: Windows) -> list[OutputSpec]:
     """`z0`, `z1` and, above horizon 1, `future` of one field."""
     horizon = windows.horizons[1]
-    z0 = replace(_output("z0", main, field, fused, lag=0), role=Role.STATE)
-    later = [replace(_later("z1", main, field, fused, windows, range(1, 2), horizon), role=Role.STATE)]
+    z0 = _output(Role.Z0.value, main, field, fused, lag=0)
+    z1 = _later(Role.Z1.value, main, field, fused, windows, range(1, 2), horizon)
+    states = [replace(z0, role=Role.Z0), replace(z1, role=Role.Z1)]
     if horizon > 1:
-        future = _later("future", main, field, fused, windows, range(2, horizon + 1), horizon, axis=True)
-        later.append(replace(future, role=Role.FUTURE))
-    return [z0, *later]
+        picks = range(2, horizon + 1)
+        future = _later(Role.FUTURE.value, main, field, fused, windows, picks, horizon, axis=True)
+        states.append(replace(future, role=Role.FUTURE))
+    return states
 
 
 def _later(  # noqa: PLR0913, PLR0917 - as `_output`
@@ -220,8 +234,13 @@ def _later(  # noqa: PLR0913, PLR0917 - as `_output`
     )  # fmt: skip
 
 
-def _drawn(name: str, main: str, compute: Compute, shape: tuple[int, ...], dtype: torch.dtype) -> OutputSpec:
-    return OutputSpec(name=name, field=main, index=RECORD, shape=shape, dtype=dtype, compute=compute)
+def _drawn(
+    name: str, main: str, compute: Compute, shape: tuple[int, ...], dtype: torch.dtype, role: Role
+) -> OutputSpec:
+    """An output that is computed, not gathered."""
+    return OutputSpec(
+        name=name, field=main, index=RECORD, shape=shape, dtype=dtype, compute=compute, role=role
+    )
 
 
 def _with_time_step(
@@ -244,7 +263,7 @@ def _with_time_step(
         second = replace(_later("time at z1", "time", time, None, windows, range(1, 2), 1), shape=(1,))
         own = fused["time"]
         found = replace(
-            _drawn("dt", "time", Compute.DIFFERENCE, (1,), first.dtype),
+            _drawn("dt", "time", Compute.DIFFERENCE, (1,), first.dtype, Role.CONDITION),
             cast=None if own is None else own.dtype,
             sources=(first, second),
         )
@@ -253,7 +272,7 @@ def _with_time_step(
         return [*outputs]
     return [
         replace(output, compute=Compute.TIMES_STRIDE, sources=(output,), packed="", parts=())
-        if output.name == "dt" and output.role is Role.FIELD
+        if output.name == "dt" and output.role is Role.CONDITION
         else output
         for output in outputs
     ]
@@ -263,7 +282,7 @@ def _check_distinct(outputs: Sequence[OutputSpec]) -> None:
     """Refuse two conditions of one name: a kept field `x` gives `x0` and `x1`."""
     fields: dict[str, str] = {}
     for output in outputs:
-        if output.role is Role.FIELD and fields.setdefault(output.name, output.field) != output.field:
+        if output.role not in STATES and fields.setdefault(output.name, output.field) != output.field:
             raise ConfigError(
                 f"fields {fields[output.name]!r} and {output.field!r} would both be cond[{output.name!r}] of "
                 "a window. Give one of them another name in its source"
@@ -283,7 +302,7 @@ def _kept_outputs(name: str, field: Field, fused: Fused | None, windows: Windows
         ]
     else:
         found = [_output(name, name, field, fused)]
-    return [replace(o, shape=(*o.shape, 1, 1)[: max(2, len(o.shape))]) for o in found]
+    return [replace(o, shape=(*o.shape, 1, 1)[: max(2, len(o.shape))], role=Role.RAW) for o in found]
 
 
 def check_dtype(dtype: str) -> None:

@@ -136,11 +136,6 @@ class Cuts:
     """By column the rows of one step in each record, which are its points."""
 
 
-def has_points(schema: Schema) -> bool:
-    """Return True if records hold particles or meshes."""
-    return any(field.axes for field in schema.values())
-
-
 def cuts_points(schema: Schema, windows: Windows | None) -> bool:
     """Return True if windows are cut from a field of points."""
     return windows is not None and schema[time_field(schema, windows.field)].folded

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from stoker.loader.design import Strip
     from stoker.loader.gather import Views
     from stoker.loader.outputs import OutputSpec
-    from stoker.loader.points import Join, PointJoin
     from stoker.monitor.meter import StallMeter
     from stoker.store.joins import Joined
 
@@ -161,8 +160,6 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 class Finish:
     """What happens to a batch after it was gathered; nothing, unless asked for."""
 
-    join: Join | PointJoin | None
-    """What is done to fields of varying length; None: they stay lists."""
     device: torch.device | None
     """Where batches go when they were not made there; None: they stay."""
     pin: bool
@@ -178,7 +175,7 @@ class Finish:
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return any((self.join, self.device is not None, self.pin, self.transforms, self.columns))
+        return any((self.device is not None, self.pin, self.transforms, self.columns))
 
     def apply(self, strip: Strip, batches: Iterable[Any], epoch: int) -> Iterator[Any]:
         """Finish the `batches` of a strip."""
@@ -186,8 +183,6 @@ class Finish:
         keys: list[tuple[Tensor, ...]] = []
         for number, gathered in enumerate(batches):
             batch, begin = gathered, perf_counter()
-            if self.join is not None:
-                batch = self.join(batch)
             if self.pin:
                 batch = _each(batch, Tensor.pin_memory)
             if self.device is not None:

@@ -35,8 +35,8 @@ class TensorKey(NamedTuple):
 
 
 STATES = (
-    TensorKey(Role.STATE, "z0"),
-    TensorKey(Role.STATE, "z1"),
+    TensorKey(Role.Z0, "z0"),
+    TensorKey(Role.Z1, "z1"),
     TensorKey(Role.FUTURE, "future"),
 )
 """A window's states; all three are changed alike unless `fields` says otherwise."""
