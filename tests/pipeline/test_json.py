@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from stoker.errors import SourceError, arg
+from stoker.extras.radio.demo import RadioSpec
 from stoker.pipeline.bench import BenchResult, Figure
 from stoker.pipeline.caches import CacheFolder, CacheSummary, Explanation
 from stoker.pipeline.precompute import PrecomputeResult, TaskFailure
-from stoker.pipeline.radio import RadioSpec
 from stoker.pipeline.staging import StageReport, StageResult
 from stoker.pipeline.tracking import Phase
 from stoker.pipeline.train import TrainResult
