@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from stoker.loader import Loader, Windows
 from stoker.loader.prefetch import Ahead, Strips, Turn
 from stoker.runtime.threads import Pool
 from stoker.store import Cache
+from tests.kit import forked as subprocess
 from tests.loader.caches import trajectories, write_cache
 
 

@@ -4,7 +4,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from stoker.train.config import TrainConfig, TrainReport
 from stoker.train.loop import train
 from stoker.train.run import MetricsLog, load_checkpoint
 from stoker.train.step import learning_rate
+from tests.kit import forked as subprocess
 from tests.train.fakes import FakeBatch, FakeLoader, waves
 
 SMALL: dict[str, Any] = {
