@@ -70,6 +70,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.draws
 def test_training_beats_persistence_and_leaves_everything(tmp_path: Path) -> None:
     seen: list[str] = []
 
