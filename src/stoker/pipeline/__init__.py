@@ -7,12 +7,13 @@ locate.py       what settings ask for and what is there; gone.py where the sourc
 precompute.py   fills the caches of a configuration, or finds the one whose source is gone
 statistics.py   statistics of the train split, fitted once
 plan.py         where records would be served from
-train.py        caches -> loaders -> training loop; diary.py is what its run folder remembers
-tracking.py     start-up, stall, GPU and cost of a run by name; run_page.py is what they add to its page
+train.py        caches -> loaders -> training loop; start-up, stall, GPU and cost of a run, by name, and its page
 machine.py      this machine in one line
 validate.py     rows of pass, warn and fail before a long run
 inspect.py      what a cache holds
 keep.py         repairs a cache, and encodes again what was damaged
+fitting.py      a module on batches of complete records, by the same loop
+physical.py     validation in physical space
 import_pt.py    earlier caches of `.pt` files into shards (pt_reader.py)
 why.py          how two recipes differ
 demo.py         all of it on generated data

@@ -26,9 +26,9 @@ MARGIN = 1.3
 """Factor between the curves and the ends of a logarithmic axis: what hardly changes looks flat."""
 BLUE, ORANGE, GREY, TEXT = "#1f6fb4", "#d9731a", "#9aa5b1", "#24313f"
 TASKS = (BLUE, ORANGE, "#3a8f5c", "#8a5bb0", "#b0413e", "#5b6b78")
-"""Colours of tasks, where there are several; with more of them they come again."""
+"""Colors of tasks, where there are several; with more of them they come again."""
 OF_TASK = "val_nrmse/"
-"""How the error of one task of several begins; `judge.py` writes them."""
+"""How the error of one task of several begins; `evaluate.judge` writes them."""
 STALL_TOPS = (10, 25, 50, 100)
 """Ends of the stall's axis in per cent: the first that holds all of it, so that a small stall looks small."""
 
@@ -50,7 +50,7 @@ def draw_curves(rows: Rows, path: Path) -> None:
 
 
 def curves_as_svg(rows: Rows) -> list[str]:
-    """The same three as SVG without a background, their text in the colour of the page around them."""
+    """The same three as SVG without a background, their text in the color of the page around them."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -106,7 +106,7 @@ def _draw_loss(axes: Any, steps: Rows, epochs: Rows) -> None:
 
 
 def _draw_errors(axes: Any, epochs: Rows) -> None:
-    """Validation errors, each with its own persistence as a dashed line of the same colour; of several tasks
+    """Validation errors, each with its own persistence as a dashed line of the same color; of several tasks
     those of one step.
     """
     measured = any(_points(epochs, "epoch", "val_nrmse"))
