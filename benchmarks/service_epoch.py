@@ -29,10 +29,7 @@ from torch.utils.data import DataLoader
 
 import stoker
 from measure import interleaved, publish
-from stoker.loader import Loader
-from stoker.monitor import StallMeter
-from stoker.pipeline.fitting import fit, one_thread
-from stoker.pipeline.radio import (
+from stoker.extras.radio.demo import (
     TABLE,
     RadioSpec,
     Triangulation,
@@ -41,6 +38,9 @@ from stoker.pipeline.radio import (
     radio_where,
     write_radio,
 )
+from stoker.loader import Loader
+from stoker.monitor import StallMeter
+from stoker.pipeline.fitting import fit, one_thread
 from stoker.sources.sql.source import SQLSource
 from stoker.sources.sql.values import METRES
 from stoker.train.config import TrainConfig

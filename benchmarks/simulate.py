@@ -45,9 +45,11 @@ from plan_stall import alone, sleeping
 from precompute_wall import alone as alone_process
 from precompute_wall import make_encoder, write
 from serve_memory import Records, cache_of
+from stoker.extras.simulation.run import simulate
+from stoker.extras.simulation.scenario import Scenario
 from stoker.loader.outputs import make_outputs
 from stoker.pipeline.plan import served_loads
-from stoker.plan import BatchLoad, Scenario, probe, simulate
+from stoker.plan import BatchLoad, probe
 from stoker.precompute import PrecomputeSettings
 from stoker.precompute.measure import Trial, try_stages
 from stoker.store import make_recipe

@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 
 import stoker
-from stoker.pipeline.fitting import fit, one_thread
-from stoker.pipeline.radio import (
+from stoker.extras.radio.demo import (
     TABLE,
     RadioSpec,
     Triangulation,
@@ -16,6 +15,7 @@ from stoker.pipeline.radio import (
     radio_columns,
     write_radio,
 )
+from stoker.pipeline.fitting import fit, one_thread
 from stoker.train.config import TrainConfig
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from stoker.pipeline.radio import (
+from stoker.extras.radio.demo import (
     TriangulationModel,
     TriangulationShape,
     haversine_m,

@@ -12,10 +12,10 @@ import pytest
 
 from stoker.config import load_config
 from stoker.errors import ConfigError, ResourceError, SourceError, StalledError
-from stoker.fetch import origins as fetch_folder
-from stoker.fetch import run
-from stoker.fetch.origins import FileStream
-from stoker.fetch.run import paths_of
+from stoker.extras.fetch import origins as fetch_folder
+from stoker.extras.fetch import run
+from stoker.extras.fetch.origins import FileStream
+from stoker.extras.fetch.run import paths_of
 from stoker.pipeline import staging
 from stoker.pipeline.build import build_source
 from stoker.pipeline.context import Run

@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 
 from stoker.errors import ConfigError
-from stoker.plan import BatchLoad, Demand, Rates, Resources, Scenario, plan_tiers, simulate, stall_of
-from stoker.plan.simulation import parse_scenario
-from stoker.plan.simulation.queues import Traffic, Visit, passed
-from stoker.plan.simulation.report import HEAD, cells, remarks
-from stoker.plan.simulation.result import encoding_with
-from stoker.plan.simulation.run import hit_share
-from stoker.plan.simulation.scenario import KEYS, rate
+from stoker.extras.simulation.queues import Traffic, Visit, passed
+from stoker.extras.simulation.report import HEAD, cells, remarks
+from stoker.extras.simulation.result import encoding_with
+from stoker.extras.simulation.run import hit_share, simulate
+from stoker.extras.simulation.scenario import KEYS, Scenario, parse_scenario, rate
+from stoker.plan import BatchLoad, Demand, Rates, Resources, plan_tiers, stall_of
 
 SMALL = Scenario(records=10_000, record_bytes=1e6, batch=10, step_s=0.02, host_memory_bytes=100_000_000_000)
 CLUSTER = replace(  # read as a mounted folder is, byte by byte

@@ -198,8 +198,8 @@ def import_pt(  # noqa: PLR0913, PLR0917 (one parameter per flag)
       stoker import-pt old_cache/burgers1d_train --out data/latent_cache --name burgers1d_train
     """
     from stoker.cli import output
-    from stoker.pipeline.import_pt import ImportSettings
-    from stoker.pipeline.import_pt import import_pt as run_import
+    from stoker.extras.import_pt.run import ImportSettings
+    from stoker.extras.import_pt.run import import_pt as run_import
     from stoker.store.remote import local_path
 
     if nan not in ("reject", "allow"):
@@ -303,7 +303,8 @@ def export(  # noqa: PLR0913, PLR0917 (one parameter per flag)
       stoker export data/latent_cache/burgers1d_train burgers --to safetensors
       stoker export data/latent_cache/burgers1d_train burgers --to tensordict --records 0:1000
     """
-    from stoker.export import ExportSettings, export_cache
+    from stoker.extras.export.records import ExportSettings
+    from stoker.extras.export.run import export_cache
 
     wanted: Any = {"to": to, "ragged": ragged, "packed": packed}  # checked by ExportSettings
     settings = ExportSettings(

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from stoker.cli import caches, compat, fetching, launching, serving, training
+from stoker.cli import caches, serving, training
 from stoker.cli.edge import INTERRUPTED, Edge, at_edge, joined, run, stop_on_sigterm
 from stoker.cli.flags import (
     CachePath,
@@ -34,6 +34,9 @@ from stoker.cli.flags import (
 )
 from stoker.cli.training import load_settings, run_training
 from stoker.errors import ConfigError, FormatError, Interrupted
+from stoker.extras.compat import command as compat
+from stoker.extras.fetch import command as fetching
+from stoker.extras.launch import command as launching
 from stoker.precompute.heartbeat import GUARD_VARIABLE, Lifeline, attach
 
 app = typer.Typer(
@@ -267,7 +270,7 @@ def validate(
             out.write(settings.to_yaml())
         return
     from stoker.cli import output
-    from stoker.launch.plan import launch_rows
+    from stoker.extras.launch.plan import launch_rows
     from stoker.pipeline.validate import validate_config
 
     result = validate_config(config, overrides or [], environment=os.environ)

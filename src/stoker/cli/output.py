@@ -24,9 +24,9 @@ from rich.text import Text
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
+    from stoker.extras.import_pt.run import ImportResult
     from stoker.pipeline.caches import CacheFolder, CacheSummary, Explanation
     from stoker.pipeline.demo import DemoResult
-    from stoker.pipeline.import_pt import ImportResult
     from stoker.pipeline.plan import PlanResult, TaskPlans
     from stoker.pipeline.precompute import CacheResult, PrecomputeResult, RepairResult
     from stoker.pipeline.staging import StageReport

@@ -23,8 +23,8 @@ from stoker.runtime.retry import RetryPolicy, retry
 from stoker.units import format_percent
 
 if TYPE_CHECKING:
+    from stoker.extras.ray.jobs import RayTarget
     from stoker.service.client import Act, ServiceClient
-    from stoker.service.ray import RayTarget
     from stoker.service.server import Started
 
 STATE_DIR = Path(".stoker/service")
@@ -155,7 +155,7 @@ def _cluster(executor: str, address: str | None, gpus: float) -> RayTarget | Non
         )
     if address is None:
         return None
-    from stoker.service.ray import RayJobs, RayTarget, ray_token
+    from stoker.extras.ray.jobs import RayJobs, RayTarget, ray_token
 
     RayJobs(address, ray_token(os.environ)).check()
     return RayTarget(address=address, python=sys.executable, gpus=gpus)

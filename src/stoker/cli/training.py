@@ -20,10 +20,10 @@ from stoker.units import format_bytes, format_count, format_percent, format_seco
 
 if TYPE_CHECKING:
     from stoker.config.models import Config
+    from stoker.extras.radio.demo import RadioResult
+    from stoker.extras.simulation.result import Simulation
     from stoker.pipeline.bench import BenchResult, EncodeBench, Figure, ServedJob
-    from stoker.pipeline.radio import RadioResult
     from stoker.pipeline.train import TrainResult
-    from stoker.plan import Simulation
     from stoker.profile.result import Profile
 
 
@@ -108,7 +108,7 @@ def demo(
         raise ConfigError(f"a demo of {' '.join(kinds)} is not known. Expected radio, or key=value alone")
     overrides = [word for word in given if "=" in word]
     if kinds:
-        from stoker.pipeline.radio import DATABASE, run_radio
+        from stoker.extras.radio.demo import DATABASE, run_radio
 
         out.show(run_radio(overrides, database=database or DATABASE, say=out.note), show_radio)
         return
@@ -450,24 +450,25 @@ def simulated(out: Edge, words: list[str], *, as_markdown: bool, picture: Path |
         raise ConfigError(f"found {found}. Expected words like nodes=8 gpus=8, and one CONFIG at most")
     if files:
         from stoker.config import load_config
+        from stoker.extras.simulation.config import simulate_words
         from stoker.pipeline.context import Run
-        from stoker.pipeline.simulate import simulate_words
         from stoker.runtime.libc import keep_freed_memory
 
         keep_freed_memory()  # as where caches are filled: without it an encoder's time may double
 
         found = simulate_words(asked, Run(load_config(files[0], overrides)))
     else:
-        from stoker.plan.simulation import parse_scenario, simulate
+        from stoker.extras.simulation.run import simulate
+        from stoker.extras.simulation.scenario import parse_scenario
 
         found = simulate(parse_scenario(asked))
     if picture is not None:
-        from stoker.pipeline.simulate import draw_simulation
+        from stoker.extras.simulation.config import draw_simulation
 
         make_folder(picture.parent)
         draw_simulation(found, picture)
     if as_markdown and not out.as_json:
-        from stoker.plan.simulation.report import markdown
+        from stoker.extras.simulation.report import markdown
 
         out.write(markdown(found) + "\n")
     else:
@@ -483,7 +484,7 @@ def refuse_words(words: list[str]) -> None:
     _, settings = tell_settings(words)
     plain = [word for word in settings if "." not in word.partition("=")[0]]
     if plain:
-        from stoker.plan.simulation.scenario import KEYS, PRICE_KEYS
+        from stoker.extras.simulation.scenario import KEYS, PRICE_KEYS
 
         stray = [word for word in plain if word.partition("=")[0] in {*KEYS, *PRICE_KEYS}]
         if stray:
@@ -495,7 +496,7 @@ def refuse_words(words: list[str]) -> None:
 
 def show_simulation(found: Simulation, console: Console) -> None:
     """Encoders, ways, what limits each, which to take."""
-    from stoker.plan.simulation.report import HEAD, cells, encoding_cells, remarks
+    from stoker.extras.simulation.report import HEAD, cells, encoding_cells, remarks
 
     head, *rows = encoding_cells(found)
     table(console, [bold(*head), *[_plain(row) for row in rows]], fixed=6, right=(0, 1, 2, 4, 5), gap=2)

@@ -171,6 +171,8 @@ class Run:
     def device(self) -> str:
         """`training.device`, with `auto` resolved: a GPU where there is one."""
         wanted = self.config.training.device
+        if self.whole is not None and self.whole.config.training.device == wanted:
+            return self.whole.device
         return automatic_device()[0] if wanted == "auto" else wanted
 
     @cached_property

@@ -28,6 +28,7 @@ from stoker.errors import (
     SplitError,
     StokerError,
 )
+from stoker.extras.ray.settings import RaySettings
 from stoker.pipeline.build import CacheJob, build_jobs, build_source, measured_jobs, record_schema
 from stoker.pipeline.caches import (
     find_without_source,
@@ -52,7 +53,6 @@ from stoker.precompute import (
 from stoker.precompute.share import Engine
 from stoker.runtime.files import make_folder
 from stoker.scale.ranks import Ranks
-from stoker.scale.ray_settings import RaySettings
 from stoker.schema import Json, JsonResult, Schema, canonical_json
 from stoker.store import Cache, load_recipe, open_cache, open_folder
 from stoker.store.maintain import RepairReport, folder_to_repair, repair
@@ -165,7 +165,7 @@ def engine_of(run: Run) -> Generator[Engine | None]:
             "Run `stoker precompute --engine ray` once before, without torchrun"
         )
     try:
-        from stoker.scale.ray_engine import RayEngine
+        from stoker.extras.ray.engine import RayEngine
     except ImportError as error:
         raise ConfigError(
             "precompute.engine=ray (--engine ray) needs Ray. Install it: pip install 'stoker[ray]'"

@@ -22,9 +22,9 @@ from typing import Any, Literal, TypeAlias
 
 from stoker.config.models import DataConfig
 from stoker.errors import ConfigError, ResourceError, SourceError, StalledError
-from stoker.fetch.origins import FolderOrigin
-from stoker.fetch.run import Partial, paths_of
-from stoker.fetch.wanted import Wanted
+from stoker.extras.fetch.origins import FolderOrigin
+from stoker.extras.fetch.run import Partial, paths_of
+from stoker.extras.fetch.wanted import Wanted
 from stoker.pipeline.context import Run
 from stoker.plan.resources import storage_of
 from stoker.runtime.disk import explained, free_space
@@ -42,8 +42,8 @@ from stoker.units import MIB, format_bytes, format_count
 # Copy one file to local storage: verified, resumable, by one process at a time, with a deadline.
 #
 # A copy is an object named by where its file lies, its size and its time, so a file that changes gets
-# another. It grows as files that are fetched do (`stoker.fetch.run`): what a killed run left is checked
-# and kept. The object appears under its name once all of it was read back.
+# another. It grows as files that are fetched do (`stoker.extras.fetch.run`): what a killed run left is
+# checked and kept. The object appears under its name once all of it was read back.
 
 
 POLL_S = 0.1

@@ -207,7 +207,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         part: This rank and the number of ranks, where each of them makes this call: all help, and each
             returns the whole cache.
         wait: False: return at once, while another process encodes; a `Loader` serves what is there.
-        engine: Who encodes, as `stoker.scale.ray_engine.RayEngine()`; None: this machine.
+        engine: Who encodes, as `stoker.extras.ray.engine.RayEngine()`; None: this machine.
 
     Returns:
         The cache, complete unless `wait=False`: every sample is stored or quarantined. It carries source and

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from pydantic import BaseModel, ConfigDict, Field
 
 from stoker.errors import ConfigError, Conflict, NotFound
-from stoker.pipeline.radio import TABLE, RadioSpec
+from stoker.extras.radio.demo import TABLE, RadioSpec
 from stoker.schema import Json
 from stoker.service.database import DATASETS, ENDED, JOBS, Database, State
 from stoker.service.look import look

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy import exc
 
 from stoker.errors import SourceError
-from stoker.pipeline.radio import COLUMNS, SETS, remove_radio
+from stoker.extras.radio.demo import COLUMNS, SETS, remove_radio
 from stoker.schema import Json, schema_to_json
 from stoker.sources.files import find_files, split_of
 from stoker.sources.protocol import Source

@@ -19,6 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from stoker.errors import ConfigError
+from stoker.extras.ray.jobs import RayTarget
 from stoker.plan.resources import disk_space
 from stoker.runtime.files import replacing
 from stoker.runtime.threads import call_within
@@ -26,7 +27,6 @@ from stoker.schema import Json
 from stoker.service.app import create_app
 from stoker.service.executor import Limits
 from stoker.service.figures import count_gpus
-from stoker.service.ray import RayTarget
 from stoker.service.services import Services, open_services
 from stoker.service.supervise import Staff, Supervisor
 
@@ -63,7 +63,7 @@ class Watched(H11Protocol):
 
     def _make_room(self) -> None:
         """End the connection that has waited longest, so that slow clients hold up no other."""
-        others = [
+        others: list[Watched] = [
             one for one in self.connections if isinstance(one, Watched) and one is not self and one.waits
         ]
         if others:

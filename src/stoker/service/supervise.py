@@ -19,13 +19,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from stoker.errors import ConfigError, Degraded, StokerError
+from stoker.extras.ray.jobs import RayTarget
 from stoker.runtime.files import replacing
 from stoker.runtime.locks import FileLock
 from stoker.service.database import Database, Outbox, claim_folder
 from stoker.service.executor import Limits
 from stoker.service.folders import Room, StateFolder
 from stoker.service.jobs import Jobs, Leases, Terms
-from stoker.service.ray import RayTarget
 from stoker.service.security import DataAccess
 from stoker.service.worker import CHILD, Pace, Settings
 

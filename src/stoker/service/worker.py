@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from stoker.errors import Degraded, LeaseLost, ResourceError, StalledError, StokerError
+from stoker.extras.ray.jobs import RayExecutor, RayJobs, RayTarget, ray_token
 from stoker.runtime.disk import explained
 from stoker.runtime.libc import tie_to_parent
 from stoker.runtime.locks import FileLock
@@ -27,7 +28,6 @@ from stoker.service.database import Database, State
 from stoker.service.executor import NO_ROOM, STOPPED, Executor, Hold, Limits, LocalExecutor, Run
 from stoker.service.folders import JobFile, Room, StateFolder
 from stoker.service.jobs import Claim, Job, Leases, Line, Outcome, Terms, end_line, read_lines
-from stoker.service.ray import RayExecutor, RayJobs, RayTarget, ray_token
 from stoker.service.security import DataAccess
 from stoker.units import format_seconds
 

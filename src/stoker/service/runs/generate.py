@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from stoker.errors import ConfigError, StalledError
+from stoker.extras.radio.demo import RadioSpec, write_radio
 from stoker.pipeline.demo import BurgersSpec, write_burgers
-from stoker.pipeline.radio import RadioSpec, write_radio
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.service.folders import JobFile
 from stoker.service.runs.journal import Journal

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from stoker.errors import SourceError
+from stoker.extras.radio.demo import save_regressor
 from stoker.pipeline.fitting import Classification, ImageClassifier
 from stoker.pipeline.precompute import CacheResult
-from stoker.pipeline.radio import save_regressor
 from stoker.service.runs.run import MODEL, JobRun, best_weights, fit_records, source_of
 
 

@@ -15,7 +15,7 @@ from stoker.config import Config
 from stoker.config.load import make_config
 from stoker.config.names import nearest
 from stoker.errors import ConfigError
-from stoker.pipeline.radio import radio_columns, radio_where
+from stoker.extras.radio.demo import radio_columns, radio_where
 from stoker.service.security import texts_in
 from stoker.service.training_config import TrainingConfig
 

@@ -329,15 +329,15 @@ def _catalog(root: Path, layout: Layout | None, labels: Labels, rules: Rules) ->
         )
     limit = None if labels.ragged else labels.max_objects or 0
     if layout == "voc":
-        from stoker.sources.images.voc import Voc
+        from stoker.extras.image_formats.voc import Voc
 
         return Voc(root, labels.classes, ObjectRules(limit=limit, flag="difficult", strict=labels.strict))
     if layout == "coco":
-        from stoker.sources.images.coco import Coco
+        from stoker.extras.image_formats.coco import Coco
 
         return Coco(root, labels.classes, ObjectRules(limit=limit, flag="crowd", strict=labels.strict))
     if layout == "dexycb":
-        from stoker.sources.images.dexycb import DexYcb
+        from stoker.extras.image_formats.dexycb import DexYcb
 
         return DexYcb(root, labels.setup, labels.extras).for_size(
             None if rules.fit == "short" else rules.size
