@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from stoker.config import Config
 from stoker.config.models import DataConfig
-from stoker.config.sections import Kind, Names
+from stoker.config.sections import Names
 from stoker.encoders.features import FeatureEncoder
 from stoker.encoders.grid import GridEncoder
 from stoker.encoders.keeping import keeping
@@ -29,8 +29,9 @@ from stoker.pipeline.encode_batch import settled_batch
 from stoker.pipeline.folders import cache_dir_of
 from stoker.pipeline.stages import kept_fields
 from stoker.pipeline.staging import staged_data
-from stoker.pipeline.user_code import torch_source, user_encoder
+from stoker.pipeline.user_code import user_encoder
 from stoker.plan.resources import automatic_device
+from stoker.plugins import find_plugin
 from stoker.schema import Schema, canonical_json, digest_json
 from stoker.sources.files import canonical_split, resolve_files
 from stoker.sources.hdf5 import HDF5Source
@@ -45,8 +46,8 @@ from stoker.store.strict_json import read_strict
 # Sources by kind: what `data.kind` names, made from the settings of one task and split.
 #
 # A builder imports its source itself, since most need an optional package. It gives all samples of the
-# split; `data.limit` is applied to what it returns. `stoker.config.sections` says what belongs to another
-# kind.
+# split; `data.limit` is applied to what it returns. Builders are entry points of the group `stoker.sources`,
+# these here as well as those of other packages. `stoker.config.sections` says what belongs to another kind.
 
 
 Builder: TypeAlias = Callable[[DataConfig, str, str], Source]
@@ -173,17 +174,6 @@ def _files(data: DataConfig) -> Names:
     if "root" in data.model_fields_set:
         return data.root
     raise ConfigError(f"data.kind={data.kind} reads data.files, which is not given. Name a path or pattern")
-
-
-BUILDERS: Mapping[Kind, Builder] = {
-    "hdf5": hdf5_source,
-    "images": images_source,
-    "sql": sql_source,
-    "torch": torch_source,
-    "arrays": arrays_source,
-    "tar": tar_source,
-    "parquet": parquet_source,
-}
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -331,12 +321,13 @@ def build_sources(config: Config, task: str, splits: Sequence[str]) -> dict[str,
     A table may change between two readings, and then one row would be in two splits.
     """
     data, found = staged_data(config, task), dict[str, Source]()
+    make: Builder = find_plugin("stoker.sources", data.kind, "data.kind").load()
     shared: Source | None = None
     for split in splits:
         if isinstance(shared, Splitting):
             source = shared.for_split(split)
         else:
-            source = shared = BUILDERS[data.kind](data, task, split)
+            source = shared = make(data, task, split)
         found[split] = source if data.limit is None else Subset(source, data.limit)
     return found
 

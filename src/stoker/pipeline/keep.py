@@ -10,7 +10,6 @@ from pathlib import Path
 
 from stoker.config import Config
 from stoker.errors import ConfigError, ReadOnlyError
-from stoker.extras.import_pt.run import KIND
 from stoker.pipeline.build import Job, build_jobs, names_of_caches
 from stoker.pipeline.caches import job_recipe
 from stoker.pipeline.precompute import settings_of
@@ -21,6 +20,8 @@ from stoker.store.maintain import RepairReport, folder_to_repair, repair
 from stoker.store.mirror.root import shown
 
 log = logging.getLogger("stoker")
+IMPORTED_KIND = "import-pt/1"
+"""Kind of the source of a cache that was made by `stoker import-pt`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ def repair_cache(path: str | Path, config: Config | None = None) -> RepairResult
     except ReadOnlyError as error:
         report = _nothing_to_repair(folder, error)
     if config is None or job is None or report.ok:
-        imported = load_recipe(folder).entries["source"]["kind"] == KIND
+        imported = load_recipe(folder).entries["source"]["kind"] == IMPORTED_KIND
         return RepairResult(report=report, encoded=None, missing=tuple(report.missing), imported=imported)
     settings = replace(settings_of(config, job), overwrite=False)
     made = run_precompute(job.source, job.encoder, cache_dir, name=job.name, settings=settings)

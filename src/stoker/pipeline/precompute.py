@@ -27,7 +27,6 @@ from stoker.errors import (
     SplitError,
     StokerError,
 )
-from stoker.extras.ray.settings import RaySettings
 from stoker.pipeline.build import (
     Job,
     build_jobs,
@@ -43,6 +42,7 @@ from stoker.pipeline.folders import cache_dir_of, is_open, require_writable
 from stoker.pipeline.gone import find_without_source
 from stoker.pipeline.loaders import cache_sharing, check_beside, encoders_of
 from stoker.pipeline.staging import stage_task
+from stoker.plugins import find_plugin
 from stoker.precompute import (
     Deadlines,
     EncodeFiller,
@@ -156,34 +156,19 @@ def engine_of(config: Config, ranks: Ranks) -> Generator[Engine | None]:
     """The engine of `precompute.engine`, connected from its first use to the end of the block; None: local.
 
     Raises:
-        ConfigError: Ray is asked for by several ranks at once, or is not installed.
+        ConfigError: A cluster is asked for by several ranks at once, or the engine cannot be used.
     """
-    if config.precompute.engine == "local":
+    name = config.precompute.engine
+    if name == "local":
         yield None
         return
     if ranks.world > 1:
         raise ConfigError(
-            f"precompute.engine=ray under torchrun: each of {ranks.world} ranks would drive the cluster. Run "
-            "`stoker precompute --engine ray` once before, without torchrun"
+            f"precompute.engine={name} under torchrun: each of {ranks.world} ranks would drive the cluster. "
+            f"Run `stoker precompute --engine {name}` once before, without torchrun"
         )
-    try:
-        from stoker.extras.ray.engine import RayEngine
-    except ImportError as error:
-        raise ConfigError(
-            "precompute.engine=ray (--engine ray) needs Ray. Install it: pip install 'stoker[ray]'"
-        ) from error
-    wanted = config.precompute.ray
-    settings = RaySettings(
-        address=wanted.address,
-        num_cpus=wanted.num_cpus,
-        num_gpus=wanted.num_gpus,
-        max_retries=wanted.max_retries,
-        placement=wanted.placement,
-        connect_s=wanted.connect,
-        wait_s=wanted.wait,
-        slice_s=wanted.slice,
-    )
-    with RayEngine(settings) as engine:
+    plugin = find_plugin("stoker.engines", name, "precompute.engine")
+    with plugin.load()(config) as engine:
         yield engine
 
 
