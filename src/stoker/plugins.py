@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from stoker.errors import ConfigError
 
@@ -38,6 +38,9 @@ Group: TypeAlias = Literal[
     "stoker.trackers",
     "stoker.extensions",
 ]
+
+
+GROUPS: tuple[Group, ...] = get_args(Group)
 
 
 @dataclass(frozen=True, slots=True)
