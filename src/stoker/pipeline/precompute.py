@@ -162,7 +162,8 @@ def engine_of(run: Run) -> Generator[Engine | None]:
         return
     if run.ranks.world > 1:
         raise ConfigError(
-            f"precompute.engine={name} under torchrun: each of {run.ranks.world} ranks would drive the cluster. "
+            f"precompute.engine={name} under torchrun: each of {run.ranks.world} ranks would drive "
+            "the cluster. "
             f"Run `stoker precompute --engine {name}` once before, without torchrun"
         )
     plugin = find_plugin("stoker.engines", name, "precompute.engine")
