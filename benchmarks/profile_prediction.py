@@ -37,7 +37,7 @@ from stoker.pipeline.profile import profile_config
 from stoker.pipeline.train import loop_settings
 from stoker.profile.result import ENCODE, Profile
 from stoker.profile.run import profile
-from stoker.train.loop import steps_of
+from stoker.train.run import steps_of
 
 COUNT, SHAPE, BATCH = 1024, (16, 512), 32
 STEPS = 60
@@ -151,7 +151,7 @@ def of_a_configuration(folder: Path) -> tuple[Callable[[], Profile], dict[str, C
         tiered = load_config(None, [*where, "training.batch_size=64", f"training.tier={tier}"])
         loaders[tier] = make_loader(Run(tiered), locate(Run(config).for_task("burgers"), "train").cache)
     host = loaders["host"]
-    step = steps_of(host, loop_settings(Run(config), len(host), resume=False), folder / "steps")
+    step = steps_of(host, loop_settings(Run(config), len(host), resume=False))
 
     def without_a_cache() -> float:
         """An epoch's mean: all samples are read and encoded in it, one group of eight after another."""

@@ -14,7 +14,7 @@ import pytest
 
 from stoker.monitor import GpuAbsent, GpuSample
 from stoker.monitor.gpu import GpuWatch
-from stoker.pipeline.tracking import COST, GPU, Phase, RunTracking, Startup, tracking
+from stoker.pipeline.train import COST, GPU, Phase, RunTracking, Startup, tracking
 from tests.cli.commands import run, run_json
 
 
@@ -193,7 +193,7 @@ def test_every_figure_reaches_console_metrics_and_a_tracker_of_others(
 ) -> None:
     """On one GPU, without torchrun: by the driver's library, whose figures are made up here."""
     watch = partial(GpuWatch, "GPU-abc", opening=lambda uuid: cast("Any", Busy()), every_s=0.001)
-    monkeypatch.setattr("stoker.pipeline.tracking.watch_gpu", lambda device: watch())
+    monkeypatch.setattr("stoker.pipeline.train.watch_gpu", lambda device: watch())
 
     _, said = run("train", "c.yaml", f"training.trackers={theirs}", "training.price_per_hour=3600")
 

@@ -13,8 +13,7 @@ from stoker.pipeline.bench import BenchResult, EncodeBench, Figure
 from stoker.pipeline.caches import CacheFolder, CacheSummary, Explanation
 from stoker.pipeline.precompute import PrecomputeResult, TaskFailure
 from stoker.pipeline.staging import StageReport, StageResult
-from stoker.pipeline.tracking import Phase
-from stoker.pipeline.train import TrainResult
+from stoker.pipeline.train import Phase, TrainResult
 from stoker.pipeline.validate import Row, Validation
 from stoker.precompute.background import SpotReport
 from stoker.precompute.measure import EncodeBatch

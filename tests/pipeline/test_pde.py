@@ -14,14 +14,14 @@ import torch
 import stoker
 from stoker.config import load_config
 from stoker.encoders.grid import GridEncoder
-from stoker.encoders.steady import SteadyEncoder
+from stoker.encoders.wrappers import SteadyEncoder
 from stoker.errors import ConfigError, EncoderError
 from stoker.pipeline.caches import locate
 from stoker.pipeline.context import Run
 from stoker.pipeline.train import train_config
 from stoker.schema import Field
 from stoker.train.config import TrainConfig
-from stoker.train.loop import train
+from stoker.train.run import train
 
 ROOT = Path(__file__).parent.parent.parent
 

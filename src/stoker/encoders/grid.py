@@ -27,10 +27,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.encoders.keeping import KEEPING
 from stoker.encoders.protocol import Group, fixed_group
-from stoker.encoders.steady import STEADY, weights_of
 from stoker.encoders.weights import digest_weights, load_weights, orthonormal, rounded, uniform
+from stoker.encoders.wrappers import KEEPING, NORMALIZED, STEADY, weights_of
 from stoker.errors import EncoderError, arg
 from stoker.schema import Json, Schema
 from stoker.units import MIB
@@ -58,7 +57,7 @@ def encode_of(identity: Mapping[str, Any] | None, weights: Mapping[str, Tensor])
     kind, config = identity["class"], identity["config"]
     if kind == KEEPING:
         return encode_of(config["inner"], weights)
-    if kind == "stoker.Normalized":
+    if kind == NORMALIZED:
         inner = encode_of(config["inner"], weights)
         return (
             None if inner is None else _scaled(inner, weights["normalize.shift"], weights["normalize.scale"])
@@ -189,7 +188,7 @@ def decoder_of(
     kind, config = identity["class"], identity["config"]
     if kind == KEEPING:
         return decoder_of(config["inner"], weights, own)
-    if kind == "stoker.Normalized":
+    if kind == NORMALIZED:
         inner = decoder_of(config["inner"], weights, own)
         if inner is None and config["inner"] is not None:
             return None

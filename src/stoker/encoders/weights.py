@@ -37,6 +37,24 @@ def digest_weights(weights: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+class WeightsDigest:
+    """Keeps the digest of weights until one of them is written to: large models take a second to digest."""
+
+    def __init__(self) -> None:
+        self._known: tuple[object, str] | None = None
+
+    def of(self, weights: Mapping[str, Tensor]) -> str:
+        """Return `digest_weights(weights)`."""
+        state = [(name, tensor.data_ptr(), tensor._version) for name, tensor in weights.items()]
+        if self._known is None or self._known[0] != state:
+            self._known = (state, digest_weights(weights))
+        return self._known[1]
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return nothing: addresses are those of one process."""
+        return {"_known": None}
+
+
 def named_parts(module: nn.Module) -> dict[str, nn.Module]:
     """The module (name `""`) and all modules below it, shared ones once."""
     return dict(cast("Iterable[tuple[str, nn.Module]]", module.named_modules()))

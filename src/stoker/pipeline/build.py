@@ -20,11 +20,9 @@ from stoker.config.models import DataConfig
 from stoker.config.sections import Kind, Names
 from stoker.encoders.features import FeatureEncoder
 from stoker.encoders.grid import GridEncoder
-from stoker.encoders.keeping import keeping
 from stoker.encoders.mesh import mesh_encoder_for
-from stoker.encoders.normalize import Normalized, Statistics, fit_statistics
 from stoker.encoders.protocol import Encoder
-from stoker.encoders.steady import SteadyEncoder
+from stoker.encoders.wrappers import Normalized, Statistics, SteadyEncoder, fit_statistics, keeping
 from stoker.errors import ConfigError, FormatError, ReadOnlyError, ResourceError, StalledError, StokerError
 from stoker.pipeline.context import Run
 from stoker.pipeline.staging import staged_data

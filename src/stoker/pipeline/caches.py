@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.config import Config, load_config
-from stoker.encoders.keeping import KEEPING
-from stoker.encoders.steady import STEADY
+from stoker.encoders.wrappers import KEEPING, STEADY
 from stoker.errors import ConfigError, FormatError, SourceError, StokerError
 from stoker.pipeline.build import CacheJob, build_jobs, grid_encoder_of
 from stoker.pipeline.context import Run

@@ -21,9 +21,8 @@ import torch
 
 import stoker
 from stoker.config import Config
-from stoker.encoders.keeping import field_names
 from stoker.encoders.protocol import Encoder
-from stoker.encoders.steady import is_steady
+from stoker.encoders.wrappers import field_names, is_steady
 from stoker.errors import ConfigError, FormatError
 from stoker.loader import Windows
 from stoker.loader.outputs import make_outputs
@@ -40,7 +39,7 @@ from stoker.store.mirror.root import attach
 from stoker.store.remote import is_url, local_path
 from stoker.store.storage import LocalStorage
 from stoker.store.strict_json import read_strict
-from stoker.train.config import Stage
+from stoker.train.config import TrainStage
 from stoker.train.operator import unequal_tokens
 from stoker.units import format_bytes
 
@@ -213,7 +212,7 @@ class Run:
         return {f"{part.task}_{split}": (part, split) for part in self.parts() for split in splits}
 
     @cached_property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[TrainStage, ...]:
         """The stages for the training loop. Errors as `stages_of`."""
         return stages_of(self.config)
 

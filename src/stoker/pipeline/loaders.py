@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from stoker.config import Config
 from stoker.config.models import CropStep, NormalizeStep, Step
-from stoker.encoders.steady import is_steady
+from stoker.encoders.wrappers import is_steady
 from stoker.errors import ConfigError
 from stoker.loader import Loader, Mixture, TaskBatch, subset
 from stoker.loader.transform import Transform
@@ -29,7 +29,7 @@ from stoker.scale.ranks import Ranks
 from stoker.schema import Json, Schema
 from stoker.store import Cache
 from stoker.store.joins import join_table
-from stoker.train.config import Stage
+from stoker.train.config import TrainStage
 from stoker.transforms import Crop, Flip, Noise, Normalize, Roll
 
 # ----------------------------------------------------------------------------------------------------------
@@ -455,7 +455,7 @@ class StageLoaders:
             self._served.append(self.make(self._horizon))
         return self._served[0]
 
-    def loader_of(self, stage: Stage) -> Loader | TaskPairs:
+    def loader_of(self, stage: TrainStage) -> Loader | TaskPairs:
         """The training loader of a stage."""
         horizon = horizon_of(self.config, stage)
         if horizon != self._horizon:

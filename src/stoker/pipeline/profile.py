@@ -45,7 +45,7 @@ from stoker.profile.result import (
 from stoker.profile.run import NO_PRICES, STEPS, TIMEOUT_S, Probe, deadline, measured, take
 from stoker.runtime.threads import call_within
 from stoker.store import Cache
-from stoker.train.loop import steps_of
+from stoker.train.run import steps_of
 from stoker.units import format_count, format_seconds
 
 SHOWN = 3
@@ -194,7 +194,7 @@ def _loop(run: Run, loader: Loader, *, steps: int, folder: Path) -> Loop:
         )
     where = torch.device(run.device)
     watched = Probe(_Passes(loader), steps=steps, device=where)
-    take(watched, steps_of(loader, loop_settings(run, len(loader), resume=False), folder))
+    take(watched, steps_of(loader, loop_settings(run, len(loader), resume=False)))
     size = loader.batch_size
     return measured(watched, where, examples=len(loader) * size, batch_examples=size)
 

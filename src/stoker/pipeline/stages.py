@@ -5,7 +5,7 @@ from __future__ import annotations
 from stoker.config import Config
 from stoker.config.models import StageConfig, stage_name
 from stoker.errors import ConfigError
-from stoker.train.config import Stage, StageName
+from stoker.train.config import StageName, TrainStage
 
 INVERSE_ENCODING, INVERSE_DECODING = 1.0, 0.1
 """Weights of the inverse losses where `training.use_inverse_losses` stands alone. The first does not reach
@@ -18,7 +18,7 @@ RAW = "data"
 """The field of samples that encoders of a grid take, and that decoders give back."""
 
 
-def stages_of(config: Config) -> tuple[Stage, ...]:
+def stages_of(config: Config) -> tuple[TrainStage, ...]:
     """Return the stages for the training loop; one of `operator` where none are given.
 
     Raises:
@@ -33,7 +33,7 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
         )
     training = config.training
     enc, dec = _inverse(config)
-    found: list[Stage] = []
+    found: list[TrainStage] = []
     for own in given:
         patience = (
             training.early_stop_patience if own.early_stop_patience is None else own.early_stop_patience
@@ -41,7 +41,7 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
         part = CONSISTENCY_LR if own.name == "consistency" else 1.0
         inverse = own.name == "operator"
         found.append(
-            Stage(
+            TrainStage(
                 name=own.name,
                 epochs=own.epochs or training.epochs,
                 lr=own.lr or training.lr * part,
@@ -108,7 +108,7 @@ def _first(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def horizon_of(config: Config, stage: Stage) -> int | None:
+def horizon_of(config: Config, stage: TrainStage) -> int | None:
     """Return the horizon of a stage's training windows; None: that of the settings."""
     if stage.name != "consistency":
         return None

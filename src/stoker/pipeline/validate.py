@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from stoker.config import load_config
 from stoker.config.names import in_settings
-from stoker.encoders.steady import is_steady
+from stoker.encoders.wrappers import is_steady
 from stoker.errors import ConfigError, EncoderError, ResourceError, StalledError, StokerError
 from stoker.monitor import GpuAbsent, open_gpu
 from stoker.monitor.gpu import find_driver

@@ -243,7 +243,7 @@ OF_A_TASK: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class ReportTable:
     """A table that the caller adds to the page of a run."""
 
     title: str
@@ -269,7 +269,7 @@ def write_report(
     rows: Sequence[Mapping[str, Any]],
     report: TrainReport,
     config: Mapping[str, Any],
-    more: Sequence[Section] = (),
+    more: Sequence[ReportTable] = (),
 ) -> None:
     """Draw `curves.png` in a run's folder, and write `report.html`, which holds the same curves.
 

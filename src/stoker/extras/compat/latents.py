@@ -27,8 +27,7 @@ from stoker.extras.compat.caches import (
     stored_in,
 )
 from stoker.extras.compat.images import available_device
-from stoker.extras.compat.pieces import EarlierCall, grid_coords
-from stoker.extras.compat.pieces import GridEncoder as EarlierGridEncoder
+from stoker.extras.compat.pieces import EarlierCall, EarlierGridEncoder, grid_coords
 from stoker.extras.compat.settings import config_of
 from stoker.extras.import_pt.run import schema_of
 from stoker.loader import Loader, Mixture, Windows

@@ -40,7 +40,7 @@ class GridEncoderConfig:
     """Decides the weights; in the earlier system each process drew its own."""
 
 
-class GridEncoder(nn.Module):
+class EarlierGridEncoder(nn.Module):
     """Frozen encoder of grids with the earlier call; `stoker.GridEncoder` does the work.
 
     Its weights follow from the settings and the seed, so that every process encodes alike. Weights that an
@@ -103,6 +103,10 @@ class GridEncoder(nn.Module):
             made = self._made[height, width] = self.for_grid((height, width))
         grid = values.reshape(1, len(values), height, width, -1)
         return made.encode({"data": grid.to(torch.float32)})["latent"][0]
+
+
+GridEncoder = EarlierGridEncoder
+"""Its public name here."""
 
 
 class EarlierCall(nn.Module):

@@ -33,7 +33,7 @@ from stoker.monitor import StallMeter
 from stoker.pipeline.build import build_source
 from stoker.pipeline.caches import Located
 from stoker.pipeline.context import Run, describe_machine
-from stoker.pipeline.fitting import FitSettings, fit, one_thread
+from stoker.pipeline.fitting import fit, one_thread
 from stoker.pipeline.plan import PlanResult, plan_located
 from stoker.pipeline.precompute import CacheResult, precompute_config
 from stoker.runtime.files import make_folder, replacing
@@ -43,7 +43,7 @@ from stoker.sources.sql.databases import driver
 from stoker.sources.sql.query import Address, parse_address
 from stoker.sources.sql.source import SQLSource
 from stoker.sources.sql.values import METRES
-from stoker.train.config import EventSink
+from stoker.train.config import EventSink, TrainConfig
 from stoker.units import format_count
 
 RECEIVERS: Sequence[tuple[str, float, float, float, float]] = (
@@ -751,7 +751,7 @@ def run_radio(
     began, epochs = time.monotonic(), config.training.epochs
     meter.reset()
 
-    settings = FitSettings(epochs=epochs, lr=config.training.lr, weight_decay=config.training.weight_decay)
+    settings = TrainConfig(epochs=epochs, lr=config.training.lr, weight_decay=config.training.weight_decay)
     with one_thread():
         report = fit(Triangulation(model), train, val, settings, meter=meter, on_event=_telling(say, epochs))
     train_s = time.monotonic() - began

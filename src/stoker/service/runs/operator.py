@@ -11,7 +11,7 @@ from stoker.pipeline.train import Prepared, prepare, train_prepared
 from stoker.schema import Json
 from stoker.service.runs.journal import EncodingProgress
 from stoker.service.runs.run import JobRun, log
-from stoker.train.run import checkpoint_to_resume
+from stoker.train.state import checkpoint_to_resume
 
 _BATCH_EVERY_S = 1.0
 
