@@ -607,10 +607,10 @@ def _freeze(module: nn.Module) -> None:
     for name, part in named_parts(module).items():
         scripted = cast("str", getattr(part, "original_name", ""))
         where = f"{name or 'the module'} ({scripted or type(part).__qualname__})"
-        normalises = isinstance(part, BATCH_NORMS) or scripted in {kind.__name__ for kind in BATCH_NORMS}
-        if normalises and getattr(part, "running_mean", None) is None:
+        normalizes = isinstance(part, BATCH_NORMS) or scripted in {kind.__name__ for kind in BATCH_NORMS}
+        if normalizes and getattr(part, "running_mean", None) is None:
             raise EncoderError(
-                f"{where} normalises by its batch, so a sample would depend on its neighbours. "
+                f"{where} normalizes by its batch, so a sample would depend on its neighbors. "
                 f"Use running statistics (track_running_stats=True)"
             )
         if part.training:

@@ -24,7 +24,6 @@ import torch
 
 from stoker.errors import ResourceError, StalledError
 from stoker.loader import tiers as device_tier
-from stoker.loader.places import Places
 from stoker.loader.tiers import Memory, map_host
 from stoker.plan import Demand, Plan, Reservation, Resources, plan_tiers
 from stoker.plan.placement import LEAST_GAIN, MOST_PATIENCE_S, Calm, gain, short, without
@@ -35,6 +34,7 @@ from stoker.units import format_bytes
 
 if TYPE_CHECKING:
     from stoker.loader.design import Design
+    from stoker.loader.places import Places
     from stoker.store import Cache
 
 

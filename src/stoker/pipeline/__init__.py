@@ -10,9 +10,9 @@ caches.py       which caches there are, also where the raw data is gone; what th
 precompute.py   fills the caches, and repairs one
 loaders.py      caches -> loaders of the training loop
 plan.py         where records would be served from
-train.py        caches -> loaders -> training loop -> report
-tracking.py     start-up, stall, GPU and cost of a run by name
 physical.py     fields for validation and for stages that train a decoder
+train.py        caches -> loaders -> training loop -> report; start-up, stall, GPU and cost by name
+fitting.py      a module on batches of complete records, by the same loop
 validate.py     rows of pass, warn and fail before a long run
 bench.py        limits of the machine and what tiers reach of them
 profile.py      where the time of a training goes

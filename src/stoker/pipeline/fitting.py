@@ -65,7 +65,7 @@ class RecordProgress(TrainProgress):
     epochs: int = 0
     """Passes that were asked for."""
     extended: int = 0
-    """Passes finished when more were asked for than before: patience begins anew there."""
+    """Passes finished when more were asked for than before: patience begins again there."""
     row: dict[str, Json] = field(default_factory=dict[str, Json])
     """Figures of the last finished epoch."""
 
@@ -366,7 +366,7 @@ class ImageClassifier(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Classification:
-    """What is learnt of images with a class, for `stoker.pipeline.fitting`."""
+    """What is learned of images with a class, for `stoker.pipeline.fitting`."""
 
     model: ImageClassifier
 

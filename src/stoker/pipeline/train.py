@@ -456,7 +456,7 @@ def train_config(
     on_event: EventSink | None = None,
     stage: str | None = None,
 ) -> TrainResult:
-    """Encode what is missing, then train; an interrupted run with the same settings goes on.
+    """Encode what is missing, then train; an interrupted run with the same settings continues.
 
     Args:
         run: The settings; all of its ranks are to make this call.

@@ -3,7 +3,7 @@
 An error is always `sqrt(sum |prediction - truth|^2 / sum |truth|^2)` over the whole set, in latent space,
 summed in float64; with a decoder also of the decoded fields, in their own units. Doing nothing
 (persistence, z1 = z0; of a steady problem the mean solution of the training data) is the guess that a model
-must beat to have learnt anything: with short time steps its error is small, so an error alone says little.
+must beat to have learned anything: with short time steps its error is small, so an error alone says little.
 """
 
 from __future__ import annotations

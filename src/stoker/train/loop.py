@@ -136,7 +136,7 @@ class Objective(Protocol):
         ...
 
     def begin_pass(self, *, resumed: bool) -> None:
-        """Zero the sums of a pass; `resumed`: only those that begin anew in the middle of one."""
+        """Zero the sums of a pass; `resumed`: only those that begin again in the middle of one."""
         ...
 
     def count(self, done: Stepped, lr: float, log_every: int) -> tuple[str, dict[str, Json]] | None:
@@ -507,7 +507,7 @@ class TrainLoop:
             self._best = self._checkpoint()
         if self._is_due():
             self.save()
-        elif self._best is not None and better:  # until it is written, training goes on
+        elif self._best is not None and better:  # training changes its tensors before it is written
             self._best = _copied(self._best)
         self.tell("epoch", row)
 

@@ -313,7 +313,7 @@ class Scales:
     z_std: Tensor
     """`(D,)`."""
     step_std: Tensor
-    """Root mean square of z1 - z0, `(D,)`. The loss is in this unit: a short time step is learnt as well."""
+    """Root mean square of z1 - z0, `(D,)`. The loss is in this unit: a short time step is learned as well."""
     cond_mean: Tensor
     """`(C,)`."""
     cond_std: Tensor

@@ -303,7 +303,7 @@ def check_validation(loader: Validation, patience: int | None, ranks: Ranks) -> 
     if loader is None and patience is not None:
         raise ConfigError(
             f"TrainConfig.patience is {patience}, but nothing is validated, so training would end after "
-            "that many epochs whatever it learnt. Give a val_loader, or leave patience out"
+            "that many epochs whatever it learned. Give a val_loader, or leave patience out"
         )
     every = loader.values() if isinstance(loader, Mapping) else [loader]
     if any(one is not None and not len(one) for one in every):
@@ -460,7 +460,7 @@ def changed(run: OperatorObjective, saved: Mapping[str, Any]) -> dict[str, Json]
 
 
 def check_finite(pairs: Pairs) -> None:
-    """Refuse a batch from which no scales can be learnt.
+    """Refuse a batch from which no scales can be learned.
 
     Raises:
         DivergedError: A state or condition is not finite; names the first sample.
