@@ -8,12 +8,12 @@ and becomes a `key=value` setting. The same setting given both ways is then give
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, ClassVar, cast, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -89,6 +89,18 @@ def repeat_flags(args: Sequence[str]) -> list[str]:
 class EarlierPrecomputeFlags:
     """Flags of the earlier script that `precompute` still takes, as given; None where a flag is absent."""
 
+    KEYS: ClassVar[Mapping[str, str]] = {
+        "tasks": "data.task", "root": "data.root", "limit": "data.limit",
+        "latent_dim": "latent.dim", "latent_len": "latent.tokens",
+        "cache_dir": "training.latent_cache_dir", "cache_dtype": "training.latent_cache_dtype",
+        "device": "training.device", "batch_size": "precompute.encode_batch",
+        "pin_memory": "training.pin_memory", "overwrite": "precompute.overwrite",
+        "dataloader_timeout": "precompute.deadlines.start",
+        "cache_write_timeout": "precompute.deadlines.write",
+        "watchdog_timeout": "precompute.deadlines.encode",
+    }  # fmt: skip
+    """The setting of each flag that is one."""
+
     tasks: Annotated[list[str] | None, typer.Option(help="data.task: one or more names.")] = None
     root: Annotated[Path | None, typer.Option(help="data.root: folder of the raw files.")] = None
     cache_dir: Annotated[str | None, typer.Option(help="training.latent_cache_dir.")] = None
@@ -135,40 +147,15 @@ class EarlierPrecomputeFlags:
                 f"--{'' if self.parallel else 'no-'}parallel and --num-workers {workers} contradict. "
                 "Give one of them"
             )
-        if self.parallel is False:
-            workers = 0
-        given = {
-            "data.task": None if self.tasks is None else _list(self.tasks),
-            "data.root": self.root,
-            "data.limit": self.limit,
-            "latent.dim": self.latent_dim,
-            "latent.tokens": self.latent_len,
-            "training.latent_cache_dir": self.cache_dir,
-            "training.latent_cache_dtype": self.cache_dtype,
-            "training.device": self.device,
-            "precompute.encode_batch": self.batch_size,
-            "training.num_workers": workers,
-            "training.pin_memory": self.pin_memory,
-            "precompute.overwrite": self.overwrite,
-            **self._deadlines(),
-            **self._later(),
-        }
-        return [*overrides, *(f"{key}={_text(value)}" for key, value in given.items() if value is not None)]
-
-    def _later(self) -> dict[str, object]:
-        """Settings of flags that the earlier script did not have."""
-        return {}
-
-    def _deadlines(self) -> dict[str, float | None]:
-        """A worker that does not answer in time, whatever it does; files may be given a time of their own."""
+        # Files may be given a time of their own; else a worker that does not answer has it for all it does.
         file_s = self.dataloader_timeout if self.hdf5_timeout is None else self.hdf5_timeout
-        return {
-            "precompute.deadlines.start": self.dataloader_timeout,
+        given = {
+            **{key: getattr(self, name) for name, key in self.KEYS.items()},
+            "training.num_workers": 0 if self.parallel is False else workers,
             "precompute.deadlines.open": file_s,
             "precompute.deadlines.read": file_s,
-            "precompute.deadlines.write": self.cache_write_timeout,
-            "precompute.deadlines.encode": self.watchdog_timeout,
         }
+        return [*overrides, *(f"{key}={_text(value)}" for key, value in given.items() if value is not None)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,8 +169,8 @@ class PrecomputeFlags(EarlierPrecomputeFlags):
         str | None, typer.Option(help="precompute.devices: an encoder on each, as cuda:0,cuda:1, or all.")
     ] = None
     retry_quarantined: Annotated[
-        bool, typer.Option("--retry-quarantined", help="Try samples again that failed before.")
-    ] = False
+        bool | None, typer.Option("--retry-quarantined", help="Try samples again that failed before.")
+    ] = None
     engine: Annotated[
         str | None,
         typer.Option(metavar="local|ray", help="precompute.engine: this machine, or a Ray cluster."),
@@ -192,14 +179,17 @@ class PrecomputeFlags(EarlierPrecomputeFlags):
         str | None, typer.Option(metavar="auto|HOST:PORT", help="precompute.ray.address; default: one here.")
     ] = None
 
-    def _later(self) -> dict[str, object]:
-        return {
-            "precompute.compression": self.compression,
-            "precompute.devices": None if self.devices is None else _list([self.devices]),
-            "precompute.engine": self.engine,
-            "precompute.ray.address": self.address,
-            "precompute.retry_quarantined": self.retry_quarantined or None,
-        }
+    KEYS: ClassVar[Mapping[str, str]] = {
+        **EarlierPrecomputeFlags.KEYS,
+        "compression": "precompute.compression", "named_devices": "precompute.devices",
+        "retry_quarantined": "precompute.retry_quarantined", "engine": "precompute.engine",
+        "address": "precompute.ray.address",
+    }  # fmt: skip
+
+    @property
+    def named_devices(self) -> list[str] | None:
+        """`devices`, which may be several in one word."""
+        return None if self.devices is None else [self.devices]
 
 
 def spread_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -234,6 +224,9 @@ def with_parameters(
 
 
 def _text(value: object) -> str:
+    """A value as a setting has it; of several words a list."""
+    if isinstance(value, list):
+        return _list(cast("list[str]", value))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

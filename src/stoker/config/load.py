@@ -775,44 +775,40 @@ def _check_batch(layer: Layer) -> None:
 
 def _check_together(config: Config, file: Layer, command: Layer) -> None:
     """What no setting can be judged for alone."""
+    for name, fact in _contradictions(config, file, command):
+        from_command = any(key == name or key.startswith(f"{name}.") for key in command.values)
+        raise ConfigError(f"{(command if from_command else file).where}: {name} {fact}")
+
+
+def _contradictions(config: Config, file: Layer, command: Layer) -> Iterator[tuple[str, str]]:
+    """Settings that do not fit others, and what is wrong with each."""
     kind = config.data.kind
     for name, kinds in misplaced(config.data, kind):
-        layer = command if any(key.startswith(f"data.{name}") for key in command.values) else file
-        raise ConfigError(
-            f"{layer.where}: data.{name} is given, but data.kind={kind} has no use for it. Leave it out, or "
-            f"give data.kind={' or '.join(kinds)}"
-        )
+        fact = f"is given, but data.kind={kind} has no use for it. Leave it out, or give data.kind="
+        yield f"data.{name}", fact + " or ".join(kinds)
     for name in misplaced_in_encoder(config.encoder, config.encoder.kind):
-        layer = command if f"encoder.{name}" in command.values else file
-        raise ConfigError(
-            f"{layer.where}: encoder.{name} is given, but encoder.kind={config.encoder.kind} has no use for "
-            "it. Leave it out, or give encoder.kind=module"
-        )
+        fact = f"is given, but encoder.kind={config.encoder.kind} has no use for it. Leave it out, or give "
+        yield f"encoder.{name}", fact + "encoder.kind=module"
     engine = config.precompute.engine
     # A file may hold what another engine needs, for the day that one is asked for.
     given = {**file.values, **command.values} if engine == "ray" else command.values
     for name, cure in beside_engine(engine, given):
-        layer = command if name in command.values else file
-        raise ConfigError(
-            f"{layer.where}: {name} is {shown(given[name])}, but precompute.engine={engine} has no use for "
-            f"it. {cure}"
-        )
+        yield name, f"is {shown(given[name])}, but precompute.engine={engine} has no use for it. {cure}"
     for name, url in (("data.sql.url", config.data.sql.url), ("data.join.table", config.data.join.table)):
-        if not url or "://" not in url or not has_password(url):
-            continue
-        layer = command if name in command.values else file
-        raise ConfigError(
-            f"{layer.where}: {name} holds a password, and settings are copied into every run's folder. "
-            "Put it in ~/.pgpass or PGPASSWORD, where PostgreSQL's own library looks for it"
-        )
-    for name, fact in [*_wrong_windows(config), *_ineffective(config.stages)]:
-        raise ConfigError(f"{(command if name in command.values else file).where}: {name} {fact}")
-    if config.model.width % config.model.heads:
-        layer = command if {"model.width", "model.heads"} & command.values.keys() else file
-        raise ConfigError(
-            f"{layer.where}: model.width {config.model.width} is not a multiple of model.heads "
-            f"{config.model.heads}. Each head takes an equal part of the width"
-        )
+        if url and "://" in url and has_password(url):
+            yield (
+                name,
+                "holds a password, and settings are copied into every run's folder. Put it in ~/.pgpass or "
+                "PGPASSWORD, where PostgreSQL's own library looks for it",
+            )
+    yield from _wrong_windows(config)
+    yield from _ineffective(config.stages)
+    width, heads = config.model.width, config.model.heads
+    if width % heads:
+        share = "Each head takes an equal part of the width"
+        if "model.heads" in command.values:
+            yield "model.heads", f"is {heads}, and model.width {width} is not a multiple of it. {share}"
+        yield "model.width", f"{width} is not a multiple of model.heads {heads}. {share}"
 
 
 def _wrong_windows(config: Config) -> Iterator[tuple[str, str]]:

@@ -340,7 +340,7 @@ def _choice(plan: Plan, tiers: Mapping[str, Figure]) -> list[str]:
     """Which tier the records belong to, and from which step on nothing waits."""
     held = plan.tier
     figure = tiers.get("disk, cold" if held == "disk" else held)
-    size = format_bytes(sum(row.bytes for row in plan.rows))
+    size = format_bytes(plan.bytes)
     if figure is None or figure.batch_s is None:
         return [f"The records ({size}) belong on the {held} tier; leave tier=auto."]
     batch, quiet = format_seconds(figure.batch_s), format_seconds(99 * figure.batch_s)

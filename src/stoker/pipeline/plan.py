@@ -117,7 +117,7 @@ def say(smaller: tuple[Smaller, ...], plan: Plan, max_error: float | None) -> st
     if not allowed:
         return ""
     best = min(allowed, key=lambda one: (one.bytes, one.max_error or 0.0))
-    before = sum(row.bytes for row in plan.rows)
+    before = plan.bytes
     moved = [
         f"{format_count(after, 'record')} on the {tier} tier instead of {format_count(was)}"
         for (tier, after), was in zip(

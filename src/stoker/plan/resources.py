@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, cast
@@ -185,15 +185,20 @@ def _ancestry(path: PurePosixPath, top: PurePosixPath, mount: Path, version: int
 def _mounts(mountinfo: str, controller: str) -> dict[int, list[tuple[PurePosixPath, str]]]:
     """Version to (root of the mount in its hierarchy, mount point), for hierarchies with `controller`."""
     found: dict[int, list[tuple[PurePosixPath, str]]] = {}
+    for top, point, kind in _mount_lines(mountinfo):
+        version = {"cgroup": 1, "cgroup2": 2}.get(kind[0])
+        if version == 2 or (version == 1 and controller in kind[-1].split(",")):
+            found.setdefault(version, []).append((PurePosixPath(top), point))
+    return found
+
+
+def _mount_lines(mountinfo: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Of each mount its root in what is mounted, its mount point, and type, source and options."""
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
         fields, kind = before.split(), after.split()
-        if len(fields) < 5 or len(kind) < 3:
-            continue
-        version = {"cgroup": 1, "cgroup2": 2}.get(kind[0])
-        if version == 2 or (version == 1 and controller in kind[2].split(",")):
-            found.setdefault(version, []).append((PurePosixPath(_plain(fields[3])), _plain(fields[4])))
-    return found
+        if len(fields) >= 5 and len(kind) >= 2:
+            yield _plain(fields[3]), _plain(fields[4]), kind
 
 
 def _plain(path: str) -> str:
@@ -211,7 +216,8 @@ def _limit(path: Path) -> int | None:
 
 
 def _read(path: Path) -> str:
-    """The file's text; empty where there is none or we may not read it, as for a group's root."""
+    """The file's text; empty where there is none or we may not read it, as for a group's root, or on a
+    system without it."""
     try:
         return path.read_text()
     except OSError:
@@ -273,21 +279,11 @@ def mount_of(path: PurePosixPath, mountinfo: str) -> Mount | None:
     ('nfs4', 'ext4')
     """
     found: Mount | None = None
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        fields, kind = before.split(), after.split()
-        if len(fields) < 5 or len(kind) < 2:
-            continue
-        point = _unescape(fields[4])
+    for _, point, kind in _mount_lines(mountinfo):
         # A later mount on the same point hides the earlier one.
         if path.is_relative_to(point) and (found is None or len(point) >= len(found.point)):
-            found = Mount(point=point, kind=kind[0], source=_unescape(kind[1]))
+            found = Mount(point=point, kind=kind[0], source=_plain(kind[1]))
     return found
-
-
-def _unescape(text: str) -> str:
-    """Mount points are written with octal escapes."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -505,7 +501,7 @@ def host_memory(proc: Path, root: Path) -> MemoryLimit:
         root: `/`, or the folder below which mount points lie.
     """
     machine = machine_memory((proc / "meminfo").read_text())
-    groups = memory_limits(_text(proc / "self/cgroup"), _text(proc / "self/mountinfo"), root)
+    groups = memory_limits(_read(proc / "self/cgroup"), _read(proc / "self/mountinfo"), root)
     # A group may be allowed more than the machine has; then the machine's own line decides by itself,
     # since what the group holds is held on the machine too.
     return min([machine, *groups], key=lambda limit: limit.usable_bytes)
@@ -532,7 +528,7 @@ def machine_memory(meminfo: str) -> MemoryLimit:
 
 def cpu_share(proc: Path, root: Path, affinity: int) -> CpuLimit:
     """The tightest of affinity and every quota above this process; arguments as for `host_memory`."""
-    quotas = cpu_limits(_text(proc / "self/cgroup"), _text(proc / "self/mountinfo"), root)
+    quotas = cpu_limits(_read(proc / "self/cgroup"), _read(proc / "self/mountinfo"), root)
     return least_cpus(quotas, affinity)
 
 
@@ -612,12 +608,4 @@ def disk_space(path: Path) -> tuple[int, int | None]:
 def storage_of(path: Path, proc: Path = Path("/proc")) -> Mount | None:
     """What a path lies on, or will once it is there; None where the system does not say."""
     real = PurePosixPath(os.path.realpath(path))
-    return mount_of(real, _text(proc / "self/mountinfo"))
-
-
-def _text(path: Path) -> str:
-    """The file's text; empty on a system without it."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+    return mount_of(real, _read(proc / "self/mountinfo"))

@@ -194,6 +194,13 @@ class PlanFacts:
     budgets: dict[str, int]
     """Bytes that may be filled, per memory tier."""
 
+    def free(self, tier: str) -> tuple[int, str]:
+        """Bytes of a memory tier that are free, and what limits them."""
+        found = self.resources
+        if tier == "device":
+            return found.device_bytes, found.device_name
+        return found.host_bytes, found.host_limit
+
 
 def explain(plan: Plan, facts: PlanFacts, asked: str) -> str:
     """The reason of `plan`: what went where, what decided, what it costs, and what would do as well."""
@@ -224,19 +231,14 @@ def _compressed(ratio: float, rates: Rates) -> str:
 
 def say_need(facts: PlanFacts, tier: str, stored: int) -> str:
     """The error for a tier that was asked for and cannot hold `stored` records."""
-    demand, resources = facts.demand, facts.resources
-    free, limit, name = (
-        (resources.device_bytes, resources.device_name, "device memory")
-        if tier == "device"
-        else (resources.host_bytes, resources.host_limit, "host memory")
-    )
+    demand = facts.demand
+    free, limit = facts.free(tier)
     return (
         f"tier {tier}: {format_count(stored)} records of {format_bytes(demand.record_bytes)} take "
-        f"{format_bytes(stored * demand.record_bytes)}, but {format_bytes(facts.budgets[tier])} of {name} "
-        f"may be filled ({format_bytes(free)} free, {limit}, less a reserve of "
-        f"{format_bytes(facts.reserves[tier])}). Use {arg('tier', 'auto')}, which puts the rest on a "
-        f"slower tier, "
-        "store a smaller dtype, or lower reserve_bytes"
+        f"{format_bytes(stored * demand.record_bytes)}, but {format_bytes(facts.budgets[tier])} of {tier} "
+        f"memory may be filled ({format_bytes(free)} free, {limit}, less a reserve of "
+        f"{format_bytes(facts.reserves[tier])}). Use {arg('tier', 'auto')}, which puts the rest on a slower "
+        "tier, store a smaller dtype, or lower reserve_bytes"
     )
 
 
@@ -260,7 +262,7 @@ def table(plan: Plan) -> str:
 def _placed(plan: Plan, asked: str) -> str:
     held = [row for row in plan.rows if row.records]
     total = sum(row.records for row in plan.rows)
-    size = format_bytes(sum(row.bytes for row in plan.rows))
+    size = format_bytes(plan.bytes)
     why = "" if asked == "auto" else f", as tier={asked} asks"
     if not held:
         return f"no records to place{why}"
@@ -271,12 +273,7 @@ def _placed(plan: Plan, asked: str) -> str:
 
 
 def _budget(row: TierShare, facts: PlanFacts) -> str:
-    resources = facts.resources
-    free, limit = (
-        (resources.device_bytes, resources.device_name)
-        if row.tier == "device"
-        else (resources.host_bytes, resources.host_limit)
-    )
+    free, limit = facts.free(row.tier)
     return (
         f"{format_bytes(row.bytes)} of the {format_bytes(facts.budgets[row.tier])} that may be filled there "
         f"({format_bytes(free)} usable, {limit}, reserve {format_bytes(facts.reserves[row.tier])})"
@@ -427,7 +424,7 @@ class Plan(JsonResult):
 
     def __repr__(self) -> str:
         held = ", ".join(f"{r.tier} {format_count(r.records, 'record')}" for r in self.rows if r.records)
-        return f"Plan({held or 'no records'}, {format_bytes(sum(row.bytes for row in self.rows))})"
+        return f"Plan({held or 'no records'}, {format_bytes(self.bytes)})"
 
     def __str__(self) -> str:
         return table(self)
@@ -769,7 +766,7 @@ def cure(waiting: Waiting, plan: Plan) -> str:
             "" if expected is None else f", and would stall {format_percent(expected)}"
         )
     if main == "read":
-        size = format_bytes(sum(row.bytes for row in plan.rows))
+        size = format_bytes(plan.bytes)
         host = next(row for row in plan.rows if row.tier == "host")
         return (
             f"The records take {size}, more than the host tier has room for ({host.note}). Free memory for "

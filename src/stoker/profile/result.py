@@ -18,7 +18,7 @@ from typing import TypeAlias
 from stoker.errors import ConfigError, ResourceError
 from stoker.plan import Demand, Rates, Resources, plan_tiers
 from stoker.plan.gpus import MEMORY_GIB, known_gpu, peak_flops, say_gpus
-from stoker.schema import Json, JsonResult, as_json
+from stoker.schema import Json, JsonResult
 from stoker.units import GIB, format_bytes, format_percent, format_seconds
 
 # ----------------------------------------------------------------------------------------------------------
@@ -230,8 +230,10 @@ ENCODE = "encode"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loop:
+class Loop(JsonResult):
     """What was measured of a loop; seconds are per batch."""
+
+    json_keys = ("stall", "wait_s", "step_s", "cached_s", "compute_s", "copy_s", "sample_s", "flops")
 
     wait_s: float
     """Waited for the loader, while the loop ran as it is."""
@@ -311,8 +313,13 @@ class TierForecast(JsonResult):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
+class Profile(JsonResult):
     """Where the time goes, and what would help."""
+
+    json_within = "loop"
+    json_keys = (
+        "verdict", "stages", "bottleneck", "stragglers", "served_from", "gpus", "elsewhere", "remarks",
+    )  # fmt: skip
 
     loop: Loop
     tiers: tuple[TierForecast, ...]
@@ -385,36 +392,20 @@ class Profile:
         most = f", most of it in {self.bottleneck}" if self.bottleneck else ""
         return f"{said}; without a cache {format_percent(unkept.stall)} would be{most}"
 
+    @property
+    def stragglers(self) -> list[dict[str, Json]]:
+        """Samples that take far longer than the others, as JSON holds them."""
+        names = self.loop.names
+        return [{"number": n, "seconds": s, "name": names.get(n, "")} for n, s in self.loop.stragglers()]
+
     def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        loop = self.loop
-        slow: list[Json] = [
-            {"number": n, "seconds": s, "name": loop.names.get(n, "")} for n, s in loop.stragglers()
-        ]
-        return {
-            "verdict": self.verdict,
-            "stall": loop.stall,
-            "wait_s": loop.wait_s,
-            "step_s": loop.step_s,
-            "cached_s": loop.cached_s,
-            "compute_s": loop.compute_s,
-            "copy_s": loop.copy_s,
-            "sample_s": loop.sample_s,
-            "stages": as_json(self.stages),
-            "bottleneck": self.bottleneck,
-            "stragglers": slow,
-            "tiers": [
-                {**t.to_json(), "epoch_s": t.wall_s * self.batches, "epoch_cost": self.cost(t.wall_s)}
-                for t in self.tiers
-            ],
-            "epoch_s": loop.wall_s * self.batches,
-            "epoch_cost": self.cost(loop.wall_s),
-            "served_from": self.served_from,
-            "flops": loop.flops,
-            "gpus": self.gpus,
-            "elsewhere": as_json(self.elsewhere),
-            "remarks": list(self.remarks),
-        }
+        """Return the keys that scripts rely on; the loop and each tier say what an epoch takes and costs."""
+
+        def epoch(wall_s: float) -> dict[str, Json]:
+            return {"epoch_s": wall_s * self.batches, "epoch_cost": self.cost(wall_s)}
+
+        tiers: list[Json] = [{**tier.to_json(), **epoch(tier.wall_s)} for tier in self.tiers]
+        return {**JsonResult.to_json(self), "tiers": tiers, **epoch(self.loop.wall_s)}
 
 
 def demand_of(loop: Loop, cpus: float) -> Demand:
