@@ -52,6 +52,7 @@ def test_a_run_keeps_start_up_and_epochs_by_the_names_of_earlier_systems(project
     assert [phase["note"] for phase in again["startup"]["phases"]][1] == "nothing to encode"
 
 
+@pytest.mark.draws
 def test_the_page_holds_start_up_tiers_caches_machine_settings_and_recipe(project: Path) -> None:
     run("train", "c.yaml")
 

@@ -10,8 +10,9 @@ from stoker.config import load_config
 from stoker.config.models import DataConfig
 from stoker.config.sections import KINDS, TAKEN_BY
 from stoker.errors import ConfigError, SourceError
-from stoker.pipeline.build import BUILDERS, build_source
+from stoker.pipeline.build import build_source
 from stoker.pipeline.context import Run
+from stoker.plugins import plugins_of
 
 
 def test_without_a_kind_data_is_hdf5_as_before() -> None:
@@ -21,7 +22,7 @@ def test_without_a_kind_data_is_hdf5_as_before() -> None:
 
 
 def test_every_kind_has_a_builder_and_shared_settings_name_kinds_and_settings() -> None:
-    assert set(BUILDERS) == set(KINDS)
+    assert set(plugins_of("stoker.sources")) == set(KINDS)
     assert set(TAKEN_BY) <= set(DataConfig.model_fields)
     assert {kind for kinds in TAKEN_BY.values() for kind in kinds} <= set(KINDS)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from stoker.loader import Loader, Windows
 from stoker.loader.prefetch import BatchPrefetcher, BegunStrip, Strips
 from stoker.runtime.threads import Pool
 from stoker.store import Cache
+from tests.kit import forked as subprocess
 from tests.loader.caches import trajectories, write_cache
 
 
@@ -202,7 +202,7 @@ def test_a_pass_that_a_fork_inherits_is_left_or_refused_at_once() -> None:
     code = """
 import os, sys, threading, time
 from stoker.errors import StalledError
-from stoker.loader.prefetch import Ahead
+from stoker.loader.prefetch import BatchPrefetcher
 go = threading.Event()
 def source():
     for number in range(20):
@@ -210,7 +210,7 @@ def source():
             go.wait(50)
         yield number
 def begun():
-    chooser = Ahead(cores=2)
+    chooser = BatchPrefetcher(cores=2)
     chooser.beside = True
     chooser._made.append(1e-3)
     batches = chooser.of(source(), 20)
@@ -225,7 +225,7 @@ if not child:
         next(gone_on)
     except StalledError as error:
         assert "this one was forked from it without its threads" in str(error), error
-        chooser = Ahead(cores=2)
+        chooser = BatchPrefetcher(cores=2)
         chooser.beside = True
         chooser._made.append(1e-3)
         assert list(chooser.of(iter(range(50)), 50)) == list(range(50))

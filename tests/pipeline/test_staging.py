@@ -5,6 +5,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import h5py
 import numpy as np
@@ -12,24 +13,22 @@ import pytest
 
 from stoker.config import load_config
 from stoker.errors import ConfigError, ResourceError, SourceError, StalledError
-from stoker.extras.fetch import origins as fetch_folder
-from stoker.extras.fetch import run
-from stoker.extras.fetch.origins import FileStream
-from stoker.extras.fetch.run import paths_of
 from stoker.pipeline import staging
 from stoker.pipeline.build import build_source
 from stoker.pipeline.context import Run
 from stoker.pipeline.precompute import precompute_config
 from stoker.pipeline.staging import is_staged, look_at, prune_staged, stage_config, stage_file, stage_task
 from stoker.plan.resources import Mount
+from stoker.runtime import partial
+from stoker.runtime.partial import paths_of
 
 LOCAL = Mount(point="/", kind="ext4", source="/dev/sda")
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(fetch_folder, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(partial, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(staging, "PIECE_BYTES", 1000)
     monkeypatch.setattr(staging, "RESERVE_BYTES", 0)
 
 
@@ -108,15 +107,15 @@ def test_a_stopped_copy_goes_on_and_damage_in_it_is_found(tmp_path: Path, monkey
     objects.mkdir()
     reads = iter(range(5))
 
-    def stop(stream: FileStream) -> bytes:
+    def stop(*piece: Any) -> bytes:
         next(reads)
-        return real(stream)
+        return real(*piece)
 
-    real = FileStream.read
-    monkeypatch.setattr(FileStream, "read", stop)
+    real = staging.read_piece
+    monkeypatch.setattr(staging, "read_piece", stop)
     with pytest.raises(StopIteration):
         stage_file(original, objects, deadline_s=20)
-    monkeypatch.setattr(FileStream, "read", real)
+    monkeypatch.setattr(staging, "read_piece", real)
     part, _ = paths_of(objects / original.object)
     assert part.stat().st_size == 5000
     with part.open("r+b") as file:  # a block that did not reach the disk
@@ -132,9 +131,9 @@ def test_a_copy_that_does_not_read_back_gets_no_name(tmp_path: Path, monkeypatch
     path, objects = tmp_path / "a.bin", tmp_path / "objects"
     path.write_bytes(os.urandom(3500))
     objects.mkdir()
-    original, real = look_at(path), run.Partial.keep
+    original, real = look_at(path), partial.PartialFile.keep
 
-    def keep(one: run.Partial) -> None:
+    def keep(one: partial.PartialFile) -> None:
         real(one)
         part, _ = paths_of(objects / original.object)
         if part.exists():
@@ -142,11 +141,11 @@ def test_a_copy_that_does_not_read_back_gets_no_name(tmp_path: Path, monkeypatch
                 file.seek(2500)
                 file.write(b"torn")
 
-    monkeypatch.setattr(run.Partial, "keep", keep)
+    monkeypatch.setattr(partial.PartialFile, "keep", keep)
     with pytest.raises(SourceError, match="does not read back"):
         stage_file(original, objects, deadline_s=20)
     assert not is_staged(original, objects)
-    monkeypatch.setattr(run.Partial, "keep", real)
+    monkeypatch.setattr(partial.PartialFile, "keep", real)
     assert stage_file(original, objects, deadline_s=20) == 1500
     assert (objects / original.object).read_bytes() == path.read_bytes()
 
@@ -154,13 +153,13 @@ def test_a_copy_that_does_not_read_back_gets_no_name(tmp_path: Path, monkeypatch
 def test_a_file_that_changes_meanwhile_is_no_copy(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(bytes(3000))
-    original, real = look_at(path), FileStream.read
+    original, real = look_at(path), staging.read_piece
 
-    def read(stream: FileStream) -> bytes:
+    def read(*piece: Any) -> bytes:
         os.utime(path, ns=(1, 1))
-        return real(stream)
+        return real(*piece)
 
-    monkeypatch.setattr(FileStream, "read", read)
+    monkeypatch.setattr(staging, "read_piece", read)
     (tmp_path / "o").mkdir()
     with pytest.raises(SourceError, match="changed while it was staged"):
         stage_file(original, tmp_path / "o", deadline_s=20)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ast
 import gc
 import os
 import signal
@@ -327,15 +326,3 @@ def _forked(work: Callable[[], object], limit_s: float = 60.0) -> int:
             return -9
         time.sleep(0.005)
     return os.waitstatus_to_exitcode(ended[1])
-
-
-def test_no_thread_of_the_package_is_waited_for_by_the_exit() -> None:
-    """The interpreter joins threads that are not daemons, and those of every ThreadPoolExecutor."""
-    src = Path(pools.__file__).parent.parent
-    for path in src.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                assert node.module != "concurrent.futures", path
-            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "Thread":
-                daemon = {one.arg: ast.unparse(one.value) for one in node.keywords}.get("daemon")
-                assert daemon == "True", f"{path}:{node.lineno}"

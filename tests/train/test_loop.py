@@ -4,7 +4,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from stoker.train.config import TrainConfig, TrainReport
 from stoker.train.run import train
 from stoker.train.state import MetricsLog, load_checkpoint
 from stoker.train.step import learning_rate
+from tests.kit import forked as subprocess
 from tests.train.fakes import FakeBatch, FakeLoader, waves
 
 SMALL: dict[str, Any] = {
@@ -70,6 +70,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.draws
 def test_training_beats_persistence_and_leaves_everything(tmp_path: Path) -> None:
     seen: list[str] = []
 

@@ -1,14 +1,13 @@
-"""The commands that look after caches and copies: verify, compact, gc, export, import-pt, stage."""
+"""The commands that look after caches and copies: verify, compact, gc, stage."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from stoker.cli.edge import Edge, Teller, at_edge
 from stoker.cli.flags import CachePath, Config, Overrides, duration, share, size
@@ -24,8 +23,6 @@ def register_caches(app: typer.Typer) -> None:
     app.command()(verify)
     app.command()(compact)
     app.command()(gc)
-    app.command()(export)
-    app.command(name="import-pt")(import_pt)
     app.command()(stage)
 
 
@@ -172,45 +169,6 @@ def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
 
 
 @at_edge
-def import_pt(  # noqa: PLR0913, PLR0917 (one parameter per flag)
-    out: Edge,
-    path: Annotated[
-        Path, typer.Argument(metavar="DIR", readable=False, help="The folder with sample_00000.pt and so on.")
-    ],
-    out_dir: Annotated[str, typer.Option("--out", help="The cache folder to write to.")],
-    name: Annotated[str, typer.Option(help="Name of the cache, as burgers1d_train.")],
-    dtype: Annotated[str | None, typer.Option(help="Storage dtype; default: as in the files.")] = None,
-    count: Annotated[
-        int | None, typer.Option(min=1, help="Samples there should be; default: up to the highest number.")
-    ] = None,
-    nan: Annotated[str, typer.Option(help="reject or allow samples with NaN or infinities.")] = "reject",
-    allow_missing: Annotated[
-        bool, typer.Option("--allow-missing", help="Exit code 0 although samples are missing or broken.")
-    ] = False,
-) -> None:
-    """Import an earlier cache of .pt files.
-
-    Each file is read in a limited process of its own. Stopped at any moment, the same command goes on. Exit
-    code 4 when a sample is missing or broken.
-
-    \b
-    Example:
-      stoker import-pt old_cache/burgers1d_train --out data/latent_cache --name burgers1d_train
-    """
-    from stoker.cli import output
-    from stoker.extras.import_pt.run import ImportSettings
-    from stoker.extras.import_pt.run import import_pt as run_import
-    from stoker.store.remote import local_path
-
-    if nan not in ("reject", "allow"):
-        raise ConfigError(f"--nan is {nan!r}, expected reject or allow")
-    settings = ImportSettings(dtype=dtype, count=count, nan="allow" if nan == "allow" else "reject")
-    result = run_import(path, local_path(out_dir, "--out"), name=name, settings=settings)
-    lacking = result.failures and not allow_missing
-    out.show(result, output.import_pt, exit_code=IncompleteError.exit_code if lacking else 0)
-
-
-@at_edge
 def stage(
     out: Edge,
     config: Config,
@@ -247,96 +205,6 @@ def stage(
         out.show(prune_staged(stage_folder(run), dry_run=dry_run, force=force), output.gc)
         return
     out.show(stage_config(run), output.stage)
-
-
-# ----------------------------------------------------------------------------------------------------------
-# `stoker export`: a cache as files of other libraries.
-
-
-def numbers_between(text: str) -> range:
-    """`A:B` as numbers.
-
-    >>> numbers_between("10:20")
-    range(10, 20)
-    """
-    first, colon, last = text.partition(":")
-    if not (colon and first.isdecimal() and last.isdecimal()):
-        raise typer.BadParameter(f"{text!r} is no range. Write two numbers, as 0:1000")
-    return range(int(first), int(last))
-
-
-@at_edge
-def export(  # noqa: PLR0913, PLR0917 (one parameter per flag)
-    outlet: Edge,
-    path: CachePath,
-    out: Annotated[str, typer.Argument(metavar="DIR", help="A folder that does not exist, or is empty.")],
-    to: Annotated[str, typer.Option(metavar="FORMAT", help="safetensors or tensordict.")],
-    records: Annotated[
-        range | None,
-        typer.Option(
-            parser=numbers_between, metavar="A:B", help="Sample numbers from A on and below B; default: all."
-        ),
-    ] = None,
-    fields: Annotated[
-        str | None, typer.Option(metavar="X,Y", help="Fields of the records; default: all.")
-    ] = None,
-    ragged: Annotated[
-        str | None,
-        typer.Option(metavar="FORM", help="nested or pad; needed where records differ in length."),
-    ] = None,
-    packed: Annotated[
-        str,
-        typer.Option(metavar="DTYPE", help="What int8 and float8 with scales become, or refuse."),
-    ] = "float32",
-    file_size: Annotated[
-        int, typer.Option(parser=size, metavar="4GB", help="Of a safetensors file, at most.")
-    ] = cast(int, "4GiB"),
-) -> None:
-    """Write a cache as files of other libraries.
-
-    Plain safetensors, or the memory-mapped layout that TensorDict.load_memmap reads; records in order of
-    number, every byte verified on the way, DIR there as a whole or not at all. Exit code 4 when a record is
-    damaged, 6 when there is no room.
-
-    \b
-    Example:
-      stoker export data/latent_cache/burgers1d_train burgers --to safetensors
-      stoker export data/latent_cache/burgers1d_train burgers --to tensordict --records 0:1000
-    """
-    from stoker.extras.export.records import ExportSettings
-    from stoker.extras.export.run import export_cache
-
-    wanted: Any = {"to": to, "ragged": ragged, "packed": packed}  # checked by ExportSettings
-    settings = ExportSettings(
-        **wanted,
-        fields=None if fields is None else [name.strip() for name in fields.split(",")],
-        records=None if records is None else (records.start, records.stop),
-        file_bytes=file_size,
-    )
-    with Teller(outlet) as teller:
-
-        def listen(done: int, total: int) -> None:
-            teller.tell(f"{format_bytes(done)} of {format_bytes(total)} written")
-
-        report = export_cache(path, out, settings, progress=listen)
-    outlet.show(report, render_export)
-
-
-def render_export(report: Any, console: Console) -> None:
-    """What there is now, and what is not in it."""
-    from stoker.cli.output import table
-
-    files = format_count(len(report.files), "file")
-    rows = [
-        ("records", format_count(report.records)),
-        ("fields", escape(", ".join(f"{name} {f['dtype']}" for name, f in report.fields.items()))),
-        ("written", f"{format_bytes(report.bytes)} in {files}, {format_seconds(report.seconds)}"),
-        ("folder", escape(report.path)),
-    ]
-    if report.quarantined:
-        count = len(report.quarantined)
-        rows.append(("not in it", f"{format_count(count)} quarantined samples, named in manifest.json"))
-    table(console, rows)
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from stoker.cli import caches, serving, training
-from stoker.cli.edge import INTERRUPTED, Edge, at_edge, joined, run, stop_on_sigterm
+from stoker.cli.edge import INTERRUPTED, Edge, at_edge, edge, joined, run, stop_on_sigterm
 from stoker.cli.flags import (
     CachePath,
     Config,
@@ -34,13 +37,70 @@ from stoker.cli.flags import (
 )
 from stoker.cli.training import load_settings, run_training
 from stoker.errors import ConfigError, FormatError, Interrupted
-from stoker.extras.compat import command as compat
-from stoker.extras.fetch import command as fetching
-from stoker.extras.launch import command as launching
+from stoker.plugins import Plugin, load_extension, plugins_of
 from stoker.precompute.heartbeat import GUARD_VARIABLE, Lifeline, attach
+
+ORDER = (
+    *("demo", "fetch", "precompute", "plan", "train", "inspect", "verify", "compact", "gc", "export"),
+    *("import-pt", "stage", "push", "pull", "bench", "profile", "launch", "serve", "job", "validate", "why"),
+    "compat",
+)
+"""How the help lists commands, whichever module they are from."""
+
+
+class PluginGroup(TyperGroup):
+    """The commands of the core, then those of plugins, imported when they or the help are asked for.
+
+    A command of the core stays what it is whatever plugins are called.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands, those of other packages last."""
+        names = dict.fromkeys((*super().list_commands(ctx), *_commands()))
+        return sorted(names, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command of a name; one that cannot be used says why when it is run."""
+        plugin = _commands().get(cmd_name)
+        if cmd_name in self.commands or plugin is None:
+            return super().get_command(ctx, cmd_name)
+        try:
+            return _as_command(plugin.name, plugin.load())
+        except ConfigError as error:
+            return _refusal(plugin, error)
+        except Exception as error:  # noqa: BLE001  typer has many errors for a function that it cannot read
+            wrong = f"{plugin.target} of the package {plugin.package} is not a command: {error}. Correct it"
+            return _refusal(plugin, ConfigError(wrong))
+
+
+def _commands() -> Mapping[str, Plugin]:
+    return plugins_of("stoker.commands")
+
+
+def _as_command(name: str, made: Any, **settings: bool) -> Any:
+    """What `app.command` or `app.add_typer` would make of a plugin's function, or group."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    if isinstance(made, typer.Typer):
+        app.add_typer(made, name=name)
+    else:
+        app.command(name, context_settings=settings)(made)
+    return typer.main.get_group(app).commands[name]
+
+
+def _refusal(plugin: Plugin, error: ConfigError) -> Any:
+    """A command that does nothing but say why it cannot be run."""
+
+    def refuse(ctx: typer.Context) -> None:
+        with edge(as_json="--json" in ctx.args, debug="--debug" in ctx.args):
+            raise error
+
+    refuse.__doc__ = f"Cannot be used (package {', '.join((plugin.package, *plugin.others))})."
+    return _as_command(plugin.name, refuse, allow_extra_args=True, ignore_unknown_options=True)
+
 
 app = typer.Typer(
     name="stoker",
+    cls=PluginGroup,
     help="Encode once, keep it verified, and feed the GPU from the fastest place that fits.",
     no_args_is_help=True,
     add_completion=False,
@@ -85,7 +145,6 @@ def options(
 
 
 training.register_demo(app)
-fetching.register(app)
 
 
 @app.command(cls=EarlierFlags)
@@ -147,10 +206,10 @@ def plan(
     """
     if not words and not simulate:
         ctx.fail("Missing argument 'CONFIG'.")
-    from stoker.cli.training import refuse_words, simulated
+    from stoker.cli.training import refuse_words
 
     if simulate:
-        simulated(out, words or [], as_markdown=markdown, picture=picture)
+        load_extension("plan.simulate").simulated(out, words or [], as_markdown=markdown, picture=picture)
         return
     if markdown or picture:
         raise ConfigError("--markdown and --picture are of --simulate. Add that, or leave them out")
@@ -238,9 +297,7 @@ caches.register_caches(app)
 caches.register_remote(app)
 training.register_bench(app)
 training.register_profile(app)
-launching.register(app)
 serving.register(app)
-compat.register(app)
 
 
 @app.command()
@@ -270,11 +327,14 @@ def validate(
             out.write(settings.to_yaml())
         return
     from stoker.cli import output
-    from stoker.extras.launch.plan import launch_rows
-    from stoker.pipeline.validate import validate_config
+    from stoker.pipeline.validate import failed, validate_config
 
     result = validate_config(config, overrides or [], environment=os.environ)
-    result = result.and_these(launch_rows(config, overrides or [], os.environ))
+    try:
+        rows = load_extension("validate.launch")(config, overrides or [], os.environ)
+    except ConfigError as error:  # the settings may well do without it
+        rows = [replace(failed("launch settings", error), status="warn")]
+    result = result.and_these(rows)
     out.show(result, output.validate, exit_code=result.exit_code)
 
 

@@ -24,7 +24,6 @@ from rich.text import Text
 from stoker.units import format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
-    from stoker.extras.import_pt.run import ImportResult
     from stoker.pipeline.caches import CacheFolder, CacheSummary, Explanation
     from stoker.pipeline.demo import DemoResult
     from stoker.pipeline.plan import PlanResult, TaskPlans
@@ -466,32 +465,6 @@ def gc(result: GcReport, console: Console) -> None:
         console.print(f"nothing to remove, {left} are kept")
     if result.unseen:
         console.print(escape(result.unseen))
-
-
-def import_pt(result: ImportResult, console: Console) -> None:
-    """What was stored, and every sample that was not."""
-    cache = result.cache
-    counts = f"{format_count(result.imported)} imported, {format_count(result.reused)} there before, "
-    counts += f"{format_count(len(result.failures))} missing or broken"
-    table(
-        console,
-        [
-            (escape(cache.name), counts, format_seconds(result.seconds)),
-            ("", escape(str(cache.path))),
-        ],
-    )
-    some(console, [f"  sample {f['number']:,}: {f['error']}" for f in result.failures], "not imported")
-    lines = [
-        f"  {name}: in {format_count(count)} file{'s' * (count > 1)}"
-        for name, count in result.left_out.items()
-    ]
-    some(console, lines, "left out, since no field can hold text, lists or nothing")
-    if result.ignored:
-        files = "1 other file" if result.ignored == 1 else f"{format_count(result.ignored)} other files"
-        console.print(f"{files} ignored")
-    console.print(escape(f"stoker.open_cache({str(cache.path)!r}) serves what is there"))
-    if result.failures:
-        console.print("once the files are fixed, the same command makes a cache of all")
 
 
 def _matching(records: int, bad: Sequence[BadRecord]) -> str:

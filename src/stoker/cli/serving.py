@@ -19,12 +19,13 @@ from stoker.cli.edge import Edge, at_edge
 from stoker.cli.flags import duration, size
 from stoker.cli.output import bold, table
 from stoker.errors import ConfigError, Degraded, StalledError, StokerError
+from stoker.plugins import load_extension
 from stoker.runtime.retry import RetryPolicy, retry
 from stoker.units import format_percent
 
 if TYPE_CHECKING:
-    from stoker.extras.ray.jobs import RayTarget
     from stoker.service.client import Act, ServiceClient
+    from stoker.service.executor import RayTarget
     from stoker.service.server import Started
 
 STATE_DIR = Path(".stoker/service")
@@ -155,9 +156,9 @@ def _cluster(executor: str, address: str | None, gpus: float) -> RayTarget | Non
         )
     if address is None:
         return None
-    from stoker.extras.ray.jobs import RayJobs, RayTarget, ray_token
+    from stoker.service.executor import RayTarget
 
-    RayJobs(address, ray_token(os.environ)).check()
+    load_extension("service.ray").check_cluster(address, os.environ)
     return RayTarget(address=address, python=sys.executable, gpus=gpus)
 
 

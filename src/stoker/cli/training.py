@@ -14,14 +14,12 @@ from stoker.cli.edge import Edge, at_edge, joined, refuse_ranks
 from stoker.cli.flags import config_and_overrides, tell_settings
 from stoker.cli.output import Cells, bold, table
 from stoker.errors import ConfigError, StalledError
+from stoker.plugins import load_extension
 from stoker.precompute.heartbeat import started_ns
-from stoker.runtime.files import make_folder
-from stoker.units import format_bytes, format_count, format_percent, format_seconds
+from stoker.units import format_percent, format_seconds
 
 if TYPE_CHECKING:
     from stoker.config.models import Config
-    from stoker.extras.radio.demo import RadioResult
-    from stoker.extras.simulation.result import Simulation
     from stoker.pipeline.bench import BenchResult, EncodeBench, Figure, ServedJob
     from stoker.pipeline.train import TrainResult
     from stoker.profile.result import Profile
@@ -108,9 +106,7 @@ def demo(
         raise ConfigError(f"a demo of {' '.join(kinds)} is not known. Expected radio, or key=value alone")
     overrides = [word for word in given if "=" in word]
     if kinds:
-        from stoker.extras.radio.demo import DATABASE, run_radio
-
-        out.show(run_radio(overrides, database=database or DATABASE, say=out.note), show_radio)
+        load_extension("demo.radio")(out, overrides, database)
         return
     if database is not None:
         raise ConfigError("--database is for the rows of `stoker demo radio`. Leave it out, or add radio")
@@ -120,35 +116,6 @@ def demo(
     result = run_demo(overrides, started=started_ns() / 1e9, on_event=output.events(out.note))
     out.show(result, output.demo)
     judge(out, result.train)
-
-
-def show_radio(result: RadioResult, console: Console) -> None:
-    """The four steps and the figure that matters."""
-    from stoker.cli import output
-
-    console.print(escape(result.machine), "", sep="\n")
-    rows: list[output.Cells] = [
-        ("1  data", escape(result.data_line), format_seconds(result.data_s), escape(result.database))
-    ]
-    for number, cache in enumerate(result.caches):
-        rows += output.cache_rows("" if number else "2  cache", cache, named=True)
-    size = f"{format_bytes(result.record_bytes)} each"
-    held = f"{format_count(result.plan.records, 'record')} of {size} on the {result.plan.plan.tier} tier"
-    stall = (
-        f"{format_count(result.steps, 'step')}, stall {format_percent(result.stall)}, loss {result.loss:.3f}"
-    )
-    rows += [
-        ("3  plan", held, "", escape(output.held(result.plan))),
-        ("4  train", stall, format_seconds(result.train_s), escape(result.run_dir)),
-    ]
-    output.table(console, rows, gap=2)
-    near, far = result.trained, result.untrained
-    console.print()
-    console.print(
-        f"position error {format_count(near.mean_m)} m (median {format_count(near.p50_m)} m), untrained "
-        f"{format_count(far.mean_m)} m · loss from the cache {result.losses[0]:.6f}, from the database "
-        f"{result.losses[1]:.6f}"
-    )
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -428,53 +395,6 @@ def show_profile(result: Profile, console: Console) -> None:
     console.print(escape(result.verdict))
 
 
-# ----------------------------------------------------------------------------------------------------------
-# `stoker plan --simulate`: words in, tables out.
-
-
-def simulated(out: Edge, words: list[str], *, as_markdown: bool, picture: Path | None) -> None:
-    """Simulate what `words` say, and print it.
-
-    Raises:
-        ConfigError: There is more than one CONFIG, or an unknown word.
-    """
-    if picture is not None:
-        from stoker.pipeline.folders import require_writable
-
-        require_writable(picture.parent, "the folder of --picture")
-    files, settings = tell_settings(words)
-    overrides = [word for word in settings if "." in word.partition("=")[0]]
-    asked = [word for word in settings if word not in overrides]
-    if len(files) > 1 or (overrides and not files):
-        found = ", ".join(map(str, files)) or f"{overrides[0]} and no CONFIG"
-        raise ConfigError(f"found {found}. Expected words like nodes=8 gpus=8, and one CONFIG at most")
-    if files:
-        from stoker.config import load_config
-        from stoker.extras.simulation.config import simulate_words
-        from stoker.pipeline.context import Run
-        from stoker.runtime.libc import keep_freed_memory
-
-        keep_freed_memory()  # as where caches are filled: without it an encoder's time may double
-
-        found = simulate_words(asked, Run(load_config(files[0], overrides)))
-    else:
-        from stoker.extras.simulation.run import simulate
-        from stoker.extras.simulation.scenario import parse_scenario
-
-        found = simulate(parse_scenario(asked))
-    if picture is not None:
-        from stoker.extras.simulation.config import draw_simulation
-
-        make_folder(picture.parent)
-        draw_simulation(found, picture)
-    if as_markdown and not out.as_json:
-        from stoker.extras.simulation.report import markdown
-
-        out.write(markdown(found) + "\n")
-    else:
-        out.show(found, show_simulation)
-
-
 def refuse_words(words: list[str]) -> None:
     """Refuse words of a simulation if `--simulate` is not given.
 
@@ -484,34 +404,9 @@ def refuse_words(words: list[str]) -> None:
     _, settings = tell_settings(words)
     plain = [word for word in settings if "." not in word.partition("=")[0]]
     if plain:
-        from stoker.extras.simulation.scenario import KEYS, PRICE_KEYS
-
-        stray = [word for word in plain if word.partition("=")[0] in {*KEYS, *PRICE_KEYS}]
+        stray = [word for word in plain if load_extension("plan.simulate").knows(word)]
         if stray:
             raise ConfigError(
                 f"{stray[0]} belongs to --simulate, which is not given. Add --simulate to plan for "
                 "other machines. Settings are written with their section, as training.epochs=3"
             )
-
-
-def show_simulation(found: Simulation, console: Console) -> None:
-    """Encoders, ways, what limits each, which to take."""
-    from stoker.extras.simulation.report import HEAD, cells, encoding_cells, remarks
-
-    head, *rows = encoding_cells(found)
-    table(console, [bold(*head), *[_plain(row) for row in rows]], fixed=6, right=(0, 1, 2, 4, 5), gap=2)
-    console.print()
-    rows = [cells(way) for way in found.ways]
-    table(
-        console, [bold(*HEAD), *[_plain(row) for row in rows]], fixed=len(HEAD), right=(2, 3, 5, 6, 7), gap=2
-    )
-    console.print()
-    for line in remarks(found):
-        console.print(escape(line))
-    console.print("", escape(found.reason), sep="\n")
-    if found.taken:
-        console.print(escape(f"taken: {'; '.join(found.taken)}"))
-
-
-def _plain(row: tuple[str, ...]) -> Cells:
-    return tuple(escape(cell) for cell in row)

@@ -23,18 +23,16 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO, TypeAlias, cast
 
 from stoker.errors import ConfigError
+from stoker.plugins import find_plugin
 from stoker.runtime.processes.child import LIGHT, Child
 from stoker.runtime.processes.entry import Connection
 from stoker.schema import Json
 
-GROUP = "stoker.trackers"
-"""Entry points of this group are trackers of others: a name, and what makes one without arguments."""
 PROJECT = "stoker"
 """Project of Weights & Biases, and experiment of MLflow, where the environment names no other."""
 PARAM_BYTES = 500
@@ -181,18 +179,12 @@ class MLflow:
         return (run.folder.resolve() / "mlflow").as_uri()
 
 
-BUILT_IN: Mapping[str, Callable[[], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "mlflow": MLflow,
-}
-"""Trackers by the name that `training.trackers` gives."""
 NEEDS: Mapping[str, Sequence[str]] = {
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "mlflow": ("mlflow", "alembic", "sqlalchemy"),
 }
-"""Packages of each."""
+"""Packages that each of our own needs."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -201,15 +193,10 @@ def check_trackers(names: Sequence[str]) -> None:
     Raises:
         ConfigError: One of them.
     """
-    others = {point.name for point in entry_points(group=GROUP)}
     for name in names:
-        if name not in BUILT_IN and name not in others:
-            known = ", ".join([*BUILT_IN, *sorted(others)])
-            raise ConfigError(
-                f"training.trackers names {name!r}, which is not a tracker. Expected some of {known}, or an "
-                f"entry point of the group {GROUP}"
-            )
-        lacking = [] if name in others else [need for need in NEEDS[name] if find_spec(need) is None]
+        plugin = find_plugin("stoker.trackers", name, "training.trackers")
+        needs = NEEDS[name] if plugin.is_own else ()
+        lacking = [need for need in needs if find_spec(need) is None]
         if lacking:
             raise ConfigError(
                 f"training.trackers names {name}, and the package {lacking[0]} is not installed. "
@@ -218,15 +205,13 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def make_tracker(name: str) -> Tracker:
-    """The tracker of a name; one of another package wins over ours.
+    """Return a new tracker of a name.
 
     Raises:
         ConfigError: It is unknown, or its package is not installed.
     """
     check_trackers([name])
-    for point in entry_points(group=GROUP, name=name):
-        return cast("Tracker", point.load()())
-    return BUILT_IN[name]()
+    return cast("Tracker", find_plugin("stoker.trackers", name, "training.trackers").load()())
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Json]:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from stoker.config import Config
 from stoker.config.models import DataConfig
-from stoker.config.sections import Kind, Names
+from stoker.config.sections import Names
 from stoker.encoders.features import FeatureEncoder
 from stoker.encoders.grid import GridEncoder
 from stoker.encoders.mesh import mesh_encoder_for
@@ -26,8 +26,9 @@ from stoker.encoders.wrappers import Normalized, Statistics, SteadyEncoder, fit_
 from stoker.errors import ConfigError, FormatError, ReadOnlyError, ResourceError, StalledError, StokerError
 from stoker.pipeline.context import Run
 from stoker.pipeline.staging import staged_data
-from stoker.pipeline.user_code import torch_source, user_encoder
+from stoker.pipeline.user_code import user_encoder
 from stoker.plan.resources import resolve_device
+from stoker.plugins import find_plugin
 from stoker.precompute.measure import EncodeBatch, measure_encode_batch
 from stoker.runtime.files import make_folder
 from stoker.runtime.locks import lock_folder
@@ -49,8 +50,8 @@ log = logging.getLogger("stoker")
 # Sources by kind: what `data.kind` names, made from the settings of one task and split.
 #
 # A builder imports its source itself, since most need an optional package. It gives all samples of the
-# split; `data.limit` is applied to what it returns. `stoker.config.sections` says what belongs to another
-# kind.
+# split; `data.limit` is applied to what it returns. Builders are entry points of the group `stoker.sources`,
+# these here as well as those of other packages. `stoker.config.sections` says what belongs to another kind.
 
 
 Builder: TypeAlias = Callable[[DataConfig, str, str], Source]
@@ -179,17 +180,6 @@ def _files(data: DataConfig) -> Names:
     raise ConfigError(f"data.kind={data.kind} reads data.files, which is not given. Name a path or pattern")
 
 
-BUILDERS: Mapping[Kind, Builder] = {
-    "hdf5": hdf5_source,
-    "images": images_source,
-    "sql": sql_source,
-    "torch": torch_source,
-    "arrays": arrays_source,
-    "tar": tar_source,
-    "parquet": parquet_source,
-}
-
-
 # ----------------------------------------------------------------------------------------------------------
 # Statistics of the train split, fitted once and kept beside the caches.
 #
@@ -290,12 +280,13 @@ def build_sources(run: Run, splits: Sequence[str]) -> dict[str, Source]:
     A table may change between two readings, and then one row would be in two splits.
     """
     data, found = staged_data(run), dict[str, Source]()
+    make: Builder = find_plugin("stoker.sources", data.kind, "data.kind").load()
     shared: Source | None = None
     for split in splits:
         if isinstance(shared, Splitting):
             source = shared.for_split(split)
         else:
-            source = shared = BUILDERS[data.kind](data, run.task, split)
+            source = shared = make(data, run.task, split)
         found[split] = source if data.limit is None else Subset(source, data.limit)
     return found
 

@@ -6,6 +6,7 @@ was killed ends with the same weights, bit for bit on one CPU.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -16,11 +17,13 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stoker.errors import ConfigError, DivergedError, StaleStateError
 from stoker.loader import Loader
 from stoker.monitor import StallMeter
+from stoker.runtime.files import make_folder, replacing
 from stoker.scale.ranks import ALONE, Ranks
 from stoker.schema import Json
 from stoker.train.config import EventSink, TrainConfig, TrainStage
@@ -387,3 +390,11 @@ class Classification:
             right.append((scores.argmax(1) == batch["label"]).double())
         self.model.train(before)
         return {"val_loss": float(torch.cat(losses).mean()), "accuracy": float(torch.cat(right).mean())}
+
+
+def save_model(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
+    """Weights, and what is to be known of them as JSON by name, in one file."""
+    make_folder(path.parent)
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    with replacing(path) as temporary:
+        save_file(weights, temporary, metadata={name: json.dumps(value) for name, value in facts.items()})

@@ -28,7 +28,6 @@ from stoker.errors import (
     SplitError,
     StokerError,
 )
-from stoker.extras.ray.settings import RaySettings
 from stoker.pipeline.build import CacheJob, build_jobs, build_source, measured_jobs, record_schema
 from stoker.pipeline.caches import (
     find_without_source,
@@ -42,6 +41,7 @@ from stoker.pipeline.context import Run
 from stoker.pipeline.folders import is_open, require_writable
 from stoker.pipeline.loaders import check_beside
 from stoker.pipeline.staging import stage_task
+from stoker.plugins import find_plugin
 from stoker.precompute import (
     Deadlines,
     EncodeFiller,
@@ -154,38 +154,25 @@ def engine_of(run: Run) -> Generator[Engine | None]:
     """The engine of `precompute.engine`, connected from its first use to the end of the block; None: local.
 
     Raises:
-        ConfigError: Ray is asked for by several ranks at once, or is not installed.
+        ConfigError: A cluster is asked for by several ranks at once, or the engine cannot be used.
     """
-    if run.config.precompute.engine == "local":
+    name = run.config.precompute.engine
+    if name == "local":
         yield None
         return
     if run.ranks.world > 1:
         raise ConfigError(
-            f"precompute.engine=ray under torchrun: each of {run.ranks.world} ranks would drive the cluster. "
-            "Run `stoker precompute --engine ray` once before, without torchrun"
+            f"precompute.engine={name} under torchrun: each of {run.ranks.world} ranks would drive the cluster. "
+            f"Run `stoker precompute --engine {name}` once before, without torchrun"
         )
-    try:
-        from stoker.extras.ray.engine import RayEngine
-    except ImportError as error:
-        raise ConfigError(
-            "precompute.engine=ray (--engine ray) needs Ray. Install it: pip install 'stoker[ray]'"
-        ) from error
-    wanted = run.config.precompute.ray
-    settings = RaySettings(
-        address=wanted.address,
-        num_cpus=wanted.num_cpus,
-        num_gpus=wanted.num_gpus,
-        max_retries=wanted.max_retries,
-        placement=wanted.placement,
-        connect_s=wanted.connect,
-        wait_s=wanted.wait,
-        slice_s=wanted.slice,
-    )
-    with RayEngine(settings) as engine:
+    plugin = find_plugin("stoker.engines", name, "precompute.engine")
+    with plugin.load()(run.config) as engine:
         yield engine
 
 
 log = logging.getLogger("stoker")
+IMPORTED_KIND = "import-pt/1"
+"""Kind of the source of a cache that was made by `stoker import-pt`."""
 
 Training: TypeAlias = Literal["windows", "records"]
 """What training reads of caches: windows of trajectories, or whole records."""

@@ -17,23 +17,22 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from stoker.config.models import DataConfig
 from stoker.errors import ConfigError, ResourceError, SourceError, StalledError
-from stoker.extras.fetch.origins import FolderOrigin
-from stoker.extras.fetch.run import Partial, paths_of
-from stoker.extras.fetch.wanted import Wanted
 from stoker.pipeline.context import Run
 from stoker.plan.resources import storage_of
 from stoker.runtime.disk import explained, free_space
 from stoker.runtime.files import make_folder, replacing
 from stoker.runtime.locks import FileLock
+from stoker.runtime.partial import PartialFile, paths_of
 from stoker.runtime.threads import ItemClock, call_within
 from stoker.schema import JsonResult
 from stoker.sources.containers import find_containers
-from stoker.sources.files import find_files, resolve_files
+from stoker.sources.files import find_files, open_regular, resolve_files
 from stoker.store.gc import DAY_S, GcItem, GcReport
 from stoker.store.remote import local_path
 from stoker.units import MIB, format_bytes, format_count
@@ -42,11 +41,12 @@ from stoker.units import MIB, format_bytes, format_count
 # Copy one file to local storage: verified, resumable, by one process at a time, with a deadline.
 #
 # A copy is an object named by where its file lies, its size and its time, so a file that changes gets
-# another. It grows as files that are fetched do (`stoker.extras.fetch.run`): what a killed run left is
-# checked and kept. The object appears under its name once all of it was read back.
+# another. It grows as a `PartialFile`: what a killed run left is checked and kept. The object appears under
+# its name once all of it was read back.
 
 
 POLL_S = 0.1
+PIECE_BYTES = MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,14 +123,13 @@ def _alone(original: Original, objects: Path, deadline_s: float) -> Generator[No
 
 def _copy(original: Original, objects: Path, deadline_s: float) -> int:
     target = objects / original.object
-    wanted = Wanted(name=original.object, source=str(original.path), bytes=original.bytes)
-    partial = Partial(wanted, target, _not_told)
+    partial = PartialFile(target, bytes=original.bytes)
     begun = partial.at
     try:
         clock = ItemClock()
         call_within(
             deadline_s,
-            lambda: _receive(original, partial, clock.begin, deadline_s),
+            lambda: _receive(original, partial, clock.begin),
             f"staging {original.path}",
             hint="Is the mount reachable? Run again: what was copied is kept",
             clock=clock,
@@ -146,28 +145,34 @@ def _copy(original: Original, objects: Path, deadline_s: float) -> int:
         for path in paths_of(target):
             path.unlink(missing_ok=True)
         raise SourceError(f"{original.path} changed while it was staged. Run again once it is written")
-    _publish(original, Partial(wanted, target, _not_told), target)
+    _publish(original, PartialFile(target, bytes=original.bytes), target)
     return original.bytes - begun
 
 
-def _receive(original: Original, partial: Partial, begin: Callable[[int], None], deadline_s: float) -> None:
-    """Copy what is missing; each piece of the original has `deadline_s`."""
-    stream = FolderOrigin(original.path).open(partial.at, "", stall_s=deadline_s)
+def _receive(original: Original, partial: PartialFile, begin: Callable[[int], None]) -> None:
+    """Copy what is missing; `begin` is told before each piece of the original."""
     try:
-        partial.begin(stream.offset, stream.version.tag)
-        begin(partial.at)
-        while piece := stream.read():
-            partial.write(piece)
+        with open_regular(original.path) as file:
+            found = os.fstat(file.fileno())
+            partial.begin(partial.at, f"{found.st_size} {found.st_mtime_ns} {found.st_ino}")
             begin(partial.at)
-    finally:
-        stream.close()
+            while piece := read_piece(file, partial.at):
+                partial.write(piece)
+                begin(partial.at)
+    except OSError as error:
+        raise SourceError(f"{original.path}: {error.strerror}. Check the mount, then run again") from error
     if partial.at < original.bytes:
         raise SourceError(
             f"{original.path} ends at byte {partial.at:,}, it had {original.bytes:,}: cut short"
         )
 
 
-def _publish(original: Original, whole: Partial, target: Path) -> None:
+def read_piece(file: FileIO, at: int) -> bytes:
+    """Return what a file has from byte `at` on, a piece of it at most."""
+    return os.pread(file.fileno(), PIECE_BYTES, at)
+
+
+def _publish(original: Original, whole: PartialFile, target: Path) -> None:
     """Name the copy, once opening it again has read every block back."""
     try:
         if whole.at < original.bytes:
@@ -183,10 +188,6 @@ def _publish(original: Original, whole: Partial, target: Path) -> None:
         note = {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "path": str(original.path)}
         with replacing(target.with_name(f"{target.name}.json")) as temporary:
             temporary.write_text(json.dumps(note))
-
-
-def _not_told(_: int) -> None:
-    """How far a copy is read back interests nobody."""
 
 
 log = logging.getLogger("stoker")

@@ -21,7 +21,7 @@ from stoker.encoders.wrappers import is_steady
 from stoker.errors import ConfigError, EncoderError, ResourceError, StalledError, StokerError
 from stoker.monitor import GpuAbsent, open_gpu
 from stoker.monitor.gpu import find_driver
-from stoker.monitor.trackers import BUILT_IN, check_trackers
+from stoker.monitor.trackers import NEEDS, check_trackers
 from stoker.pipeline.build import CacheJob, build_jobs
 from stoker.pipeline.caches import Located, locate, locate_job, nearest_differences
 from stoker.pipeline.context import Run, no_operator
@@ -259,8 +259,8 @@ def _row(name: str, environment: Mapping[str, str]) -> Row:
         check_trackers([name])
     except ConfigError as error:
         return failed(check, error)
-    if name not in BUILT_IN or name == "tensorboard":
-        detail = "event files in the run's folder" if name in BUILT_IN else "found; of another package"
+    if name not in NEEDS or name == "tensorboard":
+        detail = "event files in the run's folder" if name in NEEDS else "found; of another package"
         return Row(check=check, status="pass", detail=detail)
     server, offline = (_wandb if name == "wandb" else _mlflow)(environment)
     if server is None:

@@ -19,13 +19,12 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from stoker.errors import ConfigError
-from stoker.extras.ray.jobs import RayTarget
 from stoker.plan.resources import disk_space
 from stoker.runtime.files import replacing
 from stoker.runtime.threads import call_within
 from stoker.schema import Json
 from stoker.service.app import create_app
-from stoker.service.executor import Limits
+from stoker.service.executor import Limits, RayTarget
 from stoker.service.figures import count_gpus
 from stoker.service.services import Services, open_services
 from stoker.service.supervise import Staff, Supervisor

@@ -19,11 +19,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from stoker.errors import ConfigError, Degraded, StokerError
-from stoker.extras.ray.jobs import RayTarget
 from stoker.runtime.files import replacing
 from stoker.runtime.locks import FileLock
 from stoker.service.database import Database, Outbox, claim_folder
-from stoker.service.executor import Limits
+from stoker.service.executor import Limits, RayTarget
 from stoker.service.folders import Room, StateFolder
 from stoker.service.jobs import Jobs, Leases, Terms
 from stoker.service.security import DataAccess

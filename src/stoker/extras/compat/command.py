@@ -87,18 +87,6 @@ class CompatFlags(EarlierPrecomputeFlags):
     pin_memory: Annotated[bool | None, typer.Option("--pin-memory", help="Has no effect.")] = None
 
 
-def register(app: typer.Typer) -> None:
-    """Add the group to `app`."""
-    group.command(cls=EarlierFlags)(precompute)
-    group.command(name="precompute_latent_cache", cls=EarlierFlags, hidden=True)(precompute)
-    group.command()(train)
-    group.command()(validate)
-    group.command(name="validate_config", hidden=True)(validate)
-    register_launch(group)
-    register_encoder(group)
-    app.add_typer(group)
-
-
 @spread_flags
 def precompute(  # noqa: PLR0913  one parameter per flag that is not a setting
     words: Words = None,
@@ -253,11 +241,6 @@ def _root_of_environment(out: Edge, overrides: list[str]) -> list[str]:
 # The command that converts weights of the earlier grid encoder.
 
 
-def register_encoder(group: typer.Typer) -> None:
-    """Add `convert-encoder` to the group `compat`."""
-    group.command("convert-encoder")(convert_encoder)
-
-
 def convert_encoder(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     old: Annotated[Path, typer.Argument(metavar="OLD.pt", readable=False, help="Its weights (state_dict).")],
     out: Annotated[Path, typer.Option(metavar="NEW.safetensors", help="Where to write.")],
@@ -355,13 +338,6 @@ ENV_FILE = Path(".env")
 
 EnvFile = Annotated[Path, typer.Option(readable=False, help="Variables that are not exported.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show it, and send nothing.")]
-
-
-def register_launch(group: typer.Typer) -> None:
-    """Add the commands to the group `compat`."""
-    group.command(name="vast_launch")(vast_launch)
-    group.command(name="fetch_datasets_b2")(fetch_datasets_b2)
-    group.command(name="setup_vast_data")(setup_vast_data)
 
 
 _REFUSED: Mapping[str, str] = {
@@ -739,3 +715,14 @@ def _fetch(out: Edge, files: tuple[Wanted, ...], folder: Path, dry_run: bool) ->
     out.show(report, fetching.render)
     if report.exit_code:
         raise typer.Exit(report.exit_code)
+
+
+group.command(cls=EarlierFlags)(precompute)
+group.command(name="precompute_latent_cache", cls=EarlierFlags, hidden=True)(precompute)
+group.command()(train)
+group.command()(validate)
+group.command(name="validate_config", hidden=True)(validate)
+group.command(name="vast_launch")(vast_launch)
+group.command(name="fetch_datasets_b2")(fetch_datasets_b2)
+group.command(name="setup_vast_data")(setup_vast_data)
+group.command("convert-encoder")(convert_encoder)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.errors import ConfigError, IncompleteError, RecordError, arg
+from stoker.plugins import plugins_of
 from stoker.runtime.threads import map_in_order
 from stoker.schema import DTYPE_BYTES, SCALE_SUFFIX, Field, Schema, numpy_dtype
 from stoker.store import Cache
@@ -194,10 +195,8 @@ def _bytes(values: Tensor) -> NDArray[np.uint8]:
 # Which tensors an export consists of: arithmetic on a schema and on lengths.
 
 
-To = Literal["safetensors", "tensordict"]
 RaggedAs = Literal["nested", "pad"]
 PackedAs = Literal["float32", "float16", "bfloat16", "refuse"]
-FORMS: tuple[To, ...] = ("safetensors", "tensordict")
 RAGGED: tuple[RaggedAs, ...] = ("nested", "pad")
 PACKED: tuple[PackedAs, ...] = ("float32", "float16", "bfloat16", "refuse")
 INDEX = "index"
@@ -214,7 +213,8 @@ class ExportSettings:
         ConfigError: A value is not one of those that are known.
     """
 
-    to: To
+    to: str
+    """`safetensors`, `tensordict`, or an exporter of another package."""
     fields: Sequence[str] | None = None
     """Fields of the records; None: all."""
     records: tuple[int, int] | None = None
@@ -228,7 +228,8 @@ class ExportSettings:
     """Bytes of tensors in one safetensors file, at most, where more than one record is in it."""
 
     def __post_init__(self) -> None:
-        for name, known in (("to", FORMS), ("ragged", (None, *RAGGED)), ("packed", PACKED)):
+        forms = tuple(plugins_of("stoker.exporters"))
+        for name, known in (("to", forms), ("ragged", (None, *RAGGED)), ("packed", PACKED)):
             if getattr(self, name) not in known:
                 words = ", ".join(str(one) for one in known if one)
                 raise ConfigError(f"export: {name} is {getattr(self, name)!r}. Known: {words}")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from stoker.extras.export.records import (
     tensors_of,
     value_dtype,
 )
+from stoker.plugins import find_plugin
 from stoker.runtime.disk import explained, free_space
 from stoker.runtime.files import make_folder, publish
 from stoker.runtime.locks import lock_folder, lock_holder
@@ -110,6 +111,28 @@ class Making:
         elif lengths is not None:
             both = {"lengths": lengths, "offsets": np.concatenate([[0], np.cumsum(lengths)])}
             yield both[tensor.part].astype("<i8").data
+
+
+Lengths: TypeAlias = Mapping[str, NDArray[np.int64]]
+"""Steps of each record, for each ragged field."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exporter:
+    """A layout of files, as a plugin of the group `stoker.exporters` names it."""
+
+    tensors: Callable[[Schema, ExportSettings, int, Lengths], list[ExportTensor]]
+    """The tensors of so many records, for the disk space that they need.
+
+    Raises:
+        ConfigError: The layout cannot hold a field.
+    """
+    write: Callable[[Making, Schema, ExportSettings, Lengths], list[ExportedFile]]
+    """Write all files with `Making.file`; the manifest is added.
+
+    Raises:
+        StokerError: As `Records.pieces`; or there is no room.
+    """
 
 
 MANIFEST = "manifest.json"
@@ -203,11 +226,11 @@ def export_cache(
     records = Records(cache, settings.records)
     lengths = {name: records.lengths(name) for name, f in fields.items() if f.ragged}
     check_ragged(fields, settings, lengths)
-    total = sum(tensor.nbytes for tensor in _tensors(fields, settings, records.count, lengths))
+    exporter: Exporter = find_plugin("stoker.exporters", settings.to, "export: to").load()
+    total = sum(tensor.nbytes for tensor in exporter.tensors(fields, settings, records.count, lengths))
     with _made(out, total) as folder:
         making = Making(folder=folder, records=records, wrote=_teller(progress, total))
-        write = {"safetensors": write_safetensors, "tensordict": write_tensordict}[settings.to]
-        files = write(making, fields, settings, lengths)
+        files = exporter.write(making, fields, settings, lengths)
         report = ExportReport(
             path=str(out),
             to=settings.to,
@@ -223,15 +246,6 @@ def export_cache(
         )
         (folder / MANIFEST).write_text(json.dumps(report.manifest(), indent=2) + "\n")
     return report
-
-
-def _tensors(
-    fields: Schema, settings: ExportSettings, count: int, lengths: Mapping[str, NDArray[np.int64]]
-) -> list[ExportTensor]:
-    if settings.to == "tensordict":
-        return tensors(fields, settings, count, lengths)
-    files = stretches(fields, settings, count, lengths)
-    return [tensor for tensors in files for tensor in tensors]
 
 
 def _described(fields: Schema, settings: ExportSettings) -> dict[str, dict[str, Json]]:
@@ -338,7 +352,7 @@ ALIGN = 8
 
 
 def stretches(
-    fields: Schema, settings: ExportSettings, count: int, lengths: Mapping[str, NDArray[np.int64]]
+    fields: Schema, settings: ExportSettings, count: int, lengths: Lengths
 ) -> list[list[ExportTensor]]:
     """The tensors of each file; `lengths`: of all records, per ragged field."""
     longest = {name: int(own.max(initial=0)) for name, own in lengths.items()}
@@ -348,9 +362,7 @@ def stretches(
     ]
 
 
-def bounds(
-    fields: Schema, settings: ExportSettings, count: int, lengths: Mapping[str, NDArray[np.int64]]
-) -> list[tuple[int, int]]:
+def bounds(fields: Schema, settings: ExportSettings, count: int, lengths: Lengths) -> list[tuple[int, int]]:
     """The places of the records in each file."""
     longest = {name: int(own.max(initial=0)) for name, own in lengths.items()}
     nothing = {name: np.zeros(1, np.int64) for name in lengths}
@@ -365,7 +377,7 @@ def bounds(
 
 
 def write_safetensors(
-    making: Making, fields: Schema, settings: ExportSettings, lengths: Mapping[str, NDArray[np.int64]]
+    making: Making, fields: Schema, settings: ExportSettings, lengths: Lengths
 ) -> list[ExportedFile]:
     """Write all files; returns what they are, the index apart.
 
@@ -389,7 +401,7 @@ def write_safetensors(
     return found
 
 
-def _between(lengths: Mapping[str, NDArray[np.int64]], begin: int, end: int) -> dict[str, NDArray[np.int64]]:
+def _between(lengths: Lengths, begin: int, end: int) -> dict[str, NDArray[np.int64]]:
     return {name: own[begin:end] for name, own in lengths.items()}
 
 
@@ -397,7 +409,7 @@ def _pieces(
     making: Making,
     tensors: list[ExportTensor],
     between: tuple[int, int],
-    lengths: Mapping[str, NDArray[np.int64]],
+    lengths: Lengths,
     suffix: str,
 ) -> Iterator[Any]:
     """The bytes of one file."""
@@ -418,6 +430,15 @@ def _pieces(
         yield from making.values(tensor, between, lengths.get(tensor.field))
 
 
+def _tensors_of_all_files(
+    fields: Schema, settings: ExportSettings, count: int, lengths: Lengths
+) -> list[ExportTensor]:
+    files = stretches(fields, settings, count, lengths)
+    return [tensor for tensors in files for tensor in tensors]
+
+
+SAFETENSORS = Exporter(tensors=_tensors_of_all_files, write=write_safetensors)
+
 # ----------------------------------------------------------------------------------------------------------
 # The memory-mapped layout of tensordict: `TensorDict.load_memmap(folder)` reads it back.
 #
@@ -430,9 +451,7 @@ TAKEN = ("shape", "device")
 """What `meta.json` says of the whole, beside the names of tensors. Others of its own begin with `_`."""
 
 
-def tensors(
-    fields: Schema, settings: ExportSettings, count: int, lengths: Mapping[str, NDArray[np.int64]]
-) -> list[ExportTensor]:
+def tensors(fields: Schema, settings: ExportSettings, count: int, lengths: Lengths) -> list[ExportTensor]:
     """The tensors; `lengths`: of all records, per ragged field.
 
     Raises:
@@ -450,7 +469,7 @@ def tensors(
 
 
 def write_tensordict(
-    making: Making, fields: Schema, settings: ExportSettings, lengths: Mapping[str, NDArray[np.int64]]
+    making: Making, fields: Schema, settings: ExportSettings, lengths: Lengths
 ) -> list[ExportedFile]:
     """Write a file for each tensor, then `meta.json`.
 
@@ -479,3 +498,6 @@ def write_tensordict(
     }
     (making.folder / META).write_text(json.dumps(meta) + "\n")
     return found
+
+
+TENSORDICT = Exporter(tensors=tensors, write=write_tensordict)

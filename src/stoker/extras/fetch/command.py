@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from stoker.extras.fetch.run import Fetched, FetchReport, Listener, Progress
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command()(fetch)
-
-
 def fetch(
     config: Annotated[
         Path,

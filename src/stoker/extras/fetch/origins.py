@@ -18,8 +18,9 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from stoker.errors import ConfigError, StalledError, StokerError, TransferError
-from stoker.extras.fetch.wanted import ALGORITHMS, Algorithm, Wanted, WantedFolder, check_names
+from stoker.extras.fetch.wanted import ALGORITHMS, Wanted, WantedFolder, check_names
 from stoker.runtime.http import FailureKind, HttpClient, HttpFailure, HttpStream, retry_after_s
+from stoker.runtime.partial import Algorithm
 from stoker.runtime.retry import RetryPolicy, retry
 from stoker.runtime.threads import ItemClock, call_within
 from stoker.units import MIB

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, cast
+from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stoker.errors import ConfigError
+from stoker.runtime.partial import Algorithm
 
-Algorithm: TypeAlias = Literal["sha256", "sha1", "md5"]
 ALGORITHMS: Mapping[Algorithm, int] = {"sha256": 64, "sha1": 40, "md5": 32}
 """Digests that may be declared, the strongest first, and their hexadecimal digits."""
 MANIFEST_BYTES = 64 * 1024 * 1024

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from stoker.errors import ConfigError, RecordError, SourceError, StalledError, arg
 from stoker.pipeline.caches import list_quarantined
+from stoker.pipeline.precompute import IMPORTED_KIND
 from stoker.runtime.locks import lock_holder
 from stoker.runtime.processes.child import Child
 from stoker.runtime.processes.entry import Connection, limit_memory
@@ -365,7 +366,6 @@ def _tensor(key: str, value: object) -> Any:
 
 log = logging.getLogger("stoker")
 STAGE = "import"
-KIND = "import-pt/1"
 SAMPLE_FILE = re.compile(r"sample_(\d{5,9})\.pt")
 MAX_FILE_BYTES = 4 * GIB
 TRIES = 2
@@ -458,7 +458,9 @@ class PtFolder:
     def identity(self) -> SourceIdentity:
         """Names and contents of the files; which numbers have one follows from the names."""
         files = tuple(FileRef(name=path.name, path=path) for _, path in sorted(self._files.items()))
-        return SourceIdentity(kind=KIND, parts=(Part(name="samples", count=self._count, files=files),))
+        return SourceIdentity(
+            kind=IMPORTED_KIND, parts=(Part(name="samples", count=self._count, files=files),)
+        )
 
 
 @dataclass(slots=True, kw_only=True)

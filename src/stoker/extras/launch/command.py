@@ -25,11 +25,6 @@ KEY_FILES = ("~/.config/vastai/vast_api_key", "~/.vast_api_key")
 """Where the provider's own command keeps the key."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command()(launch)
-
-
 def launch(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     where: Annotated[
         str, typer.Argument(metavar="vast|script", help="A provider, or a script for any machine.")

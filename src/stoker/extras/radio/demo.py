@@ -23,7 +23,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stoker.config import Config, load_config
@@ -33,10 +32,10 @@ from stoker.monitor import StallMeter
 from stoker.pipeline.build import build_source
 from stoker.pipeline.caches import Located
 from stoker.pipeline.context import Run, describe_machine
-from stoker.pipeline.fitting import fit, one_thread
+from stoker.pipeline.fitting import fit, one_thread, save_model
 from stoker.pipeline.plan import PlanResult, plan_located
 from stoker.pipeline.precompute import CacheResult, precompute_config
-from stoker.runtime.files import make_folder, replacing
+from stoker.runtime.files import make_folder
 from stoker.schema import Json, JsonResult, canonical_json
 from stoker.sources.protocol import Source
 from stoker.sources.sql.databases import driver
@@ -395,14 +394,6 @@ def haversine_m(one: Tensor, other: Tensor) -> Tensor:
     return 2 * EARTH_M * torch.asin(share.clamp(0, 1).sqrt())
 
 
-def save_regressor(path: Path, model: nn.Module, facts: Mapping[str, Any]) -> None:
-    """Weights, and what is to be known of them as JSON by name, in one file."""
-    make_folder(path.parent)
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    with replacing(path) as temporary:
-        save_file(weights, temporary, metadata={name: json.dumps(value) for name, value in facts.items()})
-
-
 # ----------------------------------------------------------------------------------------------------------
 # The table of radio measurements: made in SQLite or PostgreSQL, and how its rows become samples.
 
@@ -756,7 +747,7 @@ def run_radio(
         report = fit(Triangulation(model), train, val, settings, meter=meter, on_event=_telling(say, epochs))
     train_s = time.monotonic() - began
     run_dir = Path(config.training.run_dir or "runs/demo-radio")
-    save_regressor(run_dir / "regressor.safetensors", model, {"statistics": dict(source.statistics)})
+    save_model(run_dir / "regressor.safetensors", model, {"statistics": dict(source.statistics)})
     return RadioResult(
         machine=describe_machine(),
         database=source.where_it_is,

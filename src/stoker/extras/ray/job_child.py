@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from stoker.service import confine
 from stoker.service.folders import JobFolder
 
 LOOK_S = 0.25
@@ -26,7 +27,7 @@ UNSEEN = 76
 OVERTAKEN = 77
 """Exit status where another submission took the place of this one."""
 _SIGNALLED = 128
-_CONFINE = str(Path(__file__).with_name("confine.py"))
+_CONFINE = str(confine.__file__)
 
 
 def wanted(folder: JobFolder) -> str:

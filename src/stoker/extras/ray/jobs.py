@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +20,13 @@ from stoker.errors import ConfigError, NotFound, ResourceError, ServiceError, St
 from stoker.extras.ray.job_child import OVERTAKEN, UNSEEN, wanted
 from stoker.runtime.files import replacing
 from stoker.runtime.http import Answer, HttpClient, HttpFailure, json_object
-from stoker.service.executor import Limits, LocalExecutor, LocalHold
+from stoker.service.executor import Limits, LocalExecutor, LocalHold, RayTarget
 from stoker.service.folders import JobFile, JobFolder
 from stoker.units import format_seconds
 
 ANSWER_S = 10.0
 """How long the cluster may take to answer one request."""
 _MOST_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RayTarget:
-    """A cluster, and how jobs are run there."""
-
-    address: str
-    """`http://host:8265`, as `ray start --head` prints it."""
-    python: str
-    """The interpreter of nodes."""
-    gpus: float = 0.0
-    """GPUs that a job takes."""
 
 
 class RayJobs:
@@ -196,6 +183,20 @@ class RayExecutor:
         except NotFound:  # it never came there, or its cluster is gone, and the job's processes with it
             return None
         return submission if status in _LIVE else None
+
+
+def check_cluster(address: str, environment: Mapping[str, str]) -> None:
+    """See whether a cluster answers, and takes the token of `environment`.
+
+    Raises:
+        ConfigError, ResourceError: As `RayJobs.submit`.
+    """
+    RayJobs(address, ray_token(environment)).check()
+
+
+def ray_executor(target: RayTarget, environment: Mapping[str, str], local: LocalExecutor) -> RayExecutor:
+    """Return what runs jobs on a cluster, with the token of `environment`."""
+    return RayExecutor(target, RayJobs(target.address, ray_token(environment)), local)
 
 
 class RayHold:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
+from stoker.config import Config
 from stoker.errors import ConfigError, arg
+
+if TYPE_CHECKING:
+    from stoker.extras.ray.engine import RayEngine
 
 Placement: TypeAlias = Literal["spread", "pack"]
 _ADDRESS = re.compile(r"auto|(\[[0-9a-fA-F:]+\]|[\w.-]+):\d{1,5}")
@@ -59,3 +63,29 @@ class RaySettings:
                 f"address is {self.address!r}, expected auto or HOST:PORT, as 10.0.0.1:6379, which "
                 "`ray start --head` prints; without one a cluster starts on this machine"
             )
+
+
+def ray_engine(config: Config) -> RayEngine:
+    """Return the engine that the settings in `precompute.ray` describe, to be entered.
+
+    Raises:
+        ConfigError: Ray is not installed, or a setting means nothing.
+    """
+    try:
+        from stoker.extras.ray.engine import RayEngine
+    except ImportError as error:
+        raise ConfigError(
+            "precompute.engine=ray (--engine ray) needs Ray. Install it: pip install 'stoker[ray]'"
+        ) from error
+    wanted = config.precompute.ray
+    settings = RaySettings(
+        address=wanted.address,
+        num_cpus=wanted.num_cpus,
+        num_gpus=wanted.num_gpus,
+        max_retries=wanted.max_retries,
+        placement=wanted.placement,
+        connect_s=wanted.connect,
+        wait_s=wanted.wait,
+        slice_s=wanted.slice,
+    )
+    return RayEngine(settings)
