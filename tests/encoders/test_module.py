@@ -442,5 +442,5 @@ def test_a_module_of_torchscript_encodes_with_a_version(compiled: Any) -> None:
 def test_a_module_of_torchscript_that_normalises_by_its_batch_is_refused() -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False))
 
-    with pytest.raises(EncoderError, match=r"BatchNorm1d.* normalises by its batch"):
+    with pytest.raises(EncoderError, match=r"BatchNorm1d.* normalizes by its batch"):
         ModuleEncoder(scripted(module), version="1")

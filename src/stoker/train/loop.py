@@ -334,6 +334,8 @@ class TrainLoop:
     ranks: Ranks = ALONE
     on_batch: Callable[[], None] = lambda: None
     """Called when a batch is there, before its step."""
+    stage: TrainStage = field(init=False)
+    """The objective's, looked up once: it is asked for at every step."""
     stepper: Stepper = field(init=False)
     """Moves the weights of this stage."""
     place: Mapping[str, Any] = field(init=False)
@@ -368,7 +370,8 @@ class TrainLoop:
 
     def _enter(self, event: str) -> None:
         """Prepare the loss, the learning rate and the length of a stage, and say so."""
-        config, progress, stage = self.config, self.objective.progress, self.objective.stage
+        config, progress = self.config, self.objective.progress
+        self.stage = stage = self.objective.stage
         self.stepper = self.objective.stepper(self.ranks, lambda: self.stop.signal_name is not None)
         self.place = self.loader.state_dict()
         steps = progress.stage_step + stage.epochs * len(self.loader)
@@ -388,7 +391,7 @@ class TrainLoop:
 
     def _continues(self) -> bool:
         """Steps of the stage are left, or those done are not evaluated yet (a signal came in between)."""
-        progress, stage = self.objective.progress, self.objective.stage
+        progress, stage = self.objective.progress, self.stage
         patient = stage.patience is None or progress.epochs_without_better < stage.patience
         passes = progress.epoch - progress.stage_epoch
         return progress.unjudged or (passes < stage.epochs and progress.step < self.total and patient)
@@ -461,7 +464,7 @@ class TrainLoop:
         return learning_rate(
             step - begun,
             self.total - begun,
-            peak=self.objective.stage.lr,
+            peak=self.stage.lr,
             warmup=config.warmup,
             schedule=config.schedule,
         )
