@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -31,8 +32,13 @@ sys.dont_write_bytecode = False  # asserts are rewritten, and modules compiled, 
 
 
 def pytest_collection_finish() -> None:
-    """Give the setting back before tests run: they write modules again within a second."""
+    """Give the setting back before tests run: they write modules again within a second.
+
+    The garbage collector need not look at modules and tests again and again.
+    """
     sys.dont_write_bytecode = DONT_WRITE_BYTECODE
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

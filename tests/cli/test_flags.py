@@ -88,6 +88,7 @@ if any("stoker.precompute.reader" in word for word in sys.orig_argv):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.chaos
 def test_hdf5_timeout_ends_readers_that_hang_in_opening_a_file(project: Path) -> None:
     (project / "site").mkdir()

@@ -102,7 +102,9 @@ def test_exit_codes(project: Path, args: list[str], exit_code: int, words: str) 
 
 
 COMMANDS = [
-    pytest.param(["train", "c.yaml", "training.max_steps=1", "--json"], id="in-a-child"),
+    pytest.param(
+        ["train", "c.yaml", "training.max_steps=1", "--json"], id="in-a-child", marks=pytest.mark.slow
+    ),
     pytest.param(["inspect", CACHE], id="text"),
     pytest.param(["--help"], id="help"),
 ]

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from stoker.runtime import threads
 from stoker.store import Cache
 from tests.loader.caches import trajectories, write_cache
 from tests.loader.layouts import COMPRESSION, COUNT, LAYOUTS, STEPS, TIMED
+
+
+@pytest.fixture(autouse=True, scope="package")
+def short_idle() -> Iterator[None]:
+    """Threads of loaders that nobody uses any more end within a second: else thousands wait at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threads, "IDLE_S", 0.5)
+        yield
 
 
 @pytest.fixture(scope="module")

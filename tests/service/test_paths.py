@@ -261,7 +261,9 @@ def database(tmp_path: Path) -> Iterator[Database]:
     opened.close()
 
 
-@pytest.mark.parametrize("kind", ["radio", "hdf5", "images"])
+@pytest.mark.parametrize(
+    "kind", ["hdf5", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("radio", "images"))]
+)
 def test_data_whose_folder_became_a_link_is_not_looked_at(
     database: Database, tmp_path: Path, kind: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,11 @@ def examples_of(cache: Cache, epoch: int = 0, **changes: Any) -> dict[tuple[int,
     return found
 
 
+@functools.cache
+def measure_of(cache: Cache, epoch: int) -> Any:
+    return examples_of(cache, epoch)
+
+
 @settings(deadline=None, max_examples=30)
 @given(
     tier=st.sampled_from(["host", "disk"]),
@@ -69,7 +75,7 @@ def test_augmentation_belongs_to_the_example(
     cache: Cache, tier: str, world: int, batch_size: int, epoch: int
 ) -> None:
     """Whatever the tier, batch size and ranks: batch size 8 of one rank from memory is the measure."""
-    expected = examples_of(cache, epoch)
+    expected = measure_of(cache, epoch)
 
     found = examples_of(cache, epoch, tier=tier, world=world, batch_size=batch_size)
 
