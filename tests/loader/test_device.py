@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.errors import CorruptError, StalledError
-from stoker.loader import Loader, partial, placement
+from stoker.loader import Loader, disk, placement
 from stoker.loader import tiers as device_tier
 from stoker.loader.gather import MemoryBatches
 from stoker.loader.outputs import OutputSpec
@@ -169,7 +169,7 @@ def test_both_threads_that_copy_to_a_device_begin_so(tmp_path: Path, monkeypatch
     def note(device: torch.device) -> None:
         begun.add(threading.current_thread().name)
 
-    for module in (device_tier, partial):
+    for module in (device_tier, disk):
         monkeypatch.setattr(module, "begin_thread", note)
     cache = write_cache(tmp_path, {"x": torch.randn(12, 3)}, shards=(6,))
     monkeypatch.setattr(placement, "assign", lambda *_: {"device": frozenset([0]), "host": frozenset()})
@@ -203,9 +203,7 @@ def test_one_call_gathers_many_batches_on_a_device(tmp_path: Path, width: int, c
         rows = rows.repeat(8)[:150]  # 75 batches of 128 KiB
 
     with Gathers() as made:
-        ((taken, _),) = (
-            [list(column) for column in strip] for strip in batches.strips({"record": rows}, rows, 2, {})
-        )
+        taken, _ = (list(column) for column in batches.columns({"record": rows}, rows, 2, {}))
 
     assert made.calls == calls
     assert [len(batch) for batch in taken] == [len(part) for part in rows.split(2)]
