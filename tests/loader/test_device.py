@@ -203,9 +203,7 @@ def test_one_call_gathers_many_batches_on_a_device(tmp_path: Path, width: int, c
         rows = rows.repeat(8)[:150]  # 75 batches of 128 KiB
 
     with Gathers() as made:
-        ((taken, _),) = (
-            [list(column) for column in strip] for strip in batches.strips({"record": rows}, rows, 2, {})
-        )
+        taken, _ = (list(column) for column in batches.columns({"record": rows}, rows, 2, {}))
 
     assert made.calls == calls
     assert [len(batch) for batch in taken] == [len(part) for part in rows.split(2)]

@@ -274,12 +274,12 @@ def test_two_threads_that_ask_for_the_first_batch_share_one_engine(
     both = threading.Event()
 
     class Slow(Engine):
-        def __init__(self, design: Design) -> None:
+        def __init__(self, design: Design, *more: Any) -> None:
             made.append(self)
             if len(made) > 1:
                 both.set()
             both.wait(0.3)  # time for the other thread to begin an engine of its own
-            super().__init__(design)
+            super().__init__(design, *more)
 
     monkeypatch.setattr(serving, "Engine", Slow)
     loader = Loader(cache, batch_size=5)

@@ -48,16 +48,16 @@ def test_the_bytes_are_those_of_transforms_after_the_gather(
     if isinstance(transforms[-1], Noise) and not (normalise or cache.schema["image"].floating):
         pytest.skip("noise is for floats")
     done: list[int] = []
-    replaced = design.replace
+    strip = design.Strip
 
-    def counted(one: Any, **changes: Any) -> Any:
-        done.append(changes.get("transformed", 0))
-        return replaced(one, **changes)
+    def counted(**given: Any) -> Any:
+        done.append(given["transformed"])
+        return strip(**given)
 
     settings: dict[str, Any] = {"batch_size": 4, "transforms": transforms, "normalise": normalise, "seed": 2}
     expected = batches(Loader(cache, tier="disk", **settings))
     running = Running(cache, Machine(device=10), Ledger(), tier="device", **settings)
-    monkeypatch.setattr(design, "replace", counted)
+    monkeypatch.setattr(design, "Strip", counted)
 
     got = batches(running.loader)
 

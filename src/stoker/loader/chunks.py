@@ -26,10 +26,11 @@ from stoker.runtime.threads import Pool, Ticket
 
 if TYPE_CHECKING:
     from stoker.loader.order import Ids, Order, RankShare
-    from stoker.loader.places import Cuts
+    from stoker.loader.places import Cuts, Places
     from stoker.loader.tiers import Memory
     from stoker.loader.windows import Examples
     from stoker.monitor.meter import StallMeter
+    from stoker.store import Cache
 
 CHUNK_EXAMPLES = 1 << 16
 """Examples in a chunk at most, and in those made in one piece of work: a few megabytes. Arrays of
@@ -65,11 +66,14 @@ class Span:
     """This is the short batch that ends an epoch."""
     last: bool
     """The epoch ends with this span."""
+    ends: Sequence[int] = ()
+    """Position after each batch, where they are not one `step` apart: some examples were passed over."""
 
     def positions(self, first: int, count: int) -> list[tuple[int, int]]:
         """Where a loader goes on after each of `count` batches from the `first` on."""
         begin = self.position + (first + 1) * self.step
-        after = [(self.epoch, begin + i * self.step) for i in range(count)]
+        ends = self.ends[first : first + count] or [begin + i * self.step for i in range(count)]
+        after = [(self.epoch, end) for end in ends]
         if self.last and first + count == self.batches:
             after[-1] = (self.epoch + 1, 0)
         return after
@@ -92,6 +96,8 @@ class Chunk:
     """`Locator.rows` of `memory`; None if nothing was filled yet when this was made."""
     memory: Callable[[], Memory | None] | None
     """Gives the memory that `rows` are of while it is there; another one may serve by now."""
+    source: tuple[Cache, Places] | None = None
+    """What `records` are places in, while the cache is being filled; None: the loader's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,7 +48,13 @@ from stoker.loader.places import (
     lengths_of,
     trajectory_lengths,
 )
-from stoker.loader.prefetch import BlockLocator, elsewhere_of, fetching_of, read_ahead_of
+from stoker.loader.prefetch import (
+    BlockLocator,
+    BlockPrefetcher,
+    elsewhere_of,
+    fetching_of,
+    read_ahead_of,
+)
 from stoker.loader.transform import NOTHING, Lowered, lowered
 from stoker.loader.windows import Examples, Windows, number_examples, time_field
 from stoker.plan import LEDGER, Demand, Ledger, Plan, Reservation, Resources, plan_tiers, probe
@@ -56,6 +63,7 @@ from stoker.store.joins import rename_hint
 from stoker.units import format_count
 
 if TYPE_CHECKING:
+    from stoker.loader.filling import Arrivals, FillOrder
     from stoker.loader.tiers import Memory
     from stoker.store import Cache
 
@@ -99,8 +107,8 @@ class Design:
     """Transforms that the device tier does while it gathers."""
     join: Joiner | None = None
     """What is done to fields of varying length in a batch; None: they stay lists."""
-    beside: str | None = None
-    """How a pass beside the filling of its cache is ordered; None: the cache is complete."""
+    fill: FillOrder | None = None
+    """The order of examples while the cache is being filled; None: it is complete."""
 
     @property
     def windows(self) -> Windows | None:
@@ -162,23 +170,27 @@ class StripPace:
 class Engine:
     """Makes batches as a `Design` says."""
 
-    def __init__(self, design: Design) -> None:
+    def __init__(self, design: Design, arrivals: Arrivals | None = None) -> None:
+        """`arrivals` gives the examples of a cache that is being filled, in place of the order."""
         self._design = design
+        self._arrivals = arrivals
         self.residency = Residency(design)
-        self.device = design.device
+        self.device = design.device if arrivals is None else torch.device("cpu")
         """Where batches are."""
         self._assembly = BatchAssembly(design.outputs, design.options, design.join)
         self._outputs = self._assembly.columns
         self._pace = StripPace()
-        self._locators: dict[str, Locator] = {}
+        self._locators: dict[str, Locator] = {} if arrivals is None else {"cpu": arrivals.locator}
         self._chunked: dict[str, Chunks] = {}
         self._batches: tuple[Memory, MemoryBatches] | None = None
         self._disk = self._make_disk(self._outputs)
         self._partial: PartialBatches | None = None
         cpu = torch.device("cpu")
-        self._reading_ahead = read_ahead_of(
-            design.cache, self._reach, design.share, lambda epoch: self._chunks(cpu).order(epoch)
-        )
+        self._reading_ahead: BlockPrefetcher | None = None
+        if arrivals is None:
+            self._reading_ahead = read_ahead_of(
+                design.cache, self._reach, design.share, lambda epoch: self._make_chunks(cpu).order(epoch)
+            )
         # Fixed addresses exist where batches are gathered, so nothing can be served before memory is filled.
         self.residency.fill(design.fill_s if design.static else placement.FIRST_WAIT_S)
         if design.static and self.residency.serving() is None:
@@ -211,7 +223,11 @@ class Engine:
             self._locators[device.type] = self._make_locator(device)
         return self._locators[device.type]
 
-    def _chunks(self, device: torch.device) -> Chunks:
+    def _chunks(self, device: torch.device) -> Arrivals | Chunks:
+        """What says which examples come next, on `device`."""
+        return self._make_chunks(device) if self._arrivals is None else self._arrivals
+
+    def _make_chunks(self, device: torch.device) -> Chunks:
         """The order, made on `device`."""
         if device.type not in self._chunked:
             design, locator = self._design, self._locator(device)
@@ -250,7 +266,13 @@ class Engine:
         at = (epoch, position)
         while at[0] == epoch:
             held = self._turn()
-            for strip in self._from(held, *at):
+            device, make = torch.device("cpu"), self._from_disk
+            if held.whole is not None and held.whole.device.type == self.device.type:
+                device, make = held.whole.device, partial(self._from_memory, held.whole)
+            elif held.device is not None or self.device.type != "cpu":
+                make = partial(self._from_several, held)
+            chunks = self._chunks(device).of(*at)
+            for strip in chain.from_iterable(map(make, chunks)):
                 at, count = strip.after, strip.count
                 yield strip
                 del strip  # it refers to the memory that its batches come from
@@ -258,7 +280,7 @@ class Engine:
                     break
             else:
                 return
-            del held
+            del held, make, chunks
 
     def _turn(self) -> Held:
         """What is held now, and nothing else referred to: neither while memory is given back, nor later."""
@@ -275,20 +297,7 @@ class Engine:
         if self._partial is not None:
             self._partial.forget(held.device, held.host)
 
-    def _from(self, held: Held, epoch: int, position: int) -> Iterator[Strip]:
-        """The same from what is held now, until that changes."""
-        whole, device = held.whole, self.device
-        if whole is not None and whole.device.type == device.type:
-            for chunk in self._chunks(whole.device).of(epoch, position):
-                yield from self._from_memory(chunk, whole)
-            return
-        for chunk in self._chunks(torch.device("cpu")).of(epoch, position):
-            if held.device is None and device.type == "cpu":
-                yield from self._from_disk(chunk)
-            else:
-                yield from self._from_several(chunk, held)
-
-    def _from_memory(self, chunk: Chunk, memory: Memory) -> Iterator[Strip]:
+    def _from_memory(self, memory: Memory, chunk: Chunk) -> Iterator[Strip]:
         design, size = self._design, chunk.span.batch
         lowered = design.lowered if memory.tier == "device" else NOTHING
         if self._batches is None or self._batches[0] is not memory:
@@ -312,20 +321,21 @@ class Engine:
             own = slice(number * size, (number + count) * size)
             some = {name: values[own] for name, values in rows.items()}
             views = lowered.views(chunk.span.epoch, chunk.examples[own], memory.device)
-            for columns in gathers.strips(some, chunk.index[own], size, views):
-                strip = self._strip(columns, chunk, number, count, memory.tier)
-                yield replace(strip, transformed=lowered.count)
-                del strip
+            yield self._strip(
+                gathers.columns(some, chunk.index[own], size, views),
+                chunk, number, count, memory.tier, lowered.count,
+            )  # fmt: skip
             number += count
 
     def _from_disk(self, chunk: Chunk) -> Iterator[Strip]:
+        tier = "disk" if self._arrivals is None else "encode"
         self._read_ahead(chunk, 0)
         for number, values in enumerate(self._disk.batches(chunk, 0)):
             self._read_ahead(chunk, number + 1)
             columns: list[Iterable[Any]] = [[value] for value in values]
-            yield self._strip(columns, chunk, number, 1, "disk")
+            yield self._strip(columns, chunk, number, 1, tier)
 
-    def _from_several(self, chunk: Chunk, held: Held) -> Iterator[Strip]:
+    def _from_several(self, held: Held, chunk: Chunk) -> Iterator[Strip]:
         if self._partial is None:
             design, locator = self._design, self._locator(torch.device("cpu"))
             self._partial = PartialBatches(
@@ -339,11 +349,26 @@ class Engine:
             yield self._strip(columns, chunk, number, count, tier)
             number += count
 
-    def _strip(self, columns: list[Iterable[Any]], chunk: Chunk, number: int, count: int, tier: str) -> Strip:
+    def _strip(
+        self,
+        columns: list[Iterable[Any]],
+        chunk: Chunk,
+        number: int,
+        count: int,
+        tier: str,
+        transformed: int = 0,
+    ) -> Strip:
         positions, size = chunk.span.positions(number, count), chunk.span.batch
         own = chunk.examples[number * size : (number + count) * size]
-        batches = self._assembly.batches(columns, positions, own, chunk.span.epoch, size)
-        return Strip(batches=batches, count=count, size=size, examples=own, tier=tier, after=positions[-1])
+        return Strip(
+            batches=self._assembly.batches(columns, positions, own, chunk.span.epoch, size),
+            count=count,
+            size=size,
+            examples=own,
+            tier=tier,
+            after=positions[-1],
+            transformed=transformed,
+        )
 
 
 MAX_GATHER_THREADS = 4
@@ -367,8 +392,8 @@ class Found:
     """Those that it lies in, as far as they are there."""
     cuts: Cuts | None = None
     """How windows are cut from fields of points."""
-    beside: str | None = None
-    """As `Design.beside`."""
+    fill: FillOrder | None = None
+    """As `Design.fill`."""
 
 
 def decide(cache: Cache, options: Options, plan: Plan | None = None, *, ledger: Ledger = LEDGER) -> Design:
@@ -417,6 +442,36 @@ def decide(cache: Cache, options: Options, plan: Plan | None = None, *, ledger: 
     made = design(cache, options, found, plan or partial(_planned, cache, options), ledger=ledger)
     claim_plan(made.claim, cache, made.places, made.plan, made.ask.demand)
     return made
+
+
+def decide_filling(cache: Cache, options: Options, fill: FillOrder) -> Design:
+    """Return what is served of a cache that is being filled: examples in the order `fill`, from disk.
+
+    Raises:
+        ConfigError: As `decide`.
+    """
+    options = replace(options, tier="encode")
+    outputs = outputs_of(cache, options)
+    here = int(np.isin(fill.numbers, cache.numbers).sum())
+    sizes = (f.row_bytes if f.ragged else f.size_bytes() for f in cache.recipe.columns.values())
+    found = Found(
+        places=fill.places,
+        examples=fill.examples,
+        outputs=outputs,
+        join=make_joiner(options.ragged, outputs, cache.schema, options.windows),
+        order=order_of(options, outputs, fill.examples.count, fill.draws),
+        demand=Demand(
+            records=len(fill.numbers),
+            record_bytes=float(sum(sizes)),
+            batch_examples=options.batch_size,
+            example_bytes=gathered_bytes(outputs),
+            device=str(options.device),
+            missing_records=len(fill.numbers) - here,
+        ),
+        shards=(),
+        fill=fill,
+    )
+    return design(cache, options, found, partial(_planned_filling, cache, options))
 
 
 def outputs_of(cache: Cache, options: Options) -> tuple[OutputSpec, ...]:
@@ -502,12 +557,12 @@ def design(
         records_digest=_records_digest(found.places, found.order),
         cuts=found.cuts,
         join=found.join,
-        beside=found.beside,
+        fill=found.fill,
         lowered=lowered(early, found.outputs, options.seed, windowed=options.windows is not None),
     )
 
 
-def check_beside(cache: Cache, options: Options) -> None:
+def check_filling(cache: Cache, options: Options) -> None:
     """Refuse what has no meaning before a cache is complete.
 
     Raises:
@@ -660,3 +715,14 @@ def digest_of(*arrays: Any) -> str:
     for array in arrays:
         digest.update(memoryview(array).cast("B"))
     return digest.hexdigest()
+
+
+def _planned_filling(cache: Cache, options: Options, demand: Demand, resources: Resources) -> Plan:
+    reason = (
+        f"{format_count(demand.missing_records)} of {format_count(demand.records)} records are encoded "
+        "while this epoch is served: in block order, as they come, from disk. The next epoch has them "
+        f"all, in {options.order} order, from the fastest tier"
+    )
+    logging.getLogger("stoker").info("%s: %s", cache.path, reason)
+    plan = plan_tiers(demand, resources, tier="encode", reserve_bytes=options.reserve_bytes)
+    return replace(plan, tier="encode", reason=reason)

@@ -326,10 +326,6 @@ class DiskBatches:
         cut = {} if locator.cuts is None else locator.cuts.rows
         self._cut = [(i, output.field) for i, output in enumerate(outputs) if output.field in cut]
 
-    def over(self, cache: Cache, places: Places) -> None:
-        """Read from another handle of the same cache from now on; not while batches are being made."""
-        self._cache, self._places = cache, places
-
     def batches(self, chunk: Chunk, first: int) -> Iterator[list[Any]]:
         """Values per output, then `index`, of each batch of the chunk from the `first` on.
 
@@ -338,29 +334,32 @@ class DiskBatches:
             StalledError: A batch was not read in time.
         """
         line: deque[PendingBatch] = deque()
-        following = first
+        following, size = first, chunk.span.batch
         for current in range(first, chunk.span.batches):
             while following < chunk.span.batches and following <= current + self._ahead:
-                line.append(self._begin(chunk, following))
+                own = slice(following * size, (following + 1) * size)
+                values = [self._room(i, output, size) for i, output in enumerate(self._outputs)]
+                records, starts = host(chunk.records[own]), host(chunk.starts[own])
+                line.append(self.begin(records, starts, chunk.index[own], values, chunk.source))
                 following += 1
             pending = line.popleft()
             if not pending.ready() and current > first:
                 self._ahead = min(MAX_AHEAD, self._ahead + 1)
             yield self._finish(pending)
 
-    def _begin(self, chunk: Chunk, number: int) -> PendingBatch:
-        size = chunk.span.batch
-        own = slice(number * size, (number + 1) * size)
-        values = [self._room(i, output, size) for i, output in enumerate(self._outputs)]
-        return self.begin(host(chunk.records[own]), host(chunk.starts[own]), chunk.index[own], values)
-
     def begin(
-        self, records: NDArray[np.int64], starts: NDArray[np.int64], index: Tensor, values: list[Any]
+        self,
+        records: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        index: Tensor,
+        values: list[Any],
+        source: tuple[Cache, Places] | None = None,
     ) -> PendingBatch:
         """Begin to read some examples into `values`: per output a contiguous CPU tensor `(n, *shape)`, or a
-        list of n for a ragged one.
+        list of n for a ragged one. `source` is as in `Chunk`.
         """
-        shard, row = self._places.shard[records], self._places.row[records]
+        cache, places = source or (self._cache, self._places)
+        shard, row = places.shard[records], places.row[records]
         memory, rest = self._memory(), np.ones(len(records), dtype=np.bool_)
         if memory is not None:
             rest = np.frombuffer(memory.ready, dtype=np.uint8)[shard] != 1
@@ -370,7 +369,7 @@ class DiskBatches:
         cuts = {i: self._locator.extent(name, records, starts) for i, name in self._cut}
         wanted = ReadRequest(shard=shard, row=row, starts=starts, values=values, spaces=spaces, cuts=cuts)
         tickets = [
-            self._pool.submit(partial(self._pieces.read, self._cache, piece, wanted, self._verify))
+            self._pool.submit(partial(self._pieces.read, cache, piece, wanted, self._verify))
             for piece in np.array_split(missing, self._count(len(missing)))
             if len(piece)
         ]

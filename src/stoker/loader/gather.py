@@ -491,12 +491,12 @@ class MemoryBatches:
             else:
                 self._gathers.append(Gather(view, output, batch, pool).direct())
 
-    def strips(
+    def columns(
         self, rows: Mapping[str, Any], index: Tensor, batch: int, views: Mapping[str, Views]
-    ) -> Iterator[list[Iterable[Any]]]:
-        """Consecutive batches, `STRIP_BATCHES` at a time, that only need to be asked for.
+    ) -> list[Iterable[Any]]:
+        """Return consecutive batches that only need to be asked for, `STRIP_BATCHES` of them at most.
 
-        Yields columns: per output and then for `index` the tensors of the strip's batches, large ones made as
+        They come as columns: per output and then for `index` the tensors of the batches, large ones made as
         they are asked for.
 
         Args:
@@ -506,28 +506,26 @@ class MemoryBatches:
             batch: Examples per batch.
             views: By output, of all examples, how they are cropped and mirrored on the way.
         """
-        for begin in range(0, len(index), STRIP_BATCHES * batch):
-            own = slice(begin, begin + STRIP_BATCHES * batch)
-            cuts: dict[str, tuple[Tensor, ...]] = {}
-            columns: list[Iterable[Any]] = []
-            for output, gather, count in zip(self._outputs, self._gathers, self._per_call, strict=True):
-                if output.ragged:
-                    starts, lengths = (rows[f"{kind}:{output.field}"][own] for kind in ("starts", "lengths"))
-                    bounds = range(batch, len(starts), batch)
-                    columns.append(map(gather, np.split(starts, bounds), np.split(lengths, bounds)))
-                    continue
-                moved = [None if v is None else v[own] for v in views.get(output.name, ())]
-                if count > 1 and not moved:
-                    calls = map(gather, _cut(rows[output.index][own], count * batch))
-                    columns.append(chain.from_iterable(map(_cut, calls, repeat(batch))))
-                else:
-                    if output.index not in cuts:
-                        cuts[output.index] = _cut(rows[output.index][own], batch)
-                    of_each = [repeat(None) if v is None else _cut(v, batch) for v in moved]
-                    each = [zip(*of_each, strict=False)] if moved else []
-                    columns.append(map(gather, cuts[output.index], *each))
-            columns.append(self._index(_cut(index[own], batch)))
-            yield columns
+        cuts: dict[str, tuple[Tensor, ...]] = {}
+        columns: list[Iterable[Any]] = []
+        for output, gather, count in zip(self._outputs, self._gathers, self._per_call, strict=True):
+            if output.ragged:
+                starts, lengths = (rows[f"{kind}:{output.field}"] for kind in ("starts", "lengths"))
+                bounds = range(batch, len(starts), batch)
+                columns.append(map(gather, np.split(starts, bounds), np.split(lengths, bounds)))
+                continue
+            moved = views.get(output.name, ())
+            if count > 1 and not moved:
+                calls = map(gather, _cut(rows[output.index], count * batch))
+                columns.append(chain.from_iterable(map(_cut, calls, repeat(batch))))
+            else:
+                if output.index not in cuts:
+                    cuts[output.index] = _cut(rows[output.index], batch)
+                of_each = [repeat(None) if v is None else _cut(v, batch) for v in moved]
+                each = [zip(*of_each, strict=False)] if moved else []
+                columns.append(map(gather, cuts[output.index], *each))
+        columns.append(self._index(_cut(index, batch)))
+        return columns
 
     def _index(self, cut: tuple[Tensor, ...]) -> Iterable[Tensor]:
         return map(self._to_fixed_index, cut) if self._static else cut

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, UncountedError, arg
 from stoker.loader import state as states
-from stoker.loader.filling import FillingPass, begin_filling_pass
 from stoker.loader.options import (
     Options,
     check_cache,
@@ -20,7 +19,7 @@ from stoker.loader.options import (
 )
 from stoker.loader.places import joined_indices
 from stoker.loader.prefetch import BegunStrip, Strips
-from stoker.loader.serving import Mender, Serving, Whole
+from stoker.loader.serving import FillServing, Mender, Serving, begin_serving
 from stoker.loader.state import EpochIterable, EpochPlace
 from stoker.loader.transform import Columns, Finish, FixedBatch, Transform
 from stoker.units import format_bytes, format_count
@@ -131,7 +130,7 @@ class Loader(EpochIterable):
         self._columns = None if cache.joined is None else Columns(cache.joined, static=static)
         self._fixed = FixedBatch() if static and transforms else None
         self._mender = Mender()
-        self._serving: Serving = begin_filling_pass(cache, self._options, self._mender) or self._whole(cache)
+        self._serving: Serving = begin_serving(cache, self._options, self._mender)
         self._turn = BegunStrip()
         self._place = EpochPlace()
 
@@ -268,16 +267,13 @@ class Loader(EpochIterable):
         """Serve beside a filling, or from a complete cache, as the loader did whose state this is."""
         if not states.is_beside(state):
             self._complete(wait=True)
-        elif self._serving.design.beside is None:
-            self._serving = FillingPass(self._serving.design.cache, self._options, self._mender)
-
-    def _whole(self, cache: Cache) -> Whole:
-        return Whole(cache, self._options, self._mender)
+        elif not is_beside(self):
+            self._serving = FillServing(self._serving.design.cache, self._options, self._mender)
 
     def _complete(self, *, wait: bool = False) -> None:
         """Serve the cache as a complete one, if it is by now, or when it is."""
         if (cache := self._serving.complete(wait=wait)) is not None:
-            self._serving = self._whole(cache)
+            self._serving = Serving(cache, self._options, self._mender)
 
 
 # pyright: reportPrivateUsage=false
@@ -300,7 +296,7 @@ def design_of(loader: Loader) -> Design:
 
 def is_beside(loader: Loader) -> bool:
     """Whether it serves beside the filling of its cache."""
-    return loader._serving.design.beside is not None
+    return loader._serving.design.fill is not None
 
 
 def complete(loader: Loader) -> None:

@@ -28,7 +28,7 @@ class Places:
     numbers: NDArray[np.int64]
     """Sample number of each record, `(records,)`."""
     shard: NDArray[np.int32]
-    """Shard that holds it."""
+    """Shard that holds it; -1: it is not stored yet."""
     row: NDArray[np.int32]
     """Row inside that shard."""
     chosen: NDArray[np.int64] | None
@@ -38,7 +38,8 @@ class Places:
 
     def shards(self) -> list[int]:
         """The shards that hold any of its own, sorted. (`np.unique` would import `numpy.ma`: 20 ms.)"""
-        return np.flatnonzero(np.bincount(self.shard[slice(*self.own)])).tolist()
+        own = self.shard[slice(*self.own)]
+        return np.flatnonzero(np.bincount(own[own >= 0])).tolist()
 
     def by_shard(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Each of `shards()` with the records in it, as places here."""

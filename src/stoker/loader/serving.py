@@ -1,4 +1,4 @@
-"""What a loader serves from: a complete cache, or (`filling.py`) one beside its filling."""
+"""What a loader serves from: a complete cache, or one that is being filled."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from stoker.errors import CorruptError, StalledError, StokerError
-from stoker.loader.design import Design, Engine, Strip, completed, decide
+from stoker.errors import ConfigError, CorruptError, StalledError, StokerError
+from stoker.loader.design import Design, Engine, Strip, check_filling, completed, decide, decide_filling
+from stoker.loader.filling import LOOK_S, Arrivals, FillOrder
 from stoker.loader.order import kept_weights
 from stoker.loader.prefetch import BatchPrefetcher
 from stoker.runtime.locks import lock_folder, lock_holder
@@ -117,54 +118,8 @@ def _lost(before: Cache, now: Cache) -> list[int]:
     return np.setdiff1d(before.numbers, now.numbers).tolist()
 
 
-class Serving(Protocol):
-    """Makes the batches of one loader. `Whole` and `FillingPass` are the two there are."""
-
-    @property
-    def design(self) -> Design:
-        """What was decided, as it is by now."""
-        ...
-
-    @property
-    def steps(self) -> int | None:
-        """Batches of this rank in an epoch; None: nobody can know yet."""
-        ...
-
-    @property
-    def plan(self) -> Plan:
-        """Which tier holds how many records by now."""
-        ...
-
-    @property
-    def faulted(self) -> int:
-        """Page faults that went to disk."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where batches are made."""
-        ...
-
-    @property
-    def ahead(self) -> BatchPrefetcher:
-        """What makes batches of host memory while the step computes; another one after a fork."""
-        ...
-
-    def strips(self, epoch: int, position: int) -> Iterator[Strip]:
-        """The batches of the rest of an epoch; what is damaged is mended on the way."""
-        ...
-
-    def begin(self, epoch: int, batch: int) -> int:
-        """Position at which the batch of that number of an epoch begins."""
-        ...
-
-    def complete(self, *, wait: bool = False) -> Cache | None:
-        """A complete cache to serve from now on, if there is one by now, or when there is; else None."""
-        ...
-
-
-class Whole:
-    """Serves a complete cache."""
+class Serving:
+    """Makes the batches of one loader, from a complete cache."""
 
     def __init__(self, cache: Cache, options: Options, mender: Mender) -> None:
         """`cache` lacks nothing, or what can encode what it lacks.
@@ -172,48 +127,56 @@ class Whole:
         Raises:
             StokerError: As `decide` and `completed`.
         """
-        cache = completed(cache)
-        self._mender = mender
-        self._options = replace(options, weights=kept_weights(options.weights, cache, options.indices))
-        self.design = self._decided(cache, self._options)
+        self._mender, self._options = mender, options
+        self.arrivals: Arrivals | None = None
+        self.design = self._begin(cache)
+        """What was decided, as it is by now."""
         self.engine: Engine | None = None
         """What makes batches in this process, since the first was asked for."""
         self.ahead = self._new_ahead()
-        self._stop: weakref.finalize[[], Whole] | None = None
+        """What makes batches of host memory while the step computes; another one after a fork."""
+        self._stop: weakref.finalize[[], Serving] | None = None
         self._process, self._known_to = 0, os.getpid()
         self._building: dict[int, threading.Lock] = {}
         """By process, since a lock that another thread held at a fork is never released in the child."""
 
+    def _begin(self, cache: Cache) -> Design:
+        cache = completed(cache)
+        weights = kept_weights(self._options.weights, cache, self._options.indices)
+        self._options = replace(self._options, weights=weights)
+        return self._decided(cache, self._options)
+
     @property
-    def steps(self) -> int:
-        """As `Serving.steps`."""
+    def steps(self) -> int | None:
+        """Batches of this rank in an epoch; None: nobody can know yet."""
         return self.design.share.steps()
 
     @property
     def plan(self) -> Plan:
-        """As `Serving.plan`."""
+        """Which tier holds how many records by now."""
         return self.design.plan if self.engine is None else self.engine.residency.plan
 
     @property
     def faulted(self) -> int:
-        """Page faults that went to disk since iteration began."""
-        return 0 if self.engine is None else self.engine.residency.faulted()
+        """Page faults that went to disk since iteration began; not counted while all is read from disk."""
+        return 0 if self.engine is None or self.arrivals is not None else self.engine.residency.faulted()
 
     @property
     def device(self) -> torch.device:
-        """Where batches are made: where they are wanted."""
-        return self.design.device
+        """Where batches are made: where they are wanted, if they need not be read first."""
+        return self.design.device if self.arrivals is None else torch.device("cpu")
 
     def begin(self, epoch: int, batch: int) -> int:
-        """As `Serving.begin`."""
+        """Position at which the batch of that number of an epoch begins."""
         share = self.design.share
         return min(batch * share.step, share.positions)
 
-    def complete(self, *, wait: bool = False) -> None:
-        """Nothing: this one is."""
+    def complete(self, *, wait: bool = False) -> Cache | None:
+        """A complete cache to serve from now on, if this one is not and there is one; else None."""
+        return None
 
     def strips(self, epoch: int, position: int) -> Iterator[Strip]:
-        """As `Serving.strips`.
+        """The batches of the rest of an epoch; what is damaged is mended on the way.
 
         Raises:
             CorruptError: A record's bytes do not match their checksums, and nobody can encode it again.
@@ -244,7 +207,7 @@ class Whole:
                 if self.engine is not None:
                     cache = reopened(cache)
                 with torch.inference_mode(False):  # memory outlives the caller's mode, and a thread fills it
-                    self.engine = Engine(replace(self.design, cache=cache))
+                    self.engine = Engine(replace(self.design, cache=cache), self.arrivals)
                 self._process, self.ahead = os.getpid(), self._new_ahead()
                 self._stop = weakref.finalize(self, self.engine.residency.stop)
                 self._stop.atexit = False
@@ -280,6 +243,108 @@ class Whole:
         if self._stop is not None:
             self._stop()
         self.engine = self._stop = None
+
+
+class FillServing(Serving):
+    """The same from a cache that is being filled, also once that has ended: each example of the pass once.
+
+    From the next epoch on the cache is complete, and the order is the one that was asked for.
+    """
+
+    def __init__(self, cache: Cache, options: Options, mender: Mender) -> None:
+        """Decide about the examples of the entire cache, stored or not.
+
+        Raises:
+            ConfigError: Something was asked for that needs a complete cache.
+        """
+        check_filling(cache, options)
+        super().__init__(cache, options, mender)
+        assert self.design.fill is not None
+        self._made_in = os.getpid()
+        self._fill, self._positions = self.design.fill, self.design.order.positions
+        self.arrivals = self._arrivals = Arrivals(cache, options, self._fill, self._changed)
+
+    def _begin(self, cache: Cache) -> Design:
+        options = self._options
+        fill = FillOrder(
+            cache.recipe,
+            options.windows,
+            options.indices,
+            options.weights,
+            seed=options.seed,
+            shuffled=options.order != "sequential",
+        )
+        return decide_filling(cache, options, fill)
+
+    @property
+    def steps(self) -> int | None:
+        """As `Serving.steps`; None while trajectories of varying length are still to be counted."""
+        share = self.design.share
+        if self._fill.varying:
+            counted = self._arrivals.counted
+            return None if counted is None else replace(share, positions=counted).steps()
+        return share.steps()
+
+    def begin(self, epoch: int, batch: int) -> int:
+        """As `Serving.begin`; waits for the records before it.
+
+        Raises:
+            StokerError: As `Serving.strips`.
+        """
+        return self._arrivals.begin(epoch, batch)
+
+    def complete(self, *, wait: bool = False) -> Cache | None:
+        """The cache, once it is complete; None while it is not, unless that is to be waited for.
+
+        Raises:
+            StokerError: Filling failed.
+            StalledError: It came to a halt.
+        """
+        cache = self.design.cache
+        filling = cache.filling
+        if filling is None:
+            return cache
+        settled = filling.look()[1]
+        while not filling.done():
+            if not wait and not settled.all():
+                return None
+            filling.wait(LOOK_S)
+        return completed(cache)
+
+    def running(self) -> Engine:
+        """As `Serving.running`.
+
+        Raises:
+            ConfigError: In a fork, which nobody tells what is stored.
+        """
+        if self._made_in != os.getpid():
+            raise ConfigError(
+                "this loader's cache is being filled for the process that made it, and this one is a fork "
+                "of that. Make the loader here, or when the cache is complete"
+            )
+        return super().running()
+
+    def _changed(self, cache: Cache, lost: int) -> None:
+        share = replace(self.design.share, positions=self._positions - lost)
+        self.design = replace(self.design, cache=cache, share=share)
+
+    def _mend(self, error: CorruptError) -> None:
+        self._arrivals.mended(self._mender.mend(self.design.cache, error))
+
+
+def begin_serving(cache: Cache, options: Options, mender: Mender) -> Serving:
+    """Return what serves `cache`: while it is being filled, if it is or `tier="encode"` asks for it.
+
+    Raises:
+        ConfigError: Something was asked for that needs a complete cache.
+        StokerError: Filling has failed; or as `Serving`.
+    """
+    if not cache.complete:
+        if cache.filling is None and options.tier == "encode" and cache.filler is not None:
+            cache.filling = cache.filler.begin()
+        if cache.filling is not None and not cache.filling.done():
+            return FillServing(cache, options, mender)
+    return Serving(cache, options, mender)
 
 
 def _after_fork() -> None:

@@ -47,7 +47,7 @@ def dump(design: Design, at: tuple[int, int]) -> dict[str, Json]:
         "records": design.records_digest,
         "windows": None if options.windows is None else options.windows.text(),
         "world": design.share.world,
-        **({} if design.beside is None else {"beside": design.beside}),
+        **({} if design.fill is None else {"beside": design.fill.kind}),
         **({NOTED: transforms} if transforms else {}),
     }
 
