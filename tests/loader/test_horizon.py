@@ -14,7 +14,7 @@ from stoker.loader.loader import design_of
 from stoker.loader.places import Share
 from stoker.loader.prefetch import Depth, Horizon, Reach
 from stoker.store import Cache
-from stoker.store.storage import LocalFile
+from stoker.store.format import LocalFile
 from tests.loader.caches import trajectories, write_cache
 
 BLOCK = 4096

@@ -18,7 +18,7 @@ from stoker.errors import CorruptError, ResourceError
 from stoker.loader import Loader
 from stoker.schema import Field
 from stoker.store import Cache, shard
-from stoker.store.storage import LocalFile
+from stoker.store.format import LocalFile
 from tests.store.fakes import FakeSource, make_cache, same_bits
 
 SMALL = {"x": Field(shape=(3,), dtype="float32")}

@@ -53,7 +53,7 @@ from stoker.units import format_count
 
 if TYPE_CHECKING:
     from stoker.store import Cache
-    from stoker.store.storage import Filling
+    from stoker.store.cache import Filling
 
 
 # ----------------------------------------------------------------------------------------------------------

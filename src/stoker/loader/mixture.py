@@ -26,7 +26,7 @@ from stoker.loader.turns import Exhausted, Lap, Mode, Turns, check_mode, make_tu
 from stoker.schema import Json
 from stoker.sources.given import shown
 from stoker.store import Cache
-from stoker.store.joins import Joint, same_fields, served_schema
+from stoker.store.joint import Joint, same_fields, served_schema
 from stoker.units import format_count
 
 if TYPE_CHECKING:

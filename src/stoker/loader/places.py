@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError, IncompleteError, MissingRecordError
 from stoker.loader.order import SORTED_LIMIT, Draws, Ids, Order, Weights
 from stoker.loader.windows import Examples
-from stoker.store.index import spread
+from stoker.store.rows import spread
 from stoker.store.shard import offsets_in
 from stoker.units import format_count
 

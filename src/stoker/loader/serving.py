@@ -23,11 +23,11 @@ from stoker.loader.prefetch import Ahead
 from stoker.plan import Plan
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.store import Cache, open_cache
-from stoker.store.joins import Joint, reopened
+from stoker.store.joint import Joint, reopened
 from stoker.store.maintain import repair
 
 if TYPE_CHECKING:
-    from stoker.store.storage import Filler
+    from stoker.store.cache import Filler
 
 
 # ----------------------------------------------------------------------------------------------------------

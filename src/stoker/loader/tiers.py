@@ -34,7 +34,7 @@ from stoker.units import format_bytes
 
 if TYPE_CHECKING:
     from stoker.store import Cache, Shard
-    from stoker.store.storage import ColumnSink
+    from stoker.store.shard import ColumnSink
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False, weakref_slot=True)

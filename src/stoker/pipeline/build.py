@@ -31,6 +31,7 @@ from stoker.pipeline.stages import kept_fields
 from stoker.pipeline.staging import staged_data
 from stoker.pipeline.user_code import torch_source, user_encoder
 from stoker.plan.resources import automatic_device
+from stoker.runtime.jsonio import read_strict
 from stoker.schema import Schema, canonical_json, digest_json
 from stoker.sources.files import canonical_split, resolve_files
 from stoker.sources.hdf5 import HDF5Source
@@ -38,8 +39,7 @@ from stoker.sources.meshes import MeshLayout, MeshSource
 from stoker.sources.protocol import Source, Splitting
 from stoker.sources.splits import SplitOf, Subset
 from stoker.store import Digests, make_recipe
-from stoker.store.storage import LocalStorage
-from stoker.store.strict_json import read_strict
+from stoker.store.storage import open_storage
 
 # ----------------------------------------------------------------------------------------------------------
 # Sources by kind: what `data.kind` names, made from the settings of one task and split.
@@ -205,7 +205,7 @@ def train_statistics(source: Source, field: str, *, digests: Digests, cache_dir:
     """
     content = make_recipe(source, None, digests=digests).entries["source"]
     name = f"{digest_json([content, field])[:32]}.json"
-    folder = LocalStorage(cache_dir / FOLDER)
+    folder = open_storage(cache_dir / FOLDER)
     with suppress(OSError, FormatError, KeyError, TypeError):
         kept = read_strict(folder.read(name, limit_bytes=LIMIT_BYTES), where=name)
         if kept.get("check") == digest_json(kept["statistics"]):

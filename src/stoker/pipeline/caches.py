@@ -19,13 +19,13 @@ from stoker.loader.windows import number_examples, state_fields, time_field
 from stoker.pipeline.build import Job, build_jobs, device_of, tasks_of
 from stoker.pipeline.folders import cache_dir_of
 from stoker.pipeline.gone import find_without_source
+from stoker.runtime.jsonio import read_strict
 from stoker.schema import Json, JsonResult, Schema, canonical_json, digest_json, schema_to_json
 from stoker.store import Cache, Digests, Recipe, make_recipe, open_cache
+from stoker.store.format import RECIPE_FILE
 from stoker.store.mirror.root import address_of
-from stoker.store.recipe import RECIPE_FILE
 from stoker.store.remote import is_url, local_path
-from stoker.store.storage import LocalStorage
-from stoker.store.strict_json import read_strict
+from stoker.store.storage import open_storage
 from stoker.train.operator import unequal_tokens
 
 
@@ -379,11 +379,11 @@ def write_diary(
     text = canonical_json(
         {"settings": digest, "finished": finished, "work": work, "step_s": step_s, "ranks": ranks}
     )
-    LocalStorage(run_dir).put(FILE, text.encode())
+    open_storage(run_dir).put(FILE, text.encode())
 
 
 def _read(run_dir: Path) -> dict[str, Any]:
     """The diary; empty when there is none, or a damaged one."""
     with suppress(OSError, FormatError):
-        return read_strict(LocalStorage(run_dir).read(FILE, limit_bytes=LIMIT_BYTES), where=FILE)
+        return read_strict(open_storage(run_dir).read(FILE, limit_bytes=LIMIT_BYTES), where=FILE)
     return {}

@@ -24,14 +24,14 @@ from stoker.pipeline.folders import cache_dir_of
 from stoker.plan.resources import resolve_device
 from stoker.precompute.measure import EncodeBatch, measure_encode_batch
 from stoker.runtime.files import make_folder
+from stoker.runtime.jsonio import read_strict
 from stoker.runtime.locks import lock_folder
 from stoker.scale.ranks import Ranks
 from stoker.schema import Schema, canonical_json, digest_json
 from stoker.sources.protocol import Source
 from stoker.store import load_recipe
 from stoker.store.cache import open_unnoted
-from stoker.store.storage import LocalStorage
-from stoker.store.strict_json import read_strict
+from stoker.store.storage import open_storage
 from stoker.units import format_count
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _measure(config: Config, jobs: Sequence[Job], device: str) -> Settled:
             if known is not None:
                 return known
             found = measure_jobs(config, jobs, device)
-            LocalStorage(folder / FOLDER).put(f"{key}.json", canonical_json(found.to_json()).encode())
+            open_storage(folder / FOLDER).put(f"{key}.json", canonical_json(found.to_json()).encode())
     except (ReadOnlyError, OSError):  # nothing can be stored there either
         found = measure_jobs(config, jobs, device)
     return Settled(samples=found.samples, where=f"measured on {found.device}: {found.why}")
@@ -152,7 +152,7 @@ def _measure(config: Config, jobs: Sequence[Job], device: str) -> Settled:
 
 def _noted(folder: Path, key: str) -> Settled | None:
     with suppress(OSError, FormatError, KeyError):
-        note = LocalStorage(folder / FOLDER).read(f"{key}.json", limit_bytes=LIMIT_BYTES)
+        note = open_storage(folder / FOLDER).read(f"{key}.json", limit_bytes=LIMIT_BYTES)
         found = read_strict(note, where=f"{FOLDER}/{key}.json")
         samples = found["samples"]
         if samples is None or (type(samples) is int and samples > 0):

@@ -59,7 +59,7 @@ from stoker.schema import Json, JsonResult, Schema, canonical_json, schema_to_js
 from stoker.sources.files import canonical_split
 from stoker.store import Cache, open_cache
 from stoker.store.mirror.root import address_of, shown
-from stoker.store.storage import LocalStorage
+from stoker.store.storage import open_storage
 from stoker.units import format_count
 
 # ----------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def write_manifest(path: Path, config: Config, caches: Sequence[CacheResult]) ->
             "caches": [cache.to_json() for cache in caches],
         }
     )
-    LocalStorage(path.parent).put(path.name, text.encode())
+    open_storage(path.parent).put(path.name, text.encode())
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ from stoker.errors import ConfigError, FormatError, StokerError
 from stoker.pipeline.build import names_of_caches
 from stoker.pipeline.caches import recipe_of
 from stoker.pipeline.folders import cache_dir_of
+from stoker.runtime.jsonio import as_object
 from stoker.schema import JsonResult
 from stoker.store import Difference, Recipe, diff_recipes, load_recipe, open_cache
 from stoker.store.mirror.root import here, shown
-from stoker.store.strict_json import as_object
 
 WRAPPERS = {
     KEEPING: ("kept", "raw fields are kept on one side only"),

@@ -21,24 +21,14 @@ mirror/        a local folder that stands for caches at an address: blocks are f
 protocols.py   what the store asks of storage, and a loader of whoever can fill gaps
 """
 
-from stoker.store.cache import Cache, open_cache
+from stoker.store.cache import BadRecord, Cache, VerifyReport, open_cache
 from stoker.store.failures import Failure
 from stoker.store.folder import Folder, open_folder
 from stoker.store.format import Column
-from stoker.store.index import Index, Segments
+from stoker.store.index import Index, Segments, load_recipe
 from stoker.store.joins import Join, Joined, JoinReport, join_table
-from stoker.store.maintain import BadRecord, VerifyReport
 from stoker.store.mirror.transfer import TransferReport, Wanted, pull, push
-from stoker.store.recipe import (
-    Difference,
-    Digests,
-    FileDigest,
-    Recipe,
-    RecipePart,
-    diff_recipes,
-    load_recipe,
-    make_recipe,
-)
+from stoker.store.recipe import Difference, Digests, FileDigest, Recipe, RecipePart, diff_recipes, make_recipe
 from stoker.store.shard import Shard
 from stoker.store.write import RecordWriter, WriterSettings
 
