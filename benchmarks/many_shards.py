@@ -43,7 +43,7 @@ def sparse_cache(folder: Path, shards: int) -> Path:
     """A cache folder with an index over so many shards, whose files are holes."""
     from stoker.schema import Field
     from stoker.store import make_recipe, open_folder
-    from stoker.store.index import Index, ShardEntry, dump_index
+    from stoker.store.index import Index, ShardInfo, dump_index
 
     class Trajectories(Records):
         def __len__(self) -> int:
@@ -62,7 +62,7 @@ def sparse_cache(folder: Path, shards: int) -> Path:
             file.truncate(size)
         segments = np.array([[0, i * RECORDS, RECORDS]])
         entries.append(
-            ShardEntry(file=name, part=0, rows=RECORDS, bytes=size, header=f"{i:032x}", segments=segments)
+            ShardInfo(file=name, part=0, rows=RECORDS, bytes=size, header=f"{i:032x}", segments=segments)
         )
     count = shards * RECORDS
     index = Index(
@@ -125,21 +125,21 @@ def real_cache(folder: Path, shards: int) -> Any:
 
 def build_costs(work: Any) -> dict[str, Any]:
     """The index of a folder made afresh, by one thread and by several, from quick and from slow storage."""
-    from stoker.store import catalog, open_cache
+    from stoker.store import index, open_cache
     from stoker.store.folder import Folder
-    from stoker.store.storage import LocalStorage
+    from stoker.store.storage import Storage
 
-    class Slow(LocalStorage):
+    class Slow(Storage):
         def open(self, name: str) -> Any:
             time.sleep(DELAY_S)
             return super().open(name)
 
     found: dict[str, Any] = {}
     texts = set()
-    few = catalog.FEW_SHARDS
-    for storage, name in ((LocalStorage, ""), (Slow, "slow_")):
+    few = index.FEW_SHARDS
+    for storage, name in ((Storage, ""), (Slow, "slow_")):
         for threads, word in ((1, "one_s"), (16, "many_s")):
-            catalog.FEW_SHARDS = few if threads > 1 else 10**9
+            index.FEW_SHARDS = few if threads > 1 else 10**9
             (work.path / "index.json").unlink(missing_ok=True)
             fresh = Folder(work.path, "real", work.recipe)
             fresh._catalog._storage = storage(work.path)
@@ -147,7 +147,7 @@ def build_costs(work: Any) -> dict[str, Any]:
             fresh.finish()
             found[name + word] = round(time.perf_counter() - begin, 3)
             texts.add((work.path / "index.json").read_bytes())
-    catalog.FEW_SHARDS = few
+    index.FEW_SHARDS = few
     begin = time.perf_counter()
     assert open_cache(work.path).verify().ok
     return {**found, "same_bytes": len(texts) == 1, "verify_s": round(time.perf_counter() - begin, 3)}

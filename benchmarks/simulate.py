@@ -377,7 +377,7 @@ class Throttle:
 
 def throttled(path: Path) -> None:
     """Have all files of caches in this process come from the throttled store."""
-    from stoker.store.storage import LocalFile
+    from stoker.store.format import LocalFile
 
     read = LocalFile.read_into
 

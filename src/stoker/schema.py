@@ -8,7 +8,6 @@ processes use it and must start in a tenth of a second; dtypes are therefore pla
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -20,9 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import RecordError
-
-Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
-"""What canonical JSON can hold; NaN and infinities are refused when it is written."""
+from stoker.runtime.jsonio import Json, canonical_json
 
 
 def as_json(value: Any) -> Any:
@@ -281,13 +278,9 @@ def schema_from_json(data: Mapping[str, Any]) -> Schema:
         raise RecordError(f"not a schema: {error}") from error
 
 
-def canonical_json(data: Any) -> str:
-    """JSON with sorted keys, no spaces, no NaN: equal values give equal text.
-
-    >>> canonical_json({"b": 1.0, "a": [True, None]})
-    '{"a":[true,null],"b":1.0}'
-    """
-    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+def schema_text(schema: Schema) -> str:
+    """Return a schema as canonical JSON."""
+    return canonical_json(schema_to_json(schema))
 
 
 def digest_json(data: Any) -> str:

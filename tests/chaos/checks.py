@@ -11,10 +11,10 @@ from typing import Any
 from stoker.errors import FormatError, StokerError
 from stoker.runtime.files import TEMPORARY
 from stoker.store import load_recipe, open_cache, open_folder
-from stoker.store.catalog import damaged_rows, is_shard_name, read_info
+from stoker.store.format import is_shard_name
 from stoker.store.gc import GONE
-from stoker.store.index import load_index
-from stoker.store.storage import LocalStorage
+from stoker.store.index import damaged_rows, load_index, read_info
+from stoker.store.storage import open_storage
 from tests.chaos.scenarios import NAME, Scenario
 from tests.store.fakes import expected, same_bits
 
@@ -68,7 +68,7 @@ def torn_files(root: Path, damaged: str = "") -> list[str]:
         except (FormatError, OSError) as error:
             wrong.append(f"torn: {error}")
             continue
-        storage = LocalStorage(path)
+        storage = open_storage(path)
         headers: dict[str, str] = {}
         for name in filter(is_shard_name, storage.list()):
             if name == damaged:

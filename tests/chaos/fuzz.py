@@ -29,7 +29,7 @@ from stoker.schema import canonical_json
 from stoker.store import Cache, Shard, load_recipe, open_cache
 from stoker.store.failures import read_failures
 from stoker.store.index import load_index
-from stoker.store.storage import LocalStorage
+from stoker.store.storage import open_storage
 from stoker.units import MIB
 from tests.chaos import program
 from tests.chaos.scenarios import FAILED, MIXED, SMALL, nothing, quarantine
@@ -69,7 +69,7 @@ class MemoryFile:
     def ahead(self, offset: int, size: int) -> None:
         pass
 
-    def mend(self, offset: int, size: int) -> bool:
+    def refetch(self, offset: int, size: int) -> bool:
         return False
 
     def fileno(self) -> int:
@@ -263,7 +263,7 @@ class Failures:
 
     def read(self, data: bytes) -> None:
         (self._folder / "failures-00112233aabb.jsonl").write_bytes(data)
-        for failure in read_failures(LocalStorage(self._folder), self._recipe).values():
+        for failure in read_failures(open_storage(self._folder), self._recipe).values():
             assert 0 <= failure.number < self._recipe.count
 
 

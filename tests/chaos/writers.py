@@ -27,8 +27,9 @@ import torch
 from stoker.precompute import PrecomputeSettings, run_precompute
 from stoker.runtime.locks import lock_holder
 from stoker.store import load_recipe, open_cache
-from stoker.store.catalog import damaged_rows, is_shard_name, read_info
-from stoker.store.storage import LocalStorage
+from stoker.store.format import is_shard_name
+from stoker.store.index import damaged_rows, read_info
+from stoker.store.storage import open_storage
 from tests.chaos import children, program
 from tests.chaos.checks import left_behind
 from tests.precompute.fake_encoders import FakeEncoder
@@ -89,7 +90,7 @@ def damage(root: Path, reference: Any, samples: int) -> list[str]:
     wrong = [] if same_records(cache, reference) else ["corrupt: records differ from an undisturbed run"]
     if len(cache) != samples or not cache.verify().ok:
         wrong.append(f"corrupt: {len(cache)} of {samples} records, verified: {cache.verify().ok}")
-    storage, recipe = LocalStorage(cache.path), load_recipe(cache.path)
+    storage, recipe = open_storage(cache.path), load_recipe(cache.path)
     for name in filter(is_shard_name, storage.list()):
         if damaged_rows(storage, read_info(storage, name, recipe), recipe):
             wrong.append(f"corrupt: {name}")

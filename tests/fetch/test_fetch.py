@@ -254,7 +254,7 @@ def test_names_of_a_manifest_are_not_trusted(name: str, tmp_path: Path) -> None:
 def test_a_manifest_is_read_strictly(tmp_path: Path) -> None:
     path = tmp_path / "m.json"
     for text, why in [
-        ('{"files": {"a": {"from": "x"}, "a": {"from": "y"}}}', "given twice"),
+        ('{"files": {"a": {"from": "x"}, "a": {"from": "y"}}}', "'a' comes twice"),
         ('{"files": {"a": {"from": "x", "sha": "y"}}}', "is not known"),
         ('{"files": {"a": {"from": "x", "sha256": "y"}}}', "sha256"),
         ('{"files": {"a": {"from": "x", "bytes": -1}}}', "bytes"),

@@ -14,7 +14,7 @@ import torch
 
 from stoker.loader import Loader, Windows, disk
 from stoker.store import Cache, storage
-from stoker.store.storage import LocalFile
+from stoker.store.format import LocalFile
 from tests.loader.caches import trajectories, write_cache
 
 

@@ -14,7 +14,7 @@ from stoker.loader.loader import design_of
 from stoker.loader.order import RankShare
 from stoker.loader.prefetch import BlockLocator, RequestDepth, UpcomingBlocks
 from stoker.store import Cache
-from stoker.store.storage import LocalFile
+from stoker.store.format import LocalFile
 from tests.loader.caches import trajectories, write_cache
 
 BLOCK = 4096

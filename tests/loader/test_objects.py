@@ -18,8 +18,8 @@ from stoker.errors import StalledError
 from stoker.loader import Loader, prefetch
 from stoker.loader.loader import design_of
 from stoker.monitor import StallMeter
-from stoker.store import Cache
-from stoker.store.mirror import folder, root
+from stoker.store import Cache, storage
+from stoker.store.mirror import folder
 from stoker.units import KIB
 from tests.kit import forked as subprocess
 from tests.loader.objects import compared, opened, put, settings, size_of, stored, variables
@@ -51,7 +51,7 @@ def test_a_small_mirror_serves_the_same_batches_and_fetches_no_more_than_was_sai
 ) -> None:
     """Each epoch fetches about what does not fit. By what was unused longest it would be nearly all."""
     block = 64 * KIB
-    for module in (prefetch, folder, root, folder):
+    for module in (prefetch, folder, storage):
         monkeypatch.setattr(module, "BLOCK_BYTES", block)
     cache = stored(tmp_path / "share", 400, record=(64, 64))
     room = size_of(cache) // 2

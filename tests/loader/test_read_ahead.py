@@ -11,7 +11,8 @@ from stoker.loader import Loader, prefetch
 from stoker.loader.assembly import stored_outputs
 from stoker.loader.loader import design_of
 from stoker.loader.prefetch import BlockLocator
-from stoker.store.mirror import folder, root
+from stoker.store import storage
+from stoker.store.mirror import folder
 from stoker.units import KIB
 from tests.loader.objects import opened, settings, size_of, stored
 
@@ -24,7 +25,7 @@ def test_blocks_that_an_order_takes_within_the_lead_come_in_few_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each batch takes blocks here and there in a window; one request for each costs half of the rate."""
-    for module in (prefetch, folder, root, folder):
+    for module in (prefetch, folder, storage):
         monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
     stored(tmp_path / "share", 384, record=(64, 16))
     cache, mirror = opened(f"file://{tmp_path}/share/c", tmp_path / "mirrors")
@@ -43,4 +44,4 @@ def test_blocks_that_an_order_takes_within_the_lead_come_in_few_requests(
 
     blocks = size_of(cache) // BLOCK
     assert mirror.counters.bytes >= 0.95 * size_of(cache)
-    assert mirror.counters.requests <= blocks / root.RUN_BLOCKS + 30 < blocks / 3
+    assert mirror.counters.requests <= blocks / folder.RUN_BLOCKS + 30 < blocks / 3

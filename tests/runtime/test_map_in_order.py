@@ -12,7 +12,8 @@ from stoker.errors import StalledError
 from stoker.runtime.threads import map_in_order
 from stoker.store import make_recipe, open_cache, open_folder
 from stoker.store.folder import Folder
-from stoker.store.storage import LocalStorage, OpenFile
+from stoker.store.format import OpenFile
+from stoker.store.storage import Storage
 from tests.store.fakes import FakeSource, fill
 
 
@@ -91,7 +92,7 @@ def test_threads_end_with_the_work() -> None:
     assert threading.active_count() <= before
 
 
-class Slow(LocalStorage):
+class Slow(Storage):
     """Storage that lets one open in only when others wait for theirs too, and each after another time."""
 
     def __init__(self, path: Path, together: int) -> None:
@@ -120,7 +121,7 @@ def test_an_index_made_by_many_threads_is_that_of_one(
     fill(folder, source, [3, 4, 45], group=1, shard_bytes=1)  # stored twice
     (folder.path / "shard-ffffffffffff-000000.safetensors").write_bytes(b"damaged" * 1000)
     with monkeypatch.context() as patch:
-        patch.setattr("stoker.store.catalog.FEW_SHARDS", 1000)
+        patch.setattr("stoker.store.index.FEW_SHARDS", 1000)
         folder.finish()
     one = (folder.path / "index.json").read_bytes()
     (folder.path / "index.json").unlink()

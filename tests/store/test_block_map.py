@@ -19,7 +19,7 @@ from stoker.store.mirror.blocks import HERE, BlockMap, new_map
 from stoker.store.mirror.folder import MirrorFolder
 from stoker.store.mirror.root import make_root
 from stoker.store.remote import FolderRemote
-from stoker.store.storage import LocalStorage
+from stoker.store.storage import open_storage
 
 NAME = "shard-00-000000.safetensors"
 BLOCK, BLOCKS = 4096, 40
@@ -35,7 +35,7 @@ def mirrored(folder: Path, truth: bytes, limit: int | None) -> MirrorFolder:
     place.mkdir(parents=True)
     (place / NAME).write_bytes(truth)
     make_root(folder / "here", f"file://{folder / 'there'}", limit)
-    mirror = LocalStorage(folder / "here" / "x" / "y").mirror
+    mirror = open_storage(folder / "here" / "x" / "y").mirror
     assert mirror is not None
     return mirror
 
@@ -85,7 +85,7 @@ def test_a_map_never_says_that_bytes_are_here_that_are_not(
             elif step == "free":
                 mirror.root.space.free(at * BLOCK)
             else:
-                mirror.open(NAME).mend(begin, end - begin)
+                mirror.open(NAME).refetch(begin, end - begin)
             check(Path(folder) / "here" / "x" / "y", truth)
 
 

@@ -15,7 +15,7 @@ from stoker.errors import CorruptError, RecordError
 from stoker.schema import Field
 from stoker.store import Cache, Shard
 from stoker.store import shard as shard_module
-from stoker.store.storage import LocalFile
+from stoker.store.format import LocalFile
 from stoker.store.values import block_sums, match
 from tests.store.fakes import FakeSource, make_cache
 

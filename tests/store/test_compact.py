@@ -156,8 +156,8 @@ def test_a_shard_with_a_damaged_record_is_named_and_left(tmp_path: Path) -> None
 
     report = compact(cache.path, shard_bytes=100 * 1156)
 
-    assert [shard for shard, _ in report.left] == [path.name]
-    assert "sample 3 " in report.left[0][1]
+    assert [one.shard for one in report.left] == [path.name]
+    assert "sample 3 " in report.left[0].why
     after = open_cache(cache.path)
     assert serving(after) in ([9, 3], [3, 9])
     assert_whole_but(after, source, {3})

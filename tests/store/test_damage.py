@@ -16,9 +16,8 @@ from torch import Tensor
 from stoker.errors import CorruptError, FormatError, IncompleteError, StokerError
 from stoker.schema import Field, canonical_json
 from stoker.store import Cache, Shard, load_recipe, make_recipe, open_cache, open_folder
-from stoker.store.catalog import Catalog, damaged_rows
-from stoker.store.index import load_index
-from stoker.store.storage import LocalStorage
+from stoker.store.index import ShardCatalog, damaged_rows, load_index
+from stoker.store.storage import open_storage
 from tests.store.fakes import RAGGED, FakeSource, assert_whole, expected, fill, make_cache, same_bits
 
 MIXED = {
@@ -101,7 +100,7 @@ def test_a_shard_proves_itself_without_an_index(
 ) -> None:
     cache = make_cache(tmp_path, source)
     (cache.path / "index.json").unlink()
-    storage = LocalStorage(cache.path)
+    storage = open_storage(cache.path)
     path = cache.path / cache.index.shards[0].file
     shard = cache.shard(0)
     tail = max(column.offset + column.nbytes for column in shard.columns.values())
@@ -113,7 +112,7 @@ def test_a_shard_proves_itself_without_an_index(
         first, last = chance.choice([(0, header), (header, tail), (tail, path.stat().st_size)])
         bit = chance.randrange(first * 8, last * 8)
         flip(path, bit)
-        found = [info for info in Catalog(storage, cache.recipe).refresh() if info.file == path.name]
+        found = [info for info in ShardCatalog(storage, cache.recipe).refresh() if info.file == path.name]
         if found and not damaged_rows(storage, found[0], cache.recipe):
             with pytest.raises(CorruptError, match="padding"):
                 Shard(storage.open(path.name), path, cache.schema).check_padding()

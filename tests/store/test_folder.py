@@ -14,7 +14,7 @@ import torch
 
 from stoker.errors import ConfigError, ReadOnlyError, RecordError
 from stoker.store import Cache, Failure, Folder, make_recipe, open_cache, open_folder
-from stoker.store.storage import LocalStorage
+from stoker.store.storage import Storage
 from tests.kit import forked as subprocess
 from tests.store.fakes import FakeSource, assert_whole, batch_of, fill, make_cache
 
@@ -104,12 +104,12 @@ def test_adoption_lists_the_folder_equally_often_however_many_shards_there_are(
         folder = open_x(root, after)
         seen: list[Path] = []
         with monkeypatch.context() as patch:
-            patch.setattr(LocalStorage, "sizes", lambda self: (seen.append(self.path), sizes(self))[1])
+            patch.setattr(Storage, "sizes", lambda self: (seen.append(self.path), sizes(self))[1])
             assert folder.adopt() == 24
         assert len([*folder.path.glob("shard-*")]) == len(old.index.shards)
         return len(seen)
 
-    sizes = LocalStorage.sizes
+    sizes = Storage.sizes
 
     assert listings(tmp_path / "one", 1 << 20) == listings(tmp_path / "many", 1)
 

@@ -13,7 +13,7 @@ from stoker.errors import ConfigError, FormatError
 from stoker.store import Cache, load_recipe, make_recipe, open_cache, open_folder
 from stoker.store.gc import GcPolicy, GcReport, collect
 from stoker.store.maintain import compact, repair
-from stoker.store.storage import LocalStorage
+from stoker.store.storage import Storage
 from stoker.store.use import Use, alone, unused_for_s
 from tests.kit import forked as subprocess
 from tests.store.fakes import FakeSource, assert_whole, batch_of, fill, make_cache
@@ -417,14 +417,14 @@ def test_nothing_is_removed_from_a_sibling_whose_shards_are_being_linked(
     make_cache(tmp_path, FakeSource(parts=[("a", 10)]))
     grown = open_folder(tmp_path, "x", make_recipe(CURRENT, None))
     seen: list[bool] = []
-    real = LocalStorage.link
+    real = Storage.link
 
-    def watched(self: LocalStorage, other: LocalStorage, name: str) -> None:
+    def watched(self: Storage, other: Storage, name: str) -> None:
         with alone(other.path) as nobody:
             seen.append(nobody)
         real(self, other, name)
 
-    monkeypatch.setattr(LocalStorage, "link", watched)
+    monkeypatch.setattr(Storage, "link", watched)
 
     assert grown.adopt() == 10
     assert seen == [False]

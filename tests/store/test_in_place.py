@@ -11,7 +11,7 @@ from stoker import HDF5Source, Loader, Windows, index_in_place, open_cache, prec
 from stoker.errors import ConfigError, CorruptError, SourceError
 from stoker.sources.arrays import ArraySource
 from stoker.sources.splits import SplitOf
-from stoker.store.storage import LocalStorage
+from stoker.store.storage import open_storage
 
 TIERS = ["disk", "host"]
 COUNT, STEPS, POINTS = 30, 7, 16
@@ -182,7 +182,7 @@ def test_an_index_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest
 def test_damaged_places_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "u.npy", values())
     cache = index_in_place(ArraySource(tmp_path / "u.npy"), tmp_path / "c", name="u")
-    name = next(name for name in LocalStorage(cache.path).list() if name.startswith("places-"))
+    name = next(name for name in open_storage(cache.path).list() if name.startswith("places-"))
     data = (cache.path / name).read_bytes()
     (cache.path / name).write_bytes(data.replace(b"u.npy", b"v.npy"))
     with pytest.raises(CorruptError, match=r"places-.*does not match its digest"):

@@ -13,10 +13,10 @@ import xxhash
 
 from stoker.errors import CorruptError, FormatError
 from stoker.store import Folder, Shard, make_recipe, open_cache, open_folder
-from stoker.store.format import TensorEntry, pack_header, read_header
+from stoker.store.format import LocalFile, TensorEntry, pack_header, read_header
 from stoker.store.index import load_index
 from stoker.store.maintain import repair
-from stoker.store.storage import LocalFile, LocalStorage
+from stoker.store.storage import Storage, open_storage
 from tests.store.fakes import FakeSource, assert_whole, fill, make_cache
 from tests.store.test_damage import MIXED, flip
 
@@ -144,11 +144,11 @@ def test_a_shard_that_cannot_be_read_while_the_index_is_made_is_left_out(
     """Statistics are counted anew where a record has come twice, from the rows that still serve."""
     folder = make_partly_served(tmp_path, source)
 
-    def failing(storage: LocalStorage, name: str) -> LocalFile:
+    def failing(storage: Storage, name: str) -> LocalFile:
         raise OSError(errno.EIO, "Input/output error", name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalStorage, "open", failing)
+        patch.setattr(Storage, "open", failing)
         cache = folder.finish()
 
     assert "Input/output error" in caplog.text
@@ -163,7 +163,7 @@ def test_a_damaged_record_met_while_the_index_is_made_is_missing_in_it(
     folder = make_partly_served(tmp_path, source)
     known = load_index(folder.path, folder.recipe).shards[0].file
     (path,) = {*folder.path.glob("shard-*")} - {folder.path / known}
-    shard = Shard(LocalStorage(folder.path).open(path.name), path, folder.recipe.schema)
+    shard = Shard(open_storage(folder.path).open(path.name), path, folder.recipe.schema)
     flip(path, (shard.columns["z"].offset + 40960) * 8)
 
     cache = folder.finish()
@@ -188,7 +188,7 @@ def test_damage_that_a_repair_noted_meanwhile_stays_noted(tmp_path: Path, source
 
 def without(path: Path, tensor: str, kept_bytes: int) -> None:
     """Write a shard, sound in itself, of whose `tensor` only the first bytes are left."""
-    file = LocalStorage(path.parent).open(path.name)
+    file = open_storage(path.parent).open(path.name)
     header = read_header(file, where=path.name)
     data = path.read_bytes()[header.data_start :]
     cut = header.tensors[tensor]
@@ -216,4 +216,4 @@ def test_a_shard_without_its_sums_or_offsets_is_refused_by_name(
     without(path, tensor, kept)
 
     with pytest.raises(FormatError, match=rf"{path.name}.*{tensor.split('.', maxsplit=1)[0]}"):
-        Shard(LocalStorage(cache.path).open(path.name), path, cache.schema)
+        Shard(open_storage(cache.path).open(path.name), path, cache.schema)

@@ -28,15 +28,14 @@ from stoker.schema import Field, Schema
 from stoker.store import make_recipe, open_cache, open_folder
 from stoker.store import remote as remote_module
 from stoker.store.cache import Cache
-from stoker.store.gc import GcPolicy, collect
+from stoker.store.gc import GcPolicy, clean, collect
 from stoker.store.maintain import compact, repair
 from stoker.store.mirror import folder as folder_module
 from stoker.store.mirror.blocks import BlockMap, Stand
 from stoker.store.mirror.folder import MirrorFolder
 from stoker.store.mirror.root import attach
-from stoker.store.mirror.transfer import clean
 from stoker.store.remote import FolderRemote, PassingError, Retries
-from stoker.store.storage import LocalStorage
+from stoker.store.storage import open_storage
 from stoker.units import MIB
 from tests.store.fakes import RAGGED, SCHEMA, FakeSource, expected, fill, make_cache
 
@@ -55,7 +54,7 @@ def machine(tmp_path: Path, name: str, limit: int | None = None) -> Path:
 
 
 def mirror_of(cache: Cache) -> MirrorFolder:
-    mirror = LocalStorage(cache.path).mirror
+    mirror = open_storage(cache.path).mirror
     assert mirror is not None
     return mirror
 
@@ -242,10 +241,10 @@ def test_blocks_that_another_process_is_fetching_are_not_forgotten(
     with lock_range(path, 0, 1, timeout_s=0) as got:
         assert got
         with pytest.raises(StalledError):
-            mirror.open(name).mend(0, 100)
+            mirror.open(name).refetch(0, 100)
 
     assert BlockMap(path).state.tolist() == before
-    mirror.open(name).mend(0, 100)
+    mirror.open(name).refetch(0, 100)
     assert BlockMap(path).state.tolist() != before
 
 
@@ -261,7 +260,7 @@ def test_a_damaged_object_is_set_aside_and_only_its_records_are_missing(tmp_path
     assert len(report.missing) == 1
 
 
-@pytest.mark.parametrize("after", ["Catalog.refresh", "build_index"])
+@pytest.mark.parametrize("after", ["ShardCatalog.refresh", "build_index"])
 def test_two_machines_fill_one_cache_and_neither_loses_what_the_other_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str
 ) -> None:
@@ -270,7 +269,7 @@ def test_two_machines_fill_one_cache_and_neither_loses_what_the_other_stored(
     a = open_folder(machine(tmp_path, "a"), "x", recipe)
     b = open_folder(machine(tmp_path, "b"), "x", recipe)
     fill(a, source, range(8))
-    target = f"stoker.store.catalog.{after}"
+    target = f"stoker.store.index.{after}"
     original: Callable[..., Any] = resolve_name(target)
     between: list[str] = []
 
@@ -390,7 +389,7 @@ def test_a_folder_that_does_not_answer_is_an_error_in_time(
 
         return wait
 
-    at = {"list": "os.scandir", "open": "LocalFile", "read": "os.pread", "write": "PendingFile"}[call]
+    at = {"list": "os.scandir", "open": "RegularFile", "read": "os.pread", "write": "PendingFile"}[call]
     target = f"stoker.store.remote.{at}"
     owner, _, name = target.rpartition(".")
     monkeypatch.setattr(target, hanging(getattr(resolve_name(owner), name)))

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import AccessError, ConfigError
-from stoker.store import catalog, make_recipe, open_cache, open_folder
+from stoker.store import index, make_recipe, open_cache, open_folder
+from stoker.store.mirror.folder import open_remote
 from stoker.store.mirror.root import attach
 from stoker.store.mirror.transfer import pull, push
-from stoker.store.remote import ChangedError, open_remote
-from stoker.store.storage import LocalStorage
+from stoker.store.remote import ReplacedError
+from stoker.store.storage import open_storage
 from stoker.units import MIB
 from tests.store.fakes import FakeSource, fill, make_cache
 from tests.store.faulty_s3 import Faults, a_wire
@@ -61,7 +62,7 @@ def test_a_cache_in_a_bucket_is_read_elsewhere_and_comes_back_whole(
 
 
 def test_an_index_is_replaced_only_by_who_saw_it(variables: S3Server, tmp_path: Path) -> None:
-    storage = LocalStorage(attach("s3://bucket/cas", tmp_path / "a") / "x" / "0123456789abcdef")
+    storage = open_storage(attach("s3://bucket/cas", tmp_path / "a") / "x" / "0123456789abcdef")
 
     assert storage.version("index.json") is None
     storage.put("index.json", b"1", expected=None)
@@ -69,7 +70,7 @@ def test_an_index_is_replaced_only_by_who_saw_it(variables: S3Server, tmp_path: 
     storage.put("index.json", b"2", expected=first)
 
     for stale in (None, first):
-        with pytest.raises(ChangedError):
+        with pytest.raises(ReplacedError):
             storage.put("index.json", b"3", expected=stale)
     assert storage.read("index.json", limit_bytes=10) == b"2"
 
@@ -81,7 +82,7 @@ def test_two_machines_that_finish_at_once_both_count(
     a, b = (open_folder(attach("s3://bucket/both", tmp_path / name), "x", recipe) for name in "ab")
     fill(a, SOURCE, range(3))
     fill(b, SOURCE, range(3, 6))
-    build, met = catalog.build_index, list[str]()
+    build, met = index.build_index, list[str]()
 
     def meanwhile(*args: object) -> object:
         index = build(*args)  # type: ignore[arg-type]
@@ -90,7 +91,7 @@ def test_two_machines_that_finish_at_once_both_count(
             b.finish()
         return index
 
-    monkeypatch.setattr(catalog, "build_index", meanwhile)
+    monkeypatch.setattr(index, "build_index", meanwhile)
 
     assert a.finish().complete
 

@@ -17,7 +17,7 @@ from stoker.errors import CorruptError, ResourceError
 from stoker.loader import Loader
 from stoker.schema import Field
 from stoker.store import Cache, shard
-from stoker.store.storage import LocalFile
+from stoker.store.format import LocalFile
 from tests.kit import forked as subprocess
 from tests.store.fakes import FakeSource, make_cache, same_bits
 

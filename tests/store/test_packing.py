@@ -178,7 +178,7 @@ def test_a_recipe_whose_format_and_schema_differ_is_refused(tmp_path: Path, chan
     (folder / "recipe.json").write_text(text)
 
     with pytest.raises(FormatError, match="not a recipe"):
-        recipe_module.load_recipe(folder)
+        index_module.load_recipe(folder)
 
 
 def test_shards_alone_make_the_same_index_again(tmp_path: Path) -> None:

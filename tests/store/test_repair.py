@@ -195,7 +195,7 @@ def test_an_unreadable_disk_is_told_apart_from_damage(
         patch.setattr(os, "open", failing)
         report = repair(cache.path)
 
-    assert [shard for shard, _ in report.unread] == [file]
+    assert [one.shard for one in report.unread] == [file]
     assert not report.set_aside
     assert (cache.path / file).exists()
     assert repair(cache.path).ok
@@ -220,7 +220,7 @@ def test_a_bad_sector_between_columns_harms_no_record(
         patch.setattr(os, "preadv", failing)
         report = repair(cache.path)
 
-    assert [shard for shard, _ in report.unread] == [file]
+    assert [one.shard for one in report.unread] == [file]
     assert (report.ok, report.bad, report.set_aside) == (True, [], [])
     assert_whole(open_cache(cache.path), SOURCE)
 

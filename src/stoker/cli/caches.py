@@ -149,9 +149,8 @@ def gc(  # noqa: PLR0913, PLR0917 (one parameter per flag)
       stoker gc data/latent_cache --max-size 20GB
     """
     from stoker.cli import output
-    from stoker.store.gc import GcPolicy, collect
+    from stoker.store.gc import GcPolicy, clean, collect
     from stoker.store.mirror.root import MARKER, here
-    from stoker.store.mirror.transfer import clean
     from stoker.store.remote import is_url
 
     policy = GcPolicy(keep=keep, max_bytes=max_size, older_than_s=older_than, force=force)

@@ -408,7 +408,7 @@ def repair(result: RepairResult, console: Console) -> None:
     ]
     table(console, rows)
     some(console, _by_shard(report.bad), "damaged")
-    some(console, [f"  {shard}: {why}" for shard, why in report.unread], "not readable now")
+    some(console, [f"  {one.shard}: {one.why}" for one in report.unread], "not readable now")
     if result.encoded is not None:
         console.print(f"encoded again: {format_count(result.encoded)}")
     if result.ok:
@@ -439,7 +439,7 @@ def compact(result: CompactReport, console: Console) -> None:
     if result.superseded_bytes:
         size = format_bytes(result.superseded_bytes)
         console.print(f"{size} of superseded shards stay for open readers; {_cleaner(result)} removes them")
-    left = [f"  {shard}: {_fact(shard, why)}" for shard, why in result.left]
+    left = [f"  {one.shard}: {_fact(one.shard, one.why)}" for one in result.left]
     some(console, left, "left as they are, being damaged")
     if result.left:
         console.print("stoker verify PATH --repair sets the records aside")

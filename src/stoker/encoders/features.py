@@ -7,7 +7,6 @@ safetensors files. They alone make the identity, so that a cache that is ready i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from stoker.encoders.protocol import Group, fixed_group
 from stoker.encoders.weights import WeightsDigest
 from stoker.errors import EncoderError, arg
+from stoker.runtime.jsonio import read_object
 from stoker.schema import Field, Json, Schema
 
 # The package is optional: it is imported where a model is put together.
@@ -357,7 +357,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if path.exists() and not path.is_file():  # a pipe would be waited for
         raise EncoderError(f"{path} is not a file. Copy or download it again")
     try:
-        content: Any = json.loads(path.read_bytes())
+        return read_object(path)
     except OSError as error:
         raise EncoderError(
             f"{path} cannot be read: {error.strerror}. Give a local folder that save_pretrained() of the "
@@ -365,9 +365,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise EncoderError(f"{path} is not JSON: {error}. Copy or download it again") from error
-    if not isinstance(content, dict):
-        raise EncoderError(f"{path} holds no entries. Copy or download it again")
-    return cast("dict[str, Any]", content)
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:

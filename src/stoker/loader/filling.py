@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from stoker.loader.options import Options
     from stoker.loader.order import Weights
     from stoker.store import Cache, Recipe
-    from stoker.store.storage import Filling
-
+    from stoker.store.cache import Filling
 
 # ----------------------------------------------------------------------------------------------------------
 # The order of examples beside the filling of a cache: as it is filled, shuffled within windows of blocks.

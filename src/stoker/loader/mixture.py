@@ -29,7 +29,7 @@ from stoker.loader.state import VERSION, EpochIterable, EpochPlace
 from stoker.sources.given import shown
 from stoker.splitmix import Salt, stream
 from stoker.store import Cache
-from stoker.store.joins import Joint, same_fields, served_schema
+from stoker.store.joint import Joint, same_fields, served_schema
 from stoker.units import format_count
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ from stoker.loader.outputs import OutputSpec, plan_runs
 from stoker.plan import Elsewhere
 from stoker.runtime.threads import Pool, Ticket, ending
 from stoker.store.format import axis_length, rows_per_block
-from stoker.store.joins import Joint
+from stoker.store.joint import Joint
 from stoker.store.mirror.blocks import BLOCK_BYTES
-from stoker.store.storage import LocalStorage
+from stoker.store.storage import open_storage
 from stoker.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -732,7 +732,7 @@ def mirrored(cache: Cache) -> list[MirroredShard] | None:
     if isinstance(cache, Joint):
         parts = [mirrored(member) for member in cache.members]
         return None if None in parts else [one for part in parts if part is not None for one in part]
-    folder = LocalStorage(cache.path).mirror
+    folder = open_storage(cache.path).mirror
     if folder is None:
         return None
     return [MirroredShard(folder=folder, file=entry.file) for entry in cache.index.shards]

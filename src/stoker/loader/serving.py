@@ -22,14 +22,13 @@ from stoker.loader.order import kept_weights
 from stoker.loader.prefetch import BatchPrefetcher
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.store import Cache, open_cache
-from stoker.store.joins import Joint, reopened
+from stoker.store.joint import Joint, reopened
 from stoker.store.maintain import repair
 
 if TYPE_CHECKING:
     from stoker.loader.options import Options
     from stoker.plan import Plan
-    from stoker.store.storage import Filler
-
+    from stoker.store.cache import Filler
 
 # ----------------------------------------------------------------------------------------------------------
 # Damaged records that a loader meets: set aside, encoded again from their source, and served after all.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from stoker.loader.places import Places
     from stoker.schema import Field, Schema
     from stoker.store import Cache, Shard
-    from stoker.store.storage import ColumnSink
+    from stoker.store.shard import ColumnSink
 
 
 @dataclass(slots=True, kw_only=True, eq=False, repr=False, weakref_slot=True)

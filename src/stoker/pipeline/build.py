@@ -31,6 +31,7 @@ from stoker.plan.resources import resolve_device
 from stoker.plugins import find_plugin
 from stoker.precompute.measure import EncodeBatch, measure_encode_batch
 from stoker.runtime.files import make_folder
+from stoker.runtime.jsonio import read_strict
 from stoker.runtime.locks import lock_folder
 from stoker.schema import Schema, as_json, canonical_json, digest_json
 from stoker.sources.files import resolve_files
@@ -40,8 +41,7 @@ from stoker.sources.protocol import Source, Splitting
 from stoker.sources.splits import SplitOf, Subset
 from stoker.store import Digests, load_recipe, make_recipe
 from stoker.store.cache import open_unnoted
-from stoker.store.storage import LocalStorage
-from stoker.store.strict_json import read_strict
+from stoker.store.storage import open_storage
 from stoker.units import format_count
 
 log = logging.getLogger("stoker")
@@ -199,7 +199,7 @@ def train_statistics(source: Source, field: str, *, digests: Digests, cache_dir:
     """
     content = make_recipe(source, None, digests=digests).entries["source"]
     name = f"{digest_json([content, field])[:32]}.json"
-    folder = LocalStorage(cache_dir / STATISTICS_FOLDER)
+    folder = open_storage(cache_dir / STATISTICS_FOLDER)
     with suppress(OSError, FormatError, KeyError, TypeError):
         kept = read_strict(folder.read(name, limit_bytes=LIMIT_BYTES), where=name)
         if kept.get("check") == digest_json(kept["statistics"]):
@@ -515,7 +515,7 @@ def _measure(run: Run, jobs: Sequence[CacheJob]) -> Settled:
                 return known
             found = measure_jobs(run, jobs)
             note = canonical_json(found.to_json()).encode()
-            LocalStorage(folder / BATCH_FOLDER).put(f"{key}.json", note)
+            open_storage(folder / BATCH_FOLDER).put(f"{key}.json", note)
     except (ReadOnlyError, OSError):  # nothing can be stored there either
         found = measure_jobs(run, jobs)
     return Settled(samples=found.samples, where=f"measured on {found.device}: {found.why}")
@@ -523,7 +523,7 @@ def _measure(run: Run, jobs: Sequence[CacheJob]) -> Settled:
 
 def _noted(folder: Path, key: str) -> Settled | None:
     with suppress(OSError, FormatError, KeyError):
-        note = LocalStorage(folder / BATCH_FOLDER).read(f"{key}.json", limit_bytes=LIMIT_BYTES)
+        note = open_storage(folder / BATCH_FOLDER).read(f"{key}.json", limit_bytes=LIMIT_BYTES)
         found = read_strict(note, where=f"{BATCH_FOLDER}/{key}.json")
         samples = found["samples"]
         if samples is None or (type(samples) is int and samples > 0):

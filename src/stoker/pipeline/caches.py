@@ -17,6 +17,7 @@ from stoker.errors import ConfigError, FormatError, SourceError, StokerError
 from stoker.pipeline.build import CacheJob, build_jobs, grid_encoder_of
 from stoker.pipeline.context import Run
 from stoker.pipeline.user_code import user_encoder
+from stoker.runtime.jsonio import as_object
 from stoker.schema import Json, JsonResult, Schema
 from stoker.sources.files import SUFFIXES, canonical_split, split_of
 from stoker.sources.hdf5_layouts import declared_fields
@@ -32,10 +33,10 @@ from stoker.store import (
     open_cache,
 )
 from stoker.store.cache import open_unnoted
+from stoker.store.format import RECIPE_FILE
 from stoker.store.mirror.root import address_of, here, shown
-from stoker.store.recipe import RECIPE_FILE, stored_schema
+from stoker.store.recipe import stored_schema
 from stoker.store.remote import is_url
-from stoker.store.strict_json import as_object
 from stoker.store.use import note_use
 
 log = logging.getLogger("stoker")

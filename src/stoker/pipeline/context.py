@@ -32,13 +32,13 @@ from stoker.pipeline.stages import RAW, stages_of
 from stoker.plan import probe
 from stoker.plan.resources import automatic_device, encode_on, require_devices, use_device
 from stoker.precompute.progress import ProgressSink
+from stoker.runtime.jsonio import read_strict
 from stoker.scale.ranks import ALONE, Ranks, nodes_that_share
 from stoker.schema import Json, Schema, canonical_json, digest_json, schema_to_json
 from stoker.sources.files import canonical_split
 from stoker.store.mirror.root import attach
 from stoker.store.remote import is_url, local_path
-from stoker.store.storage import LocalStorage
-from stoker.store.strict_json import read_strict
+from stoker.store.storage import open_storage
 from stoker.train.config import TrainStage
 from stoker.train.operator import unequal_tokens
 from stoker.units import format_bytes
@@ -409,11 +409,11 @@ def write_diary(
     text = canonical_json(
         {"settings": digest, "finished": finished, "work": work, "step_s": step_s, "ranks": ranks}
     )
-    LocalStorage(run_dir).put(FILE, text.encode())
+    open_storage(run_dir).put(FILE, text.encode())
 
 
 def _read(run_dir: Path) -> dict[str, Any]:
     """The diary; empty when there is none, or a damaged one."""
     with suppress(OSError, FormatError):
-        return read_strict(LocalStorage(run_dir).read(FILE, limit_bytes=LIMIT_BYTES), where=FILE)
+        return read_strict(open_storage(run_dir).read(FILE, limit_bytes=LIMIT_BYTES), where=FILE)
     return {}

@@ -27,11 +27,11 @@ from stoker.encoders.module import ModuleEncoder
 from stoker.encoders.wrappers import KEEPING, STEADY, Keeping, Normalized
 from stoker.errors import ConfigError, StokerError
 from stoker.precompute import EncodeFiller
+from stoker.runtime.jsonio import as_object
 from stoker.runtime.threads import Pool, ending
 from stoker.schema import unfolded
 from stoker.store import Cache
-from stoker.store.storage import LocalStorage
-from stoker.store.strict_json import as_object
+from stoker.store.storage import open_storage
 from stoker.store.values import from_array
 from stoker.train.config import FieldSpace, PhysicalSpace
 from stoker.units import MIB
@@ -102,7 +102,7 @@ def _made(
 
 
 def _weights(cache: Cache, identity: Mapping[str, Any]) -> dict[str, Tensor] | None:
-    storage = LocalStorage(cache.path.parent.parent / "encoders")
+    storage = open_storage(cache.path.parent.parent / "encoders")
     try:
         return load(storage.read(f"{identity['weights']}.safetensors", limit_bytes=MAX_WEIGHTS_BYTES))
     except (OSError, StokerError, SafetensorError) as error:

@@ -57,7 +57,7 @@ from stoker.schema import Json, JsonResult, Schema, canonical_json
 from stoker.store import Cache, load_recipe, open_cache, open_folder
 from stoker.store.maintain import RepairReport, folder_to_repair, repair
 from stoker.store.mirror.root import address_of, shown
-from stoker.store.storage import LocalStorage
+from stoker.store.storage import open_storage
 from stoker.units import format_count
 
 # ----------------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def write_manifest(path: Path, config: Config, caches: Sequence[CacheResult]) ->
             "caches": [cache.to_json() for cache in caches],
         }
     )
-    LocalStorage(path.parent).put(path.name, text.encode())
+    open_storage(path.parent).put(path.name, text.encode())
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from stoker.config.models import DataConfig
 from stoker.errors import ConfigError, ResourceError, SourceError, StalledError
@@ -27,6 +27,7 @@ from stoker.pipeline.context import Run
 from stoker.plan.resources import storage_of
 from stoker.runtime.disk import explained, free_space
 from stoker.runtime.files import make_folder, replacing
+from stoker.runtime.jsonio import read_object
 from stoker.runtime.locks import FileLock
 from stoker.runtime.partial import PartialFile, paths_of
 from stoker.runtime.threads import ItemClock, call_within
@@ -81,7 +82,7 @@ def look_at(path: Path) -> Original:
 def is_staged(original: Original, objects: Path) -> bool:
     """Whether its copy is there, as it was left when it was verified."""
     try:
-        note = json.loads((objects / f"{original.object}.json").read_bytes())
+        note = read_object(objects / f"{original.object}.json")
         found = (objects / original.object).stat()
         return [found.st_size, found.st_mtime_ns] == [note["bytes"], note["mtime_ns"]]
     except (OSError, ValueError, KeyError, TypeError):
@@ -428,8 +429,7 @@ def prune_staged(folder: str | Path, *, dry_run: bool = False, force: bool = Fal
 def _stale(copy: Path) -> str | None:
     """Why a finished copy is of no use; None: it is, or cannot be judged."""
     try:
-        note: dict[str, Any] = json.loads(copy.with_name(f"{copy.name}.json").read_bytes())
-        path = Path(note["path"])
+        path = Path(read_object(copy.with_name(f"{copy.name}.json"))["path"])
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not noted yet: as one that was never finished
     try:

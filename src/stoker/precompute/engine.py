@@ -34,9 +34,9 @@ from stoker.sources.given import check_source
 from stoker.sources.protocol import Source
 from stoker.store import Cache, Folder, Recipe, open_folder
 from stoker.store.compressed import Compression
-from stoker.store.index import INDEX_FILE
+from stoker.store.format import INDEX_FILE
 from stoker.store.mirror.root import here
-from stoker.store.storage import LocalStorage
+from stoker.store.storage import open_storage
 from stoker.store.use import INDEX_WAIT_S
 from stoker.units import format_count
 
@@ -97,7 +97,7 @@ def encode_parts(
         return
     left = [(rank + step) % world for step in range(world)]
     patience_s = settings.deadlines.start if settings.among == "rest" else 0.0
-    apart, said = LocalStorage(folder.path).mirror is not None and world > 1, False
+    apart, said = open_storage(folder.path).mirror is not None and world > 1, False
     mark, changed = _mark(folder.path, apart), time.monotonic()
     while left:
         if interrupts.signal is not None:
@@ -127,7 +127,7 @@ def _mark(folder: Path, apart: bool) -> tuple[int, int]:
     """Changes when somebody stores something: here, or at the address that the folder stands for."""
     if not apart:
         return folder_mark(folder)
-    sizes = LocalStorage(folder).sizes()
+    sizes = open_storage(folder).sizes()
     return len(sizes), sum(sizes.values())
 
 
@@ -422,7 +422,7 @@ def _note_failures(share: Share, done: Done, sink: ProgressSink | None) -> None:
 
 def clear(folder: Folder) -> None:
     """Remove the records of a folder: the index first, so that none ever names a shard that is gone."""
-    storage = LocalStorage(folder.path)
+    storage = open_storage(folder.path)
     with explained(folder.path):
         storage.remove(INDEX_FILE)
         sync_folder(folder.path)  # or a power cut may bring back the index without its shards

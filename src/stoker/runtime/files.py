@@ -12,6 +12,10 @@ second call would report success.
 | a file or folder by somebody else's code, to a path | `replacing` |
 | a large file, piece by piece, in a folder that is swept | `PendingFile` |
 | a file that must not replace one that is there | `create_file` |
+| lines at the end of a file | `append_file` |
+| another name for what is there | `rename`, `link_file` |
+
+To read, `RegularFile` opens a file and refuses links, pipes and devices.
 
 A kill leaves a temporary behind, which nobody reads. Those of `PendingFile` are locked by their writer, so
 `dead_temporaries` finds the ones whose writer is dead.
@@ -25,12 +29,12 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from stoker.errors import ReadOnlyError
+from stoker.errors import CorruptError, FormatError, ReadOnlyError
 from stoker.runtime.disk import READ_ONLY_ERRNOS, explained
 from stoker.runtime.libc import start_writeback
 from stoker.runtime.locks import try_lock
@@ -49,6 +53,12 @@ TEMPORARY = ".tmp-"
 """Prefix of what `PendingFile` writes. Every version of Stoker uses it, so it must never change."""
 TEMPORARY_NAME = re.compile(r"\.tmp-[0-9a-f]+-[A-Za-z0-9_.-]+")
 """What is swept: a folder may hold others' files that begin alike."""
+NOT_A_FILE_ERRNOS = (errno.ELOOP, errno.ENXIO)
+"""What opening with `O_NOFOLLOW | O_NONBLOCK` says of a link, and of a pipe or device without a reader."""
+RWF_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
+"""Reads what needs no wait, or nothing; 0 where the system does not know it."""
+MAX_BUFFERS = 1024
+"""Buffers that one read fills at most (`IOV_MAX` of every system that Stoker runs on)."""
 FLUSH_BYTES = 8 * MIB
 """Bytes after which the kernel is asked to begin writing them out, so that the final fsync is short."""
 
@@ -109,7 +119,7 @@ def create_file(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
             with os.fdopen(fd, "wb") as file:
                 file.write(data)
-            _sync(temporary)
+            sync_file(temporary)
             try:
                 os.link(temporary, path)  # a rename would replace what another process has put there
             except FileExistsError:
@@ -127,8 +137,8 @@ def publish(temporary: Path, path: Path) -> None:
     """
     if temporary.is_dir():
         for file in temporary.iterdir():
-            _sync(file)
-    _sync(temporary)
+            sync_file(file)
+    sync_file(temporary)
     temporary.replace(path)
     sync_folder(path.parent)
 
@@ -161,15 +171,191 @@ def _in_the_way(path: Path, why: str) -> str:
 def sync_folder(path: Path) -> None:
     """Make names in a folder durable; errors as `explained`."""
     with explained(path):
-        _sync(path, os.O_DIRECTORY)
+        sync_file(path, flags=os.O_DIRECTORY)
 
 
-def _sync(path: Path, flags: int = 0) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
+def sync_file(file: Path | int, *, flags: int = 0) -> None:
+    """Make the bytes of a file durable, given its path or an open descriptor of it."""
+    if isinstance(file, int):
+        os.fsync(file)
+        return
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def append_file(path: Path, data: bytes) -> None:
+    """Add bytes at the end of a file, which is made if need be, and make them durable.
+
+    A kill may leave the first part of them, so what reads the file has to know a torn end.
+
+    Raises:
+        ResourceError: No space or quota left.
+        ReadOnlyError: The place cannot be written.
+        OSError: Another failure of the system, as it came.
+    """
+    with explained(path):
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            is_new = not os.fstat(fd).st_size
+            while data:
+                data = data[os.write(fd, data) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        if is_new:
+            sync_folder(path.parent)
+
+
+def zero_ranges(path: Path, ranges: Iterable[tuple[int, int]]) -> None:
+    """Overwrite ranges of a file, each an offset and a number of bytes, with zeros, durably.
+
+    Raises:
+        ReadOnlyError, ResourceError, OSError: As `append_file`.
+    """
+    with explained(path):
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            for offset, size in ranges:
+                at = 0
+                while at < size:
+                    at += os.pwrite(fd, bytes(size - at), offset + at)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def rename(path: Path, new: Path, *, durable: bool = True) -> None:
+    """Give a file or folder another name in its folder.
+
+    Args:
+        path: What is there; a `FileNotFoundError` if nothing is.
+        new: Its new path. A file there is replaced, a folder that holds anything is not.
+        durable: Return only when the name survives a power cut.
+
+    Raises:
+        ReadOnlyError, ResourceError, OSError: As `append_file`.
+    """
+    with explained(path):
+        path.replace(new)
+        if durable:
+            sync_folder(new.parent)
+
+
+def link_file(path: Path, new: Path) -> bool:
+    """Give a file a second name; returns whether this call did, False if there is a file of that name.
+
+    Raises:
+        OSError: As it came; `EXDEV`, `EPERM`, `EMLINK` or `ENOTSUP` where the file cannot be linked there.
+    """
+    try:
+        os.link(path, new, follow_symlinks=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+class RegularFile:
+    """A regular file opened for positional reads; closed when nothing refers to it any more.
+
+    Threads may share it. Opening follows no link and waits for no pipe or device.
+
+    Raises:
+        FormatError: It is not a regular file.
+        OSError: It cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = -1
+        self._path = path
+        try:
+            # Without O_NONBLOCK, opening a planted FIFO would wait for a writer for ever.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno in NOT_A_FILE_ERRNOS:
+                raise FormatError(f"{path} is a link, pipe or device, not a regular file") from error
+            raise
+        self._fd = fd
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError(f"{path} is a pipe, folder or device, not a regular file")
+        self._size = status.st_size
+        self._asks = RWF_NOWAIT != 0
+        """True if the file system reads without waiting; network ones, FUSE and tmpfs do not."""
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file when it was opened."""
+        return self._size
+
+    def read_into(self, offset: int, out: memoryview[Any]) -> None:
+        """Fill `out` from `offset`.
+
+        Raises:
+            CorruptError: The file ends before `out` is full.
+            OSError: Reading failed twice.
+        """
+        at, retried = 0, False
+        while at < len(out):
+            try:
+                count = os.preadv(self._fd, [out[at:]], offset + at)
+            except OSError as error:
+                if error.errno != errno.EIO or retried:
+                    raise OSError(
+                        error.errno, f"{error.strerror} at byte {offset + at}", str(self._path)
+                    ) from error
+                retried = True
+                continue
+            if count == 0:
+                raise CorruptError(
+                    f"{self._path} ends at byte {offset + at}, expected {offset + len(out)}: truncated"
+                )
+            at += count
+
+    def read_all(self) -> bytes:
+        """Return all bytes that it had when it was opened; errors as `read_into`."""
+        data = bytearray(self._size)
+        self.read_into(0, memoryview(data))
+        return bytes(data)
+
+    def read_cached(self, offset: int, outs: Sequence[memoryview[Any]]) -> bool:
+        """Fill `outs` from `offset` on out of the page cache; False: it lacks some, or cannot be asked."""
+        if not self._asks or len(outs) > MAX_BUFFERS:
+            return False
+        try:
+            count = os.preadv(self._fd, outs, offset, RWF_NOWAIT)
+        except OSError as error:
+            # What is wrong, if anything, is for `read_into` to find out.
+            self._asks = error.errno in (errno.EAGAIN, errno.EIO, errno.EINTR)
+            return False
+        return count == sum(map(len, outs))
+
+    def ahead(self, offset: int, size: int) -> None:
+        """Have the system read these bytes ahead: it may have been told not to do so automatically."""
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):  # a file system that takes no advice
+                os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_WILLNEED)
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._fd
+
+    def close(self) -> None:
+        """Release the descriptor; safe to call twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class PendingFile:
@@ -292,16 +478,16 @@ def dead_temporaries(folder: Path, *, remove: bool) -> Iterator[tuple[Path, int]
 
 def _dead_bytes(path: Path, *, remove: bool) -> int | None:
     """Return the size of a temporary, removed if asked; None: its writer lives, or it is something else."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        status = os.fstat(fd)
+        file = RegularFile(path)
+    except FormatError:
+        return None
+    with file:
         # A shared lock meets the writer's, and a descriptor that only reads can have it everywhere.
-        if not stat.S_ISREG(status.st_mode) or not try_lock(fd, shared=True, without_locks=False):
+        if not try_lock(file.fileno(), shared=True, without_locks=False):
             return None
         if remove:
             path.unlink()
         else:
             path.lstat()
-        return status.st_size
-    finally:
-        os.close(fd)
+        return file.size

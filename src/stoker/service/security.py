@@ -46,6 +46,7 @@ from starlette.responses import JSONResponse, Response
 
 from stoker.errors import ConfigError, PathRefusedError, StokerError
 from stoker.runtime.files import create_file, replacing
+from stoker.runtime.jsonio import read_object
 from stoker.service.traffic import Traffic
 from stoker.sources.sql.query import parse_address
 
@@ -306,7 +307,7 @@ def _read_ended(path: Path | None) -> dict[str, float]:
     if path is None or not path.exists():
         return {}
     try:
-        return {str(name): float(until) for name, until in json.loads(path.read_text()).items()}
+        return {str(name): float(until) for name, until in read_object(path).items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"{path} does not say which sessions have logged out: {error}. Remove it and DIR/token; then "

@@ -4,12 +4,11 @@ own that names neither the argument nor what was expected.
 
 from __future__ import annotations
 
-import json
 import os
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, SupportsIndex, cast
+from typing import SupportsIndex, cast
 
 from stoker.errors import ConfigError, arg
 from stoker.sources.files import SUFFIXES
@@ -152,21 +151,3 @@ def check_splits(split: object, splits: object, seed: object) -> None:
                 f"splits is {splits!r}. Expected fractions by name, as "
                 f"{arg('splits', {'train': 0.8, 'val': 0.2})}"
             )
-
-
-def parse_json(data: bytes | str) -> Any:
-    """JSON without a key that comes twice in one object, of which Python would keep the last in silence.
-
-    Raises:
-        ValueError: It is no JSON, or a key comes twice; names the key.
-    """
-    return json.loads(data, object_pairs_hook=_once)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"key {twice!r} comes twice in one object")
-    return found

@@ -22,9 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import SourceError, arg
+from stoker.runtime.jsonio import parse_json
 from stoker.schema import Field, Json, Sample, Schema
 from stoker.sources.files import Paths, find_keyed_files, open_regular
-from stoker.sources.given import given_names, parse_json
+from stoker.sources.given import given_names
 from stoker.sources.protocol import FileRef, Part, SourceIdentity, read_as, read_dtype
 from stoker.sources.torch_items import flatten_item
 from stoker.units import format_count

@@ -15,30 +15,20 @@ compact.py     short shards into full ones; repair.py sets damaged ones aside
 growing.py     what is there of a cache that is being filled, and in which order that is done
 gc.py          removes what nobody needs (gc_scan.py, superseded.py); use.py says who needs a folder and who
                changes it
-local.py       a folder of files; failures.py, strict_json.py
+local.py       a folder of files; failures.py
 mirror/        a local folder that stands for caches at an address: blocks are fetched when they are read;
                push and pull. remote/ is what is there
 protocols.py   what the store asks of storage, and a loader of whoever can fill gaps
 """
 
-from stoker.store.cache import Cache, open_cache
+from stoker.store.cache import BadRecord, Cache, VerifyReport, open_cache
 from stoker.store.failures import Failure
 from stoker.store.folder import Folder, open_folder
 from stoker.store.format import Column
-from stoker.store.index import Index, Segments
+from stoker.store.index import Index, Segments, load_recipe
 from stoker.store.joins import Join, Joined, JoinReport, join_table
-from stoker.store.maintain import BadRecord, VerifyReport
 from stoker.store.mirror.transfer import TransferReport, Wanted, pull, push
-from stoker.store.recipe import (
-    Difference,
-    Digests,
-    FileDigest,
-    Recipe,
-    RecipePart,
-    diff_recipes,
-    load_recipe,
-    make_recipe,
-)
+from stoker.store.recipe import Difference, Digests, FileDigest, Recipe, RecipePart, diff_recipes, make_recipe
 from stoker.store.shard import Shard
 from stoker.store.write import RecordWriter, WriterSettings
 

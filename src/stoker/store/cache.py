@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
 import xxhash
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.errors import (
+    ConfigError,
     CorruptError,
     FormatError,
     IncompleteError,
@@ -26,27 +28,117 @@ from stoker.errors import (
     ResourceError,
     StalledError,
 )
-from stoker.schema import Schema, unfolded
-from stoker.store.catalog import Catalog, build_index, is_shard_name, known_index, write_index
+from stoker.runtime.threads import MAP_TIMEOUT_S, map_in_order
+from stoker.schema import JsonResult, Schema, unfolded
 from stoker.store.failures import Failure
-from stoker.store.format import axis_length
-from stoker.store.index import Index, LostShard, Segments, load_index, segments_of, spread, without_lost
+from stoker.store.format import INDEX_FILE, RECIPE_FILE, axis_length, is_shard_name
+from stoker.store.index import (
+    Index,
+    LostShard,
+    Segments,
+    ShardCatalog,
+    ShardInfo,
+    build_index,
+    known_index,
+    load_index,
+    load_recipe,
+    segments_of,
+    without_lost,
+    write_index,
+)
+from stoker.store.joins import Joined, join_table
 from stoker.store.mirror.root import here, shown
-from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
+from stoker.store.recipe import Recipe
+from stoker.store.rows import spread
 from stoker.store.shard import OpenShards, Shard, ShardFacts, offsets_in
-from stoker.store.storage import Filler, Filling, LocalStorage
+from stoker.store.storage import open_storage
 from stoker.store.use import Use, indexing, note_use
 from stoker.store.values import read_field
-from stoker.units import format_count
-
-if TYPE_CHECKING:
-    from stoker.store.joins import Joined
-    from stoker.store.maintain import VerifyReport
+from stoker.units import MIB, format_count
 
 log = logging.getLogger("stoker")
 MOST_NAMED = 20
 """Names of caches that an error lists."""
 _AGAIN = "Run precompute again: it leaves that file out and encodes its records again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadRecord(JsonResult):
+    """One damaged record, or a damaged file that holds none."""
+
+    index: int
+    """Sample number; -1 when no record is affected."""
+    shard: str
+    """File name."""
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport(JsonResult):
+    """What was read and what was wrong."""
+
+    json_keys = ("records", "ok", "bad", "unchecked")
+
+    records: int
+    """Records read."""
+    bad: list[BadRecord]
+    """Everything damaged; empty when all is well."""
+    unchecked: list[str] = field(default_factory=list[str])
+    """What was not looked at, in words; empty when every byte was read."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.bad
+
+
+class Filler(Protocol):
+    """Encodes what is missing. Precompute implements it; a cache handle may carry one."""
+
+    def fill(self, numbers: Sequence[int], deadline_s: float) -> None:
+        """Encode and store at least these samples (whole groups) before returning.
+
+        Raises:
+            StalledError: `deadline_s` passed.
+            MissingRecordError: A sample was quarantined; the message says why.
+        """
+        ...
+
+    def begin(self) -> Filling:
+        """Begin to encode all that is missing, beside this process, block by block (`fill_blocks`)."""
+        ...
+
+
+class Filling(Protocol):
+    """A cache that is being filled while others read what is there."""
+
+    def look(self) -> tuple[Cache, NDArray[np.bool_]]:
+        """What is stored now, and which samples are settled: stored, or quarantined for good, `(count,)`.
+
+        Raises:
+            StokerError: Filling ended with an error; the same at every call.
+        """
+        ...
+
+    def done(self) -> bool:
+        """Whether filling has ended well: the cache is complete and has its index.
+
+        Raises:
+            StokerError: As `look`.
+        """
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until more may be there, `timeout_s` at most.
+
+        Raises:
+            StalledError: Nothing has been stored for longer than all deadlines together.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Look afresh at which records are damaged; call it when some were mended."""
+        ...
 
 
 class Cache:
@@ -75,7 +167,7 @@ class Cache:
         """The work under way to complete it (`precompute(wait=False)`); a loader serves beside it."""
         self.joined: Joined | None = None
         self._use = use or Use(path)
-        self._storage = LocalStorage(path)
+        self._storage = open_storage(path)
         self._shards = OpenShards()
 
     @property
@@ -197,9 +289,7 @@ class Cache:
             subset: Fraction of the records, `0 < subset <= 1`; 1 also checks columns, headers and index.
             seed: Which records, below 1.
         """
-        from stoker.store.maintain import verify_cache  # which reads through this class
-
-        return verify_cache(self, subset, seed=seed)
+        return _verify(self, subset, seed)
 
     def _find(self, number: int) -> tuple[int, int] | None:
         """Shard and row of a sample."""
@@ -247,7 +337,7 @@ def open_cache(
     """
     cache = open_unnoted(path, require_complete=require_complete)
     note_use(cache.path)
-    return cache if join is None else import_module("stoker.store.joins").join_table(cache, **join)
+    return cache if join is None else join_table(cache, **join)
 
 
 def open_unnoted(path: str | Path, *, require_complete: bool = True) -> Cache:
@@ -278,7 +368,7 @@ def open_indexed(folder: Path, recipe: Recipe) -> Cache:
     """
     use = Use(folder)  # before the index is read, so that no shard it names goes in between
     index = load_index(folder, recipe)
-    return Cache(folder, recipe, *without_lost(index, folder, LocalStorage(folder).sizes()), use=use)
+    return Cache(folder, recipe, *without_lost(index, folder, open_storage(folder).sizes()), use=use)
 
 
 def _open_folder(folder: Path) -> Cache:
@@ -286,7 +376,7 @@ def _open_folder(folder: Path) -> Cache:
     try:
         return open_indexed(folder, recipe)
     except FileNotFoundError:
-        if any(map(is_shard_name, LocalStorage(folder).list())):  # else a first run that stored nothing
+        if any(map(is_shard_name, open_storage(folder).list())):  # else a first run that stored nothing
             log.info("%s has no index, as after a kill; its shards are read to make one", folder)
     except FormatError as error:
         log.warning("the index of %s is made again from its shards: %s", folder, error)
@@ -299,8 +389,8 @@ def rebuild(folder: Path, recipe: Recipe) -> Cache:
     Where the folder cannot be written or is full, the index is kept in memory.
     """
     use = Use(folder)
-    storage = LocalStorage(folder)
-    catalog = Catalog(storage, recipe)
+    storage = open_storage(folder)
+    catalog = ShardCatalog(storage, recipe)
     catalog.verify()
     with suppress(ReadOnlyError, ResourceError, StalledError), indexing(folder):
         index = write_index(storage, recipe, catalog.refresh)
@@ -387,6 +477,104 @@ def _warn_several(folder: Path, count: int, fingerprint: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------
+# Read a cache and say which records are damaged, without stopping at the first.
+
+
+THREADS = 4
+"""Shards that are read at a time: hashing lets go of the interpreter's lock, and so do reads."""
+SLOWEST_BYTES_PER_S = MIB
+"""Storage that gives less than this to one reader hangs, as far as anybody can tell."""
+
+
+def read_deadline_s(shards: Sequence[ShardInfo]) -> float:
+    """Seconds that reading the largest of these shards in full may take."""
+    return MAP_TIMEOUT_S + max((shard.bytes for shard in shards), default=0) / SLOWEST_BYTES_PER_S
+
+
+def _verify(cache: Cache, subset: float, seed: int) -> VerifyReport:
+    if not 0 < subset <= 1:
+        raise ConfigError(f"subset is {subset}, expected more than 0 and at most 1")
+    bad = [bad for lost in cache.lost for bad in _bad_of_lost(cache, lost)]
+    if subset < 1:
+        count = math.ceil(subset * len(cache))
+        numbers = np.sort(np.random.default_rng(seed).choice(cache.numbers, count, replace=False))
+        bad += _bad_of_sample(cache, numbers.tolist())
+        unchecked = [
+            f"{format_count(len(cache) - count)} of {format_count(len(cache), 'record')}",
+            "digests of whole columns, padding",
+            "recipe and index after they were opened",
+        ]
+    else:
+        count, unchecked = len(cache), []
+        shards = range(len(cache.index.shards))
+        what, timeout_s = f"verifying the shards of {cache.path}", read_deadline_s(cache.index.shards)
+        for found in map_in_order(
+            lambda i: [*_bad_of_shard(cache, i)], shards, what=what, threads=THREADS, timeout_s=timeout_s
+        ):
+            bad += found
+        bad += _bad_files(cache)
+    records = count + sum(lost.entry.records for lost in cache.lost)
+    return VerifyReport(records=records, bad=bad, unchecked=unchecked)
+
+
+def _bad_of_lost(cache: Cache, lost: LostShard) -> Iterator[BadRecord]:
+    for number in _served(cache, lost.entry).values():
+        yield BadRecord(index=number, shard=lost.entry.file, why=str(lost.error()))
+
+
+def _served(cache: Cache, entry: ShardInfo) -> dict[int, int]:
+    """Global numbers that a shard serves, by row."""
+    offset = cache.recipe.parts[entry.part].offset
+    return {row + k: first + k + offset for row, first, n in entry.segments.tolist() for k in range(n)}
+
+
+def _bad_of_sample(cache: Cache, numbers: list[int]) -> Iterator[BadRecord]:
+    for number in numbers:
+        try:
+            cache[number]
+        except (FormatError, OSError) as error:
+            place = int(np.searchsorted(cache.segments.first, number, side="right")) - 1
+            shard = cache.index.shards[int(cache.segments.shard[place])].file
+            yield BadRecord(index=number, shard=shard, why=str(error))
+
+
+def _bad_of_shard(cache: Cache, i: int) -> Iterator[BadRecord]:
+    entry = cache.index.shards[i]
+    served = _served(cache, entry)
+    if not served:
+        return
+    try:
+        # Through the cache, which compares with the index; afresh, not as an earlier read left it.
+        shard = cache.fresh_shard(i)
+    except (FormatError, OSError) as error:
+        yield from (BadRecord(index=n, shard=entry.file, why=str(error)) for n in served.values())
+        return
+    for name in shard.columns:
+        yield from _bad_of_column(shard, name, served)
+    try:
+        shard.check_padding()
+    except (CorruptError, OSError) as error:
+        yield BadRecord(index=-1, shard=entry.file, why=str(error))
+
+
+def _bad_of_column(shard: Shard, field: str, served: dict[int, int]) -> Iterator[BadRecord]:
+    for row, why in shard.damage(field).items():
+        if row in served:
+            yield BadRecord(index=served[row], shard=shard.name, why=why)
+
+
+def _bad_files(cache: Cache) -> Iterator[BadRecord]:
+    try:
+        load_recipe(cache.path)
+    except (FormatError, OSError) as error:
+        yield BadRecord(index=-1, shard=RECIPE_FILE, why=str(error))
+    try:
+        load_index(cache.path, cache.recipe)
+    except (FormatError, OSError) as error:
+        yield BadRecord(index=-1, shard=INDEX_FILE, why=str(error))
+
+
+# ----------------------------------------------------------------------------------------------------------
 # A cache while it is being filled: in which order that is done, and what of it is there by now.
 #
 # Whoever fills and whoever serves meanwhile agree on the order without a word: it follows from the recipe.
@@ -424,17 +612,17 @@ class Growing:
 
     def __init__(self, path: Path, recipe: Recipe, again: Mapping[int, Failure]) -> None:
         self._path, self._recipe, self._again = path, recipe, again
-        self._storage = LocalStorage(path)
+        self._storage = open_storage(path)
         self.forget()
 
     def forget(self) -> None:
         """Read anew which records are noted as damaged."""
-        self._catalog = Catalog(self._storage, self._recipe)
+        self._catalog = ShardCatalog(self._storage, self._recipe)
         self._index = known_index(self._path, self._recipe)
         self._seen: dict[str, int] | None = None
 
     def look(self) -> tuple[Cache, NDArray[np.bool_]]:
-        """As `stoker.store.storage.Filling.look`."""
+        """As `Filling.look`."""
         sizes = self._storage.sizes()
         seen = {name: n for name, n in sizes.items() if is_shard_name(name) or name.startswith("failures-")}
         if seen != self._seen:

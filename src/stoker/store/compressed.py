@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -33,12 +34,14 @@ from stoker.store.format import (
     ITEM_BYTES,
     PAGE,
     Header,
+    LocalFile,
+    OpenFile,
+    PendingWrite,
     TensorEntry,
     is_pad,
     pack_header,
     read_header,
 )
-from stoker.store.storage import OpenFile, Pending
 from stoker.units import KIB, MIB
 
 Compression = Literal["none", "zstd", "lz4", "auto"]
@@ -56,7 +59,7 @@ SAMPLED_BLOCKS = 3
 """Blocks of a column on which the filters are tried."""
 WORTHWHILE = 0.1
 """The part of a shard's bytes that `auto` wants to save."""
-MENDS = 2
+REFETCHES = 2
 """Times that damaged bytes are fetched again from an object store."""
 KEPT_BLOCKS = 4
 """Decompressed blocks that each reading thread keeps: neighboring records share one."""
@@ -113,7 +116,7 @@ class _Block:
     filter: int = 0
 
 
-def compress_shard(shard: PlainShard, compression: Compression, create: Callable[[], Pending]) -> bool:
+def compress_shard(shard: PlainShard, compression: Compression, create: Callable[[], PendingWrite]) -> bool:
     """Write a compressed shard and commit it; return False, with nothing written, if `auto` finds no gain.
 
     Args:
@@ -240,11 +243,11 @@ def open_compressed(file: OpenFile, where: str) -> OpenFile:
     if not start.endswith(_MARK):
         return file
     _blosc(f"{where}, which is compressed,")
-    for _ in range(MENDS):
+    for _ in range(REFETCHES):
         try:
             return CompressedFile(file, where)
         except CorruptError:
-            if not file.mend(0, file.size):
+            if not file.refetch(0, file.size):
                 raise
     return CompressedFile(file, where)
 
@@ -336,13 +339,13 @@ class CompressedFile:
         """Begin to bring the blocks near that hold these bytes."""
         self._file.ahead(*self.stored_extent(offset, size))
 
-    def mend(self, offset: int, size: int) -> bool:
+    def refetch(self, offset: int, size: int) -> bool:
         """Have the blocks that hold these bytes fetched again at the next read."""
         begin, stored = self.stored_extent(offset, size)
         if not offset:
             begin, stored = 0, begin + stored
         self._token = next(_tokens)
-        return self._file.mend(begin, stored)
+        return self._file.refetch(begin, stored)
 
     def fileno(self) -> int:
         """None: its pages hold nothing that could be mapped."""
@@ -397,8 +400,8 @@ class CompressedFile:
     def _fetched_again(self, i: int) -> memoryview[Any]:
         begin, end = self._places[i]
         data = np.empty(end - begin, np.uint8).data
-        for _ in range(MENDS):
-            if not self._file.mend(begin, end - begin):
+        for _ in range(REFETCHES):
+            if not self._file.refetch(begin, end - begin):
                 break
             self._file.read_into(begin, data)
             if xxhash.xxh3_64_intdigest(data) == self._sums[i]:
@@ -487,10 +490,6 @@ def decompression_rate(path: str | os.PathLike[str], budget_s: float) -> float |
 
     The file is read through the page cache, and that is counted.
     """
-    from pathlib import Path
-
-    from stoker.store.storage import LocalFile
-
     file = open_compressed(LocalFile(Path(path)), str(path))
     try:
         if not isinstance(file, CompressedFile):

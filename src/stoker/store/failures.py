@@ -6,21 +6,21 @@ damaged one is ignored (the sample is then missing, and tried again) and never r
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import xxhash
 
 from stoker.errors import FormatError, RecordError
-from stoker.runtime.disk import explained
-from stoker.runtime.files import sync_folder
-from stoker.schema import canonical_json
-from stoker.store.recipe import Recipe
-from stoker.store.storage import LocalStorage
-from stoker.store.strict_json import is_count, read_strict
+from stoker.runtime.files import append_file
+from stoker.runtime.jsonio import canonical_json, is_count, read_strict
+from stoker.store.format import is_failures_name
 from stoker.units import MIB
+
+if TYPE_CHECKING:
+    from stoker.store.recipe import Recipe
+    from stoker.store.storage import Storage
 
 Kind = Literal["sample", "transient"]
 MAX_FILE_BYTES = 256 * MIB
@@ -53,7 +53,7 @@ class Failure:
         return self.kind == "sample" or self.runs >= RUNS
 
 
-def append_failures(storage: LocalStorage, token: str, failures: Sequence[Failure], recipe: Recipe) -> None:
+def append_failures(storage: Storage, token: str, failures: Sequence[Failure], recipe: Recipe) -> None:
     """Add a line each to `failures-<token>.jsonl` and make them durable at once.
 
     Raises:
@@ -61,17 +61,7 @@ def append_failures(storage: LocalStorage, token: str, failures: Sequence[Failur
     """
     data = "".join(_line(failure, recipe) for failure in failures).encode()
     path = storage.path / f"failures-{token}.jsonl"
-    with explained(path):
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        try:
-            fresh = not os.fstat(fd).st_size
-            while data:
-                data = data[os.write(fd, data) :]
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        if fresh:
-            sync_folder(storage.path)
+    append_file(path, data)
     storage.share(path.name)
 
 
@@ -90,7 +80,7 @@ def _line(failure: Failure, recipe: Recipe) -> str:
     return canonical_json({**entry, "check": _check(entry)}) + "\n"
 
 
-def read_failures(storage: LocalStorage, recipe: Recipe) -> dict[int, Failure]:
+def read_failures(storage: Storage, recipe: Recipe) -> dict[int, Failure]:
     """All failures of parts of `recipe`, by global number, sorted.
 
     Of several for one sample the last line of a file wins; between files `sample` beats `transient`, then
@@ -99,7 +89,7 @@ def read_failures(storage: LocalStorage, recipe: Recipe) -> dict[int, Failure]:
     offsets = {part.key: part for part in recipe.parts}
     found: dict[int, Failure] = {}
     for name in storage.list():
-        if not (name.startswith("failures-") and name.endswith(".jsonl")):
+        if not is_failures_name(name):
             continue
         for (key, local), failure in _read_file(storage, name).items():
             part = offsets.get(key)
@@ -117,7 +107,7 @@ def _stronger(a: Failure | None, b: Failure) -> Failure:
     return replace(winner, runs=a.runs + 1)
 
 
-def _read_file(storage: LocalStorage, name: str) -> dict[tuple[str, int], Failure]:
+def _read_file(storage: Storage, name: str) -> dict[tuple[str, int], Failure]:
     failures: dict[tuple[str, int], Failure] = {}
     try:
         lines = storage.read(name, limit_bytes=MAX_FILE_BYTES).split(b"\n")

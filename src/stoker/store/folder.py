@@ -8,7 +8,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +16,27 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from stoker.encoders.weights import weights_to_bytes
 from stoker.errors import ConfigError, FormatError, ReadOnlyError, StalledError
 from stoker.runtime.disk import explained
 from stoker.runtime.files import make_folder, sync_folder
+from stoker.runtime.jsonio import as_object, canonical_json, read_strict
 from stoker.runtime.locks import lock_folder
-from stoker.schema import Sample, Schema, canonical_json, schema_to_json
+from stoker.schema import Sample, Schema, schema_text
 from stoker.store.cache import Cache, open_indexed
-from stoker.store.catalog import FINGERPRINT, Catalog, adopt_shards, presence
 from stoker.store.failures import Failure, append_failures, read_failures
-from stoker.store.recipe import RECIPE_FILE, FileDigest, Recipe, load_recipe
-from stoker.store.storage import SOURCES_FILE, LocalStorage
-from stoker.store.strict_json import as_object, read_strict
+from stoker.store.format import FINGERPRINT, RECIPE_FILE, SOURCES_FILE, WEIGHTS_FOLDER, is_shard_name
+from stoker.store.index import (
+    ShardCatalog,
+    damaged_rows,
+    known_index,
+    load_recipe,
+    noted_damage,
+    presence,
+    read_info,
+)
+from stoker.store.recipe import FileDigest, Recipe
+from stoker.store.storage import Storage, open_storage
 from stoker.store.use import Use, indexing, note_use
 from stoker.store.write import RecordWriter, WriterSettings
 from stoker.units import GIB, format_count
@@ -38,13 +48,14 @@ if TYPE_CHECKING:
 # ----------------------------------------------------------------------------------------------------------
 # Find records in other caches of a folder that were encoded from the very same samples.
 #
-# `adopt.py` takes over shards of parts that did not change at all. When something changed inside a part
+# `adopt_shards` takes over shards of parts that did not change at all. When something changed inside a part
 # (rows were added to a table, an image to a folder, a file got another name), its key is another one. Then
 # samples are read again, and each is looked up by the digest of what was read. A record depends on its
 # sample, the encoder and the stored dtype alone, so with equal digests and otherwise equal recipes it is
 # the same record (docs/design/041).
 
 
+log = logging.getLogger("stoker")
 MOST_NAMED = 5
 """Changed files that are named one by one."""
 _BITS = 21
@@ -62,7 +73,7 @@ def digest_samples(arrays: Sample, schema: Schema, members: Sequence[int]) -> ND
     Returns:
         `(len(members), 2)`: the halves of xxh3_128.
     """
-    head = canonical_json(schema_to_json(schema)).encode()
+    head = schema_text(schema).encode()
     found = np.empty((len(members), 2), np.uint64)
     for i, member in enumerate(members):
         digest = xxhash.xxh3_128(head)
@@ -229,14 +240,88 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
 def _digests(folder: Path) -> dict[str, str]:
     """Return the digests of the files behind a cache by name, where it has them."""
     try:
-        lines = LocalStorage(folder).read(SOURCES_FILE, limit_bytes=GIB).splitlines()
+        lines = open_storage(folder).read(SOURCES_FILE, limit_bytes=GIB).splitlines()
         entries = [read_strict(line, where=SOURCES_FILE) for line in lines]
         return {str(entry["name"]): str(entry["digest"]) for entry in entries}
     except (FormatError, OSError, KeyError):
         return {}
 
 
-log = logging.getLogger("stoker")
+# ----------------------------------------------------------------------------------------------------------
+# Take over what a sibling cache has encoded already.
+#
+# When files are added to a source, the parts that were there keep their keys; their shards carry part-local
+# numbers, so they serve in the new cache as they are: by a hard link, or a copy.
+
+
+def siblings(folder: Path) -> list[Path]:
+    """Folders of other fingerprints of the same name."""
+    paths = sorted(path for path in folder.parent.iterdir() if FINGERPRINT.fullmatch(path.name))
+    return [path for path in paths if path.name != folder.name and path.is_dir()]
+
+
+def adopt_shards(storage: Storage, recipe: Recipe, catalog: ShardCatalog) -> tuple[int, list[Failure]]:
+    """Link shards of unchanged parts into our folder where they hold records that we lack.
+
+    Returns:
+        How many records were gained, and failures of the sample's own kind in those parts, in our numbering.
+    """
+    stored = presence(catalog.refresh(), recipe)
+    before = int(stored.sum())
+    failures: list[Failure] = []
+    for path in siblings(storage.path):
+        try:
+            theirs = load_recipe(path)
+        except (FormatError, OSError):
+            continue
+        ours = {part.key: part for part in recipe.parts}
+        common = {part.key for part in theirs.parts if part.count} & ours.keys()
+        if not common:
+            continue
+        try:
+            _use = Use(path)  # so that no clean-up removes it while shards are linked
+        except (FormatError, StalledError, OSError):
+            continue
+        _link_shards(storage, recipe, catalog, open_storage(path), theirs)
+        stored = presence(catalog.refresh(), recipe)
+        for number, failure in read_failures(open_storage(path), theirs).items():
+            part, local = theirs.part_of(number)
+            key = theirs.parts[part].key
+            if failure.kind == "sample" and key in common and not stored[ours[key].offset + local]:
+                failures.append(replace(failure, number=ours[key].offset + local))
+    return int(stored.sum()) - before, failures
+
+
+def _link_shards(
+    storage: Storage, recipe: Recipe, catalog: ShardCatalog, sibling: Storage, theirs: Recipe
+) -> None:
+    bad = noted_damage(known_index(sibling.path, theirs))
+    index = known_index(storage.path, recipe)
+    stored, here = presence(catalog.refresh(), recipe), {*storage.list()}
+    # Indexed here and gone: removed as damaged, as errors advise. A sibling's link is the same damaged file.
+    removed = set[str]() if index is None else {shard.file for shard in index.shards} - here
+    linked: list[str] = []
+    for name in filter(is_shard_name, sibling.list()):
+        if name in here:
+            continue
+        try:
+            info = read_info(sibling, name, recipe)
+        except (FormatError, OSError):
+            continue  # of a part that we do not have, or damaged
+        if name in removed:
+            bad[name] = (*damaged_rows(sibling, info, recipe),)
+        sound = np.delete(info.numbers, bad.get(name, ())) + recipe.parts[info.part].offset
+        if not stored[sound].all():
+            storage.link(sibling, name)
+            linked.append(name)
+            stored[sound] = True
+    catalog.exclude({name: bad.get(name, ()) for name in linked})
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The folder, and what fills it.
+
+
 CACHE_NAME = re.compile(r"\w[\w.+=-]{0,127}")
 
 
@@ -250,8 +335,8 @@ class Folder:
         self.path = path
         self.name = name
         self.recipe = recipe
-        self._storage = LocalStorage(path)
-        self._catalog = Catalog(self._storage, recipe)
+        self._storage = open_storage(path)
+        self._catalog = ShardCatalog(self._storage, recipe)
         self._token = secrets.token_hex(6)
         self._use = Use(path)
         note_use(path)
@@ -371,13 +456,13 @@ def open_folder(
         ConfigError: `name` is not a plain name.
         ReadOnlyError: The folder does not exist and cannot be made. One that exists may be read-only.
     """
-    if not CACHE_NAME.fullmatch(name) or ".." in name or name == "encoders":
+    if not CACHE_NAME.fullmatch(name) or ".." in name or name == WEIGHTS_FOLDER:
         raise ConfigError(
             f"a cache cannot be called {name!r}. Use letters, digits, '_', '-', '+', '=' and '.'"
         )
     cache_dir = Path(cache_dir)
     path = cache_dir / name / recipe.fingerprint
-    storage = LocalStorage(path)
+    storage = open_storage(path)
     try:
         with explained(path):
             _make_folders(cache_dir, path)
@@ -405,14 +490,14 @@ def _make_folders(cache_dir: Path, path: Path) -> None:
             sync_folder(folder)
 
 
-def _put_recipe(storage: LocalStorage, recipe: Recipe) -> None:
+def _put_recipe(storage: Storage, recipe: Recipe) -> None:
     with suppress(FormatError):
         load_recipe(storage.path)
         return
     storage.put(RECIPE_FILE, recipe.text.encode())
 
 
-def _put_sources(storage: LocalStorage, files: Sequence[FileDigest]) -> None:
+def _put_sources(storage: Storage, files: Sequence[FileDigest]) -> None:
     if not files or (storage.path / SOURCES_FILE).exists():
         return
     lines = [
@@ -423,12 +508,10 @@ def _put_sources(storage: LocalStorage, files: Sequence[FileDigest]) -> None:
 
 
 def _put_weights(cache_dir: Path, recipe: Recipe, weights: Mapping[str, Tensor]) -> None:
-    from stoker.encoders.weights import weights_to_bytes
-
     digest = str((as_object(recipe.entries["encoder"]) or {}).get("weights"))
     if not re.fullmatch(r"[0-9a-f]{16,64}", digest):
         return
-    storage = LocalStorage(cache_dir / "encoders")
+    storage = open_storage(cache_dir / WEIGHTS_FOLDER)
     storage.path.mkdir(mode=0o700, exist_ok=True)
     if not (storage.path / f"{digest}.safetensors").exists():
         storage.put(f"{digest}.safetensors", weights_to_bytes(weights))

@@ -1,7 +1,7 @@
-"""Where columns lie in a shard: pure arithmetic, no files.
+"""The format of a cache: names of its files, where columns lie in a shard, and the header of a shard.
 
-Every column starts on a page, so that shards can be mapped side by side into one range of addresses. The
-largest fixed column comes first: a shard that is sealed early then moves only its smaller columns.
+docs/format.md describes it. Nothing here opens a file: `OpenFile` and `PendingWrite` are what the store asks
+of one, wherever its bytes are.
 """
 
 from __future__ import annotations
@@ -10,17 +10,160 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, CorruptError, FormatError
-from stoker.schema import DTYPE_BYTES, Field, Schema, canonical_json, schema_to_json
-from stoker.store.storage import OpenFile
-from stoker.store.strict_json import as_list, as_object, is_count, read_strict
+from stoker.runtime.files import RegularFile
+from stoker.runtime.jsonio import as_list, as_object, canonical_json, is_count, read_strict
+from stoker.schema import DTYPE_BYTES, Field, Schema, schema_text
 from stoker.units import KIB, MIB
+
+RECIPE_FILE = "recipe.json"
+INDEX_FILE = "index.json"
+SOURCES_FILE = "sources.jsonl"
+"""A cache's list of its source files: name, bytes and digest of each as one JSON line."""
+WEIGHTS_FOLDER = "encoders"
+"""Below the folder that holds caches by name: weights of encoders, by digest."""
+DAMAGED = ".damaged-"
+"""Prefix of shards that a repair set aside."""
+FINGERPRINT = re.compile(r"[0-9a-f]{16}")
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+
+
+def check_name(name: str, *, where: str) -> str:
+    """Return `name` if it is a plain file name.
+
+    Raises:
+        FormatError: It is absolute, has a parent or hidden part, or characters that the store never uses.
+    """
+    if not PLAIN_NAME.fullmatch(name) or ".." in name:
+        raise FormatError(f"{where} names the file {name!r}, which is not a plain name in this folder")
+    return name
+
+
+def is_shard_name(name: str) -> bool:
+    """Return whether a file of a cache folder is a shard, by its name."""
+    return name.startswith("shard-") and name.endswith(".safetensors")
+
+
+def is_failures_name(name: str) -> bool:
+    """Return whether a file of a cache folder lists failures, by its name."""
+    return name.startswith("failures-") and name.endswith(".jsonl")
+
+
+def places_name(shard: str) -> str | None:
+    """Return the file that says where the columns of a shard are, if not in it; None: it is not a shard.
+
+    >>> places_name("shard-0a1b-000000.safetensors")
+    'places-0a1b-000000.json'
+    """
+    if not is_shard_name(shard):
+        return None
+    return f"places-{shard[len('shard-') : -len('.safetensors')]}.json"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What the store asks of a file: one that is being written, and one that is open for reading.
+
+
+Buffer: TypeAlias = "bytes | bytearray | memoryview[Any]"
+
+
+class PendingWrite(Protocol):
+    """A file being written under a temporary name; it exists for others only after `commit`."""
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """Write all of `data` at `offset`, whatever short writes and interrupts the system makes."""
+        ...
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """Read back what was written."""
+        ...
+
+    def truncate(self, size: int) -> None:
+        """Cut or extend the file to `size` bytes."""
+        ...
+
+    def commit(self) -> None:
+        """Make the file durable, then visible under its name, then make the name durable.
+
+        Raises:
+            OSError: The file was not made durable; it is discarded and must be made again.
+        """
+        ...
+
+    def discard(self) -> None:
+        """Remove the temporary; safe to call twice and after `commit`."""
+        ...
+
+
+class OpenFile(Protocol):
+    """A file opened for positional reads; safe to use from several threads."""
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file when it was opened."""
+        ...
+
+    @property
+    def origin(self) -> str | None:
+        """The URL that its bytes come from; None: they are on this machine."""
+        ...
+
+    @property
+    def generation(self) -> tuple[int, int] | None:
+        """Another value whenever bytes may have been fetched again; None: they are on this machine."""
+        ...
+
+    def read_into(self, offset: int, out: memoryview[Any]) -> None:
+        """Fill `out` from `offset`; a short file is a `CorruptError` that names it."""
+        ...
+
+    def read_cached(self, offset: int, outs: Sequence[memoryview[Any]]) -> bool:
+        """Fill buffers one after another from `offset` on with what needs no wait for storage.
+
+        False: not all of it can be had so, or that is not known; the buffers may hold anything then.
+        """
+        ...
+
+    def ahead(self, offset: int, size: int) -> None:
+        """Begin to load bytes that will be read soon; waits for nothing."""
+        ...
+
+    def refetch(self, offset: int, size: int) -> bool:
+        """Have bytes that do not match their sums fetched again at the next read; False: from nowhere."""
+        ...
+
+    def fileno(self) -> int:
+        """Return the descriptor, for mapping; -1 where there is none."""
+        ...
+
+    def close(self) -> None:
+        """Release the file; safe to call twice."""
+        ...
+
+
+class LocalFile(RegularFile):
+    """A file of this machine as an `OpenFile`."""
+
+    origin: str | None = None
+    generation: tuple[int, int] | None = None
+
+    def refetch(self, offset: int, size: int) -> bool:
+        """Return False: the bytes are nowhere else."""
+        return False
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Where columns lie in a shard: pure arithmetic.
+#
+# Every column starts on a page, so that shards can be mapped one after another into one range of addresses.
+# The largest fixed column comes first: a shard that is sealed early then moves only its smaller columns.
+
 
 FORMATS = (1, 2, 3)
 """Formats that this version reads; it writes the first that can hold a schema; 3: compressed shards."""
@@ -318,7 +461,7 @@ def check_metadata(header: Header, schema: Schema, name: str) -> tuple[str, int]
     expected = {"part", "schema", "rows", "environment", "columns", "meta", "statistics", "error"}
     if not expected <= metadata.keys() or "__number__" not in header.tensors:
         raise FormatError(f"{name} lacks {sorted(expected - metadata.keys()) or '__number__'} in its header")
-    if metadata["schema"] != canonical_json(schema_to_json(schema)):
+    if metadata["schema"] != schema_text(schema):
         raise FormatError(f"{name} has another schema than its cache: it belongs elsewhere. Remove it")
     if metadata["format"] != str(format_of(schema)):
         raise FormatError(f"{name} says format {metadata['format']}, its schema is of another")

@@ -15,8 +15,9 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,19 +26,28 @@ import numpy as np
 
 from stoker.errors import ConfigError, Conflict, FormatError, IncompleteError, ResourceError, StalledError
 from stoker.runtime.disk import explained
-from stoker.runtime.files import TEMPORARY_NAME, dead_temporaries, sync_folder
+from stoker.runtime.files import TEMPORARY_NAME, RegularFile, dead_temporaries, rename, sync_folder
+from stoker.runtime.jsonio import as_object
 from stoker.runtime.locks import FOLDER_LOCK, lock_folder, lock_holder, try_lock
-from stoker.schema import Json
+from stoker.schema import JsonResult
 from stoker.store.cache import Cache
-from stoker.store.catalog import FINGERPRINT, Catalog, build_index, is_shard_name, known_index
-from stoker.store.index import INDEX_FILE, Index, ShardEntry, dump_index, load_index, without_lost
-from stoker.store.maintain import DAMAGED
-from stoker.store.mirror.root import MARKER
-from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
-from stoker.store.remote import ChangedError, Expected
+from stoker.store.format import DAMAGED, FINGERPRINT, INDEX_FILE, RECIPE_FILE, WEIGHTS_FOLDER, is_shard_name
+from stoker.store.index import (
+    Index,
+    ShardCatalog,
+    ShardInfo,
+    build_index,
+    dump_index,
+    known_index,
+    load_index,
+    load_recipe,
+    without_lost,
+)
+from stoker.store.mirror.folder import MARKER, MirrorRoot
+from stoker.store.recipe import Recipe
+from stoker.store.remote import ReplacedError
 from stoker.store.shard import Shard
-from stoker.store.storage import LocalFile, LocalStorage
-from stoker.store.strict_json import as_object
+from stoker.store.storage import Storage, open_storage
 from stoker.store.use import INDEX_WAIT_S, Use, alone, unnoted, unused_for_s
 from stoker.units import format_bytes, format_seconds
 
@@ -48,7 +58,6 @@ from stoker.units import format_bytes, format_seconds
 GONE = ".gone-"
 """Prefix of what is being removed."""
 GONE_FOLDER = re.compile(rf"{re.escape(GONE)}{FINGERPRINT.pattern}-[0-9a-f]+")
-WEIGHTS = "encoders"
 WEIGHTS_NAME = re.compile(rf"({re.escape(GONE)})?[0-9a-f]{{16,64}}\.safetensors")
 TWO_DAYS_S = 2 * 86400.0
 
@@ -105,7 +114,7 @@ def scan(cache_dir: Path) -> list[FoundFolder]:
     """
     found: list[FoundFolder] = []
     for parent in sorted(cache_dir.iterdir()):
-        if parent.name.startswith(".") or parent.name == WEIGHTS or not parent.is_dir():
+        if parent.name.startswith(".") or parent.name == WEIGHTS_FOLDER or not parent.is_dir():
             continue
         try:
             paths = sorted(parent.iterdir())
@@ -149,16 +158,11 @@ def _weights_of(recipe: Recipe) -> str:
 
 def _is_held(path: Path) -> bool:
     try:
-        file = LocalFile(path)
+        with RegularFile(path) as file:
+            # A shared lock meets the holder's, and a descriptor that only reads can have it everywhere.
+            return not try_lock(file.fileno(), shared=True)
     except (FormatError, OSError):
         return False
-    try:
-        # A shared lock meets the holder's, and a descriptor that only reads can have it everywhere.
-        return not try_lock(file.fileno(), shared=True)
-    except OSError:
-        return False
-    finally:
-        file.close()
 
 
 def leftovers(cache_dir: Path) -> Iterator[tuple[Path, int]]:
@@ -187,7 +191,7 @@ def weights_in(cache_dir: Path) -> dict[Path, int]:
 
     None where `encoders` is a link: caches elsewhere may need what lies there.
     """
-    folder = cache_dir / WEIGHTS
+    folder = cache_dir / WEIGHTS_FOLDER
     if folder.is_symlink():
         return {}
     paths = sorted(path for path in folder.glob("*.safetensors") if WEIGHTS_NAME.fullmatch(path.name))
@@ -208,9 +212,9 @@ def remove_weights(cache_dir: Path, path: Path) -> bool:
     plain = path.with_name(f"{digest_of(path)}.safetensors")
     hidden = path.with_name(f"{GONE}{plain.name}")
     with explained(path):
-        path.rename(hidden)
+        rename(path, hidden, durable=False)
         if any(folder.broken or folder.weights == plain.stem for folder in scan(cache_dir)):
-            hidden.rename(plain)
+            rename(hidden, plain, durable=False)
             return False
         hidden.unlink()
     return True
@@ -223,33 +227,55 @@ def remove_weights(cache_dir: Path, path: Path) -> bool:
 # serves now: otherwise a copy that rotted since would turn out to have been the last good one.
 
 
-@dataclass(slots=True, kw_only=True)
-class Superseded:
-    """What could go from one folder: bytes by name."""
+def remove_superseded(
+    folder: Path,
+    *,
+    busy: Callable[[], str | None] = lambda: None,
+    dry_run: bool,
+    force: bool = False,
+    damaged: bool = True,
+) -> Iterator[tuple[str, int, str | None]]:
+    """Remove shards of a folder that serve nothing any more.
 
-    shards: dict[str, int] = field(default_factory=dict[str, int])
-    damaged: dict[str, int] = field(default_factory=dict[str, int])
-    """Shards set aside by a repair, once the cache is complete without them."""
+    Args:
+        folder: A fingerprint's folder.
+        busy: Says why nothing may go from it now; asked only if there is something to remove.
+        dry_run: Remove nothing.
+        force: Remove also while the folder is open.
+        damaged: Also those that a repair set aside, once the cache is complete without them.
 
-
-def find_superseded(folder: Path) -> Superseded:
-    """Shards of a folder that serve nothing; none where it has no sound index. Reads no record."""
+    Yields:
+        Name, bytes, and why it stays; None: it went, or would go.
+    """
     view = _view(folder)
-    return Superseded() if view is None else _superseded(folder, view[1])
+    found = {} if view is None else _superseded(folder, view[1])
+    if not damaged:
+        found = {name: size for name, size in found.items() if is_shard_name(name)}
+    why = busy() if found else None
+    needed: dict[str, str] = {}
+    if why is None and any(map(is_shard_name, found)):
+        needed = _still_needed(folder, found)
+    going = found.keys() - needed.keys()
+    if why is None and going and not dry_run:
+        with unnoted(folder):
+            why = _drop(folder, going, force=force)
+    for name, size in found.items():
+        yield name, size, needed.get(name, why)
 
 
-def _superseded(folder: Path, index: Index) -> Superseded:
-    sizes = LocalStorage(folder).sizes()
-    aside = [path for path in sorted(folder.glob(f"{DAMAGED}shard-*")) if path.is_file()]
-    idle = [entry.file for entry in index.shards if not len(entry.segments)]
-    return Superseded(
-        # An index is no proof that what it names are shards.
-        shards={file: sizes[file] for file in idle if file in sizes and is_shard_name(file)},
-        damaged={path.name: path.lstat().st_size for path in aside} if index.complete else {},
-    )
+def _superseded(folder: Path, index: Index) -> dict[str, int]:
+    """Bytes of what could go, by name; no record is read."""
+    sizes = open_storage(folder).sizes()
+    # An index is no proof that what it names are shards.
+    idle = [shard.file for shard in index.shards if not len(shard.segments) and is_shard_name(shard.file)]
+    found = {file: sizes[file] for file in idle if file in sizes}
+    if index.complete:
+        aside = [path for path in sorted(folder.glob(f"{DAMAGED}shard-*")) if path.is_file()]
+        found |= {path.name: path.lstat().st_size for path in aside}
+    return found
 
 
-def still_needed(folder: Path, names: Collection[str]) -> dict[str, str]:
+def _still_needed(folder: Path, names: Collection[str]) -> dict[str, str]:
     """Those of the superseded shards that hold the last good copy of a record, each with why."""
     view = _view(folder)
     if view is None:
@@ -278,7 +304,7 @@ def still_needed(folder: Path, names: Collection[str]) -> dict[str, str]:
     return needed
 
 
-def drop_superseded(folder: Path, found: Superseded, *, force: bool = False) -> str | None:
+def _drop(folder: Path, names: Collection[str], *, force: bool) -> str | None:
     """Take shards out of the index, then remove them.
 
     Returns:
@@ -290,38 +316,34 @@ def drop_superseded(folder: Path, found: Superseded, *, force: bool = False) -> 
         # No waiting: whoever opens the folder meanwhile waits for us.
         if not stack.enter_context(lock_folder(folder, "index")):
             return "somebody writes its index"
-        version = LocalStorage(folder).version(INDEX_FILE)
-        view = _view(folder)
-        now = Superseded() if view is None else _superseded(folder, view[1])
-        same = found.shards.keys() <= now.shards.keys() and found.damaged.keys() <= now.damaged.keys()
-        if view is None or not same:
+        storage = open_storage(folder)
+        version, view = storage.version(INDEX_FILE), _view(folder)
+        if view is None or not {*names} <= _superseded(folder, view[1]).keys():
             return "its shards changed meanwhile"
         recipe, index = view
-        kept = tuple(shard for shard in index.shards if shard.file not in found.shards)
+        kept = tuple(shard for shard in index.shards if shard.file not in names)
         data = dump_index(replace(index, shards=kept), recipe)
+        if len(kept) == len(index.shards):
+            _unlink(storage, names)
+            return None
         try:
-            _put(folder, data, found, version)
-        except ChangedError:
+            storage.put(INDEX_FILE, data, expected=version)
+        except ReplacedError:
             return "another machine replaced its index meanwhile"
         except ResourceError:
             # The disk is full, so make room first; that an index names what serves nothing is no harm.
-            _unlink(folder, found)
-            _put(folder, data, found, version)
+            _unlink(storage, names)
+            storage.put(INDEX_FILE, data, expected=version)
         else:
-            _unlink(folder, found)
+            _unlink(storage, names)
     return None
 
 
-def _put(folder: Path, index: bytes, found: Superseded, version: Expected) -> None:
-    if found.shards:
-        LocalStorage(folder).put(INDEX_FILE, index, expected=version)
-
-
-def _unlink(folder: Path, found: Superseded) -> None:
-    with explained(folder):
-        for name in [*found.shards, *found.damaged]:
-            LocalStorage(folder).remove(name)
-        sync_folder(folder)
+def _unlink(storage: Storage, names: Collection[str]) -> None:
+    with explained(storage.path):
+        for name in names:
+            storage.remove(name)
+        sync_folder(storage.path)
 
 
 def _view(folder: Path) -> tuple[Recipe, Index] | None:
@@ -329,33 +351,34 @@ def _view(folder: Path) -> tuple[Recipe, Index] | None:
     try:
         recipe = load_recipe(folder)
         index = load_index(folder, recipe)
-        storage = LocalStorage(folder)
+        storage = open_storage(folder)
         listed = {shard.file for shard in index.shards}
         if all(name in listed for name in storage.list() if is_shard_name(name)):
             return recipe, replace(index, generation=index.generation + 1)
-        infos = Catalog(storage, recipe).refresh()
+        infos = ShardCatalog(storage, recipe).refresh()
         return recipe, build_index(storage, recipe, infos, index)
     except (FormatError, OSError):
         return None
 
 
-def _good_numbers(folder: Path, recipe: Recipe, entry: ShardEntry) -> list[int]:
+def _good_numbers(folder: Path, recipe: Recipe, entry: ShardInfo) -> list[int]:
     """Global numbers of the records of a shard that were not found damaged; none where it cannot be read."""
     try:
-        shard = Shard(LocalStorage(folder).open(entry.file), folder / entry.file, recipe.schema)
+        shard = Shard(open_storage(folder).open(entry.file), folder / entry.file, recipe.schema)
     except (FormatError, OSError):
         return []
     return (np.delete(shard.numbers(), entry.bad) + recipe.parts[entry.part].offset).tolist()
 
 
-def reasons(found: Superseded) -> Mapping[str, str]:
-    """Why each of them may go."""
-    return {
-        **dict.fromkeys(found.shards, "its records serve from other shards"),
-        **dict.fromkeys(found.damaged, "damaged; its records were encoded again"),
-    }
+def _kind_of(name: str) -> str:
+    return "shard" if is_shard_name(name) else "damaged"
 
 
+REASONS = {
+    "shard": "its records serve from other shards",
+    "damaged": "damaged; its records were encoded again",
+}
+"""Why what was superseded may go, by kind."""
 log = logging.getLogger("stoker")
 DAY_S = 86400.0
 
@@ -396,9 +419,12 @@ class GcItem:
 
 
 @dataclass(slots=True, kw_only=True)
-class GcReport:
+class GcReport(JsonResult):
     """What went, or would go, and what stayed in spite of the policy."""
 
+    json_keys = (
+        "cache_dir", "dry_run", "removed", "kept", "bytes_before", "bytes_removed", "bytes_left", "unseen"
+    )  # fmt: skip
     cache_dir: str
     dry_run: bool
     removed: list[GcItem] = field(default_factory=list[GcItem])
@@ -416,23 +442,6 @@ class GcReport:
     def bytes_left(self) -> int:
         """Bytes of caches and weights afterwards."""
         return self.bytes_before - self.bytes_removed
-
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {
-            "cache_dir": self.cache_dir,
-            "dry_run": self.dry_run,
-            "removed": [_json(item) for item in self.removed],
-            "kept": [_json(item) for item in self.kept],
-            "bytes_before": self.bytes_before,
-            "bytes_removed": self.bytes_removed,
-            "bytes_left": self.bytes_left,
-            "unseen": self.unseen,
-        }
-
-
-def _json(item: GcItem) -> dict[str, Json]:
-    return {"kind": item.kind, "path": item.path, "bytes": item.bytes, "reason": item.reason}
 
 
 def collect(cache_dir: str | Path, policy: GcPolicy | None = None, *, dry_run: bool = False) -> GcReport:
@@ -453,7 +462,7 @@ def collect(cache_dir: str | Path, policy: GcPolicy | None = None, *, dry_run: b
     if (cache_dir / MARKER).exists():
         raise FormatError(
             f"{cache_dir} holds copies of an address, which go by another rule. Use stoker gc, or from "
-            "Python stoker.store.mirror.transfer.clean"
+            "Python stoker.store.gc.clean"
         )
     inside = [cache_dir, *(path for path in cache_dir.iterdir() if FINGERPRINT.fullmatch(path.name))]
     if any((path / RECIPE_FILE).exists() for path in inside):
@@ -469,7 +478,7 @@ def collect(cache_dir: str | Path, policy: GcPolicy | None = None, *, dry_run: b
 
 def _holds_others(cache_dir: Path) -> bool:
     """Whether there are folders with something in them; those of caches that were removed are empty."""
-    visible = (path for path in cache_dir.iterdir() if path.name != WEIGHTS and path.name[0] != ".")
+    visible = (path for path in cache_dir.iterdir() if path.name != WEIGHTS_FOLDER and path.name[0] != ".")
     return any(path.is_dir() and any(path.iterdir()) for path in visible)
 
 
@@ -562,7 +571,7 @@ class _Collection:
                     remove_never_begun(folder)
 
     def _temporaries(self) -> None:
-        for place in (self._cache_dir, self._cache_dir / WEIGHTS, self._cache_dir / ".statistics"):
+        for place in (self._cache_dir, self._cache_dir / WEIGHTS_FOLDER, self._cache_dir / ".statistics"):
             for path, size in dead_temporaries(place, remove=not self._dry_run):
                 self._report.bytes_before += size
                 self._note("temporary", path, size, "its writer is dead")
@@ -572,23 +581,17 @@ class _Collection:
 
     def _shards(self, folder: FoundFolder) -> None:
         """Shards that serve nothing any more, unless somebody may have an earlier generation open."""
-        found = find_superseded(folder.path)
-        names = {**found.shards, **found.damaged}
-        why = self._in_use(folder) if names else None
-        if why is None and found.shards:
-            for name, needed in still_needed(folder.path, found.shards).items():
-                self._keep("shard", folder.path / name, found.shards.pop(name), needed)
-            names = {**found.shards, **found.damaged}
-        if why is None and names and not self._dry_run:
-            with unnoted(folder.path):
-                why = drop_superseded(folder.path, found, force=self._policy.force)
-        for name, size in names.items():
-            kind = "shard" if name in found.shards else "damaged"
+        for name, size, why in remove_superseded(
+            folder.path,
+            busy=lambda: self._in_use(folder),
+            dry_run=self._dry_run,
+            force=self._policy.force,
+        ):
+            kind, path = _kind_of(name), folder.path / name
             if why is None:
-                reason = reasons(found)[name]
-                self._note(kind, folder.path / name, self._take(folder, name), reason)
+                self._note(kind, path, self._take(folder, name), REASONS[kind])
             else:
-                self._keep(kind, folder.path / name, size, why)
+                self._keep(kind, path, size, why)
 
     def _fingerprints(self, select: Callable[[FoundFolder, int], str | None]) -> None:
         """Remove the folders that `select` gives a reason for, the least recently used first."""
@@ -649,7 +652,7 @@ class _Collection:
             with alone(folder.path) as nobody:
                 if not nobody and not self._policy.force:
                     return "in use since a moment"
-                folder.path.rename(gone)
+                rename(folder.path, gone, durable=False)
             sync_folder(gone.parent)
             shutil.rmtree(gone, ignore_errors=True)
         return None
@@ -704,3 +707,47 @@ def _ranked(folders: Sequence[FoundFolder]) -> dict[str, list[FoundFolder]]:
     ):
         ranked.setdefault(folder.name, []).append(folder)
     return ranked
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Clean up a mirror: copies here; at the address only when asked, and only what serves nothing.
+
+
+def clean(root: Path, policy: GcPolicy, *, dry_run: bool = False, at_address: bool = False) -> GcReport:
+    """Give back copies as `policy` says; any of them is fetched again when it is read.
+
+    Args:
+        root: The mirror.
+        policy: `max_bytes` and `older_than_s` are of copies; with neither, none go.
+        dry_run: Only list.
+        at_address: Also remove shards at the address that serve nothing in the index there. Nobody can tell
+            whether another machine has an earlier index open, so run it when none has.
+    Raises:
+        ConfigError: The policy is one for whole caches.
+        StokerError: The address does not answer, or may not be written.
+    """
+    if policy.keep is not None or policy.force:
+        raise ConfigError("--keep and --force are for folders of caches; here are copies of an address")
+    mirror = MirrorRoot(root)
+    report = GcReport(cache_dir=str(root), dry_run=dry_run)
+    for recipe in sorted(root.glob(f"[!.]*/[!.]*/{RECIPE_FILE}")) if at_address else ():
+        folder = recipe.parent
+        for name, size, why in remove_superseded(folder, dry_run=dry_run, damaged=False):
+            where = f"{mirror.url}/{folder.relative_to(root)}/{name}"
+            item = GcItem(kind="shard", path=where, bytes=size, reason=why or REASONS["shard"])
+            (report.kept if why else report.removed).append(item)
+    held = kept = mirror.space.held()
+    report.bytes_before = held + sum(item.bytes for item in [*report.removed, *report.kept])
+    if policy.older_than_s is not None:
+        kept = min(kept, mirror.space.held(time.time() - policy.older_than_s))
+    if policy.max_bytes is not None:
+        kept = min(kept, policy.max_bytes)
+    if count := held - kept:
+        gone = count if dry_run else mirror.space.free(count)
+        reason = f"copies of {mirror.url} that were unused longest"
+        report.removed.append(GcItem(kind="copy", path=str(root), bytes=gone, reason=reason))
+    if not at_address:
+        report.unseen = (
+            f"these are copies here; --at-address also removes shards at {mirror.url} that serve nothing"
+        )
+    return report

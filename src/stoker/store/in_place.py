@@ -1,232 +1,35 @@
-"""Shards whose columns lie in the user's own files.
-
-Such a shard is a file like any other, with numbers, sums and digests, but for holes where those columns would
-be. `places-*.json` beside it says which bytes of which file belong there, and reading goes there. So all that
-reads shards reads them, every byte is checked as ever, and what has changed in the user's file is found.
-"""
+"""Make a cache over the user's own files: their bytes are read once for sums, and not copied."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import logging
 import secrets
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import ConfigError, CorruptError, FormatError, SourceError, StalledError
+from stoker.errors import ConfigError, FormatError, SourceError, StalledError
+from stoker.runtime.files import RegularFile
 from stoker.runtime.threads import ItemClock, call_within
-from stoker.schema import Field, Schema, canonical_json, digest_json, numpy_dtype, schema_to_json
+from stoker.schema import Field, Schema, numpy_dtype, schema_to_json
 from stoker.sources.placed import PlacedPart, Placing
 from stoker.sources.protocol import Source
 from stoker.store import format
 from stoker.store.cache import Cache
 from stoker.store.folder import Folder, open_folder
-from stoker.store.format import read_header
+from stoker.store.format import places_name
+from stoker.store.places import ColumnPlaces, UserFile, dump_places, load_places, runs_of
 from stoker.store.recipe import Digests, Recipe, make_recipe
-from stoker.store.storage import LocalFile, LocalStorage, OpenFile
-from stoker.store.strict_json import read_strict
+from stoker.store.storage import open_storage
 from stoker.store.values import StoredRows, from_array, store_rows
 from stoker.store.write import OpenShard, ShardSpec
 from stoker.units import MIB
-
-MAX_PLACES_BYTES = 256 * MIB
-CURE = "Run stoker.index_in_place again over the files as they are now: it keeps what did not change"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UserFile:
-    """One of the user's files, as it was when it was indexed."""
-
-    path: Path
-    bytes: int
-    mtime_ns: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ColumnPlaces:
-    """Where one column lies: runs of bytes that follow one another in the column."""
-
-    field: str
-    file: int
-    """Index of the file."""
-    runs: NDArray[np.int64]
-    """`(k, 2)`: offset in the file, bytes."""
-
-
-def runs_of(at: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Offsets and sizes of records, joined where they follow one another: `(k, 2)`.
-
-    >>> runs_of(np.array([100, 110, 130]), np.array([10, 10, 5])).tolist()
-    [[100, 20], [130, 5]]
-    """
-    some = sizes > 0
-    at, sizes = at[some], sizes[some]
-    if not len(at):
-        return np.empty((0, 2), np.int64)
-    starts = np.flatnonzero(np.concatenate([[True], at[1:] != at[:-1] + sizes[:-1]]))
-    return np.stack([at[starts], np.add.reduceat(sizes, starts)], axis=1)
-
-
-def dump_places(files: Sequence[UserFile], columns: Sequence[ColumnPlaces]) -> bytes:
-    """The bytes of a `places-*.json`."""
-    entries: dict[str, Any] = {
-        "format": 1,
-        "files": [{"path": str(f.path), "bytes": f.bytes, "mtime_ns": f.mtime_ns} for f in files],
-        "columns": [
-            {
-                "field": column.field,
-                "file": column.file,
-                "runs": base64.b64encode(np.ascontiguousarray(column.runs, "<i8").tobytes()).decode(),
-            }
-            for column in columns
-        ],
-    }
-    return canonical_json({**entries, "digest": digest_json(entries)}).encode()
-
-
-def load_places(storage: LocalStorage, name: str) -> tuple[list[UserFile], list[ColumnPlaces]]:
-    """Read what `dump_places` made.
-
-    Raises:
-        CorruptError: It is damaged.
-    """
-    where = str(storage.path / name)
-    entries = read_strict(storage.read(name, limit_bytes=MAX_PLACES_BYTES), where=where)
-    try:
-        if entries.pop("digest") != digest_json(entries) or entries["format"] != 1:
-            raise CorruptError(f"{where} does not match its digest", advice=CURE)
-        files = [
-            UserFile(path=Path(f["path"]), bytes=int(f["bytes"]), mtime_ns=int(f["mtime_ns"]))
-            for f in entries["files"]
-        ]
-        columns = [
-            ColumnPlaces(
-                field=str(c["field"]),
-                file=int(c["file"]),
-                runs=np.frombuffer(base64.b64decode(c["runs"], validate=True), "<i8").reshape(-1, 2),
-            )
-            for c in entries["columns"]
-        ]
-    except (KeyError, TypeError, ValueError, binascii.Error) as error:
-        if isinstance(error, FormatError):
-            raise
-        raise CorruptError(f"{where} is malformed: {error!r}", advice=CURE) from error
-    return files, columns
-
-
-def placed_file(storage: LocalStorage, own: OpenFile, name: str) -> PlacedFile:
-    """A shard together with the files that its columns lie in.
-
-    Raises:
-        CorruptError: A file is gone or was changed, or the places do not fit the shard.
-    """
-    users, columns = load_places(storage, name)
-    where = str(storage.path / name)
-    header = read_header(own, where=where)
-    files = [_open_user(user, storage.path) for user in users]
-    pieces: list[tuple[int, int, OpenFile, int]] = []
-    for column in columns:
-        entry = header.tensors.get(column.field)
-        if entry is None or int(column.runs[:, 1].sum()) != entry.end - entry.begin:
-            raise CorruptError(f"{where} does not fit its shard: field {column.field!r}", advice=CURE)
-        at = header.data_start + entry.begin
-        for offset, size in column.runs.tolist():
-            if offset < 0 or size < 1 or offset + size > files[column.file].size:
-                raise CorruptError(f"{where} names bytes beyond its file", advice=CURE)
-            pieces.append((at, at + size, files[column.file], offset))
-            at += size
-    return PlacedFile(own, sorted(pieces, key=lambda piece: piece[0]))
-
-
-def _open_user(user: UserFile, folder: Path) -> LocalFile:
-    try:
-        file = LocalFile(user.path)
-        found = user.path.stat()
-    except FileNotFoundError as error:
-        raise CorruptError(
-            f"{user.path}, which {folder} serves in place, is not there any more", advice=CURE, folder=folder
-        ) from error
-    if (found.st_size, found.st_mtime_ns) != (user.bytes, user.mtime_ns):
-        raise CorruptError(
-            f"{user.path}, which {folder} serves in place, was changed since it was indexed: it has "
-            f"{found.st_size:,} bytes, expected {user.bytes:,} of an earlier time",
-            advice=CURE,
-            folder=folder,
-        )
-    return file
-
-
-class PlacedFile:
-    """An `OpenFile` that is put together from several."""
-
-    origin: str | None = None
-    generation: tuple[int, int] | None = None
-
-    def __init__(self, own: OpenFile, pieces: list[tuple[int, int, OpenFile, int]]) -> None:
-        self._own = own
-        self._pieces = pieces
-        self._begins = [piece[0] for piece in pieces]
-
-    @property
-    def size(self) -> int:
-        """Bytes, holes included."""
-        return self._own.size
-
-    def read_into(self, offset: int, out: memoryview[Any]) -> None:
-        """Fill `out` from `offset`, from wherever the bytes lie."""
-        at = 0
-        while at < len(out):
-            file, place, room = self._place(offset + at)
-            size = min(room, len(out) - at)
-            file.read_into(place, out[at : at + size])
-            at += size
-
-    def read_cached(self, offset: int, outs: Sequence[memoryview[Any]]) -> bool:
-        """Fill `outs` from the page cache, where one file has all of it."""
-        file, place, room = self._place(offset)
-        return room >= sum(map(len, outs)) and bool(cast("Any", file).read_cached(place, outs))
-
-    def ahead(self, offset: int, size: int) -> None:
-        """Have the file that has the first of these bytes read ahead."""
-        file, place, room = self._place(offset)
-        file.ahead(place, min(room, size))
-
-    def mend(self, offset: int, size: int) -> bool:
-        """Nothing can be had anew."""
-        return False
-
-    def fileno(self) -> int:
-        """None: the bytes are in several files, and lie on no pages."""
-        return -1
-
-    def close(self) -> None:
-        """Release all files."""
-        for file in {id(piece[2]): piece[2] for piece in self._pieces}.values():
-            file.close()
-        self._own.close()
-
-    def _place(self, offset: int) -> tuple[OpenFile, int, int]:
-        """Which file has a byte, where, and how many follow it there."""
-        i = bisect_right(self._begins, offset) - 1
-        if i >= 0 and offset < self._pieces[i][1]:
-            begin, end, file, at = self._pieces[i]
-            return file, at + offset - begin, end - offset
-        rest = self._begins[i + 1] if i + 1 < len(self._begins) else 1 << 62
-        return self._own, offset, rest - offset
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Make a cache over the user's own files: their bytes are read once for sums, and not copied.
-
 
 log = logging.getLogger("stoker")
 BATCH_BYTES = 16 * MIB
@@ -300,12 +103,12 @@ def _recipe(source: Source, places: Sequence[PlacedPart], digests: Digests) -> R
 
 def _note_places(folder: Path, places: Sequence[PlacedPart]) -> None:
     """Have shards made before look for the files, which are those of the fingerprint, where they are now."""
-    storage = LocalStorage(folder)
+    storage = open_storage(folder)
     now = [_user(one.path).path for part in places for one in part.fields.values()]
     for name in storage.list():
         if name.startswith("places-"):
             with suppress(FormatError):
-                users, columns = load_places(storage, name)
+                users, columns = load_places(storage.path / name)
                 current = [
                     user if user.path in now else replace(user, path=_moved(user.path, now)) for user in users
                 ]
@@ -335,9 +138,9 @@ def _user(path: Path) -> UserFile:
 
 def _index_part(folder: Folder, index: int, part: PlacedPart, rows: NDArray[np.int64]) -> None:
     """Make shards over some samples of a part."""
-    recipe, storage = folder.recipe, LocalStorage(folder.path)
+    recipe, storage = folder.recipe, open_storage(folder.path)
     users = {one.path: _user(one.path) for one in part.fields.values()}
-    files = {path: LocalFile(user.path) for path, user in users.items()}
+    files = {path: RegularFile(user.path) for path, user in users.items()}
     token = secrets.token_hex(6)
     try:
         for seq, own in enumerate(_shards(recipe.schema, part, rows)):
@@ -350,8 +153,7 @@ def _index_part(folder: Folder, index: int, part: PlacedPart, rows: NDArray[np.i
                 for field, one in part.fields.items()
             ]
             # Where columns lie is known before the shard has its name: nobody ever reads its holes.
-            places = spec.name.replace("shard-", "places-").replace(".safetensors", ".json")
-            storage.put(places, dump_places([*users.values()], columns))
+            storage.put(f"{places_name(spec.name)}", dump_places([*users.values()], columns))
             shard = OpenShard(storage, spec, capacity=len(own), absent=frozenset(part.fields))
             try:
                 _fill(shard, recipe.schema, part, own, files)
@@ -405,7 +207,7 @@ def _fill(
     schema: Schema,
     part: PlacedPart,
     rows: NDArray[np.int64],
-    files: Mapping[Path, LocalFile],
+    files: Mapping[Path, RegularFile],
 ) -> None:
     """Add the sums of samples to a shard, a batch at a time, each in its time."""
     batches = [rows[own] for own in _cut(_record_bytes(part)[rows], BATCH_BYTES, format.MAX_ROWS)]
@@ -423,7 +225,7 @@ def _fill(
 
 
 def _read(
-    name: str, field: Field, part: PlacedPart, rows: NDArray[np.int64], files: Mapping[Path, LocalFile]
+    name: str, field: Field, part: PlacedPart, rows: NDArray[np.int64], files: Mapping[Path, RegularFile]
 ) -> StoredRows:
     one = part.fields.get(name)
     numbers = rows.tolist()

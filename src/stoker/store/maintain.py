@@ -1,15 +1,13 @@
-"""Read a cache and say which records are damaged, without stopping at the first."""
+"""Keep a cache sound and quick: repair sets aside what is damaged, compact merges short shards."""
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import secrets
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -18,162 +16,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, CorruptError, FormatError
-from stoker.runtime.disk import explained
-from stoker.runtime.files import sync_folder
-from stoker.runtime.threads import MAP_TIMEOUT_S, map_in_order
-from stoker.schema import Json, canonical_json
+from stoker.runtime.files import zero_ranges
+from stoker.runtime.jsonio import canonical_json
+from stoker.schema import JsonResult
 from stoker.store import format
-from stoker.store.cache import Cache, open_cache
-from stoker.store.catalog import FINGERPRINT, Catalog, is_shard_name, part_of, write_index
+from stoker.store.cache import BadRecord, Cache, open_cache
 from stoker.store.compressed import Compression, check_compression
-from stoker.store.index import INDEX_FILE, Index, LostShard, ShardEntry, load_index
+from stoker.store.format import FINGERPRINT, RECIPE_FILE, is_shard_name
+from stoker.store.index import (
+    Index,
+    ShardCatalog,
+    ShardInfo,
+    load_index,
+    load_recipe,
+    part_of,
+    write_index,
+)
 from stoker.store.mirror.root import address_of, here
-from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
+from stoker.store.recipe import Recipe
 from stoker.store.shard import Shard
-from stoker.store.storage import LocalStorage
+from stoker.store.storage import open_storage
 from stoker.store.use import Use, indexing, maintaining, note_use
 from stoker.store.write import OpenShard, ShardSpec, copy_rows
-from stoker.units import MIB, format_count
-
-THREADS = 4
-"""Shards that are read at a time: hashing lets go of the interpreter's lock, and so do reads."""
-SLOWEST_BYTES_PER_S = MIB
-"""Storage that gives less than this to one reader hangs, as far as anybody can tell."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BadRecord:
-    """One damaged record, or a damaged file that holds none."""
-
-    index: int
-    """Sample number; -1 when no record is affected."""
-    shard: str
-    """File name."""
-    why: str
-
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {"index": self.index, "shard": self.shard, "why": self.why}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReport:
-    """What was read and what was wrong."""
-
-    records: int
-    """Records read."""
-    bad: list[BadRecord]
-    """Everything damaged; empty when all is well."""
-    unchecked: list[str] = field(default_factory=list[str])
-    """What was not looked at, in words; empty when every byte was read."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is damaged."""
-        return not self.bad
-
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        bad: list[Json] = [record.to_json() for record in self.bad]
-        return {"records": self.records, "ok": self.ok, "bad": bad, "unchecked": [*self.unchecked]}
-
-
-def read_deadline_s(shards: Sequence[ShardEntry]) -> float:
-    """Seconds that reading the largest of these shards in full may take."""
-    return MAP_TIMEOUT_S + max((shard.bytes for shard in shards), default=0) / SLOWEST_BYTES_PER_S
-
-
-def verify_cache(cache: Cache, subset: float = 1.0, *, seed: int = 0) -> VerifyReport:
-    """Check every byte of a cache, or every byte of a sample of its records.
-
-    Args:
-        cache: What to read.
-        subset: Fraction of the records.
-        seed: Which ones, below 1: the same seed picks the same ones.
-    Raises:
-        ConfigError: `subset` is not in (0, 1].
-    """
-    if not 0 < subset <= 1:
-        raise ConfigError(f"subset is {subset}, expected more than 0 and at most 1")
-    bad = [bad for lost in cache.lost for bad in _bad_of_lost(cache, lost)]
-    if subset < 1:
-        count = math.ceil(subset * len(cache))
-        numbers = np.sort(np.random.default_rng(seed).choice(cache.numbers, count, replace=False))
-        bad += _bad_of_sample(cache, numbers.tolist())
-        unchecked = [
-            f"{format_count(len(cache) - count)} of {format_count(len(cache), 'record')}",
-            "digests of whole columns, padding",
-            "recipe and index after they were opened",
-        ]
-    else:
-        count, unchecked = len(cache), []
-        shards = range(len(cache.index.shards))
-        what, timeout_s = f"verifying the shards of {cache.path}", read_deadline_s(cache.index.shards)
-        for found in map_in_order(
-            lambda i: [*_bad_of_shard(cache, i)], shards, what=what, threads=THREADS, timeout_s=timeout_s
-        ):
-            bad += found
-        bad += _bad_files(cache)
-    records = count + sum(lost.records for lost in cache.lost)
-    return VerifyReport(records=records, bad=bad, unchecked=unchecked)
-
-
-def _bad_of_lost(cache: Cache, lost: LostShard) -> Iterator[BadRecord]:
-    for number in _served(cache, lost.entry).values():
-        yield BadRecord(index=number, shard=lost.entry.file, why=str(lost.error()))
-
-
-def _served(cache: Cache, entry: ShardEntry) -> dict[int, int]:
-    """Global numbers that a shard serves, by row."""
-    offset = cache.recipe.parts[entry.part].offset
-    return {row + k: first + k + offset for row, first, n in entry.segments.tolist() for k in range(n)}
-
-
-def _bad_of_sample(cache: Cache, numbers: list[int]) -> Iterator[BadRecord]:
-    for number in numbers:
-        try:
-            cache[number]
-        except (FormatError, OSError) as error:
-            place = int(np.searchsorted(cache.segments.first, number, side="right")) - 1
-            shard = cache.index.shards[int(cache.segments.shard[place])].file
-            yield BadRecord(index=number, shard=shard, why=str(error))
-
-
-def _bad_of_shard(cache: Cache, i: int) -> Iterator[BadRecord]:
-    entry = cache.index.shards[i]
-    served = _served(cache, entry)
-    if not served:
-        return
-    try:
-        # Through the cache, which compares with the index; afresh, not as an earlier read left it.
-        shard = cache.fresh_shard(i)
-    except (FormatError, OSError) as error:
-        yield from (BadRecord(index=n, shard=entry.file, why=str(error)) for n in served.values())
-        return
-    for name in shard.columns:
-        yield from _bad_of_column(shard, name, served)
-    try:
-        shard.check_padding()
-    except (CorruptError, OSError) as error:
-        yield BadRecord(index=-1, shard=entry.file, why=str(error))
-
-
-def _bad_of_column(shard: Shard, field: str, served: dict[int, int]) -> Iterator[BadRecord]:
-    for row, why in shard.damage(field).items():
-        if row in served:
-            yield BadRecord(index=served[row], shard=shard.name, why=why)
-
-
-def _bad_files(cache: Cache) -> Iterator[BadRecord]:
-    try:
-        load_recipe(cache.path)
-    except (FormatError, OSError) as error:
-        yield BadRecord(index=-1, shard=RECIPE_FILE, why=str(error))
-    try:
-        load_index(cache.path, cache.recipe)
-    except (FormatError, OSError) as error:
-        yield BadRecord(index=-1, shard=INDEX_FILE, why=str(error))
-
+from stoker.units import MIB
 
 # ----------------------------------------------------------------------------------------------------------
 # Set aside what is damaged or lost, so that the rest serves and precompute knows what to make again.
@@ -190,10 +55,23 @@ REPAIR_ADVICE = ". `stoker verify"
 """Where errors of damaged records begin to say what a repair need not."""
 
 
+@dataclass(frozen=True, slots=True)
+class UnusedShard:
+    """A shard that stays as it is."""
+
+    shard: str
+    """File name."""
+    why: str
+
+
 @dataclass(slots=True, kw_only=True)
-class RepairReport:
+class RepairReport(JsonResult):
     """What was found and done, and what has to be encoded again."""
 
+    json_keys = (
+        "path", "records", "ok", "bad", "set_aside", "lost", "unread", "swept", "index", "generation",
+        "missing",
+    )  # fmt: skip
     path: str
     records: int = 0
     """Records read, in all shards."""
@@ -203,8 +81,8 @@ class RepairReport:
     """Shards that cannot be read at all, by their names before."""
     lost: list[str] = field(default_factory=list[str])
     """Shards that the index named and that are gone."""
-    unread: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    """Shards that the system failed to read: file and why. They stay where they are."""
+    unread: list[UnusedShard] = field(default_factory=list[UnusedShard])
+    """Shards that the system failed to read."""
     swept: int = 0
     """Temporaries of dead writers removed."""
     index: str = ""
@@ -218,22 +96,6 @@ class RepairReport:
     def ok(self) -> bool:
         """Whether the cache is complete afterwards."""
         return not self.missing
-
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {
-            "path": self.path,
-            "records": self.records,
-            "ok": self.ok,
-            "bad": [record.to_json() for record in self.bad],
-            "set_aside": [*self.set_aside],
-            "lost": [*self.lost],
-            "unread": [{"shard": shard, "why": why} for shard, why in self.unread],
-            "swept": self.swept,
-            "index": self.index,
-            "generation": self.generation,
-            "missing": [*self.missing],
-        }
 
 
 def repair(folder: str | Path, *, shards: Collection[str] | None = None) -> RepairReport:
@@ -263,12 +125,12 @@ class _Repair:
 
     def __init__(self, folder: Path, recipe: Recipe, only: Collection[str] | None) -> None:
         self._folder, self._recipe = folder, recipe
-        self._storage = LocalStorage(folder)
+        self._storage = open_storage(folder)
         self._report = RepairReport(path=str(folder))
         self._previous = self._load_index()
         # Without an index nothing says what is damaged in the others.
         self._only = only if self._previous is not None else None
-        self._catalog = Catalog(self._storage, recipe, noted=self._only is not None)
+        self._catalog = ShardCatalog(self._storage, recipe, noted=self._only is not None)
         self._noted: dict[str, set[int]] = {}
         """Rows by shard that were known to be damaged before."""
 
@@ -315,7 +177,7 @@ class _Repair:
             log.warning("shard set aside: %s", str(error))
             return False
         except OSError as error:
-            report.unread.append((name, str(error)))
+            report.unread.append(UnusedShard(name, str(error)))
             return True
         place = part_of(shard, self._recipe)
         if place is None:
@@ -332,12 +194,11 @@ class _Repair:
             if row not in self._noted.get(name, ())
         ]
         if damage:
-            self._catalog.refresh()
-            self._catalog.exclude(name, [*damage])
-        self._mend_padding(shard, path)
+            self._catalog.exclude({name: [*damage]})
+        self._repair_padding(shard, path)
         return True
 
-    def _mend_padding(self, shard: Shard, path: Path) -> None:
+    def _repair_padding(self, shard: Shard, path: Path) -> None:
         """Zeros between columns are the one thing whose right value is known; no record is touched."""
         try:
             shard.check_padding()
@@ -345,18 +206,9 @@ class _Repair:
             self._report.bad.append(BadRecord(index=-1, shard=path.name, why=str(error)))
             if self._storage.mirror is not None:
                 return  # an object is not changed in place, and nothing is read from there
-            with explained(path):
-                fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-                try:
-                    for offset, size in shard.padding:
-                        at = 0
-                        while at < size:
-                            at += os.pwrite(fd, bytes(size - at), offset + at)
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
+            zero_ranges(path, shard.padding)
         except OSError as error:  # a bad sector where no record lies
-            self._report.unread.append((path.name, str(error)))
+            self._report.unread.append(UnusedShard(path.name, str(error)))
 
     def _note_unserved(self, previous: Index | None, unusable: Sequence[str]) -> None:
         """Name the records that served from shards which are gone or cannot be used."""
@@ -377,13 +229,7 @@ class _Repair:
             ]
 
     def _set_aside(self, name: str) -> None:
-        mirror = self._storage.mirror
-        with explained(self._folder), suppress(FileNotFoundError):
-            if mirror is not None:
-                mirror.names.rename(name, f"{DAMAGED}{name}")
-            else:
-                (self._folder / name).rename(self._folder / f"{DAMAGED}{name}")
-            sync_folder(self._folder)
+        self._storage.rename(name, f"{DAMAGED}{name}")
         self._report.set_aside.append(name)
 
 
@@ -424,7 +270,7 @@ PUBLISH_S, PUBLISH_TIMES = 10.0, 10.0
 
 
 @dataclass(slots=True, kw_only=True)
-class CompactReport:
+class CompactReport(JsonResult):
     """What merging came to."""
 
     path: str
@@ -446,25 +292,8 @@ class CompactReport:
     bytes_after: int = 0
     superseded_bytes: int = 0
     """Bytes of shards that serve nothing any more; gc removes them."""
-    left: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    """Shards with damaged records, left as they are: file and why."""
-
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {
-            "path": self.path,
-            "address": self.address,
-            "generation": self.generation,
-            "shards_before": self.shards_before,
-            "shards_after": self.shards_after,
-            "merged": self.merged,
-            "written": self.written,
-            "records": self.records,
-            "bytes_before": self.bytes_before,
-            "bytes_after": self.bytes_after,
-            "superseded_bytes": self.superseded_bytes,
-            "left": [{"shard": shard, "why": why} for shard, why in self.left],
-        }
+    left: list[UnusedShard] = field(default_factory=list[UnusedShard])
+    """Shards with damaged records."""
 
 
 def compact(
@@ -519,7 +348,7 @@ def _checked(compression: str) -> Compression:
     return kind
 
 
-def _serving(index: Index) -> list[ShardEntry]:
+def _serving(index: Index) -> list[ShardInfo]:
     return [shard for shard in index.shards if len(shard.segments)]
 
 
@@ -539,15 +368,15 @@ class _Merge:
     def __init__(self, cache: Cache, shard_bytes: int, compression: Compression | None) -> None:
         self._compression: Compression | None = compression
         self.written: list[str] = []
-        self._storage, self._recipe = LocalStorage(cache.path), cache.recipe
-        self._catalog = Catalog(self._storage, self._recipe)
+        self._storage, self._recipe = open_storage(cache.path), cache.recipe
+        self._catalog = ShardCatalog(self._storage, self._recipe)
         self._writer = secrets.token_hex(6)
         self._capacity = format.capacity(self._recipe.columns, shard_bytes)
         self._fresh: list[str] = []
         self._publish_at = 0.0
         self.cache = self._index()
 
-    def groups(self, left: list[tuple[str, str]]) -> Iterator[_Group]:
+    def groups(self, left: list[UnusedShard]) -> Iterator[_Group]:
         """What is worth merging; shards with damaged records are noted in `left` and stay as they are."""
         cache, found = self.cache, dict[tuple[int, str], dict[int, float]]()
         for i, entry in enumerate(cache.index.shards):
@@ -556,7 +385,7 @@ class _Merge:
             try:
                 shard = cache.shard(i)
             except (FormatError, OSError) as error:
-                left.append((entry.file, str(error)))
+                left.append(UnusedShard(entry.file, str(error)))
                 continue
             fill = self._fill(shard, int(entry.segments[:, 2].sum()))
             if fill < 1 or self._differs(shard):
@@ -668,7 +497,7 @@ def _gains(fills: Mapping[int, float]) -> bool:
     return len(fills) > max(1, math.ceil(round(sum(fills.values()), 6)))
 
 
-def _is_sound(cache: Cache, i: int, left: list[tuple[str, str]]) -> bool:
+def _is_sound(cache: Cache, i: int, left: list[UnusedShard]) -> bool:
     """Whether every record that a shard serves matches its sums; each byte of it is read."""
     entry = cache.index.shards[i]
     rows = set(_served_rows(entry, i)[:, 2].tolist())
@@ -678,11 +507,11 @@ def _is_sound(cache: Cache, i: int, left: list[tuple[str, str]]) -> bool:
     except (FormatError, OSError) as error:
         damage = [str(error)]
     if damage:
-        left.append((entry.file, damage[0]))
+        left.append(UnusedShard(entry.file, damage[0]))
     return not damage
 
 
-def _served_rows(entry: ShardEntry, i: int) -> NDArray[np.int64]:
+def _served_rows(entry: ShardInfo, i: int) -> NDArray[np.int64]:
     """`(n, 3)`: part-local number, `i`, row, of each record that a shard serves."""
     pieces = [np.empty((0, 3), np.int64)]
     for row, first, count in entry.segments.tolist():

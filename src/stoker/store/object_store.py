@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import obstore
 from obstore.exceptions import (
@@ -27,9 +27,11 @@ from obstore.exceptions import (
 from obstore.store import from_url
 
 from stoker.errors import AccessError, ConfigError, ReadOnlyError, ServiceError
-from stoker.store.remote import ChangedError, Expected, Object, PassingError
-from stoker.store.storage import Buffer
+from stoker.store.remote import Expected, Object, PassingError, ReplacedError
 from stoker.units import MIB
+
+if TYPE_CHECKING:
+    from stoker.store.format import Buffer
 
 REQUEST_S = 30.0
 """One request, its answer included. What came of it before is kept, so a slow server needs no more."""
@@ -197,10 +199,10 @@ class ObjectRemote:
         # Google counts versions, and only those can be expected.
         meta = obstore.head(self._store, name)
         if meta["e_tag"] != expected or meta["version"] is None:
-            raise ChangedError(name)
+            raise ReplacedError(name)
         return {"e_tag": expected, "version": meta["version"]}
 
-    def rename(self, name: str, new: str) -> None:
+    def move(self, name: str, new: str) -> None:
         """Give an object another name: a copy at the store, then the removal of the first."""
         with self._asking("put", new):
             obstore.rename(self._writing, name, new)
@@ -226,7 +228,7 @@ class ObjectRemote:
         try:
             yield
         except (PreconditionError, AlreadyExistsError) as error:
-            raise ChangedError(name) from error
+            raise ReplacedError(name) from error
         except (PermissionDeniedError, UnauthenticatedError) as error:
             raise self._refused(where, operation, str(error)) from None
         except FileNotFoundError as error:

@@ -32,15 +32,15 @@ from stoker.errors import (
     SourceError,
     arg,
 )
+from stoker.runtime.files import RegularFile, write_file
+from stoker.runtime.jsonio import Json, as_object, canonical_json, is_count, read_strict
 from stoker.schema import (
     FLOATS,
     PACKED_DTYPES,
     SCALE_SUFFIX,
     SHAPE_SUFFIX,
     Field,
-    Json,
     Schema,
-    canonical_json,
     columns_of,
     digest_json,
     scale_field,
@@ -50,10 +50,8 @@ from stoker.schema import (
 )
 from stoker.sources.files import open_regular, stamp_of
 from stoker.sources.protocol import FileRef, Part, Source, SourceIdentity
+from stoker.splitmix import keys_of
 from stoker.store.format import FORMATS, format_of
-from stoker.store.storage import LocalStorage
-from stoker.store.strict_json import as_object, is_count, read_strict
-from stoker.store.values import record_seeds
 from stoker.units import GIB, MIB
 
 # ----------------------------------------------------------------------------------------------------------
@@ -117,7 +115,7 @@ class Digests:
     def __init__(self, cache_dir: Path | None = None, identity: Literal["auto", "full"] = "auto") -> None:
         if identity not in ("auto", "full"):
             raise ConfigError(f"identity is {identity!r}, expected 'auto' or 'full'")
-        self._storage = None if cache_dir is None else LocalStorage(Path(cache_dir))
+        self._memo = None if cache_dir is None else Path(cache_dir) / MEMO
         self._identity = identity
 
     def files(self, refs: Sequence[FileRef]) -> list[FileDigest]:
@@ -151,10 +149,12 @@ class Digests:
         return found
 
     def _load(self) -> dict[str, str]:
-        if self._storage is None:
+        if self._memo is None:
             return {}
         try:
-            memo = read_strict(self._storage.read(MEMO, limit_bytes=MEMO_LIMIT_BYTES), where=MEMO)
+            with RegularFile(self._memo) as file:
+                data = file.read_all() if file.size <= MEMO_LIMIT_BYTES else b""
+            memo = read_strict(data, where=MEMO)
         except (OSError, FormatError):
             return {}
         files = as_object(memo.get("files"))
@@ -165,13 +165,13 @@ class Digests:
         )
 
     def _save(self, fresh: dict[str, str]) -> None:
-        if self._storage is None:
+        if self._memo is None:
             return
         files = self._load() | fresh  # read again: another process may have added to it meanwhile
         text = canonical_json({"format": 1, "files": files, "check": _digest_of(files)})
         with suppress(OSError, ResourceError):  # ReadOnlyError is an OSError
-            self._storage.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._storage.put(MEMO, text.encode())
+            self._memo.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_file(self._memo, text.encode())
 
 
 def digest_file(ref: FileRef, *, sampled: bool) -> FileDigest:
@@ -223,7 +223,7 @@ def sampled_offsets(size: int) -> list[int]:
     last = max(0, size - SAMPLE_BYTES)
     blocks = min(SAMPLE_BLOCKS, size // (64 * MIB))
     # Seeded by the size alone: the same positions on every machine, and known to nobody who writes the file.
-    inner = record_seeds(size, np.arange(blocks)) % np.uint64(last + 1)
+    inner = keys_of(size, np.arange(blocks)) % np.uint64(last + 1)
     return [0, *sorted(inner.tolist()), last]
 
 
@@ -235,7 +235,6 @@ def _sampled(fd: int, size: int) -> str:
 
 
 RECIPE_FILE = "recipe.json"
-MAX_RECIPE_BYTES = 256 * MIB
 STORED_FLOATS = ("float32", "float16", "bfloat16", *PACKED_DTYPES)
 GROUP_BYTES = 4 * MIB
 MAX_GROUP = 256
@@ -393,18 +392,14 @@ def make_recipe(
     )
 
 
-def load_recipe(folder: Path) -> Recipe:
-    """Read `recipe.json` of a fingerprint's folder.
+def parse_recipe(data: bytes, folder: Path) -> Recipe:
+    """Return the recipe in the bytes of `recipe.json` of a fingerprint's folder.
 
     Raises:
-        FormatError: There is none, it is of another format, or it is not a recipe.
+        FormatError: It is of another format, or is not a recipe.
         CorruptError: Its digest is not the folder's name.
     """
     path = folder / RECIPE_FILE
-    try:
-        data = LocalStorage(folder).read(RECIPE_FILE, limit_bytes=MAX_RECIPE_BYTES)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise FormatError(f"{folder} holds no {RECIPE_FILE}, so it is not a cache of Stoker") from error
     found = hashlib.sha256(data).hexdigest()[:16]
     if found != folder.resolve().name:
         raise CorruptError(f"{path} has digest {found}, expected {folder.resolve().name}, its folder's name")

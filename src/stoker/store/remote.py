@@ -15,21 +15,21 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Literal, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from stoker.errors import ConfigError, FormatError, ReadOnlyError, StalledError
 from stoker.runtime.disk import READ_ONLY_ERRNOS, explained
-from stoker.runtime.files import PendingFile, make_folder
+from stoker.runtime.files import PendingFile, RegularFile, make_folder
 from stoker.runtime.locks import lock_folder
 from stoker.runtime.retry import FailedAttempt, RetryPolicy, retry
 from stoker.runtime.threads import Pool, ending
-from stoker.store.storage import Buffer, LocalFile
-from stoker.store.use import INDEX_WAIT_S
 from stoker.units import MIB
+
+if TYPE_CHECKING:
+    from stoker.store.format import Buffer
 
 # ----------------------------------------------------------------------------------------------------------
 # What a mirror asks of the place that its caches lie in, and the addresses of such places.
@@ -53,7 +53,7 @@ class PassingError(Exception):
     """One attempt failed in a way that may pass: a cut, a time-out, a busy server. Never leaves `retries`."""
 
 
-class ChangedError(Exception):
+class ReplacedError(Exception):
     """An object is not the version that was expected."""
 
 
@@ -72,7 +72,7 @@ class Remote(Protocol):
 
     Raises:
         PassingError: Trying again may help.
-        ChangedError: The object is another version than asked for.
+        ReplacedError: The object is another version than asked for.
         FileNotFoundError: There is no such object.
         ReadOnlyError: It may not be written.
         ServiceError: The place refuses, and will refuse again; says what to do. `AccessError`: it is not
@@ -108,7 +108,7 @@ class Remote(Protocol):
         """Put an object, whole or not at all; returns its etag."""
         ...
 
-    def rename(self, name: str, new: str) -> None:
+    def move(self, name: str, new: str) -> None:
         """Give an object another name."""
         ...
 
@@ -271,6 +271,8 @@ PUT_S = 300.0
 """The same while a file is written: making it durable takes its time."""
 PIECES_AHEAD = 8
 """Pieces of a file that may be in memory before the caller has taken them."""
+LOCK_WAIT_S = 60.0
+"""How long a conditional put waits for another process that writes to the same folder."""
 THREADS = 64
 """Calls at a time, those included that were given up and still hang."""
 PASSING_ERRNOS = (errno.EIO, errno.ETIMEDOUT, errno.ESTALE, errno.EAGAIN, errno.ENOTCONN, errno.EHOSTDOWN)
@@ -319,7 +321,7 @@ class FolderRemote:
         def work(tell: Tell) -> None:
             with self._opened(name) as file:
                 if etag and _etag(os.fstat(file.fileno())) != etag:
-                    raise ChangedError(name)
+                    raise ReplacedError(name)
                 for at in range(begin, end, PIECE_BYTES):
                     piece = os.pread(file.fileno(), min(PIECE_BYTES, end - at), at)
                     tell(piece)
@@ -356,19 +358,19 @@ class FolderRemote:
                 make_folder(path.parent, 0o700)
                 if expected == "anything":
                     return self._write(path, data, tell)
-                with lock_folder(path.parent, "put", timeout_s=INDEX_WAIT_S) as got:
+                with lock_folder(path.parent, "put", timeout_s=LOCK_WAIT_S) as got:
                     if not got:
                         raise PassingError(
-                            f"somebody has been writing to {path.parent} for {INDEX_WAIT_S:g} s"
+                            f"somebody has been writing to {path.parent} for {LOCK_WAIT_S:g} s"
                         )
                     now = _etag(path.lstat()) if path.exists() else None
                     if now != expected:
-                        raise ChangedError(name)
+                        raise ReplacedError(name)
                     return self._write(path, data, tell)
 
         return self._answer(work, silence_s=PUT_S)
 
-    def rename(self, name: str, new: str) -> None:
+    def move(self, name: str, new: str) -> None:
         """Give a file another name."""
 
         def work(_: Tell) -> None:
@@ -451,8 +453,8 @@ class FolderRemote:
         return _etag(path.lstat())
 
     @contextmanager
-    def _opened(self, name: str) -> Generator[LocalFile]:
-        file = LocalFile(self._root / name)
+    def _opened(self, name: str) -> Generator[RegularFile]:
+        file = RegularFile(self._root / name)
         try:
             yield file
         finally:
@@ -479,26 +481,3 @@ def _passing() -> Generator[None]:
         if error.errno in READ_ONLY_ERRNOS:
             raise ReadOnlyError(f"{error.filename} may not be used: {error.strerror}") from error
         raise
-
-
-__all__ = ["ChangedError", "Expected", "Object", "Remote", "is_url", "local_path", "open_remote", "parse_url"]
-
-
-def open_remote(url: str) -> Remote:
-    """The place at an address; asks it nothing yet.
-
-    Raises:
-        ConfigError: The address is none, or the extra that it needs is not installed.
-    """
-    url = parse_url(url)
-    if url.startswith("file://"):
-        return FolderRemote(url)
-    try:
-        objects = import_module("stoker.store.object_store")
-    except ModuleNotFoundError as error:
-        if error.name != "obstore":
-            raise
-        raise ConfigError(
-            f"{url} needs a package that is not installed. pip install 'stoker[objects]'"
-        ) from error
-    return objects.ObjectRemote(url)

@@ -10,13 +10,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from stoker.errors import CorruptError, FormatError, RecordError, ResourceError
+from stoker.runtime.jsonio import read_strict
 from stoker.runtime.threads import map_in_order
 from stoker.schema import Field, Schema, columns_of, numpy_dtype
 from stoker.store import format
@@ -24,6 +25,7 @@ from stoker.store.compressed import CompressedFile, open_compressed
 from stoker.store.format import (
     CONTENTS,
     Column,
+    OpenFile,
     check_metadata,
     check_offsets,
     columns_in,
@@ -31,8 +33,6 @@ from stoker.store.format import (
     read_header,
     read_tail,
 )
-from stoker.store.storage import ColumnSink, OpenFile
-from stoker.store.strict_json import read_strict
 from stoker.store.values import match, record_seeds, schema_seed
 from stoker.units import MIB
 
@@ -164,7 +164,7 @@ class Blocks:
 # Read records of one field of a shard, each compared with its sums as soon as it is there.
 
 
-MENDS = 2
+REFETCHES = 2
 """Times that bytes which do not match their sums are fetched again, where they come from elsewhere."""
 
 
@@ -283,11 +283,11 @@ class FieldReader:
         for own, out in enumerate(outs, row):
             if wait:
                 file.read(offset, out, self._name, own)
-            right, mends = self._right(own, low, out, verify, generation), MENDS
-            while not right and mends and file.file.mend(offset, len(out)):
+            right, left = self._right(own, low, out, verify, generation), REFETCHES
+            while not right and left and file.file.refetch(offset, len(out)):
                 generation = file.file.generation
                 file.read(offset, out, self._name, own)
-                right, mends = self._right(own, low, out, verify, generation), mends - 1
+                right, left = self._right(own, low, out, verify, generation), left - 1
             offset += len(out)
             if not right:
                 raise file.corrupt(f"{file.where(self._name, own)} does not match its checksum")
@@ -431,11 +431,11 @@ def facts_of(file: OpenFile, schema: Schema, name: str, known: ShardFacts | None
             return known
     except (OSError, CorruptError):
         pass  # reading all of it says what is wrong
-    for _ in range(MENDS):
+    for _ in range(REFETCHES):
         try:
             return read_facts(file, schema, name)
         except CorruptError:
-            if not file.mend(0, file.size):
+            if not file.refetch(0, file.size):
                 raise
     return read_facts(file, schema, name)
 
@@ -444,6 +444,18 @@ PIECE_BYTES = MIB
 """Bytes read and hashed at a time: the piece is still in the core's cache when it is hashed."""
 AHEAD_BYTES = 4 * MIB
 """Bytes of a column that the system is asked to read ahead of them."""
+
+
+class ColumnSink(Protocol):
+    """Takes a column that is read in pieces, from the first to the last. Called by the reading thread."""
+
+    def room(self, offset: int, size: int) -> memoryview[Any]:
+        """Memory, format `B`, for the `size` bytes from `offset` of the column on."""
+        ...
+
+    def filled(self, offset: int, size: int) -> None:
+        """What `room` gave last holds its bytes now."""
+        ...
 
 
 class Shard:
@@ -561,9 +573,9 @@ class Shard:
         Raises:
             CorruptError: It differs; names the damaged samples.
         """
-        digest, mends = self._digest(field, sink), MENDS
-        while digest != self.facts.digests.get(field) and mends and self._mend(field):
-            digest, mends = self._digest(field, sink), mends - 1
+        digest, left = self._digest(field, sink), REFETCHES
+        while digest != self.facts.digests.get(field) and left and self._refetch(field):
+            digest, left = self._digest(field, sink), left - 1
         if digest != self.facts.digests.get(field):
             rows = self._bad_rows(field) or range(self.rows)
             bad = [int(self._numbers[row]) + self._offset for row in rows]
@@ -572,9 +584,9 @@ class Shard:
                 f"{', '.join(map(str, bad[:10]))}{f' and {len(bad) - 10} more' if len(bad) > 10 else ''}"
             )
 
-    def _mend(self, field: str) -> bool:
+    def _refetch(self, field: str) -> bool:
         """Have a column fetched anew where it can be."""
-        return self._file.mend(self.columns[field].offset, self.columns[field].nbytes)
+        return self._file.refetch(self.columns[field].offset, self.columns[field].nbytes)
 
     def _digest(self, field: str, sink: ColumnSink | None) -> str:
         """The digest of a column as it is, handed to `sink` on the way."""

@@ -18,9 +18,9 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from stoker.errors import FormatError, StalledError
+from stoker.runtime.files import RegularFile
 from stoker.runtime.locks import LAST_POLL_S, lock_folder, lock_holder, try_lock
-from stoker.store.recipe import RECIPE_FILE
-from stoker.store.storage import LocalFile
+from stoker.store.format import RECIPE_FILE
 
 WAIT_S = 10.0
 """How long opening waits for a clean-up, which holds the folder for as long as it unlinks files."""
@@ -57,7 +57,7 @@ def alone(folder: Path) -> Generator[bool]:
     Where the file system has no locks nobody can tell, which counts as somebody.
     """
     try:
-        file = LocalFile(folder / RECIPE_FILE)
+        file = RegularFile(folder / RECIPE_FILE)
     except (OSError, FormatError):
         yield False
         return
@@ -67,7 +67,7 @@ def alone(folder: Path) -> Generator[bool]:
         file.close()
 
 
-def _lock_alone(file: LocalFile) -> bool:
+def _lock_alone(file: RegularFile) -> bool:
     with suppress(OSError):
         return try_lock(file.fileno(), without_locks=False)
     return False
@@ -92,11 +92,11 @@ def unused_for_s(folder: Path) -> float:
     return max(0.0, time.time() - max(times))
 
 
-def _shared(folder: Path) -> LocalFile:
+def _shared(folder: Path) -> RegularFile:
     until = time.monotonic() + WAIT_S
     while True:
         try:
-            file = LocalFile(folder / RECIPE_FILE)
+            file = RegularFile(folder / RECIPE_FILE)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise FormatError(f"{folder} holds no {RECIPE_FILE}: it is no cache, or was removed") from error
         why = _lock_shared(file, folder)
@@ -108,7 +108,7 @@ def _shared(folder: Path) -> LocalFile:
         time.sleep(LAST_POLL_S)
 
 
-def _lock_shared(file: LocalFile, folder: Path) -> str | None:
+def _lock_shared(file: RegularFile, folder: Path) -> str | None:
     """Hold the open recipe of a folder; returns why that is of no use now, or None when it is held."""
     if not try_lock(file.fileno(), shared=True):
         return "a clean-up holds it. See whether `stoker gc` hangs"
@@ -118,7 +118,7 @@ def _lock_shared(file: LocalFile, folder: Path) -> str | None:
     return f"its {RECIPE_FILE} is another file each time it is looked at. See what keeps replacing it"
 
 
-def _is_current(file: LocalFile, folder: Path) -> bool:
+def _is_current(file: RegularFile, folder: Path) -> bool:
     """Whether what is open is what the folder holds now."""
     try:
         there = (folder / RECIPE_FILE).lstat()

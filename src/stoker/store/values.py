@@ -24,9 +24,8 @@ from stoker.schema import (
     SCALE_SUFFIX,
     Field,
     Schema,
-    canonical_json,
     scale_field,
-    schema_to_json,
+    schema_text,
 )
 from stoker.splitmix import keys_of
 from stoker.store.format import axis_length, rows_per_block
@@ -580,7 +579,7 @@ digest = xxhash.xxh3_64_intdigest
 
 def schema_seed(schema: Schema) -> int:
     """The xxh3_64 of a stored schema's canonical JSON, as an unsigned integer."""
-    return xxhash.xxh3_64_intdigest(canonical_json(schema_to_json(schema)).encode())
+    return xxhash.xxh3_64_intdigest(schema_text(schema).encode())
 
 
 def record_seeds(seed: int, numbers: NDArray[np.int64]) -> NDArray[np.uint64]:

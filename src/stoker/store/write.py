@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,15 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.errors import ConfigError, FormatError, RecordError, arg
-from stoker.schema import SCALE_SUFFIX, Field, Schema, canonical_json, columns_of, numpy_dtype, schema_to_json
+from stoker.runtime.jsonio import canonical_json, read_strict
+from stoker.schema import SCALE_SUFFIX, Field, Schema, columns_of, numpy_dtype, schema_text
 from stoker.store import format
-from stoker.store.cache import Cache
 from stoker.store.compressed import Compression, PlainShard, check_compression, compress_shard
-from stoker.store.format import CONTENTS, TENSOR_DTYPES, TensorEntry, pack_header
-from stoker.store.recipe import Recipe
-from stoker.store.shard import Shard
-from stoker.store.storage import Pending, Storage
-from stoker.store.strict_json import read_strict
+from stoker.store.format import CONTENTS, TENSOR_DTYPES, PendingWrite, TensorEntry, pack_header
 from stoker.store.values import (
     Accumulator,
     FieldScratch,
@@ -42,6 +38,12 @@ from stoker.store.values import (
     widest_partial,
 )
 from stoker.units import MIB
+
+if TYPE_CHECKING:
+    from stoker.store.cache import Cache
+    from stoker.store.recipe import Recipe
+    from stoker.store.shard import Shard
+    from stoker.store.storage import Storage
 
 # ----------------------------------------------------------------------------------------------------------
 # Write one shard as its records come, and seal it.
@@ -125,7 +127,7 @@ class OpenShard:
         self._contents: list[NDArray[np.uint64]] = []
         self._seed = schema_seed(spec.schema)
         self._data_start = len(pack_header(self._widest_tensors(), self._metadata(widest=True), None))
-        self._pending: Pending = storage.create(spec.name)
+        self._pending: PendingWrite = storage.create(spec.name)
 
     def add(
         self,
@@ -274,7 +276,7 @@ class OpenShard:
         return {
             "format": str(format.format_of(spec.schema)),
             "part": spec.part,
-            "schema": canonical_json(schema_to_json(spec.schema)),
+            "schema": schema_text(spec.schema),
             "writer": spec.writer,
             "seq": str(spec.seq),
             "rows": str(LONGEST if widest else self.rows),

@@ -14,11 +14,10 @@ if "STOKER_SHORT_WAITS" in os.environ:
         """Not `import a.b as c`: some packages have functions that are called like their modules."""
         return importlib.import_module(f"stoker.{name}")
 
-    retries = module("store.remote.retries")  # before those that take its constant
-    retries.DEADLINE_S = WAIT_S
-    retries.Retries.run.__defaults__ = (WAIT_S,)
-    folder = module("store.remote.folder")
-    folder.ANSWER_S = folder.PUT_S = WAIT_S / 3
+    remote = module("store.remote")  # before those that take its constant
+    remote.DEADLINE_S = WAIT_S
+    remote.Retries.run.__defaults__ = (WAIT_S,)
+    remote.ANSWER_S = remote.PUT_S = WAIT_S / 3
     threads = module("runtime.threads")
     threads.MAP_TIMEOUT_S = threads.MAP_CLOSE_S = WAIT_S
     threads.map_in_order.__kwdefaults__["timeout_s"] = WAIT_S

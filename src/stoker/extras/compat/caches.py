@@ -29,10 +29,11 @@ from stoker.pipeline.caches import data_is_gone, find_without_source, locate, re
 from stoker.pipeline.context import Run
 from stoker.pipeline.validate import Row
 from stoker.plan.resources import probe
-from stoker.schema import canonical_json, columns_of
+from stoker.runtime.jsonio import canonical_json, read_object
+from stoker.schema import columns_of
 from stoker.store import Cache, open_cache
 from stoker.store.format import is_fixed, record_bytes
-from stoker.store.storage import LocalStorage
+from stoker.store.storage import open_storage
 from stoker.units import MIB, format_bytes
 
 log = logging.getLogger("stoker")
@@ -142,7 +143,7 @@ def save_cache_metadata(cache_dir: str | Path, cfg: Any, config_hash: str | None
         "latent_tokens": config.latent.tokens,
         "data_task": config.data.task if isinstance(config.data.task, str) else [*config.data.task],
     }
-    LocalStorage(folder).put(METADATA_FILE, canonical_json(content).encode())
+    open_storage(folder).put(METADATA_FILE, canonical_json(content).encode())
     return folder / METADATA_FILE
 
 
@@ -184,7 +185,7 @@ def read_metadata(cache_dir: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there")
     try:
-        known = json.loads(path.read_bytes())
+        known = read_object(path)
         datetime.fromisoformat(known["generated_at"])
         str(known["config_hash"])
     except (ValueError, KeyError, TypeError) as error:
@@ -192,7 +193,7 @@ def read_metadata(cache_dir: str | Path) -> dict[str, Any]:
             f"{path} is not the metadata of a cache ({type(error).__name__}: {error}). Remove it; "
             "save_cache_metadata writes it again"
         ) from error
-    return cast("dict[str, Any]", known)
+    return known
 
 
 def validate_cache(cfg: Any) -> list[Row]:

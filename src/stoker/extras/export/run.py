@@ -34,9 +34,7 @@ from stoker.runtime.files import make_folder, publish
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.schema import DTYPE_BYTES, Json, Schema
 from stoker.store import Cache, open_cache
-from stoker.store.catalog import FINGERPRINT
-from stoker.store.format import TENSOR_DTYPES
-from stoker.store.recipe import RECIPE_FILE
+from stoker.store.format import FINGERPRINT, RECIPE_FILE, TENSOR_DTYPES
 from stoker.store.remote import local_path
 from stoker.units import MIB
 

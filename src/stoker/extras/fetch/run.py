@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 from stoker.errors import (
     ConfigError,
@@ -31,6 +31,7 @@ from stoker.extras.fetch.origins import Origin, Stream, expand, is_passing, orig
 from stoker.extras.fetch.wanted import Wanted, WantedFolder
 from stoker.runtime.disk import explained, free_space
 from stoker.runtime.files import make_folder, replacing
+from stoker.runtime.jsonio import as_object, read_object
 from stoker.runtime.locks import FileLock
 from stoker.runtime.partial import PartialFile, new_digest
 from stoker.runtime.retry import RetryPolicy
@@ -67,10 +68,8 @@ class Record:
     def __init__(self, folder: Path) -> None:
         self._path = folder / RECORD
         self._files: dict[str, Any] = {}
-        with suppress(OSError, ValueError, RecursionError):
-            found = json.loads(self._path.read_bytes())
-            if isinstance(found, dict) and isinstance(files := cast("Any", found).get("files"), dict):
-                self._files = cast("dict[str, Any]", files)
+        with suppress(OSError, ValueError):
+            self._files = as_object(read_object(self._path).get("files")) or {}
 
     def of(self, name: str) -> Known | None:
         """What is known of a file."""

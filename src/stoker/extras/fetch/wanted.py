@@ -5,7 +5,6 @@ A name says where below one folder a file goes. It may not leave that folder, hi
 
 from __future__ import annotations
 
-import json
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -16,6 +15,7 @@ from typing import Annotated, Any, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stoker.errors import ConfigError
+from stoker.runtime.jsonio import parse_json
 from stoker.runtime.partial import Algorithm
 
 ALGORITHMS: Mapping[Algorithm, int] = {"sha256": 64, "sha1": 40, "md5": 32}
@@ -125,10 +125,10 @@ def read_manifest(path: Path) -> tuple[Wanted | WantedFolder, ...]:
             data = file.read(MANIFEST_BYTES + 1)
         if len(data) > MANIFEST_BYTES:
             raise ConfigError(f"{path} is larger than {MANIFEST_BYTES:,} bytes: no manifest of files")
-        content = json.loads(data.decode(), object_pairs_hook=_unique)
+        content = parse_json(data)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}. Expected a manifest") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path} is no manifest: {error}") from error
@@ -140,14 +140,6 @@ def read_manifest(path: Path) -> tuple[Wanted | WantedFolder, ...]:
         if not isinstance(entry, dict):
             raise ConfigError(f"{path}: {name!r} is not a mapping. Expected {{from, bytes, sha256}}")
     return parse_wanted(entries, str(path))
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = next(key for key, _ in pairs if sum(other == key for other, _ in pairs) > 1)
-        raise ValueError(f"{twice!r} is given twice")
-    return found
 
 
 def _wanted(name: str, entry: _Entry | _FolderEntry) -> Wanted | WantedFolder:

@@ -40,7 +40,7 @@ from stoker.runtime.retry import RetryPolicy, retry
 from stoker.schema import Field, Json, Sample, Schema
 from stoker.sources.protocol import FileRef, Part, SourceIdentity
 from stoker.store import Cache, Digests, Failure, Folder, make_recipe, open_folder
-from stoker.store.recipe import RECIPE_FILE
+from stoker.store.format import RECIPE_FILE
 from stoker.units import GIB, MIB, format_bytes, format_count
 
 # ----------------------------------------------------------------------------------------------------------

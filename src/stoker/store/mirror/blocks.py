@@ -17,19 +17,21 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stoker.errors import ConfigError, CorruptError, StalledError
 from stoker.runtime.disk import explained
-from stoker.runtime.files import PendingFile
+from stoker.runtime.files import PendingFile, RegularFile
 from stoker.runtime.libc import punch_hole
 from stoker.runtime.locks import lock_range
-from stoker.store.remote import Object
-from stoker.store.storage import Buffer, LocalFile
 from stoker.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from stoker.store.format import Buffer
+    from stoker.store.remote import Object
 
 BLOCK_BYTES = MIB
 _MAGIC = b"stokmap1"
@@ -332,7 +334,7 @@ class Stand:
         self.name = name
         self.map_path = folder / f"{MAP_PREFIX}{name}"
         self.map = BlockMap(self.map_path)
-        self.file = LocalFile(folder / name)
+        self.file = RegularFile(folder / name)
         if self.file.size != self.map.size:
             raise CorruptError(f"{folder / name} has {self.file.size} bytes, its map {self.map.size}")
         self._path = folder / name

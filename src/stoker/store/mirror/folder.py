@@ -1,4 +1,7 @@
-"""One folder of caches at an address, and the local folder that stands for it.
+"""A local folder that stands for a URL, and the folders of caches in it.
+
+`<root>/.mirror.json` says which URL and how large it may be. Each folder below that is not hidden stands for
+the one of that name below the URL, so any process that is told a path finds the rest automatically.
 
 Shards are here in part, block by block: `ensure` has what is needed here, `ahead` begins to fetch what will
 be, `release` says what may go first.
@@ -6,39 +9,193 @@ be, `release` says what may go first.
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import re
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from importlib import import_module
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.errors import CorruptError, ResourceError, StalledError, StokerError
-from stoker.runtime.files import PendingFile, write_file
+from stoker.errors import ConfigError, CorruptError, FormatError, ResourceError, StalledError, StokerError
+from stoker.runtime.files import RegularFile
+from stoker.runtime.jsonio import is_count, read_strict
 from stoker.runtime.locks import lock_range
-from stoker.runtime.threads import Ticket, ending
+from stoker.runtime.threads import Pool, Ticket, ending
 from stoker.store.mirror.blocks import (
     BLOCK_BYTES,
     MAP_PREFIX,
     BlockMap,
+    Space,
     Stand,
     make_stand,
-    mark_whole,
     remove_stand,
 )
-from stoker.store.mirror.root import MirrorRoot, root_of
-from stoker.store.remote import DEADLINE_S, ChangedError, Expected, Object, Remote
-from stoker.store.storage import SOURCES_FILE, Buffer
-from stoker.units import KIB
+from stoker.store.remote import (
+    DEADLINE_S,
+    FolderRemote,
+    Object,
+    Remote,
+    ReplacedError,
+    Retries,
+    parse_url,
+)
+from stoker.units import MIB
+
+if TYPE_CHECKING:
+    from stoker.store.format import Buffer
+
+T = TypeVar("T")
+LOCK_FILE = ".mirror-lock"
+MARKER = ".mirror.json"
+RUN_BLOCKS = 8
+"""Blocks that one request asks for at most."""
+AT_ONCE = 16
+"""Requests of one process at a time that a reader waits for; half as many for what is fetched ahead of need,
+beside them, so that it never fills their queue."""
+SHARE = 4
+"""What is on its way takes at most this part of the limit, one half and the other."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What this process had a mirror do."""
+
+    requests: int = 0
+    """Requests for parts of shards, repeated ones included."""
+    bytes: int = 0
+    """Bytes of shards that came."""
+    ahead_bytes: int = 0
+    """Those of them that came ahead of need."""
+    hits: int = 0
+    """Reads that found all of their bytes here."""
+    misses: int = 0
+    """Reads that had to wait for the place."""
+    direct: int = 0
+    """Reads that went past the mirror: it is full, or what it held was given back too soon."""
+    mended: int = 0
+    """Times that bytes here did not match their sums and were fetched again."""
+    put_bytes: int = 0
+    """Bytes of shards that were written here and put there."""
+    wait_s: float = 0.0
+    """Seconds that reads waited for the place, all threads together."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, **counts: float) -> None:
+        """Count what happened; safe from several threads."""
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self, name, getattr(self, name) + count)
+
+
+class MirrorRoot:
+    """One mirror, in this process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.url, limit = read_marker(path)
+        self.space = Space(path, limit, self.require)
+        self.counters = Counters()
+        self.retries = Retries()
+
+    def require(self) -> None:
+        """Check that it is still there; nothing is written where somebody has removed it.
+
+        Raises:
+            ResourceError: It is not.
+        """
+        if not (self.path / MARKER).exists():
+            raise ResourceError(
+                f"{self.path} was removed while it was in use. What it stood for is at {self.url}: open the "
+                "cache again. `stoker gc` gives room back without harm to who reads"
+            )
+
+    @cached_property
+    def remote(self) -> Remote:
+        """The place itself; opened when first asked for, in this process."""
+        return open_remote(self.url)
+
+    @cached_property
+    def run_blocks(self) -> int:
+        """Blocks that one request asks for at most: fewer in a small mirror."""
+        limit = self.space.limit_bytes
+        return RUN_BLOCKS if limit is None else max(1, min(RUN_BLOCKS, limit // (16 * SHARE * BLOCK_BYTES)))
+
+    @cached_property
+    def pool(self) -> Pool:
+        """Threads that fetch what is needed now."""
+        return Pool(self._at_once(AT_ONCE), "stoker-fetch")
+
+    @cached_property
+    def ahead_pool(self) -> Pool:
+        """Threads that fetch what will be."""
+        return Pool(self._at_once(AT_ONCE // 2), "stoker-ahead")
+
+    def _at_once(self, most: int) -> int:
+        limit = self.space.limit_bytes
+        if limit is None:
+            return most
+        return max(1, min(most, limit // (SHARE * self.run_blocks * BLOCK_BYTES)))
+
+
+def read_marker(root: Path) -> tuple[str, int | None]:
+    """The address that a folder stands for, and its limit."""
+    where = root / MARKER
+    with RegularFile(where) as file:
+        if file.size > MIB:
+            raise FormatError(f"{where} has {file.size:,} bytes: it is not of a mirror")
+        entries = read_strict(file.read_all(), where=str(where))
+    url, limit = entries.get("url"), entries.get("limit_bytes")
+    if entries.get("format") != 1 or not isinstance(url, str) or not (limit is None or is_count(limit)):
+        raise FormatError(f"{where} is not understood. Remove {root}, which is a copy, or upgrade stoker")
+    return parse_url(url), limit
+
+
+def open_remote(url: str) -> Remote:
+    """The place at an address; asks it nothing yet.
+
+    Raises:
+        ConfigError: The address is none, or the extra that it needs is not installed.
+    """
+    url = parse_url(url)
+    if url.startswith("file://"):
+        return FolderRemote(url)
+    try:
+        objects = import_module("stoker.store.object_store")
+    except ModuleNotFoundError as error:
+        if error.name != "obstore":
+            raise
+        raise ConfigError(
+            f"{url} needs a package that is not installed. pip install 'stoker[objects]'"
+        ) from error
+    return objects.ObjectRemote(url)
+
+
+_roots: dict[tuple[int, Path], MirrorRoot] = {}
+_roots_lock = threading.Lock()
+
+
+def root_of(folder: Path) -> tuple[MirrorRoot, str] | None:
+    """The mirror that a cache's folder belongs to, and the folder's name there; None: it is a plain one."""
+    folder = folder.absolute()
+    for root in (folder.parent, folder.parent.parent):
+        name = str(folder.relative_to(root))
+        if not name.startswith(".") and (root / MARKER).exists():
+            with _roots_lock:
+                key = (os.getpid(), root)  # a fork has none of our threads
+                if key not in _roots:
+                    _roots[key] = MirrorRoot(root)
+                return _roots[key], name
+    return None
+
 
 # ----------------------------------------------------------------------------------------------------------
 # A file of a mirror, opened: what is read is fetched first, where it is not here.
@@ -51,11 +208,11 @@ TRIES = 3
 class MirrorFile:
     """An `OpenFile` of an object. Safe to use from several threads."""
 
-    def __init__(self, fetcher: Fetcher, stand: Stand) -> None:
-        self._fetcher, self._stand = fetcher, stand
+    def __init__(self, folder: MirrorFolder, stand: Stand) -> None:
+        self._folder, self._stand = folder, stand
         self._direct = 0
         """Reads that went past the mirror."""
-        self._counters = fetcher.counters
+        self._counters = folder.counters
 
     @property
     def size(self) -> int:
@@ -65,7 +222,7 @@ class MirrorFile:
     @property
     def origin(self) -> str:
         """Where its bytes come from."""
-        return self._fetcher.origin(self._stand)
+        return self._folder.url_of(self._stand.name)
 
     @property
     def generation(self) -> tuple[int, int]:
@@ -92,13 +249,13 @@ class MirrorFile:
     def _fetched(self, offset: int, out: memoryview[Any]) -> None:
         for _ in range(TRIES):
             try:
-                self._fetcher.fetch(self._stand, [(offset, offset + len(out))])
+                self._folder.fetch(self._stand, [(offset, offset + len(out))])
             except ResourceError:
                 break  # the disk is full; what is asked for can be had all the same
             if self._read_here(offset, [out]):
                 return
         self._direct += 1  # two threads may count as one: each still sees another value than before its read
-        self._fetcher.read_direct(self._stand, offset, out)
+        self._folder.read_direct(self._stand, offset, out)
 
     def read_cached(self, offset: int, outs: Sequence[memoryview[Any]]) -> bool:
         """Fill `outs` with what is here and in the page cache."""
@@ -110,11 +267,11 @@ class MirrorFile:
 
     def ahead(self, offset: int, size: int) -> None:
         """Begin to fetch bytes that will be read."""
-        self._fetcher.ahead(self._stand, [(offset, offset + size)])
+        self._folder.begin_fetch(self._stand, [(offset, offset + size)])
 
-    def mend(self, offset: int, size: int) -> bool:
-        """Have bytes that are not what they should be fetched anew at the next read."""
-        self._fetcher.mend(self._stand, offset, offset + size)
+    def refetch(self, offset: int, size: int) -> bool:
+        """Have bytes that are not what they should be fetched again at the next read."""
+        self._folder.refetch(self._stand, offset, offset + size)
         return True
 
     def close(self) -> None:
@@ -147,23 +304,44 @@ class MirrorFile:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# A folder's name at the place, and the lock on what is here of it: shared by all that a mirror does.
+# A folder, and the blocks that are fetched for it.
 
 
-T = TypeVar("T")
-LOCK_FILE = ".mirror-lock"
+Ranges: TypeAlias = Sequence[tuple[int, int]]
+"""Bytes of a file, each from a first one to one past the last."""
+QUEUED = 64
+"""Requests ahead of need that wait or run at a time in one process; more are refused."""
 
 
-class Place:
-    """The folder `name` of a mirror: here, and at its address."""
+class MirrorFolder:
+    """The folder `name` of a mirror, in this process: here, and at its URL. Threads may share it.
+
+    Each block is brought here once for all processes of a machine, several requests at a time.
+    """
 
     def __init__(self, root: MirrorRoot, name: str) -> None:
         self.root, self.name = root, name
         self.path: Path = root.path / name
+        self.counters = root.counters
+        """What all folders of this mirror did, in this process."""
+        self.listed: dict[str, Object] = {}
+        """Objects as the last list had them."""
+        self._lock = threading.Lock()
+        self._stands: WeakValueDictionary[str, Stand] = WeakValueDictionary()
+        self._ahead: set[Ticket[bool]] = set()
+        self._under_way: list[tuple[str, int, int]] = []
+        """Blocks that threads of this process are fetching: shard, first, and one past the last."""
+        self._came = threading.Condition(threading.Lock())
+        """Told of every block that comes, and of every fetch that ends."""
+
+    @property
+    def url(self) -> str:
+        """Its URL."""
+        return f"{self.root.url}/{self.name}"
 
     def url_of(self, name: str) -> str:
-        """The address of a file, for messages."""
-        return f"{self.root.url}/{self.name}/{name}"
+        """Return the URL of a file."""
+        return f"{self.url}/{name}"
 
     def key(self, name: str) -> str:
         """The name of a file below the mirror's address."""
@@ -173,8 +351,12 @@ class Place:
         self, operation: str, name: str, attempt: Callable[[Remote], T], deadline_s: float = DEADLINE_S
     ) -> T:
         """What `attempt` answers, repeated while that may help."""
-        remote = self.root.remote
-        return self.root.retries.run(lambda: attempt(remote), f"{operation} {self.url_of(name)}", deadline_s)
+        remote, what = self.root.remote, f"{operation} {self.url}/{name}"
+        return self.root.retries.run(lambda: attempt(remote), what, deadline_s)
+
+    def head(self, name: str) -> Object:
+        """Return size and etag of a file there; its name is that below the mirror's URL."""
+        return self.ask("head", name, lambda remote: remote.head(self.key(name)))
 
     @contextmanager
     def locked(self) -> Generator[None]:
@@ -199,37 +381,89 @@ class Place:
         with self.locked():
             remove_stand(self.path, name)
 
+    def open(self, name: str) -> MirrorFile:
+        """Open a shard for reading; nothing of it is fetched yet.
 
-# ----------------------------------------------------------------------------------------------------------
-# Bring blocks of a shard here: each once for all processes of a machine, several requests at a time.
+        Raises:
+            FileNotFoundError: There is no such object.
+        """
+        return MirrorFile(self, self._stand(name))
 
+    def ensure(self, name: str, ranges: Ranges, deadline_s: float = DEADLINE_S) -> None:
+        """Have these bytes of a shard here, as far as the mirror's limit allows to keep them.
 
-Ranges: TypeAlias = Sequence[tuple[int, int]]
-"""Bytes of a file, each from a first one to one past the last."""
-QUEUED = 64
-"""Requests ahead of need that wait or run at a time in one process; more are refused."""
+        Raises:
+            StalledError: `deadline_s` passed; what came is kept.
+            FileNotFoundError, ServiceError, ResourceError: They cannot be had, or there is no room.
+        """
+        self.fetch(self._stand(name), ranges, deadline_s)
 
+    def ahead(self, name: str, ranges: Ranges) -> int:
+        """Begin to fetch bytes that will be needed; returns how many were begun, in whole blocks.
 
-class Fetcher:
-    """Fetches for one folder, in this process. Safe to use from several threads."""
+        Fewer than `absent_bytes` means that enough is under way: ask again later. What goes wrong is not
+        said: whoever reads those bytes will meet it.
+        """
+        return self.begin_fetch(self._stand(name), ranges)
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self.counters = place.root.counters
-        self._lock = threading.Lock()
-        self._ahead: set[Ticket[bool]] = set()
-        self._under_way: list[tuple[str, int, int]] = []
-        """Blocks that threads of this process are fetching: shard, first, and one past the last."""
-        self._came = threading.Condition(threading.Lock())
-        """Told of every block that comes, and of every fetch that ends."""
+    def bring(self, name: str, ranges: Ranges) -> bool:
+        """Fetch as `ahead`, in the thread that calls; return whether all came."""
+        stand = self._stand(name)
+        came = [self._fetch_ahead(stand, *run) for run in self.runs_of(stand, ranges)]
+        return all(came)
 
-    def origin(self, stand: Stand) -> str:
-        """Where its bytes come from."""
-        return self._place.url_of(stand.name)
+    def rank(self, name: str, used: NDArray[np.uint32]) -> None:
+        """Say for each block of a shard how late it goes when there is no room, those with the least first:
+        in seconds since 1970, as if it had last been read then.
+        """
+        with suppress(FileNotFoundError, CorruptError):  # nothing of it is here
+            blocks = BlockMap(self.path / f"{MAP_PREFIX}{name}")
+            if len(used) == blocks.count:
+                blocks.used[:] = used
+
+    def absent_bytes(self, name: str, ranges: Ranges) -> int:
+        """How many bytes have to be fetched before these are here: whole blocks."""
+        stand = self._stand(name)
+        return sum(size_of(stand, run) for run in self.runs_of(stand, ranges))
+
+    def release(self, name: str, ranges: Ranges) -> None:
+        """Say that these bytes will not be needed soon: they go first when there is no room."""
+        blocks = self._stand(name).map
+        for begin, end in ranges:
+            first, last = blocks.blocks(begin, end)
+            blocks.used[first:last] = 0
+
+    def _stand(self, name: str) -> Stand:
+        listed = self.listed.get(name)
+        with self._lock:
+            stand = self._stands.get(name)
+            if stand is not None and _is_of(stand, listed):
+                return stand
+        stand = self._opened(name, listed) or self._made(name, listed)
+        with self._lock:
+            self._stands[name] = stand
+        return stand
+
+    def _opened(self, name: str, listed: Object | None) -> Stand | None:
+        """What is here of a shard, if it is of the version that was listed."""
+        with suppress(FileNotFoundError, CorruptError):
+            stand = Stand(self.path, name)
+            if _is_of(stand, listed):
+                return stand
+        return None
+
+    def _made(self, name: str, listed: Object | None) -> Stand:
+        with self.locked():
+            if (stand := self._opened(name, listed)) is not None:  # another process was quicker
+                return stand
+            if listed is None:
+                listed = replace(self.head(name), name=name)
+            make_stand(self.path, listed, block_bytes=BLOCK_BYTES)
+            return Stand(self.path, name)
 
     def runs_of(self, stand: Stand, ranges: Ranges) -> list[tuple[int, int]]:
         """Runs of blocks that are not here, each for one request: first, and one past the last."""
-        blocks, most = stand.map, self._place.root.run_blocks
+        blocks, most = stand.map, self.root.run_blocks
         together: list[tuple[int, int]] = []
         for first, last in sorted(blocks.blocks(begin, end) for begin, end in ranges if begin < end):
             if together and first <= together[-1][1]:
@@ -252,20 +486,20 @@ class Fetcher:
         if len(runs) == 1:
             self._fetch_run(stand, *runs[0], deadline)
             return
-        pool = self._place.root.pool
+        pool = self.root.pool
         parts = [pool.submit(partial(self._fetch_run, stand, *run, deadline)) for run in runs]
         for part in parts:
             part.wait(max(0.0, deadline - time.monotonic()))
         came = [part for part in parts if part.done()]
         for part in came:
-            part.result(0.0, self.origin(stand))
+            part.result(0.0, self.url_of(stand.name))
         if late := len(parts) - len(came):  # those not begun end at once: the deadline is theirs too
             raise StalledError(
-                f"{late} of {len(parts)} parts of {self.origin(stand)} did not come in "
+                f"{late} of {len(parts)} parts of {self.url_of(stand.name)} did not come in "
                 f"{deadline_s:g} s. See whether the store answers, then run again: what arrived is kept"
             )
 
-    def ahead(self, stand: Stand, ranges: Ranges) -> int:
+    def begin_fetch(self, stand: Stand, ranges: Ranges) -> int:
         """Begin to fetch bytes; returns how many were begun, which are fewer when enough is under way."""
         begun = 0
         for run in self.runs_of(stand, ranges):
@@ -273,14 +507,9 @@ class Fetcher:
                 self._ahead = {ticket for ticket in self._ahead if not ticket.done()}
                 if len(self._ahead) >= QUEUED:
                     break
-                self._ahead.add(self._place.root.ahead_pool.submit(partial(self._fetch_ahead, stand, *run)))
+                self._ahead.add(self.root.ahead_pool.submit(partial(self._fetch_ahead, stand, *run)))
             begun += size_of(stand, run)
         return begun
-
-    def bring(self, stand: Stand, ranges: Ranges) -> bool:
-        """Fetch bytes ahead of need, in the thread that calls; whether they came, as in `ahead`."""
-        came = [self._fetch_ahead(stand, *run) for run in self.runs_of(stand, ranges)]
-        return all(came)
 
     def read_direct(self, stand: Stand, offset: int, out: memoryview[Any]) -> None:
         """Fill `out` from the place itself, past the mirror."""
@@ -294,7 +523,7 @@ class Fetcher:
         self._ask(stand, lambda remote: self._read(remote, stand, offset + at, offset + len(out), sink))
         self.counters.add(direct=1, bytes=at)
 
-    def mend(self, stand: Stand, begin: int, end: int) -> None:
+    def refetch(self, stand: Stand, begin: int, end: int) -> None:
         """Forget bytes that do not match their sums, so that the next read fetches them.
 
         Raises:
@@ -320,7 +549,7 @@ class Fetcher:
 
     def _fetch_run(self, stand: Stand, first: int, last: int, deadline: float) -> None:
         if time.monotonic() >= deadline:  # it waited in line until nobody waits for it any more
-            raise StalledError(f"a part of {self.origin(stand)} was not begun in time")
+            raise StalledError(f"a part of {self.url_of(stand.name)} was not begun in time")
         with self._alone(stand, first, last, deadline) as absent:
             if not absent:
                 return
@@ -333,8 +562,8 @@ class Fetcher:
 
     def _busy(self, stand: Stand, waited_s: float) -> StalledError:
         return StalledError(
-            f"another process has been fetching {self.origin(stand)} for {waited_s:.0f} s. See whether it "
-            "hangs, then run again"
+            f"another process has been fetching {self.url_of(stand.name)} for {waited_s:.0f} s. See whether "
+            "it hangs, then run again"
         )
 
     @contextmanager
@@ -353,7 +582,8 @@ class Fetcher:
         left = max(0.0, deadline - time.monotonic())
         with self._came:
             if not self._came.wait_for(free, left):
-                raise StalledError(f"another thread has been fetching {self.origin(stand)} for {left:.0f} s")
+                url = self.url_of(stand.name)
+                raise StalledError(f"another thread has been fetching {url} for {left:.0f} s")
             absent = not stand.map.holds(first, last)
             if absent:
                 self._under_way.append(own)
@@ -370,7 +600,7 @@ class Fetcher:
             self._came.notify_all()
 
     def _fetch_blocks(self, stand: Stand, first: int, last: int, deadline: float) -> None:
-        blocks, space = stand.map, self._place.root.space
+        blocks, space = stand.map, self.root.space
         _, stop = blocks.extent(first, last)
         space.take((last - first) * blocks.block_bytes, lambda: blocks.expect(first, last))
         arriving = _Arriving(stand, first, last, self._tell)
@@ -388,18 +618,18 @@ class Fetcher:
             self.counters.add(bytes=arriving.came)
 
     def _ask(self, stand: Stand, attempt: Callable[[Remote], None], deadline_s: float = DEADLINE_S) -> None:
-        self._place.ask("get", stand.name, attempt, max(0.0, deadline_s))
+        self.ask("get", stand.name, attempt, max(0.0, deadline_s))
 
     def _read(
         self, remote: Remote, stand: Stand, begin: int, end: int, sink: Callable[[Buffer], None]
     ) -> None:
         self.counters.add(requests=1)
         try:
-            remote.read(self._place.key(stand.name), begin, end, etag=stand.map.etag, sink=sink)
-        except ChangedError as error:
-            self._place.forget(stand.name)
+            remote.read(self.key(stand.name), begin, end, etag=stand.map.etag, sink=sink)
+        except ReplacedError as error:
+            self.forget(stand.name)
             raise CorruptError(
-                f"{self.origin(stand)} was replaced since it was opened. Open the cache again"
+                f"{self.url_of(stand.name)} was replaced since it was opened. Open the cache again"
             ) from error
 
 
@@ -438,277 +668,6 @@ def size_of(stand: Stand, run: tuple[int, int]) -> int:
     return end - begin
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Which files a folder has at its address, and the small ones of them whole, here and there.
-#
-# The place's own list is the truth. A small file that may change (the index, failures) is asked for again
-# at each read, at the cost of one request that is answered with nothing where it is the same.
-
-
-log = logging.getLogger("stoker")
-ETAG_PREFIX = ".etag-"
-_MD5 = re.compile(r'"?([0-9a-f]{32})"?')
-LASTING = ("recipe.json", SOURCES_FILE)
-"""Small files that never change under their name; weights neither."""
-
-
-class Names:
-    """The names of one folder. Safe to use from several threads."""
-
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self.listed: dict[str, Object] = {}
-        """Objects as the last list had them."""
-
-    def sizes(self) -> dict[str, int]:
-        """Bytes by name of the objects there are, sorted by name."""
-        place = self._place
-        _, objects = place.ask("list", "", lambda remote: remote.list(place.name))
-        self.listed = {one.name: one for one in objects if not one.name.startswith(".")}
-        return {name: one.bytes for name, one in self.listed.items()}
-
-    def fresh(self, name: str) -> str:
-        """Have a small file here as it is there; returns its etag.
-
-        Raises:
-            FileNotFoundError: There is none.
-        """
-        place, path = self._place, self._place.path / name
-        if name.startswith("."):
-            return ""  # claims and the like are of this machine
-        if path.exists() and (name in LASTING or name.endswith(".safetensors")):
-            return ""
-        with place.locked():
-            known = self._etag(name) if path.exists() else ""
-            try:
-                answer = self._get(name, known)
-            except FileNotFoundError:
-                path.unlink(missing_ok=True)
-                raise
-            if answer is None:
-                return known
-            self._keep(name, *answer)
-            return answer[1]
-
-    def _get(self, name: str, known: str) -> tuple[bytes, str] | None:
-        """A small file and its etag, fetched twice where the first one came wrong; None: it is as it was."""
-        place, answer = self._place, None
-        for _ in range(2):
-            answer = place.ask("get", name, lambda remote: remote.get(place.key(name), known=known))
-            if answer is None or _matches(*answer):
-                break
-        return answer
-
-    def version(self, name: str) -> Expected:
-        """What a put of a file would replace; the copy here is of this version, or of a later one."""
-        try:
-            return self.fresh(name)
-        except FileNotFoundError:
-            return None
-
-    def put(self, name: str, data: bytes, expected: Expected) -> None:
-        """Put a small file there, then here.
-
-        Raises:
-            ChangedError: It is not the version that was expected.
-        """
-        place = self._place
-        with place.locked():
-            etag = place.ask("put", name, lambda remote: remote.put(place.key(name), data, expected=expected))
-            self._keep(name, data, etag)
-
-    def put_file(self, name: str, path: Path) -> str:
-        """Put a file that nobody else writes, as one object; returns its etag."""
-        place = self._place
-        try:
-            return place.ask("put", name, lambda remote: remote.put(place.key(name), path, expected=None))
-        except ChangedError:
-            # An attempt whose answer was lost had put it.
-            found = place.ask("head", name, lambda remote: remote.head(place.key(name)))
-            if found.bytes != path.stat().st_size:
-                raise
-            return found.etag
-
-    def share(self, name: str) -> None:
-        """Put a small file as it is here; nobody else writes one of this name."""
-        self.put(name, (self._place.path / name).read_bytes(), "anything")
-
-    def rename(self, name: str, new: str) -> None:
-        """Give a shard another name there; what was here of it goes."""
-        place = self._place
-        place.ask("put", new, lambda remote: remote.rename(place.key(name), place.key(new)))
-        place.forget(name)
-
-    def remove(self, name: str) -> None:
-        """Remove a file there, then here."""
-        place = self._place
-        place.ask("delete", name, lambda remote: remote.remove(place.key(name)))
-        place.forget(name)
-
-    def create(self, name: str) -> MirrorPending:
-        """Begin a shard."""
-        return MirrorPending(self, self._place, name)
-
-    def _keep(self, name: str, data: bytes, etag: str) -> None:
-        write_file(self._place.path / name, data)
-        write_file(self._place.path / f"{ETAG_PREFIX}{name}", etag.encode())
-
-    def _etag(self, name: str) -> str:
-        with suppress(FileNotFoundError):
-            path = self._place.path / f"{ETAG_PREFIX}{name}"
-            return path.read_bytes()[:KIB].decode(errors="replace")
-        return ""
-
-
-def _matches(data: bytes, etag: str) -> bool:
-    """Whether bytes are those of their etag, where that is their MD5: as a rule, for small objects."""
-    found = _MD5.fullmatch(etag)
-    return found is None or hashlib.md5(data, usedforsecurity=False).hexdigest() == found[1]
-
-
-class MirrorPending:
-    """A shard being written here; `commit` puts it there, and keeps it here as what is fetched already."""
-
-    def __init__(self, names: Names, place: Place, name: str) -> None:
-        self._names, self._place, self._name = names, place, name
-        self._pending = PendingFile(place.path, name)
-
-    def write_at(self, offset: int, data: Buffer) -> None:
-        """Write all of `data` at `offset`."""
-        self._pending.write_at(offset, data)
-
-    def read_at(self, offset: int, size: int) -> bytes:
-        """Read back `size` bytes."""
-        return self._pending.read_at(offset, size)
-
-    def truncate(self, size: int) -> None:
-        """Cut or extend the file to `size` bytes."""
-        self._pending.truncate(size)
-
-    def commit(self) -> None:
-        """Put the object; it exists for everybody when this returns, and for nobody before."""
-        place = self._place
-        etag, size = self._names.put_file(self._name, self._pending.path), self._pending.path.stat().st_size
-        place.root.counters.add(put_bytes=size)
-        try:
-            place.root.space.take(size)
-            with place.locked():
-                remove_stand(place.path, self._name)
-                self._pending.show()
-                mark_whole(place.path, self._name, block_bytes=BLOCK_BYTES, etag=etag)
-            place.root.space.take(0)  # alone it may be more than there is room for
-        except (StokerError, OSError) as error:
-            log.warning("%s is stored; no copy is kept here: %s", place.url_of(self._name), error)
-            self._pending.discard()
-
-    def discard(self) -> None:
-        """Remove the temporary; safe to call twice and after `commit`."""
-        self._pending.discard()
-
-
-class MirrorFolder:
-    """The folder `name` of a mirror, in this process. Safe to use from several threads."""
-
-    def __init__(self, root: MirrorRoot, name: str) -> None:
-        self.root = root
-        self.counters = root.counters
-        """What all folders of this mirror did, in this process."""
-        self._place = Place(root, name)
-        self.names = Names(self._place)
-        """Which files there are, and small ones whole."""
-        self._fetcher = Fetcher(self._place)
-        self._stands: WeakValueDictionary[str, Stand] = WeakValueDictionary()
-        self._lock = threading.Lock()
-
-    def url_of(self, name: str) -> str:
-        """The address of a file; of the folder for an empty name."""
-        return self._place.url_of(name).rstrip("/")
-
-    @property
-    def url(self) -> str:
-        """Its address."""
-        return f"{self._place.root.url}/{self._place.name}"
-
-    def open(self, name: str) -> MirrorFile:
-        """Open a shard for reading; nothing of it is fetched yet.
-
-        Raises:
-            FileNotFoundError: There is no such object.
-        """
-        return MirrorFile(self._fetcher, self._stand(name))
-
-    def ensure(self, name: str, ranges: Ranges, deadline_s: float = DEADLINE_S) -> None:
-        """Have these bytes of a shard here, as far as the mirror's limit allows to keep them.
-
-        Raises:
-            StalledError: `deadline_s` passed; what came is kept.
-            FileNotFoundError, ServiceError, ResourceError: They cannot be had, or there is no room.
-        """
-        self._fetcher.fetch(self._stand(name), ranges, deadline_s)
-
-    def ahead(self, name: str, ranges: Ranges) -> int:
-        """Begin to fetch bytes that will be needed; returns how many were begun, in whole blocks.
-
-        Fewer than `absent_bytes` means that enough is under way: ask again later. What goes wrong is not
-        said: whoever reads those bytes will meet it.
-        """
-        return self._fetcher.ahead(self._stand(name), ranges)
-
-    def bring(self, name: str, ranges: Ranges) -> bool:
-        """As `ahead`, in the thread that calls; whether they came."""
-        return self._fetcher.bring(self._stand(name), ranges)
-
-    def rank(self, name: str, used: NDArray[np.uint32]) -> None:
-        """Say for each block of a shard how late it goes when there is no room, those with the least first:
-        in seconds since 1970, as if it had last been read then.
-        """
-        with suppress(FileNotFoundError, CorruptError):  # nothing of it is here
-            blocks = BlockMap(self._place.path / f"{MAP_PREFIX}{name}")
-            if len(used) == blocks.count:
-                blocks.used[:] = used
-
-    def absent_bytes(self, name: str, ranges: Ranges) -> int:
-        """How many bytes have to be fetched before these are here: whole blocks."""
-        stand = self._stand(name)
-        return sum(size_of(stand, run) for run in self._fetcher.runs_of(stand, ranges))
-
-    def release(self, name: str, ranges: Ranges) -> None:
-        """Say that these bytes will not be needed soon: they go first when there is no room."""
-        blocks = self._stand(name).map
-        for begin, end in ranges:
-            first, last = blocks.blocks(begin, end)
-            blocks.used[first:last] = 0
-
-    def _stand(self, name: str) -> Stand:
-        listed = self.names.listed.get(name)
-        with self._lock:
-            stand = self._stands.get(name)
-            if stand is not None and _is_of(stand, listed):
-                return stand
-        stand = self._opened(name, listed) or self._made(name, listed)
-        with self._lock:
-            self._stands[name] = stand
-        return stand
-
-    def _opened(self, name: str, listed: Object | None) -> Stand | None:
-        """What is here of a shard, if it is of the version that was listed."""
-        with suppress(FileNotFoundError, CorruptError):
-            stand = Stand(self._place.path, name)
-            if _is_of(stand, listed):
-                return stand
-        return None
-
-    def _made(self, name: str, listed: Object | None) -> Stand:
-        with self._place.locked():
-            if (stand := self._opened(name, listed)) is not None:  # another process was quicker
-                return stand
-            if listed is None:
-                found = self._place.ask("head", name, lambda remote: remote.head(self._place.key(name)))
-                listed = Object(name=name, bytes=found.bytes, etag=found.etag)
-            make_stand(self._place.path, listed, block_bytes=BLOCK_BYTES)
-            return Stand(self._place.path, name)
-
-
 def _is_of(stand: Stand, listed: Object | None) -> bool:
     """Whether what is here is of the version that was listed, as far as that can be told."""
     if listed is None:
@@ -718,6 +677,11 @@ def _is_of(stand: Stand, listed: Object | None) -> bool:
 
 
 _folders: dict[tuple[int, str], MirrorFolder] = {}
+
+
+def opened_root(path: Path) -> MirrorRoot | None:
+    """Return the mirror in a folder, if this process has it open."""
+    return _roots.get((os.getpid(), path.absolute()))
 
 
 def mirror_of(path: Path) -> MirrorFolder | None:

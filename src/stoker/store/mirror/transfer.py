@@ -6,7 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -18,18 +18,33 @@ from stoker.runtime.disk import explained
 from stoker.runtime.files import make_folder, publish, write_file
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.runtime.threads import map_in_order
-from stoker.schema import Json
+from stoker.schema import JsonResult
 from stoker.store.cache import Cache, open_cache, open_unnoted
-from stoker.store.catalog import Catalog, ShardInfo, build_index, known_index, write_index
-from stoker.store.gc import GcItem, GcPolicy, GcReport, drop_superseded, find_superseded, still_needed
-from stoker.store.index import INDEX_FILE, ShardEntry, dump_index
+from stoker.store.format import (
+    INDEX_FILE,
+    RECIPE_FILE,
+    SOURCES_FILE,
+    WEIGHTS_FOLDER,
+    is_failures_name,
+    places_name,
+)
+from stoker.store.index import (
+    ShardCatalog,
+    ShardInfo,
+    build_index,
+    dump_index,
+    known_index,
+    load_recipe,
+    noted_damage,
+    write_index,
+)
 from stoker.store.mirror.blocks import MAP_PREFIX
 from stoker.store.mirror.folder import MirrorFolder
-from stoker.store.mirror.root import MIRROR_DIR, MirrorRoot, attach, shown
-from stoker.store.recipe import RECIPE_FILE, Recipe, load_recipe
+from stoker.store.mirror.root import MIRROR_DIR, attach, shown
+from stoker.store.recipe import Recipe
 from stoker.store.remote import local_path
 from stoker.store.shard import Shard
-from stoker.store.storage import SOURCES_FILE, LocalStorage, places_name
+from stoker.store.storage import MirrorStorage, open_storage
 from stoker.store.use import INDEX_WAIT_S, indexing, maintaining
 
 AT_ONCE = 4
@@ -98,7 +113,7 @@ def _overlap(counts: NDArray[np.int64], begin: int, end: int) -> NDArray[np.bool
 
 
 @dataclass(slots=True, kw_only=True)
-class TransferReport:
+class TransferReport(JsonResult):
     """What a push or a pull did."""
 
     url: str
@@ -114,10 +129,6 @@ class TransferReport:
     complete: bool = False
     """Whether that is a complete cache."""
     seconds: float = 0.0
-
-    def to_json(self) -> dict[str, Json]:
-        """The keys that scripts rely on."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 @dataclass(slots=True)
@@ -153,7 +164,6 @@ Listen: TypeAlias = Callable[[Progress], None]
 
 COMING = ".coming"
 """Below the cache folder: what is on its way."""
-WEIGHTS = "encoders"
 
 
 def pull(
@@ -200,14 +210,14 @@ def pull(
 def _pull(url: str, cache_dir: Path, wanted: Wanted, listen: Listen | None) -> tuple[TransferReport, Path]:
     """Do it; also returns the mirror that it came through."""
     source = open_unnoted(attach(url, cache_dir / COMING, must_exist=True))
-    mirror = LocalStorage(source.path).mirror
+    mirror = open_storage(source.path).mirror
     if source.lost:
         raise IncompleteError(str(source.lost[0].error()))
     assert mirror is not None
     names = wanted.shards(source)
     target = cache_dir / source.path.parent.name / source.path.name
     target.mkdir(mode=0o700, parents=True, exist_ok=True)
-    report = TransferReport(url=mirror.url_of(""), path=str(target))
+    report = TransferReport(url=mirror.url, path=str(target))
     write_file(target / RECIPE_FILE, (source.path / RECIPE_FILE).read_bytes())
     with maintaining(target):
         _bring_shards(_Pull(source, mirror, target), names, report, listen)
@@ -218,7 +228,7 @@ def _pull(url: str, cache_dir: Path, wanted: Wanted, listen: Listen | None) -> t
 
 def _bring_shards(pull: _Pull, names: set[str], report: TransferReport, listen: Listen | None) -> None:
     entries = [entry for entry in pull.source.index.shards if entry.file in names]
-    there = Catalog(LocalStorage(pull.target), pull.source.recipe).refresh()
+    there = ShardCatalog(open_storage(pull.target), pull.source.recipe).refresh()
     known = {info.file: info.header for info in there}
     missing = [entry for entry in entries if known.get(entry.file) != entry.header]
     report.present = len(entries) - len(missing)
@@ -236,7 +246,7 @@ class _Pull:
         self.source, self.target = source, target
         self._mirror = mirror
 
-    def bring(self, entry: ShardEntry) -> ShardEntry:
+    def bring(self, entry: ShardInfo) -> ShardInfo:
         """Fetch a shard, read it against its sums, and move it to its place."""
         mirror, path = self._mirror, self.source.path / entry.file
         mirror.ensure(entry.file, [(0, entry.bytes)])
@@ -247,11 +257,11 @@ class _Pull:
         path.with_name(f"{MAP_PREFIX}{entry.file}").unlink(missing_ok=True)
         return entry
 
-    def _damage(self, entry: ShardEntry) -> str | None:
+    def _damage(self, entry: ShardInfo) -> str | None:
         """What is wrong with a shard, once what came wrong was fetched again; known damage aside."""
         path = self.source.path / entry.file
         try:
-            shard = Shard(LocalStorage(path.parent).open(entry.file), path, self.source.schema)
+            shard = Shard(open_storage(path.parent).open(entry.file), path, self.source.schema)
             if shard.header_digest != entry.header:
                 return "it is not the shard that the index pins"
             for name in shard.columns:
@@ -265,9 +275,9 @@ class _Pull:
 
 def _bring_small(source: Cache, mirror: MirrorFolder, target: Path) -> None:
     """Failures, names of sources, and the encoder's weights."""
-    storage = LocalStorage(source.path)
+    storage = open_storage(source.path)
     for name in storage.list():
-        if name == SOURCES_FILE or name.startswith("failures-"):
+        if name == SOURCES_FILE or is_failures_name(name):
             write_file(target / name, storage.read(name, limit_bytes=1 << 30))
     bring_weights(source.recipe, mirror.root.path, target.parent.parent)
 
@@ -279,24 +289,24 @@ def bring_weights(recipe: Recipe, origin: Path, cache_dir: Path) -> None:
     name = f"{digest}.safetensors"
     if not digest:
         return
-    (cache_dir / WEIGHTS).mkdir(mode=0o700, parents=True, exist_ok=True)
-    if name in LocalStorage(cache_dir / WEIGHTS).list():
+    (cache_dir / WEIGHTS_FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
+    if name in open_storage(cache_dir / WEIGHTS_FOLDER).list():
         return
     try:
-        data = LocalStorage(origin / WEIGHTS).read(name, limit_bytes=1 << 40)
+        data = open_storage(origin / WEIGHTS_FOLDER).read(name, limit_bytes=1 << 40)
     except FileNotFoundError:
         return
-    LocalStorage(cache_dir / WEIGHTS).put(name, data)
+    open_storage(cache_dir / WEIGHTS_FOLDER).put(name, data)
 
 
 def _write_index(source: Cache, target: Path) -> tuple[int, bool]:
     """Write the index of what is at its place now; returns its records and whether they are all."""
-    storage, recipe = LocalStorage(target), load_recipe(target)
-    bad = {entry.file: entry.bad for entry in source.index.shards}
+    storage, recipe = open_storage(target), load_recipe(target)
     with indexing(target), explained(target):
-        infos = Catalog(storage, recipe).refresh()
-        infos = [replace(info, bad=tuple(sorted({*info.bad, *bad.get(info.file, ())}))) for info in infos]
-        index = build_index(storage, recipe, infos, known_index(target, recipe) or source.index)
+        catalog = ShardCatalog(storage, recipe)
+        catalog.exclude(noted_damage(source.index))
+        previous = known_index(target, recipe) or source.index
+        index = build_index(storage, recipe, catalog.refresh(), previous)
         storage.put(INDEX_FILE, dump_index(index, recipe))
     return index.stored, index.complete
 
@@ -333,37 +343,33 @@ def push(
     root = attach(url, mirror_dir)
     target = root / cache.path.parent.name / cache.path.name
     target.mkdir(mode=0o700, parents=True, exist_ok=True)
-    storage = LocalStorage(target)
-    if storage.mirror is None:
+    storage = open_storage(target)
+    if not isinstance(storage, MirrorStorage):
         raise FormatError(f"{url} is itself a cache. Give the folder that holds caches by name")
-    report = TransferReport(url=storage.mirror.url_of(""), path=str(cache.path))
+    report = TransferReport(url=storage.mirror.url, path=str(cache.path))
     entries = _own_entries(cache)
     storage.put(RECIPE_FILE, (cache.path / RECIPE_FILE).read_bytes())
     bring_weights(cache.recipe, cache.path.parent.parent, root)
-    _send_shards(cache, entries, storage.mirror, report, listen)
-    for name in LocalStorage(cache.path).list():
-        if name == SOURCES_FILE or name.startswith("failures-"):
+    _send_shards(cache, entries, storage, report, listen)
+    for name in open_storage(cache.path).list():
+        if name == SOURCES_FILE or is_failures_name(name):
             storage.put(name, (cache.path / name).read_bytes())
-    bad = {entry.file: entry.bad for entry in entries}
-    catalog = Catalog(storage, cache.recipe)
-
-    def list_shards() -> list[ShardInfo]:
-        return [replace(info, bad=bad.get(info.file, info.bad)) for info in catalog.refresh()]
-
+    catalog = ShardCatalog(storage, cache.recipe)
+    catalog.exclude(noted_damage(cache.index))
     with indexing(target):
-        index = write_index(storage, cache.recipe, list_shards)
+        index = write_index(storage, cache.recipe, catalog.refresh)
     report.records, report.complete = index.stored, index.complete
     report.seconds = time.monotonic() - began
     return report
 
 
-def _own_entries(cache: Cache) -> list[ShardEntry]:
+def _own_entries(cache: Cache) -> list[ShardInfo]:
     """The shards that serve.
 
     Raises:
         FormatError: Their records lie elsewhere.
     """
-    if LocalStorage(cache.path).mirror is not None:
+    if open_storage(cache.path).mirror is not None:
         raise FormatError(f"{cache.path} is a copy of an address, in part. Pull it, and push that")
     entries = [entry for entry in cache.index.shards if len(entry.segments)]
     for entry in entries:
@@ -377,19 +383,19 @@ def _own_entries(cache: Cache) -> list[ShardEntry]:
 
 def _send_shards(
     cache: Cache,
-    entries: list[ShardEntry],
-    mirror: MirrorFolder,
+    entries: list[ShardInfo],
+    storage: MirrorStorage,
     report: TransferReport,
     listen: Listen | None,
 ) -> None:
-    there = mirror.names.sizes()
+    there = storage.sizes()
     missing = [entry for entry in entries if there.get(entry.file) != entry.bytes]
     report.present = len(entries) - len(missing)
     progress = Progress(count=len(missing), total=sum(entry.bytes for entry in missing))
 
-    def send(entry: ShardEntry) -> ShardEntry:
+    def send(entry: ShardInfo) -> ShardInfo:
         _check(cache, entry)
-        mirror.names.put_file(entry.file, cache.path / entry.file)
+        storage.put_file(entry.file, cache.path / entry.file)
         return entry
 
     for entry in map_in_order(send, missing, what=f"pushing {cache.path}", threads=AT_ONCE):
@@ -398,76 +404,10 @@ def _send_shards(
         report.bytes += entry.bytes
 
 
-def _check(cache: Cache, entry: ShardEntry) -> None:
+def _check(cache: Cache, entry: ShardInfo) -> None:
     """Read a shard against every sum; rows that the index leaves out aside."""
     shard = cache.fresh_shard(next(i for i, one in enumerate(cache.index.shards) if one is entry))
     for name in shard.columns:
         for row, why in shard.damage(name).items():
             if row not in entry.bad:
                 raise CorruptError(f"{why}. Nothing of it was pushed", shard=entry.file, folder=cache.path)
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Clean up a mirror: copies here; at the address only when asked, and only what serves nothing.
-
-
-def clean(root: Path, policy: GcPolicy, *, dry_run: bool = False, at_address: bool = False) -> GcReport:
-    """Give back copies as `policy` says; any of them is fetched again when it is read.
-
-    Args:
-        root: The mirror.
-        policy: `max_bytes` and `older_than_s` are of copies; with neither, none go.
-        dry_run: Only list.
-        at_address: Also remove shards at the address that serve nothing in the index there. Nobody can tell
-            whether another machine has an earlier index open, so run it when none has.
-    Raises:
-        ConfigError: The policy is one for whole caches.
-        StokerError: The address does not answer, or may not be written.
-    """
-    if policy.keep is not None or policy.force:
-        raise ConfigError("--keep and --force are for folders of caches; here are copies of an address")
-    mirror = MirrorRoot(root)
-    report = GcReport(cache_dir=str(root), dry_run=dry_run)
-    if at_address:
-        _superseded(root, mirror.url, report)
-    held = kept = mirror.space.held()
-    report.bytes_before = held + sum(item.bytes for item in [*report.removed, *report.kept])
-    if policy.older_than_s is not None:
-        kept = min(kept, mirror.space.held(time.time() - policy.older_than_s))
-    if policy.max_bytes is not None:
-        kept = min(kept, policy.max_bytes)
-    if count := held - kept:
-        gone = count if dry_run else mirror.space.free(count)
-        reason = f"copies of {mirror.url} that were unused longest"
-        report.removed.append(GcItem(kind="copy", path=str(root), bytes=gone, reason=reason))
-    if not at_address:
-        report.unseen = (
-            f"these are copies here; --at-address also removes shards at {mirror.url} that serve nothing"
-        )
-    return report
-
-
-def _superseded(root: Path, url: str, report: GcReport) -> None:
-    for recipe in sorted(root.glob(f"[!.]*/[!.]*/{RECIPE_FILE}")):
-        folder = recipe.parent
-        found = find_superseded(folder)
-        for name, why in still_needed(folder, found.shards).items():
-            size = found.shards.pop(name)
-            report.kept.append(
-                GcItem(kind="shard", path=_at(root, url, folder, name), bytes=size, reason=why)
-            )
-        sizes = LocalStorage(folder).sizes()
-        found.damaged.clear()
-        why = drop_superseded(folder, found) if found.shards and not report.dry_run else None
-        for name in found.shards:
-            item = GcItem(
-                kind="shard",
-                path=_at(root, url, folder, name),
-                bytes=sizes.get(name, 0),
-                reason=why or "its records serve from other shards",
-            )
-            (report.kept if why else report.removed).append(item)
-
-
-def _at(root: Path, url: str, folder: Path, name: str) -> str:
-    return f"{url}/{folder.relative_to(root)}/{name}"
