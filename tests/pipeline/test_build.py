@@ -8,7 +8,7 @@ import pytest
 from stoker.encoders.grid import GridEncoder
 from stoker.errors import EncoderError, SplitError, StokerError
 from stoker.pipeline.build import build_jobs
-from stoker.pipeline.context import Run, stem_of
+from stoker.pipeline.context import Run, batch_examples, stem_of
 from stoker.schema import Field
 from tests.conftest import write_burgers
 from tests.pipeline.conftest import Configure
@@ -111,7 +111,7 @@ def test_batch_trajectories_counts_as_the_earlier_systems_did(configure: Configu
 
     assert Run(config).windows.start_every == 2
     schema = {"data": Field(dtype="float32", shape=(9, 4), time=True)}
-    assert Run(config).batch_size(schema) == 3 * 4  # starts 0, 2, 4, 6 of 9 steps
+    assert batch_examples(Run(config), schema) == 3 * 4  # starts 0, 2, 4, 6 of 9 steps
 
 
 def load_without_batch_size(configure: Configure, *overrides: str) -> object:

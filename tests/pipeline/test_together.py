@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stoker.errors import ConfigError
-from stoker.pipeline.context import Run, write_diary
+from stoker.pipeline.context import Run, on_own_device, write_diary
 from stoker.pipeline.loaders import make_loader, make_val_loader, own_trajectories, share_steps
 from stoker.pipeline.precompute import fill_caches
 from stoker.scale.ranks import ALONE, Ranks
@@ -102,5 +102,5 @@ def test_each_rank_uses_its_own_gpu(configure: Configure, monkeypatch: pytest.Mo
     rank.local_rank = 3
     config = configure("training.device=cuda")
 
-    assert Run(config, ranks=rank).on_own_device().config.training.device == "cuda:3"
+    assert on_own_device(Run(config, ranks=rank)).config.training.device == "cuda:3"
     assert used == ["cuda:3"]

@@ -164,7 +164,7 @@ def test_a_forked_process_is_told_instead_of_waiting_for_ever(variables: S3Serve
     code = (
         "import os, sys\n"
         "from stoker.errors import ConfigError\n"
-        "from stoker.store.remote import open_remote\n"
+        "from stoker.store.mirror.folder import open_remote\n"
         "remote = open_remote('s3://bucket/x')\n"
         "remote.list()\n"
         "child = os.fork()\n"

@@ -53,13 +53,15 @@ def precompute(result: PrecomputeResult, console: Console) -> None:
     rows: list[Cells] = []
     for cache in result.caches:
         rows += cache_rows(cache.name, cache, named=False)
-        rows.append(("", escape(cache.place)))
+        rows.append(("", escape(str(cache.address or cache.path))))
     table(console, rows)
     for cache in result.caches:
         failures = [f"  sample {f['number']:,} ({f['stage']}: {f['error']})" for f in cache.failures]
         some(console, failures, f"{cache.name}: {len(failures)} quarantined")
         if failures:
-            line = f"  stoker inspect {cache.place} lists them; --retry-quarantined tries again"
+            line = (
+                f"  stoker inspect {cache.address or cache.path} lists them; --retry-quarantined tries again"
+            )
             console.print(escape(line))
 
 

@@ -18,7 +18,7 @@ from stoker.loader import Loader, Windows
 from stoker.monitor import StallMeter
 from stoker.pipeline.build import Settled, build_jobs, measure_jobs, settled_batch
 from stoker.pipeline.caches import locate
-from stoker.pipeline.context import Run
+from stoker.pipeline.context import Run, batch_examples
 from stoker.pipeline.folders import require_writable
 from stoker.plan import Plan, probe, rates
 from stoker.plan.rates import Limit
@@ -114,7 +114,7 @@ def job_of_config(run: Run) -> ServedJob:
             "run `stoker precompute` with the same settings first"
         )
     schema = located.cache.schema
-    return _job(located.cache, run.windows_for(schema), run.batch_size(schema), run.device)
+    return _job(located.cache, run.windows_for(schema), batch_examples(run, schema), run.device)
 
 
 def job_of_cache(path: Path, batch_size: int) -> ServedJob:

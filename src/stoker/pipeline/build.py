@@ -24,7 +24,7 @@ from stoker.encoders.mesh import mesh_encoder_for
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.wrappers import Normalized, Statistics, SteadyEncoder, fit_statistics, keeping
 from stoker.errors import ConfigError, FormatError, ReadOnlyError, ResourceError, StalledError, StokerError
-from stoker.pipeline.context import Run
+from stoker.pipeline.context import Run, encode_devices, kept_fields
 from stoker.pipeline.staging import staged_data
 from stoker.pipeline.user_code import user_encoder
 from stoker.plan.resources import resolve_device
@@ -248,7 +248,7 @@ def build_jobs(run: Run, splits: Sequence[str]) -> list[CacheJob]:
     if run.config.data.normalize:
         fitted_on = sources.get("train") or build_source(run, "train")
     first = next(iter(sources.values()))
-    encoder = keeping(build_encoder(run, first.schema(), fitted_on=fitted_on), run.kept_fields)
+    encoder = keeping(build_encoder(run, first.schema(), fitted_on=fitted_on), kept_fields(run))
     if encoder is not None:
         encoder = run.encoders.setdefault(digest_json(encoder.identity()), encoder)
     settled = settled_batch(run, encoder, first)
@@ -491,7 +491,7 @@ def measure_jobs(run: Run, jobs: Sequence[CacheJob]) -> EncodeBatch:
     return measure_encode_batch(
         first.encoder,
         first.source.schema(),
-        str(resolve_device(run.encode_devices[0])),
+        str(resolve_device(encode_devices(run)[0])),
         most=max(1, most),
         deadline_s=run.config.precompute.deadlines.encode,
     )

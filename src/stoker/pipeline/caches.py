@@ -15,7 +15,7 @@ from stoker.config import Config, load_config
 from stoker.encoders.wrappers import KEEPING, STEADY
 from stoker.errors import ConfigError, FormatError, SourceError, StokerError
 from stoker.pipeline.build import CacheJob, build_jobs, grid_encoder_of
-from stoker.pipeline.context import Run
+from stoker.pipeline.context import Run, kept_fields, names_of_caches
 from stoker.pipeline.user_code import user_encoder
 from stoker.runtime.jsonio import as_object
 from stoker.schema import Json, JsonResult, Schema
@@ -330,7 +330,7 @@ def matches(run: Run, recipe: Recipe, split: str) -> bool:
         and _same_layout(config, source)
         and _same_files(config, recipe, run.task)
         and _same_limit(config, recipe)
-        and _same_encoder(config, recipe, run.kept_fields)
+        and _same_encoder(config, recipe, kept_fields(run))
         and config.precompute.encode_batch in ("auto", None, recipe.group.samples)
         and _same_dtypes(config, recipe)
     )
@@ -602,7 +602,7 @@ def _side(path: str | Path, name: str | None, overrides: Sequence[str]) -> _Side
         folder = at if (at / "recipe.json").is_file() else open_cache(at, require_complete=False).path
         return _Side(label=shown(folder), recipe=load_recipe(folder), folder=folder)
     run = Run(load_config(path, overrides))
-    known = run.names_of_caches()
+    known = names_of_caches(run)
     if name is not None and name not in known:
         raise ConfigError(f"{path} describes {', '.join(known)}, not {name}. Compare caches of one name")
     chosen = name or next(iter(known))

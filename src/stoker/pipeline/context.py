@@ -39,7 +39,6 @@ from stoker.sources.files import canonical_split
 from stoker.store.mirror.root import attach
 from stoker.store.remote import is_url, local_path
 from stoker.store.storage import open_storage
-from stoker.train.config import TrainStage
 from stoker.train.operator import unequal_tokens
 from stoker.units import format_bytes
 
@@ -106,14 +105,6 @@ class Run:
         training = self.config.training.model_copy(update=settings)
         return replace(self, config=self.config.model_copy(update={"training": training}))
 
-    def on_own_device(self) -> Run:
-        """Return the run with this rank's own GPU, made the current one, where there are several of each."""
-        if self.ranks.world == 1 or self.device != "cuda":
-            return self
-        own = f"cuda:{self.ranks.local_rank}"
-        use_device(own)
-        return self.with_training(device=own)
-
     # Folders
 
     @cached_property
@@ -175,26 +166,7 @@ class Run:
             return self.whole.device
         return automatic_device()[0] if wanted == "auto" else wanted
 
-    @cached_property
-    def encode_devices(self) -> tuple[str, ...]:
-        """The devices that encode on this machine: those asked for, else that of each rank here.
-
-        Raises:
-            ConfigError: A device that was asked for is not there.
-        """
-        wanted, count = self.config.precompute, self.ranks.local_world
-        if wanted.devices:
-            devices = encode_on(wanted.devices)
-            if wanted.engine == "local":
-                require_devices(*devices)
-            return devices
-        if count == 1:
-            return (self.config.training.device,)  # `auto` is resolved, and said, where encoding begins
-        if not self.device.startswith("cuda"):
-            return (self.device,) * count
-        return tuple(f"cuda:{place}" for place in range(count))
-
-    # Splits, stages and fields
+    # Splits and windows
 
     @property
     def split(self) -> str:
@@ -205,29 +177,6 @@ class Run:
     def splits(self) -> list[str]:
         """All of `data.split`."""
         return [canonical_split(split) for split in self.config.data.wanted_splits]
-
-    def names_of_caches(self) -> dict[str, tuple[Run, str]]:
-        """Return task and split of each cache that may be made, by name; `data.split` comes first."""
-        splits = dict.fromkeys([*self.splits, "train", "val", "test"])
-        return {f"{part.task}_{split}": (part, split) for part in self.parts() for split in splits}
-
-    @cached_property
-    def stages(self) -> tuple[TrainStage, ...]:
-        """The stages for the training loop. Errors as `stages_of`."""
-        return stages_of(self.config)
-
-    @property
-    def trains_decoder(self) -> bool:
-        """A stage trains a decoder, for which caches keep the raw field."""
-        return any(stage.trains_decoder for stage in self.stages)
-
-    @property
-    def kept_fields(self) -> tuple[str, ...]:
-        """The raw fields that caches keep: those of `precompute.keep`, and what stages need."""
-        wanted = field_names(self.config.precompute.keep)
-        return field_names([*wanted, *([RAW] if self.trains_decoder else [])])
-
-    # Windows and batches
 
     @cached_property
     def windows(self) -> Windows:
@@ -248,42 +197,89 @@ class Run:
         timed = any(field.evolves and not field.kept for field in schema.values())
         return self.windows if timed else None
 
-    def windows_in(self, schema: Schema) -> int | None:
-        """Return the windows that training cuts from one record; None where records differ in length.
 
-        A record of a steady problem is one example.
+def on_own_device(run: Run) -> Run:
+    """Return the run with this rank's own GPU, made the current one, where there are several of each."""
+    if run.ranks.world == 1 or run.device != "cuda":
+        return run
+    own = f"cuda:{run.ranks.local_rank}"
+    use_device(own)
+    return run.with_training(device=own)
 
-        Raises:
-            ConfigError: None, so that no loader could serve them; the records have no time; or the operator
-                cannot take the state fields side by side.
-        """
-        windows = self.windows_for(schema)
-        if windows is None:
-            if not is_steady(schema):
-                raise ConfigError(no_operator(schema))
-            return 1
-        if schema[main := time_field(schema, windows.field)].folded:
-            raise ConfigError(
-                f"field {main!r} has other points in every record, and `stoker train` trains an operator on "
-                "latents of one shape. Set encoder.kind=mesh; or train in Python on stoker.Loader(..., "
-                "windows=stoker.Windows(), ragged='pack') (docs/meshes.md)"
-            )
-        make_outputs(schema, windows, None)
-        states = state_fields(schema, windows)
-        if why := unequal_tokens({name: schema[name].shape[1:] or (1,) for name in states}):
-            raise ConfigError(why)
-        if schema[main].ragged:
-            return None
-        return number_examples(np.array([schema[main].shape[0]]), 1, windows).count
 
-    def batch_size(self, schema: Schema) -> int:
-        """Return the examples in a batch; `training.batch_trajectories` counts whole trajectories."""
-        training, steps = self.config.training, trajectory_steps(schema)
-        if training.batch_trajectories is None:
-            return training.batch_size
-        if steps <= 1:
-            return training.batch_trajectories
-        return max(1, training.batch_trajectories * self.windows.count(steps))
+def encode_devices(run: Run) -> tuple[str, ...]:
+    """Return the devices that encode on this machine: those asked for, else that of each rank here.
+
+    Raises:
+        ConfigError: A device that was asked for is not there.
+    """
+    wanted, count = run.config.precompute, run.ranks.local_world
+    if wanted.devices:
+        devices = encode_on(wanted.devices)
+        if wanted.engine == "local":
+            require_devices(*devices)
+        return devices
+    if count == 1:
+        return (run.config.training.device,)  # `auto` is resolved, and said, where encoding begins
+    if not run.device.startswith("cuda"):
+        return (run.device,) * count
+    return tuple(f"cuda:{place}" for place in range(count))
+
+
+def names_of_caches(run: Run) -> dict[str, tuple[Run, str]]:
+    """Return task and split of each cache that may be made, by name; `data.split` comes first."""
+    splits = dict.fromkeys([*run.splits, "train", "val", "test"])
+    return {f"{part.task}_{split}": (part, split) for part in run.parts() for split in splits}
+
+
+def trains_decoder(run: Run) -> bool:
+    """Return True if a stage trains a decoder, for which caches keep the raw field."""
+    return any(stage.trains_decoder for stage in stages_of(run.config))
+
+
+def kept_fields(run: Run) -> tuple[str, ...]:
+    """Return the raw fields that caches keep: those of `precompute.keep`, and what stages need."""
+    wanted = field_names(run.config.precompute.keep)
+    return field_names([*wanted, *([RAW] if trains_decoder(run) else [])])
+
+
+def windows_in(run: Run, schema: Schema) -> int | None:
+    """Return the windows that training cuts from one record; None where records differ in length.
+
+    A record of a steady problem is one example.
+
+    Raises:
+        ConfigError: None, so that no loader could serve them; the records have no time; or the operator
+            cannot take the state fields side by side.
+    """
+    windows = run.windows_for(schema)
+    if windows is None:
+        if not is_steady(schema):
+            raise ConfigError(no_operator(schema))
+        return 1
+    if schema[main := time_field(schema, windows.field)].folded:
+        raise ConfigError(
+            f"field {main!r} has other points in every record, and `stoker train` trains an operator on "
+            "latents of one shape. Set encoder.kind=mesh; or train in Python on stoker.Loader(..., "
+            "windows=stoker.Windows(), ragged='pack') (docs/meshes.md)"
+        )
+    make_outputs(schema, windows, None)
+    states = state_fields(schema, windows)
+    if why := unequal_tokens({name: schema[name].shape[1:] or (1,) for name in states}):
+        raise ConfigError(why)
+    if schema[main].ragged:
+        return None
+    return number_examples(np.array([schema[main].shape[0]]), 1, windows).count
+
+
+def batch_examples(run: Run, schema: Schema) -> int:
+    """Return the examples in a batch; `training.batch_trajectories` counts whole trajectories."""
+    training, steps = run.config.training, trajectory_steps(schema)
+    if training.batch_trajectories is None:
+        return training.batch_size
+    if steps <= 1:
+        return training.batch_trajectories
+    return max(1, training.batch_trajectories * run.windows.count(steps))
 
 
 def no_operator(schema: Schema) -> str:
@@ -378,7 +374,7 @@ def work_digest(run: Run, schema: Schema) -> str:
     work: dict[str, Json] = {
         "model": run.config.to_dict()["model"],
         "fields": schema_to_json(schema),
-        "batch_size": run.batch_size(schema),
+        "batch_size": batch_examples(run, schema),
         "horizon": run.windows.horizons[1],
         "device": run.device,
         "amp": run.config.training.amp,

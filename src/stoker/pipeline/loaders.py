@@ -23,7 +23,7 @@ from stoker.loader.transform import Transform
 from stoker.loader.windows import time_field
 from stoker.monitor import StallMeter
 from stoker.pipeline.build import build_source
-from stoker.pipeline.context import Run, unfinished
+from stoker.pipeline.context import Run, batch_examples, unfinished
 from stoker.pipeline.stages import horizon_of
 from stoker.scale.ranks import Ranks
 from stoker.schema import Json, Schema
@@ -340,7 +340,7 @@ def share_steps(run: Run, digest: str, cache: Cache) -> Shared:
     ranks = run.ranks
     begun = unfinished(run, digest) if ranks.leads else None
     begun = json.loads(ranks.tell(json.dumps(begun), "the start of training")[0])
-    size = run.batch_size(cache.schema) * (begun or ranks.world)
+    size = batch_examples(run, cache.schema) * (begun or ranks.world)
     if size % ranks.world:
         raise ConfigError(
             f"{run.run_dir} holds a run of {size} examples a step, begun with {begun} ranks, which "
@@ -490,7 +490,7 @@ def make_loader(
         cache,
         windows=run.windows_for(schema),
         order=training.order if shared is None else shared.order,
-        batch_size=run.batch_size(schema) if shared is None else shared.batch_size,
+        batch_size=batch_examples(run, schema) if shared is None else shared.batch_size,
         drop_last=None if shared is None else shared.drop_last,
         rank=run.ranks.rank,
         world=run.ranks.world,
@@ -527,7 +527,7 @@ def make_val_loader(
         cache,
         windows=windows,
         order="sequential",
-        batch_size=run.batch_size(cache.schema),
+        batch_size=batch_examples(run, cache.schema),
         indices=own,
         transforms=transforms_of(run.config, train_cache or cache, training=False),
         **_common(run),

@@ -20,7 +20,7 @@ from stoker.loader.places import Places, find_places
 from stoker.loader.prefetch import HANDOVER_S, elsewhere_of
 from stoker.monitor import StallMeter
 from stoker.pipeline.caches import Located, locate, raw_bytes
-from stoker.pipeline.context import Run, last_step_s, trajectory_steps
+from stoker.pipeline.context import Run, batch_examples, encode_devices, last_step_s, trajectory_steps
 from stoker.pipeline.folders import require_folder
 from stoker.plan import BatchLoad, Demand, Elsewhere, Plan, Resources, measure_rates, plan_tiers, probe
 from stoker.plan.gpus import GpuRow, gpu_table, say_gpus, say_together
@@ -409,14 +409,14 @@ def plan_config(run: Run) -> PlanResult:
 def plan_located(run: Run, located: Located, resources: Resources | None = None) -> PlanResult:
     """Plan one cache, whose missing records count as stored; `resources`: None asks the machine."""
     config, device = run.config, run.device
-    _ = run.encode_devices  # one that is not there is refused before anything is measured
+    _ = encode_devices(run)  # one that is not there is refused before anything is measured
     demand = demand_of(run, located)
     cache = located.cache if located.cache is not None and not located.missing else None
     step_s = last_step_s(run, located.recipe.schema)
     rates = measure_rates(located.folder if located.cache is not None else None, device=device)
     if cache is not None and device == "cpu":
         step = None if step_s is None else Step(seconds=step_s, cpus=demand.step_cpus)
-        windows, batch_size = run.windows_for(cache.schema), run.batch_size(cache.schema)
+        windows, batch_size = run.windows_for(cache.schema), batch_examples(run, cache.schema)
         rates = replace(rates, served=served_loads(cache, windows, batch_size, step=step))
     planned = partial(
         plan_tiers,
@@ -462,7 +462,7 @@ def demand_of(run: Run, located: Located) -> Demand:
         elsewhere=None if cache is None else _elsewhere(run, cache, size),
         records=located.recipe.count - quarantined,
         record_bytes=size,
-        batch_examples=run.batch_size(schema),
+        batch_examples=batch_examples(run, schema),
         example_bytes=example_bytes(run, schema, size),
         device=run.device,
         encoded_first=located.missing,
@@ -481,7 +481,7 @@ def _elsewhere(run: Run, cache: Cache, size: float) -> Elsewhere | None:
         parse_order(run.config.training.order, world=1, example_bytes=max(1, int(example))),
         examples=max(1, each * len(cache)),
         example_bytes=example,
-        step_examples=run.batch_size(schema),
+        step_examples=batch_examples(run, schema),
     )
 
 

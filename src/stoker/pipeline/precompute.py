@@ -37,7 +37,7 @@ from stoker.pipeline.caches import (
     shard_bytes,
     worst_error,
 )
-from stoker.pipeline.context import Run
+from stoker.pipeline.context import Run, encode_devices, names_of_caches, windows_in
 from stoker.pipeline.folders import is_open, require_writable
 from stoker.pipeline.loaders import check_beside
 from stoker.pipeline.staging import stage_task
@@ -203,11 +203,6 @@ class CacheResult(JsonResult):
     source_gone: bool = False
     """The raw data is not there any more; the cache was found by everything else."""
 
-    def served(self, cache: Cache) -> CacheResult:
-        """The same when a loader had served `cache`: it is complete by then, if it was being filled."""
-        more = len(cache) - len(self.cache)
-        return self if more <= 0 else replace(self, cache=cache, encoded=self.encoded + more)
-
     @property
     def name(self) -> str:
         """`{task}_{split}`."""
@@ -264,14 +259,15 @@ class CacheResult(JsonResult):
         return shard_bytes(self.cache)
 
     @property
-    def place(self) -> str:
-        """Its address, or where it has none its folder."""
-        return shown(self.cache.path)
-
-    @property
     def error(self) -> float | None:
         """Largest rounding error of the storage dtype, relative to a record's largest value."""
         return worst_error(self.cache)
+
+
+def as_served(result: CacheResult, cache: Cache) -> CacheResult:
+    """Return the result when a loader had served `cache`: it is complete by then, if it was being filled."""
+    more = len(cache) - result.records
+    return result if more <= 0 else replace(result, cache=cache, encoded=result.encoded + more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -403,7 +399,7 @@ def _fill_jobs(run: Run, jobs: Sequence[CacheJob], training: Training | None) ->
     """The caches of one task; what can be refused is refused before the first of them is filled."""
     schemas = [record_schema(job) for job in jobs]
     for schema in schemas if training == "windows" else ():
-        run.windows_in(schema)
+        windows_in(run, schema)
     results: list[CacheResult] = []
     beside = training is not None and not run.config.precompute.wait
     with engine_of(run) as engine:
@@ -419,7 +415,7 @@ def _fill_jobs(run: Run, jobs: Sequence[CacheJob], training: Training | None) ->
 
 def settings_of(run: Run, job: CacheJob) -> PrecomputeSettings:
     """How the records of `job` are made."""
-    config, ranks, devices, nodes = run.config, run.ranks, run.encode_devices, run.nodes
+    config, ranks, devices, nodes = run.config, run.ranks, encode_devices(run), run.nodes
     wanted = config.precompute
     return PrecomputeSettings(
         dtype=config.training.latent_cache_dtype,
@@ -593,7 +589,7 @@ def _job_of(run: Run, folder: Path) -> tuple[Run, CacheJob]:
         ConfigError: There is none.
     """
     name = folder.resolve().parent.name
-    named = run.names_of_caches()
+    named = names_of_caches(run)
     if name not in named:
         raise ConfigError(
             f"the settings make {', '.join(named)}, {folder} is of {name}. Give those that made it"

@@ -20,7 +20,7 @@ from stoker.errors import ConfigError, StalledError
 from stoker.loader import Loader
 from stoker.pipeline.build import CacheJob
 from stoker.pipeline.caches import Located, locate_with_job
-from stoker.pipeline.context import Run
+from stoker.pipeline.context import Run, batch_examples, windows_in
 from stoker.pipeline.folders import obstacle
 from stoker.pipeline.loaders import joined, make_loader
 from stoker.pipeline.plan import Step, demand_of, served_loads
@@ -85,7 +85,7 @@ def profile_config(
     """
     run = run.parts()[0]
     job, located = locate_with_job(run, run.split)
-    run.windows_in(located.recipe.schema)
+    windows_in(run, located.recipe.schema)
     device, config = run.device, run.config
     price = config.training.price_per_hour if price_per_hour is None else price_per_hour
     with tempfile.TemporaryDirectory(prefix=".profile-", dir=_place(run)) as folder:
@@ -174,7 +174,7 @@ def _loader(run: Run, cache: Cache, *, complete: bool) -> Loader:
     if complete:
         return make_loader(run, cache)
     training, schema = run.config.training, cache.schema
-    batch = min(run.batch_size(schema), len(cache) * (run.windows_in(schema) or 1))
+    batch = min(batch_examples(run, schema), len(cache) * (windows_in(run, schema) or 1))
     return Loader(
         cache,
         batch,

@@ -24,13 +24,22 @@ from stoker.monitor import StallMeter
 from stoker.monitor.gpu import GpuAbsent, GpuWatch
 from stoker.monitor.trackers import Ending, TrackedRun, Tracking, check_trackers, flat
 from stoker.pipeline.caches import locate
-from stoker.pipeline.context import Run, describe_machine, settings_digest, work_digest, write_diary
+from stoker.pipeline.context import (
+    Run,
+    describe_machine,
+    kept_fields,
+    on_own_device,
+    settings_digest,
+    trains_decoder,
+    work_digest,
+    write_diary,
+)
 from stoker.pipeline.folders import require_writable
 from stoker.pipeline.loaders import Served, StageLoaders, check_together, normalized, serve
 from stoker.pipeline.physical import field_space, physical_space
 from stoker.pipeline.plan import verdict_of
-from stoker.pipeline.precompute import CacheResult, fill_caches
-from stoker.pipeline.stages import only_stage
+from stoker.pipeline.precompute import CacheResult, as_served, fill_caches
+from stoker.pipeline.stages import only_stage, stages_of
 from stoker.precompute import EncodeFiller
 from stoker.precompute.background import SpotCheck, SpotChecks, SpotReport
 from stoker.schema import Json, JsonResult, as_json
@@ -468,7 +477,7 @@ def train_config(
         StokerError: As `fill_caches` and `train`.
     """
     started = time.monotonic() if started is None else started
-    run = run.on_own_device()
+    run = on_own_device(run)
     only_stage(run.config, stage)
     return train_prepared(run, prepare(run), started=started, on_event=on_event, stage=stage)
 
@@ -481,10 +490,10 @@ def prepare(run: Run) -> Prepared:
     began = time.monotonic()
     check_trackers(run.config.training.trackers)
     splits = training_splits(run)
-    if run.trains_decoder:
+    if trains_decoder(run):
         log.info(
             "a decoder is trained on raw fields, so caches keep %s: they are others than without",
-            ", ".join(run.kept_fields),
+            ", ".join(kept_fields(run)),
         )
     if len(run.tasks) > 1:
         check_together({part.task: locate(part, splits[0]).recipe.schema for part in run.parts()})
@@ -607,7 +616,7 @@ def _tell_before(run_dir: Path, prepared: Prepared, served: Served, sink: EventS
 def _now(results: Sequence[CacheResult], served: Served) -> tuple[CacheResult, ...]:
     """The caches as they are now; those that were filled meanwhile have more records."""
     now = {loader.dataset.path: loader.dataset for loader in served.loaders}
-    return tuple(result.served(now.get(result.cache.path, result.cache)) for result in results)
+    return tuple(as_served(result, now.get(result.path, result.cache)) for result in results)
 
 
 def begin_spot_checks(config: Config, caches: Sequence[Cache]) -> SpotChecks | None:
@@ -646,7 +655,7 @@ def _field_space(run: Run, prepared: Prepared) -> FieldSpace | None:
     Raises:
         ConfigError: There are several tasks, or states do not reach the loop as they were encoded.
     """
-    if not run.trains_decoder:
+    if not trains_decoder(run):
         return None
     if len(run.tasks) > 1:
         raise ConfigError(
@@ -680,6 +689,6 @@ def loop_settings(run: Run, batches: int, *, resume: bool) -> TrainConfig:
         patience=training.early_stop_patience or None,
         stride=run.windows.strides[0],
         most_stride=run.windows.strides[1],
-        stages=run.stages,
+        stages=stages_of(run.config),
         resume=resume,
     )

@@ -24,7 +24,7 @@ from stoker.monitor.gpu import find_driver
 from stoker.monitor.trackers import NEEDS, check_trackers
 from stoker.pipeline.build import CacheJob, build_jobs
 from stoker.pipeline.caches import Located, locate, locate_job, nearest_differences
-from stoker.pipeline.context import Run, no_operator
+from stoker.pipeline.context import Run, encode_devices, no_operator, windows_in
 from stoker.pipeline.folders import obstacle, require_writable
 from stoker.pipeline.loaders import check_together
 from stoker.pipeline.plan import demand_of, left_by
@@ -150,7 +150,7 @@ def check_device(run: Run, rows: list[Row]) -> Run:
             described = f"{sample.name}, {format_bytes(sample.total_bytes - sample.used_bytes)} free"
     device = run.device
     try:
-        _ = run.encode_devices
+        _ = encode_devices(run)
     except StokerError as error:
         rows.append(failed("encoders", error))
     try:
@@ -459,7 +459,7 @@ def _windows_row(run: Run, found: Located) -> Row:
     if run.windows_for(found.recipe.schema) is None:
         return Row(check="windows", status="warn", detail=no_operator(found.recipe.schema))
     try:
-        count = run.windows_in(found.recipe.schema)
+        count = windows_in(run, found.recipe.schema)
     except ConfigError as error:
         return failed("windows", error)
     many = "as many as fit" if count is None else format_count(count)

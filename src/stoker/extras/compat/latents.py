@@ -32,7 +32,7 @@ from stoker.extras.compat.settings import config_of
 from stoker.extras.import_pt.run import schema_of
 from stoker.loader import Loader, Mixture, Windows
 from stoker.loader.windows import time_field
-from stoker.pipeline.context import Run, trajectory_steps
+from stoker.pipeline.context import Run, batch_examples, trajectory_steps
 from stoker.pipeline.precompute import fill_caches
 from stoker.precompute import precompute
 from stoker.schema import Schema
@@ -422,7 +422,7 @@ def build_latent_pair_loader(cfg: Any, split: str | None = None, **loader: Any) 
         }
         if "shuffle" not in loader:
             settings.setdefault("order", own.training.order if split == "train" else "sequential")
-        size = part.batch_size(cache.schema)
+        size = batch_examples(part, cache.schema)
         loaders[part.task] = Loader(cache, batch_size=size, windows=part.windows, **settings)
     caches = {task: one.dataset for task, one in loaders.items()}
     if len(loaders) == 1:

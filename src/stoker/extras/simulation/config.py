@@ -15,7 +15,7 @@ from stoker.extras.simulation.run import simulate
 from stoker.extras.simulation.scenario import parse_scenario
 from stoker.pipeline.build import CacheJob
 from stoker.pipeline.caches import Located, locate_with_job
-from stoker.pipeline.context import Run, last_step_s, trajectory_steps
+from stoker.pipeline.context import Run, batch_examples, last_step_s, trajectory_steps
 from stoker.pipeline.folders import obstacle
 from stoker.pipeline.plan import demand_of, served_loads
 from stoker.pipeline.precompute import settings_of
@@ -85,7 +85,7 @@ def known_of(run: Run, given: set[str]) -> tuple[dict[str, Any], list[str]]:
         known["served"] = served_loads(
             located.cache,
             run.windows_for(located.recipe.schema),
-            run.batch_size(located.recipe.schema),
+            batch_examples(run, located.recipe.schema),
         )
         notes.append("loads of batches, measured on the cache here")
     return known, notes
