@@ -18,7 +18,7 @@ from stoker.errors import (
     MissingRecordError,
     ResourceError,
 )
-from stoker.loader import Loader, RecordBatch, Windows, disk, options, serving
+from stoker.loader import Loader, RecordBatch, Windows, disk, options
 from stoker.loader.design import Design, Engine
 from stoker.monitor.meter import StallMeter
 from stoker.store import Cache, open_cache
@@ -281,7 +281,7 @@ def test_two_threads_that_ask_for_the_first_batch_share_one_engine(
             both.wait(0.3)  # time for the other thread to begin an engine of its own
             super().__init__(design, *more)
 
-    monkeypatch.setattr(serving, "Engine", Slow)
+    monkeypatch.setattr("stoker.loader.loader.Engine", Slow)
     loader = Loader(cache, batch_size=5)
     with ThreadPoolExecutor(2) as pool:
         first = list(pool.map(lambda _: next(iter(loader))["index"].tolist(), range(2)))

@@ -1,24 +1,25 @@
 """From a cache and a plan to batches, the same bytes from every tier.
 
-loader.py      the face: settings in, batches out; place.py: where it is, state.py: what is saved of that
-whole.py       what serves a complete cache, filling.py: one beside its filling; engine.py: the moving parts
-decide.py      what is served from where, before a record is read; mend.py: damaged records made again
-order.py       which example comes at which position of an epoch, on the host or made on a GPU;
-               ranks.py: which of those are ours
-windows.py     trajectories cut into examples; places.py: where each record lies
-chunks.py      positions -> rows, many batches at a time and ahead of need
-outputs.py     what a batch is made of; assembly.py puts it together, however it was cut;
-               gather.py: columns from memory; disk.py: from shards
-read_ahead.py  fetches from elsewhere what comes next: horizon.py knows it, reach.py in which blocks it lies
-fused.py       what is done to values on the way: normalise, cast, crop, mirror; kernels/: by what;
-               lowering.py: transforms that can be done there
-residency.py   which shards are in memory now (memory.py, mapped.py: host, device.py: GPU)
-watch.py       when that should change; partial.py: batches for a device that does not hold everything
-mixture.py     several caches as one stream: turns.py says whose step it is, members.py has their loaders,
-               conditions.py aligns what examples carry along, mixture_state.py
-ragged.py      fields of varying length as one tensor: padded, or packed; points.py: particles and meshes
-buffers.py     memory of large batches; batch.py, transform.py, arguments.py
-keyed.py       random numbers for transforms, by example; draws.py, subsets.py: which examples, and how often
+```
+order ─▶ chunks ─▶ gather (memory) ─┐
+   ▲    (filling)  disk (shards)   ─┴▶ assembly ─▶ transform ─▶ batch
+ windows, places       ▲ placement: which shards are in which memory (tiers)
+```
+
+loader.py      the public class; serves a complete cache, or one that is being filled; repairs damaged records
+design.py      what is served from where, decided before a record is read; `Engine`: the parts that move
+options.py     arguments, and those of a PyTorch `DataLoader`; state.py: what is saved of a place in an epoch
+order.py       which example comes at which position of an epoch, and which positions are this rank's
+filling.py     the order while a cache is being filled, and its chunks as records become available
+windows.py     trajectories cut into examples; places.py: in which shard and row each record is
+chunks.py      positions to rows, many batches at a time and before they are needed
+outputs.py     the tensors of a batch and their roles; fused.py: what is done to values on the way
+gather.py      columns from memory (triton_gather.py: on a GPU); disk.py: from shards, or from several tiers
+assembly.py    puts columns together: records, windows, lists joined; batch.py: what comes out
+transform.py   what is done to a batch afterwards
+tiers.py       memory of the host and of a GPU; placement.py: which shards are in it, and when that changes
+prefetch.py    batches made while the step computes; blocks of remote caches fetched before they are needed
+mixture.py     several caches as one stream
 """
 
 from stoker.loader.assembly import Pad

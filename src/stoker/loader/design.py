@@ -102,7 +102,7 @@ class Design:
     fill_s: float = 3600.0
     """Seconds that filling the device may take where nothing else can serve."""
     cuts: Cuts | None = None
-    """How windows are cut from fields of points; their batches are put together by `points.py`."""
+    """How windows are cut from fields of points; their batches are put together by `assembly.py`."""
     lowered: Lowered = NOTHING
     """Transforms that the device tier does while it gathers."""
     join: Joiner | None = None

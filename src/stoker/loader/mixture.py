@@ -21,7 +21,7 @@ from stoker.loader import state as states
 from stoker.loader.batch import RecordBatch, Role, TaskBatch, WindowBatch
 from stoker.loader.chunks import RECORD
 from stoker.loader.design import Design, completed
-from stoker.loader.loader import Loader, complete, design_of, follow, is_beside, pass_from
+from stoker.loader.loader import Loader, complete, design_of, follow, is_filling, pass_from
 from stoker.loader.options import check_cache, refuse_unknown, refuse_workers
 from stoker.loader.order import Ids, Order, OrderKind, apportion
 from stoker.loader.outputs import OutputSpec
@@ -362,7 +362,7 @@ def make_members(
 def _loaders(
     given: Mapping[str, Cache | Loader], seed: int, settings: Mapping[str, Any], *, full_batches: bool
 ) -> dict[str, Loader]:
-    """The loaders by name; each is planned into the memory that those before it leave (`plan.ledger`)."""
+    """The loaders by name; each is planned into the memory that those before it leave (`plan.placement`)."""
     loaders: dict[str, Loader] = {}
     for place, (name, one) in enumerate(given.items()):
         if isinstance(one, Loader):
@@ -370,7 +370,7 @@ def _loaders(
             continue
         loader = Loader(one, seed=member_seed(seed, place), **settings)
         lap = _lap_of(loader)
-        short = lap.tail > 0 or is_beside(loader)  # where samples may yet prove to be quarantined
+        short = lap.tail > 0 or is_filling(loader)  # where samples may yet prove to be quarantined
         if full_batches and lap.whole and short and settings.get("drop_last") is None:
             full: dict[str, Any] = {**settings, "drop_last": True}
             loader = Loader(one, seed=member_seed(seed, place), **full)
@@ -460,7 +460,7 @@ def _lap_of(loader: Loader) -> Lap:
     if share.contiguous:  # every rank has steps of its own
         return Lap(whole=share.steps(), tail=0, step=share.step)
     # Beside a filling whatever is known of it by now: turns must not depend on when they are laid out.
-    positions = design.order.positions if is_beside(loader) else share.positions
+    positions = design.order.positions if is_filling(loader) else share.positions
     return Lap(whole=positions // share.step, tail=positions % share.step, step=share.step)
 
 
@@ -762,7 +762,7 @@ class Mixture(EpochIterable):
     def state_dict(self, position: tuple[int, int] | None = None) -> dict[str, Json]:
         """Where to go on: after the batches handed out so far, or after the one whose `position` is given."""
         members, at = self._members, self._place.at if position is None else position
-        beside = self._beside if any(map(is_beside, self.loaders.values())) else None
+        beside = self._beside if any(map(is_filling, self.loaders.values())) else None
         return {
             "version": VERSION,
             "epoch": at[0],
@@ -811,7 +811,7 @@ class Mixture(EpochIterable):
         epoch, step = self._place.begin()  # with the first batch, as a Loader: see there
         if self._beside not in (None, epoch):
             self._complete()
-        if any(map(is_beside, self.loaders.values())):
+        if any(map(is_filling, self.loaders.values())):
             self._beside = epoch
         first = [self._turns.place(epoch, member, 0)[0] for member in range(len(self.loaders))]
         streams = [_Stream(one, lap) for one, lap in zip(self.loaders.values(), first, strict=True)]
@@ -831,7 +831,7 @@ class Mixture(EpochIterable):
 
     def _complete(self) -> None:
         """Serve complete caches from now on, and wait for those that are being filled."""
-        if any(map(is_beside, self.loaders.values())):
+        if any(map(is_filling, self.loaders.values())):
             for loader in self.loaders.values():
                 complete(loader)
             self._turns = self._arranged()
@@ -926,7 +926,7 @@ class _Stream:
     def take(self, lap: int, place: int) -> Any:
         """The batch of step `place` of pass `lap`; None: it has no such, so much was quarantined."""
         if self._next != (lap, place):
-            if lap != self._first and is_beside(self._loader):
+            if lap != self._first and is_filling(self._loader):
                 complete(self._loader)
             self._batches = pass_from(self._loader, lap, place)
         self._next = (lap, place + 1)

@@ -2,7 +2,7 @@
 
 A loader starts at once: shards are read, verified and placed by a thread, and until a shard is there its
 records come from the next slower tier. Small caches are in memory before the first batch. The device is
-filled once the model has shown what it needs, and what is held follows the memory there is (`watch`). As
+filled once the model has shown what it needs, and what is held follows the memory there is (`Watch`). As
 batches are the same bytes from everywhere, nobody can tell but by the clock.
 
 The thread that serves makes and removes memories, between two batches; the thread that fills loads and drops
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # Look at the machine while a loader runs, and say when its plan should change.
 #
 # A look happens every two seconds at most, between two batches of the thread that serves. What follows from
-# it is arithmetic (`plan.moves`); `residency` carries it out.
+# it is arithmetic (`plan.placement`); `Residency` carries it out.
 
 
 LOOK_S = 2.0
@@ -210,9 +210,16 @@ def parts_of(
 
 def claim_plan(claim: Reservation, cache: Cache, places: Places, plan: Plan, demand: Demand) -> None:
     """Note in the ledger what a plan means to hold, before anything is taken."""
-    homes, size = assign(cache, places, plan), demand.record_bytes
-    claim.parts["host"] = parts_of(cache, homes["host"], size)
-    claim.parts[demand.device] = parts_of(cache, homes["device"], size, own=id(claim))
+    _claim_homes(claim, cache, assign(cache, places, plan), demand, on_device=True)
+
+
+def _claim_homes(
+    claim: Reservation, cache: Cache, homes: Mapping[str, frozenset[int]], demand: Demand, *, on_device: bool
+) -> None:
+    """Note in the ledger which shards are meant to be in which memory."""
+    claim.parts["host"] = parts_of(cache, homes["host"], demand.record_bytes)
+    if on_device:
+        claim.parts[demand.device] = parts_of(cache, homes["device"], demand.record_bytes, own=id(claim))
 
 
 def _nothing() -> None:
@@ -399,12 +406,8 @@ class Residency:
     def _account(self) -> None:
         """Tell other loaders of this process what this one means to hold, and has taken."""
         design, claim = self._design, self._design.claim
-        size = design.ask.demand.record_bytes
-        claim.parts["host"] = parts_of(design.cache, self._homes["host"], size)
+        _claim_homes(claim, design.cache, self._homes, design.ask.demand, on_device=self._watch.seen)
         device = self.held.device
-        if self._watch.seen:
-            on_device = parts_of(design.cache, self._homes["device"], size, own=id(claim))
-            claim.parts[design.ask.demand.device] = on_device
         claim.taken[design.ask.demand.device] = (
             0 if device is None else sum(t.nbytes for t in device.sources.values())
         )

@@ -208,7 +208,7 @@ def _drained(made: deque[Any]) -> Iterator[Any]:
 # What comes next: the blocks that the next steps of an order take, up to one epoch ahead.
 #
 # An order is a pure function of seed and epoch, so what an epoch begins with is known while the one before
-# it still runs. Nothing here reads or waits; `read_ahead` does.
+# it still runs. Nothing here reads or waits; `BlockPrefetcher` does.
 
 
 MOST_KNOWN = 1 << 22

@@ -5,7 +5,7 @@
 
 A program copies `tiles` runs of `block` values of one row. Everything but the rows is known when the kernel
 is compiled, once per output, so what an output does not need costs nothing. Product and sum must not be
-contracted (`enable_fp_fusion=False`): the values are those of `twin.py`, to the last bit.
+contracted (`enable_fp_fusion=False`): the values are those of `gather.Twin`, to the last bit.
 """
 
 from __future__ import annotations

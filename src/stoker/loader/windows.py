@@ -168,7 +168,7 @@ def check_conditions(schema: Schema, main: str) -> None:
     """
     steps = (schema[main].ragged, schema[main].shape[0])
     for name, field in schema.items():
-        if field.axes:  # of particles and meshes: see points.py
+        if field.axes:  # of particles and meshes: see assembly.py
             continue
         if field.time and (field.ragged, field.shape[0]) != steps:
             raise ConfigError(
