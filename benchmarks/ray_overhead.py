@@ -29,8 +29,8 @@ import torch
 from devices import Rows
 from measure import publish
 from stoker.encoders.protocol import Group
+from stoker.extras.ray.engine import RayEngine
 from stoker.precompute import PrecomputeReport, PrecomputeSettings, run_precompute
-from stoker.scale.ray_engine import RayEngine
 from stoker.schema import Field
 
 WORKERS = (1, 2)

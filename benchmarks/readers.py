@@ -28,7 +28,7 @@ import numpy as np
 import stoker
 from measure import RESULTS, commit, publish
 from precompute_wall import SPACE, write
-from stoker.pipeline.radio import TABLE, RadioSpec, radio_columns, write_radio
+from stoker.extras.radio.demo import TABLE, RadioSpec, radio_columns, write_radio
 
 READERS: tuple[int | None, ...] = (1, 2, 3, 4, None)
 

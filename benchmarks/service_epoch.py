@@ -29,10 +29,7 @@ from torch.utils.data import DataLoader
 
 import stoker
 from measure import interleaved, publish
-from stoker.loader import Loader
-from stoker.monitor import StallMeter
-from stoker.pipeline.fitting import FitSettings, fit, one_thread
-from stoker.pipeline.radio import (
+from stoker.extras.radio.demo import (
     TABLE,
     RadioSpec,
     Triangulation,
@@ -41,11 +38,15 @@ from stoker.pipeline.radio import (
     radio_where,
     write_radio,
 )
+from stoker.loader import Loader
+from stoker.monitor import StallMeter
+from stoker.pipeline.fitting import fit, one_thread
 from stoker.sources.sql.source import SQLSource
 from stoker.sources.sql.values import METRES
+from stoker.train.config import TrainConfig
 
 BATCH = 256
-SETTINGS = FitSettings(epochs=5000, lr=1e-3)
+SETTINGS = TrainConfig(epochs=5000, lr=1e-3, checkpoint_every=None, save_every_s=1.0)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FIELDS = ("receivers", "signal_mask", "target")
 

@@ -45,9 +45,11 @@ from plan_stall import alone, sleeping
 from precompute_wall import alone as alone_process
 from precompute_wall import make_encoder, write
 from serve_memory import Records, cache_of
+from stoker.extras.simulation.run import simulate
+from stoker.extras.simulation.scenario import Scenario
 from stoker.loader.outputs import make_outputs
 from stoker.pipeline.plan import served_loads
-from stoker.plan import Load, Scenario, probe, simulate
+from stoker.plan import BatchLoad, probe
 from stoker.precompute import PrecomputeSettings
 from stoker.precompute.measure import Trial, try_stages
 from stoker.store import make_recipe
@@ -92,8 +94,8 @@ def scenario_of(
     )
 
 
-def mean_load(*loads: Load) -> Load:
-    return Load(
+def mean_load(*loads: BatchLoad) -> BatchLoad:
+    return BatchLoad(
         **{n: statistics.fmean(getattr(one, n) for one in loads) for n in ("alone_s", "direct_s", "beside_s")}
     )
 

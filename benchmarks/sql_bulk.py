@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import stoker
 from measure import interleaved, publish
-from stoker.pipeline.radio import TABLE, RadioSpec, radio_columns, write_radio
+from stoker.extras.radio.demo import TABLE, RadioSpec, radio_columns, write_radio
 
 COLUMNS = [f"x{n}" for n in range(7)]
 RADIO = ["receiver_features", "tx_latitude", "tx_longitude", "gdop", "num_receivers_detected"]

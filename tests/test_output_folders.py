@@ -11,7 +11,7 @@ import torch
 
 import stoker
 from stoker.errors import ConfigError, ReadOnlyError
-from stoker.fetch import fetch_files
+from stoker.extras.fetch.run import fetch_files
 from stoker.store import pull
 from tests.cli.commands import run
 

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from stoker.plan.simulation import Simulation, parse_scenario, simulate
-from stoker.plan.simulation.report import HEAD, cells, encoding_cells, remarks
+from stoker.extras.simulation.report import HEAD, cells, encoding_cells, remarks
+from stoker.extras.simulation.result import Simulation
+from stoker.extras.simulation.run import simulate
+from stoker.extras.simulation.scenario import parse_scenario
 
 PAGE = (Path(__file__).parent.parent / "docs" / "scale.md").read_text()
 COMMAND = re.compile(r"```sh\n(stoker plan --simulate .*?)```", re.DOTALL)

@@ -24,16 +24,16 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULE_LINES, FUNCTION_LINES, PUBLIC_METHODS = 900, 50, 12
 UNFINISHED = re.compile(r"pickle\.loads?\(|shell=True|NotImplementedError|\bTODO\b|\bFIXME\b")
 # Where a pickle is read: our own parent's, over a private descriptor; our driver's, on a cluster.
-UNPICKLES = {
-    "reader.py",
-    "fill_process.py",
-    "device_process.py",
-    "torch_elsewhere.py",
-    "ray_task.py",
-    "entry.py",
-}
+UNPICKLES = (
+    "/reader.py",
+    "/fill_process.py",
+    "/device_process.py",
+    "/torch_elsewhere.py",
+    "extras/ray/task.py",
+    "/entry.py",
+)
 SPEAKS_HTTP = re.compile(r"urllib\.(request|error)|http\.client import .*Conn|import (httpx|requests)\b")
-READ_THE_ENVIRONMENT = {"cli", "service", "launch", "compat"}
+READ_THE_ENVIRONMENT = ("cli/", "service/", "extras/launch/", "extras/compat/", "extras/ray/job")
 PASS_THE_ENVIRONMENT_ON = {"child.py", "entry.py"}
 GUARANTEES = (
     "same_bytes_everywhere",
@@ -66,7 +66,7 @@ def source_violations(path: Path, text: str) -> Iterator[str]:
         yield f"{lines} lines, at most {MODULE_LINES}: does it hold more than one idea?"
     if path.stem in {"utils", "helpers", "common", "misc"}:
         yield "the name says nothing"
-    unpickles = path.name in UNPICKLES and "cloudpickle.loads(" in text
+    unpickles = path.as_posix().endswith(UNPICKLES) and "cloudpickle.loads(" in text
     if (found := UNFINISHED.search(text)) and not unpickles:
         yield f"{found[0]}: dangerous or unfinished"
     if any("weights_only=True" not in call for call in re.findall(r"torch\.load\([^)]*\)", text)):
@@ -89,7 +89,7 @@ def node_violations(path: Path, node: ast.AST) -> Iterator[str]:
     elif isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}:
         # A library that changes with the environment cannot be reasoned about. To pass ours on to a child
         # process is not to read a setting.
-        if path.parts[0] not in READ_THE_ENVIRONMENT and path.name not in PASS_THE_ENVIRONMENT_ON:
+        if not path.as_posix().startswith(READ_THE_ENVIRONMENT) and path.name not in PASS_THE_ENVIRONMENT_ON:
             yield f"line {node.lineno}: the environment is read in the command line alone"
     # At its exit, the interpreter joins threads that are no daemons, and those of every ThreadPoolExecutor.
     elif isinstance(node, ast.ImportFrom) and node.module == "concurrent.futures":

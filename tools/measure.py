@@ -27,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src" / "stoker"
-EXTRAS = ("extras", "compat", "export", "launch", "fetch")
+EXTRAS = ("extras",)
 """Folders that the core does without."""
 
 WAYS = {

@@ -8,7 +8,7 @@ plan/         which records are served from where, and why
 loader/       cache + plan -> batches, the same bytes from every tier
 transforms/   changes to a batch on its device, random by example
 export/       a cache as files of other libraries
-integrations/ adapters for training frameworks
+integrations  adapters for training frameworks
 profile/      where the time of any training loop goes
 train/        a reference operator and its training loop
 config/       settings files;  pipeline/, cli/   whole runs, and the `stoker` command

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from stoker.errors import IncompleteError
-from stoker.pipeline import import_pt
-from stoker.pipeline.import_pt import PtContent
+from stoker.extras.import_pt import run as import_pt
+from stoker.extras.import_pt.run import PtContent
 from stoker.precompute.engine import PrecomputeSettings, clear, run_precompute
 from stoker.store import (
     Digests,

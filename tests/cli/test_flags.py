@@ -12,8 +12,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from stoker.cli.compat import CompatFlags
 from stoker.cli.flags import EarlierFlags, PrecomputeFlags, Splits, Words, spread_flags
+from stoker.extras.compat.command import CompatFlags
 
 DEADLINES = "precompute.deadlines."
 

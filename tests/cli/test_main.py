@@ -14,7 +14,8 @@ from stoker.cli import output
 from stoker.cli.main import app
 from tests.cli.commands import run, run_json
 
-TOP: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+GROUP: Any = get_command(app)
+TOP: dict[str, Any] = {name: GROUP.get_command(None, name) for name in GROUP.list_commands(None)}
 COMMANDS = {
     f"{name} {sub}".strip(): command
     for name, above in TOP.items()

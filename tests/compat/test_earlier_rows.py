@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-import stoker.compat.images
+import stoker.extras.compat.images
 from stoker.compat import collate_gpu_cached
-from stoker.compat.rows import COORDS, GPUCachedDataset, GPUDataLoader, create_gpu_cached_dataloaders
 from stoker.errors import ConfigError, ResourceError, SplitError
-from stoker.pipeline.radio import RadioSpec, write_radio
+from stoker.extras.compat.rows import COORDS, GPUCachedDataset, GPUDataLoader, create_gpu_cached_dataloaders
+from stoker.extras.radio.demo import RadioSpec, write_radio
 from tests.compat.page import snippets
 
 SPEC = RadioSpec(rows=160)
@@ -38,7 +38,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make(database: str, caches: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The earlier call, with the folder of caches in addition."""
-    monkeypatch.setattr(stoker.compat.images, "_said", set[str]())
+    monkeypatch.setattr(stoker.extras.compat.images, "_said", set[str]())
 
     def made(split: str = "train", device: str = "cuda", **more: Any) -> GPUCachedDataset:
         return GPUCachedDataset(
@@ -130,7 +130,7 @@ def test_every_way_gives_the_same_rows(make: Any, preload: bool, monkeypatch: py
         ),
         "Loader": next(iter(GPUDataLoader(dataset, len(dataset)))),
     }
-    monkeypatch.setattr("stoker.compat.rows.check_sufficient_ram", lambda _: False)
+    monkeypatch.setattr("stoker.extras.compat.rows.check_sufficient_ram", lambda _: False)
     ways["no room"] = next(iter(DataLoader(make("val"), len(dataset), collate_fn=collate_gpu_cached)))
 
     wanted = ways.pop("rows")
@@ -193,7 +193,7 @@ def test_in_postgresql_the_table_has_its_earlier_schema(monkeypatch: pytest.Monk
         asked.append(table)
         raise ConfigError("stopped here")
 
-    monkeypatch.setattr("stoker.compat.rows.SQLSource", stop)
+    monkeypatch.setattr("stoker.extras.compat.rows.SQLSource", stop)
     for table in (None, "lab.rows"):
         with pytest.raises(ConfigError, match="stopped"):
             GPUCachedDataset([str(SPEC.dataset_id)], "train", "postgresql:///heimdall", "cpu", table=table)

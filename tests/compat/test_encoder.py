@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stoker.compat.encoder import convert_encoder, original_forward
 from stoker.encoders.grid import GridEncoder
 from stoker.errors import EncoderError
+from stoker.extras.compat.encoder import convert_encoder, original_forward
 from tests.cli.commands import run, run_json
 
 

@@ -128,7 +128,7 @@ def test_preloading_says_what_is_missing_or_does_not_fit(
 
     with pytest.raises(ValueError, match="Cache incomplete: 12/13"):
         PreloadedCacheDataset(TRAIN, 13)
-    monkeypatch.setattr("stoker.compat.latents.check_sufficient_ram", lambda _: False)
+    monkeypatch.setattr("stoker.extras.compat.latents.check_sufficient_ram", lambda _: False)
     with pytest.raises(ResourceError, match="Insufficient RAM for PreloadedCacheDataset"):
         PreloadedCacheDataset(TRAIN, 12)
 

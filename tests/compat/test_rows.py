@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.compat.rows import GPUCachedDataset
 from stoker.errors import ConfigError, SourceError
+from stoker.extras.compat.rows import GPUCachedDataset
 
 ONE, OTHER = (str(uuid.UUID(int=number)) for number in (1, 2))
 
@@ -83,7 +83,7 @@ def test_what_are_no_ids_is_refused(table: Path, ids: Any) -> None:
 
 
 def test_without_columns_rows_are_those_of_the_demo(table: Path) -> None:
-    pytest.importorskip("stoker.pipeline.radio", reason="the rules of the demo are not there")
+    pytest.importorskip("stoker.extras.radio.demo", reason="the rules of the demo are not there")
 
     with pytest.raises(SourceError, match="receiver_features"):
         rows(table, columns=None)

@@ -15,8 +15,15 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import ConfigError, ResourceError
-from stoker.fetch import Fetched, FetchReport, FetchSettings, Wanted, fetch_files, parse_wanted, read_manifest
-from stoker.fetch.run import BLOCK_BYTES, alone, paths_of
+from stoker.extras.fetch.run import (
+    Fetched,
+    FetchReport,
+    FetchSettings,
+    alone,
+    fetch_files,
+)
+from stoker.extras.fetch.wanted import Wanted, parse_wanted, read_manifest
+from stoker.runtime.partial import BLOCK_BYTES, paths_of
 from tests.fetch.servers import Files
 
 BODY = bytes(range(256)) * 64
@@ -172,8 +179,8 @@ def test_another_content_is_not_added_to_the_first(files: Files, tmp_path: Path,
 def test_a_damaged_partial_file_is_kept_up_to_the_damage(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stoker.fetch.run.BLOCK_BYTES", 64 * 1024)
-    monkeypatch.setattr("stoker.fetch.origins.PIECE_BYTES", 16 * 1024)
+    monkeypatch.setattr("stoker.runtime.partial.BLOCK_BYTES", 64 * 1024)
+    monkeypatch.setattr("stoker.extras.fetch.origins.PIECE_BYTES", 16 * 1024)
     body = os.urandom(1024 * 1024)
     files.content["/a"], files.faults["/a"] = body, ["cut", "404"]
     want = [wanted("a", f"{files.url}/a", body)]

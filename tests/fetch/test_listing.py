@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from stoker.errors import ConfigError
-from stoker.fetch import FetchReport, FetchSettings, WantedFolder, fetch_files, parse_wanted, read_manifest
+from stoker.extras.fetch.run import FetchReport, FetchSettings, fetch_files
+from stoker.extras.fetch.wanted import WantedFolder, parse_wanted, read_manifest
 
 QUICK = FetchSettings(stall_s=10.0, pause_s=0.02, tries=2, deadline_s=60.0)
 SHARDS = [f"burgers_train_{number:03d}.h5" for number in range(5)]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stoker.fetch import Fetched, FetchReport, FetchSettings, Wanted, WantedFolder, fetch_files
+from stoker.extras.fetch.run import Fetched, FetchReport, FetchSettings, fetch_files
+from stoker.extras.fetch.wanted import Wanted, WantedFolder
 from tests.fetch.s3 import LOST, SECRET_KEY, Bucket, a_bucket, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))

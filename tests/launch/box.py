@@ -93,8 +93,8 @@ class Box:
         for call in self.calls():
             if "stoker" in call:
                 found.append(call[call.index("stoker") + 1 :])
-            elif "stoker.launch.ranks" in call:
-                found.append(call[call.index("stoker.launch.ranks") + 3 :])
+            elif "stoker.extras.launch.ranks" in call:
+                found.append(call[call.index("stoker.extras.launch.ranks") + 3 :])
         return found
 
     def commands(self) -> list[str]:

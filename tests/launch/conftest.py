@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stoker.launch.script import StartScript
+from stoker.extras.launch.script import StartScript
 from tests.launch.box import Box, a_box, a_repository
 from tests.launch.vast import Vast, serving
 

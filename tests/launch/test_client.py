@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stoker.errors import ConfigError, ServiceError, StalledError, StokerError
-from stoker.launch.vast import VastClient
+from stoker.extras.launch.vast import VastClient
 from tests.launch.vast import INSTANCE, OFFER, Vast
 
 KEY = "planted-account-key-55555"
@@ -62,7 +62,7 @@ def test_an_account_with_many_instances_is_listed_page_by_page(vast: Vast) -> No
 
 
 def test_a_list_that_does_not_end_is_refused(vast: Vast, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.launch.vast.PAGES", 3)
+    monkeypatch.setattr("stoker.extras.launch.vast.PAGES", 3)
     vast.instances = [INSTANCE] * 500
 
     with pytest.raises(ServiceError, match="does not end after 75"):

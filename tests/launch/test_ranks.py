@@ -12,7 +12,7 @@ import pytest
 
 from tests.launch.box import wait_for
 
-START = [sys.executable, "-m", "stoker.launch.ranks"]
+START = [sys.executable, "-m", "stoker.extras.launch.ranks"]
 
 
 def project(where: Path, script: str) -> Path:
@@ -36,7 +36,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(tmp_path: Path, script: s
     runner = tmp_path / "run.py"
     where = project(tmp_path / "fake", script)
     runner.write_text(
-        "import sys; from stoker.launch.ranks import run_ranks\n"
+        "import sys; from stoker.extras.launch.ranks import run_ranks\n"
         f"import os; os.chdir({str(where)!r}); os.environ['PYTHONPATH'] = {str(where)!r}\n"
         "sys.exit(run_ranks(2, 5, ['train', 'a b']))\n"
     )
@@ -59,7 +59,7 @@ def test_ranks_have_their_time_to_end_and_no_more(tmp_path: Path) -> None:
     where = project(tmp_path / "fake", body)
     runner = tmp_path / "run.py"
     runner.write_text(
-        "import sys; from stoker.launch.ranks import run_ranks\n"
+        "import sys; from stoker.extras.launch.ranks import run_ranks\n"
         f"import os; os.chdir({str(where)!r}); os.environ['PYTHONPATH'] = {str(where)!r}\n"
         "sys.exit(run_ranks(2, 4, ['train']))\n"
     )

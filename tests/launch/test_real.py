@@ -19,7 +19,7 @@ from typing import Any
 import h5py
 import pytest
 
-from stoker.launch.script import StartScript
+from stoker.extras.launch.script import StartScript
 from tests.conftest import write_burgers
 from tests.fetch.s3 import SECRET_KEY, Bucket, a_bucket, missing
 from tests.launch.box import KEY, SECRET, SRC, Box, a_box, a_repository, wait_for

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from stoker.errors import ConfigError
-from stoker.launch.script import ONSTART_BYTES
+from stoker.extras.launch.script import ONSTART_BYTES
 from tests.launch.box import Box
 from tests.launch.conftest import model
 
@@ -148,8 +148,8 @@ def test_a_failure_is_not_taken_for_a_finished_run(box: Box) -> None:
 def test_ranks_are_as_many_as_gpus(box: Box, gpus: int) -> None:
     assert box.run(model(box, gpus=gpus, grace=120).render())[0] == 0
 
-    runs = [call[1:] for call in box.calls() if "stoker.launch.ranks" in call]
-    start = ["-m", "stoker.launch.ranks", str(gpus), "85"]
+    runs = [call[1:] for call in box.calls() if "stoker.extras.launch.ranks" in call]
+    start = ["-m", "stoker.extras.launch.ranks", str(gpus), "85"]
     assert [run[:5] for run in runs] == [[*start, "precompute"], [*start, "train"]]
 
 

@@ -141,7 +141,7 @@ CHILD = """
 import json, sys, torch
 from pathlib import Path
 from stoker.errors import StalledError
-from stoker.loader import Loader, read_ahead
+from stoker.loader import Loader
 from tests.loader.objects import opened
 url, mirrors, rank = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 cache, mirror = opened(url, mirrors)

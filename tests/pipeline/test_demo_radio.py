@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from stoker.errors import ConfigError, SourceError
-from stoker.pipeline.radio import (
+from stoker.extras.radio.demo import (
     FEATURES,
     RECEIVERS,
     TABLE,

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from stoker.errors import ConfigError, SourceError
+from stoker.extras.import_pt.run import ImportSettings, PtReader, Refused, import_pt
 from stoker.loader import Loader, Windows
-from stoker.pipeline.import_pt import ImportSettings, PtReader, Refused, import_pt
-from stoker.pipeline.keep import repair_cache
+from stoker.pipeline.precompute import repair_cache
 from stoker.units import MIB
 
 STEPS, TOKENS, WIDTH = 9, 4, 8
@@ -194,7 +194,7 @@ def test_a_file_that_claims_huge_entries_or_sizes_is_refused(tmp_path: Path) -> 
 
 def test_a_file_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (file,) = make_old(tmp_path / "old", [0]).iterdir()
-    monkeypatch.setattr("stoker.pipeline.import_pt.START_S", 0.0)
+    monkeypatch.setattr("stoker.extras.import_pt.run.START_S", 0.0)
 
     with PtReader(MIB, deadline_s=0.05) as reader, pytest.raises(Refused, match="took longer") as caught:
         reader.read(file)

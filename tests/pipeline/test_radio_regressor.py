@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from stoker.pipeline.radio import (
+from stoker.extras.radio.demo import (
     TriangulationModel,
     TriangulationShape,
     haversine_m,
     position_errors,
     position_losses,
-    save_regressor,
 )
+from stoker.pipeline.fitting import save_model
 from stoker.sources.sql.values import metres_from
 
 STATISTICS = {"target": {"mean": [1_000.0, -500.0], "deviation": [30_000.0, 20_000.0]}}
@@ -104,7 +104,7 @@ def test_the_loss_is_least_where_the_spread_is_that_of_the_errors() -> None:
 
 
 def test_weights_and_what_to_know_of_them_are_one_file(model: TriangulationModel, tmp_path: Path) -> None:
-    save_regressor(tmp_path / "new" / "model.safetensors", model, {"statistics": STATISTICS})
+    save_model(tmp_path / "new" / "model.safetensors", model, {"statistics": STATISTICS})
 
     with safe_open(tmp_path / "new" / "model.safetensors", "pt") as file:
         assert json.loads(file.metadata()["statistics"]) == STATISTICS

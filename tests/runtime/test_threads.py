@@ -104,7 +104,7 @@ cache = write_cache(Path(tempfile.mkdtemp()), {"x": torch.randn(4096, 2048)})
 loader = Loader(cache, 128, tier="host")
 while loader._serving.running().residency.serving() is None:
     pass
-loader._serving.ahead = prefetch.Ahead(cores=2)
+loader._serving.ahead = prefetch.BatchPrefetcher(cores=2)
 loader._serving.ahead.beside = True
 loader._serving.ahead._made.extend([1e-3, 1e-3])
 it = iter(loader)

@@ -71,7 +71,7 @@ def main(text):
     )
     engine = None
     if "ray" in given:
-        from stoker.scale.ray_engine import RayEngine
+        from stoker.extras.ray.engine import RayEngine
 
         engine = RayEngine(**given["ray"])
     try:

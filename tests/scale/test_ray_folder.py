@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from stoker.errors import ConfigError
-from stoker.scale import ray_task
+from stoker.extras.ray import task as ray_task
 from stoker.store import make_recipe, open_folder
 from stoker.store.mirror.root import attach, limit_at
 from tests.store.fakes import FakeSource, fill

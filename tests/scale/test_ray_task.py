@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from stoker.errors import ConfigError
+from stoker.extras.ray import board as ray_board
+from stoker.extras.ray import task as ray_task
+from stoker.extras.ray.settings import RaySettings
 from stoker.precompute import PrecomputeSettings
-from stoker.scale import ray_board, ray_task
-from stoker.scale.ray_settings import RaySettings
 from stoker.sources.files import confine_sources, confined_sources
 from stoker.sources.protocol import FileRef
 from stoker.store import Digests, make_recipe, open_folder

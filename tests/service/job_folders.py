@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from stoker.pipeline.radio import TABLE, RadioSpec, write_radio
+from stoker.extras.radio.demo import TABLE, RadioSpec, write_radio
 from stoker.service.folders import JobFile
 from tests.conftest import write_burgers
 

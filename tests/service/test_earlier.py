@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stoker.pipeline.radio import RadioSpec, write_radio
+from stoker.extras.radio.demo import RadioSpec, write_radio
 from stoker.service.app import GONE, GONE_ELSEWHERE, JOBS, address_now
 from stoker.service.database import State
 from stoker.service.models import DATASET

@@ -21,11 +21,12 @@ import psutil
 import pytest
 
 from stoker.errors import ConfigError, ResourceError, StalledError
-from stoker.service import ray, ray_child
+from stoker.extras.ray import job_child as ray_child
+from stoker.extras.ray import jobs as ray
+from stoker.extras.ray.jobs import RayExecutor, RayJobs, RayRun, ray_token
 from stoker.service.database import Database, State
-from stoker.service.executor import Limits, LocalExecutor
+from stoker.service.executor import Limits, LocalExecutor, RayTarget
 from stoker.service.folders import JobFile, JobFolder, StateFolder
-from stoker.service.ray import RayExecutor, RayJobs, RayRun, RayTarget, ray_token
 from tests.service.one_node import TOKEN, OneNode
 from tests.service.test_workers import Bench
 

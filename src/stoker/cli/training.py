@@ -10,20 +10,18 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stoker.cli.edge import Edge, edge, joined, refuse_ranks
-from stoker.cli.flags import Debug, Json, config_and_overrides, tell_settings
+from stoker.cli.edge import Edge, at_edge, joined, refuse_ranks
+from stoker.cli.flags import config_and_overrides, tell_settings
 from stoker.cli.output import Cells, bold, table
 from stoker.errors import ConfigError, StalledError
+from stoker.plugins import load_extension
 from stoker.precompute.heartbeat import started_ns
-from stoker.runtime.files import make_folder
-from stoker.units import format_bytes, format_count, format_percent, format_seconds
+from stoker.units import format_percent, format_seconds
 
 if TYPE_CHECKING:
     from stoker.config.models import Config
-    from stoker.pipeline.bench import BenchResult, EncodeBench, Figure, Job
-    from stoker.pipeline.radio import RadioResult
+    from stoker.pipeline.bench import BenchResult, EncodeBench, Figure, ServedJob
     from stoker.pipeline.train import TrainResult
-    from stoker.plan import Simulation
     from stoker.profile.result import Profile
 
 
@@ -45,14 +43,14 @@ def run_training(out: Edge, settings: Config, *, live: bool | None = None, stage
 
     drawn = out.notes.is_terminal if live is None else live
     started = started_ns() / 1e9
-    with joined(settings) as ranks, watching(out.notes, out.note, live=drawn) as watch:
+    with joined(settings) as run, watching(out.notes, out.note, live=drawn) as watch:
         listeners = (watch, output.events(out.note))
 
         def listen(kind: str, facts: Mapping[str, Any]) -> None:
             for listener in listeners:
                 listener(kind, facts)
 
-        result = train_config(settings, started=started, on_event=listen, ranks=ranks, stage=stage)
+        result = train_config(run, started=started, on_event=listen, stage=stage)
     out.show(result, output.train_of_tasks)
     judge(out, result)
 
@@ -73,7 +71,9 @@ def register_demo(app: typer.Typer) -> None:
     app.command()(demo)
 
 
+@at_edge
 def demo(
+    out: Edge,
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -87,8 +87,6 @@ def demo(
             metavar="URL", help="Of radio: sqlite:///FILE or postgresql://...; default: data/demo/radio.db."
         ),
     ] = None,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Do the whole job on generated data.
 
@@ -101,56 +99,23 @@ def demo(
       stoker demo training.epochs=5
       stoker demo radio --database postgresql:///lab
     """
-    with edge(as_json=as_json, debug=debug) as out:
-        refuse_ranks("demo")
-        given = list(words or [])
-        kinds = [word for word in given if "=" not in word]
-        if kinds not in ([], ["radio"]):
-            raise ConfigError(f"a demo of {' '.join(kinds)} is not known. Expected radio, or key=value alone")
-        overrides = [word for word in given if "=" in word]
-        if kinds:
-            from stoker.pipeline.radio import DATABASE, run_radio
-
-            out.show(run_radio(overrides, database=database or DATABASE, say=out.note), show_radio)
-            return
-        if database is not None:
-            raise ConfigError("--database is for the rows of `stoker demo radio`. Leave it out, or add radio")
-        from stoker.cli import output
-        from stoker.pipeline.demo import run_demo
-
-        result = run_demo(overrides, started=started_ns() / 1e9, on_event=output.events(out.note))
-        out.show(result, output.demo)
-        judge(out, result.train)
-
-
-def show_radio(result: RadioResult, console: Console) -> None:
-    """The four steps and the figure that matters."""
+    refuse_ranks("demo")
+    given = list(words or [])
+    kinds = [word for word in given if "=" not in word]
+    if kinds not in ([], ["radio"]):
+        raise ConfigError(f"a demo of {' '.join(kinds)} is not known. Expected radio, or key=value alone")
+    overrides = [word for word in given if "=" in word]
+    if kinds:
+        load_extension("demo.radio")(out, overrides, database)
+        return
+    if database is not None:
+        raise ConfigError("--database is for the rows of `stoker demo radio`. Leave it out, or add radio")
     from stoker.cli import output
+    from stoker.pipeline.demo import run_demo
 
-    console.print(escape(result.machine), "", sep="\n", soft_wrap=True)
-    rows: list[output.Cells] = [
-        ("1  data", escape(result.data_line), format_seconds(result.data_s), escape(result.database))
-    ]
-    for number, cache in enumerate(result.caches):
-        rows += output.cache_rows("" if number else "2  cache", cache, named=True)
-    size = f"{format_bytes(result.record_bytes)} each"
-    held = f"{format_count(result.plan.records, 'record')} of {size} on the {result.plan.plan.tier} tier"
-    stall = (
-        f"{format_count(result.steps, 'step')}, stall {format_percent(result.stall)}, loss {result.loss:.3f}"
-    )
-    rows += [
-        ("3  plan", held, "", escape(output.held(result.plan))),
-        ("4  train", stall, format_seconds(result.train_s), escape(result.run_dir)),
-    ]
-    output.table(console, rows, gap=2)
-    near, far = result.trained, result.untrained
-    console.print()
-    console.print(
-        f"position error {format_count(near.mean_m)} m (median {format_count(near.p50_m)} m), untrained "
-        f"{format_count(far.mean_m)} m · loss from the cache {result.losses[0]:.6f}, from the database "
-        f"{result.losses[1]:.6f}",
-        soft_wrap=True,
-    )
+    result = run_demo(overrides, started=started_ns() / 1e9, on_event=output.events(out.note))
+    out.show(result, output.demo)
+    judge(out, result.train)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -166,7 +131,9 @@ def register_bench(app: typer.Typer) -> None:
     app.command()(bench)
 
 
+@at_edge
 def bench(
+    out: Edge,
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -179,8 +146,6 @@ def bench(
         int | None, typer.Option(min=1, help=f"Examples in a batch of a CACHE; default: {BATCH_SIZE}.")
     ] = None,
     picture: Annotated[Path, typer.Option(help="Where to draw the figures.")] = PICTURE,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Measure this machine and how fast tiers serve.
 
@@ -194,20 +159,20 @@ def bench(
       stoker bench data/latent_cache/burgers1d_train --seconds 10
       stoker bench encode configs/train_burgers_32dim.yaml
     """
-    with edge(as_json=as_json, debug=debug) as out:
-        if words and words[0] == "encode":
-            out.show(_encode(words[1:]), show_encode)
-            return
-        from stoker.pipeline.bench import run_bench
+    if words and words[0] == "encode":
+        out.show(_encode(words[1:]), show_encode)
+        return
+    from stoker.pipeline.bench import run_bench
 
-        out.show(run_bench(_job(words or [], batch_size), seconds=seconds, picture=picture), show_bench)
+    out.show(run_bench(_job(words or [], batch_size), seconds=seconds, picture=picture), show_bench)
 
 
 def _encode(words: list[str]) -> EncodeBench:
     from stoker.config import load_config
     from stoker.pipeline.bench import bench_encode
+    from stoker.pipeline.context import Run
 
-    return bench_encode(load_config(*config_and_overrides(words)))
+    return bench_encode(Run(load_config(*config_and_overrides(words))))
 
 
 def show_encode(result: EncodeBench, console: Console) -> None:
@@ -226,16 +191,17 @@ def show_encode(result: EncodeBench, console: Console) -> None:
     ]
     if found.trials:
         table(console, rows, fixed=4, right=range(4), gap=2)
-    console.print(escape(f"{found.device}: {found.why}"), soft_wrap=True)
-    force = result.in_force
-    now = "auto, nothing known yet" if force is None else f"{force.samples or result.fixed} ({force.where})"
-    console.print(escape(f"in force: {now}; the fixed rule gives {result.fixed}"), soft_wrap=True)
-    console.print(escape(result.setting), soft_wrap=True)
+    console.print(escape(f"{found.device}: {found.why}"))
+    settled = result.settled
+    now = "auto, nothing known yet" if settled is None else f"{result.in_force} ({settled.where})"
+    console.print(escape(f"in force: {now}; the fixed rule gives {result.fixed_rule}"))
+    console.print(escape(result.setting))
 
 
-def _job(words: list[str], batch_size: int | None) -> Job | None:
+def _job(words: list[str], batch_size: int | None) -> ServedJob | None:
     from stoker.config import load_config
     from stoker.pipeline.bench import job_of_cache, job_of_config
+    from stoker.pipeline.context import Run
 
     paths, overrides = tell_settings(words)
     if len(paths) > 1 or (overrides and not (paths and paths[0].suffix in (".yaml", ".yml"))):
@@ -251,14 +217,14 @@ def _job(words: list[str], batch_size: int | None) -> Job | None:
         )
     if not paths:
         return None
-    return job_of_config(load_config(paths[0], overrides))
+    return job_of_config(Run(load_config(paths[0], overrides)))
 
 
 def show_bench(result: BenchResult, console: Console) -> None:
     """Tiers beside their limits, the limits, what to do."""
-    console.print(escape(result.machine), soft_wrap=True)
+    console.print(escape(result.machine))
     if result.cache:
-        console.print(escape(result.cache), soft_wrap=True)
+        console.print(escape(result.cache))
     console.print()
     rows: list[Cells] = []
     if result.tiers:
@@ -268,9 +234,9 @@ def show_bench(result: BenchResult, console: Console) -> None:
     rows.append(bold("limit of this machine", "at most", "", "", ""))
     rows += [(name, _rate(f.bytes_s), "", "", _note(f)) for name, f in result.limits.items()]
     table(console, rows, fixed=4, right=range(1, 4), gap=2)
-    console.print("", escape(result.advice), sep="\n", soft_wrap=True)
+    console.print("", escape(result.advice), sep="\n")
     if result.picture is not None:
-        console.print(escape(f"{result.picture} · {format_seconds(result.seconds)}"), soft_wrap=True)
+        console.print(escape(f"{result.picture} · {format_seconds(result.seconds)}"))
 
 
 def _figures(figure: Figure) -> Cells:
@@ -300,7 +266,9 @@ def register_profile(app: typer.Typer) -> None:
     app.command()(profile)
 
 
+@at_edge
 def profile(  # noqa: PLR0913, PLR0917 (one parameter per flag)
+    out: Edge,
     what: Annotated[
         Path,
         typer.Argument(metavar="SCRIPT | CONFIG", readable=False, help="What trains: Python, or settings."),
@@ -319,8 +287,6 @@ def profile(  # noqa: PLR0913, PLR0917 (one parameter per flag)
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="S", help="Seconds that it may take.")] = 600.0,
     page: Annotated[Path, typer.Option(help="Where to write the page.")] = PAGE,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Show what a training waits for.
 
@@ -334,38 +300,38 @@ def profile(  # noqa: PLR0913, PLR0917 (one parameter per flag)
       stoker profile train.py --budget stall=2% -- --epochs 1
       stoker profile configs/train_burgers_32dim.yaml training.tier=disk --price H100=2.59
     """
-    with edge(as_json=as_json, debug=debug) as out:
-        most = None if budget is None else _budget(budget)
-        prices = _prices(price or [])
-        from stoker.pipeline.folders import require_writable
-        from stoker.profile.page import write_page
+    most = None if budget is None else _budget(budget)
+    prices = _prices(price or [])
+    from stoker.pipeline.folders import require_writable
+    from stoker.profile.page import write_page
 
-        require_writable(page.parent, "the folder of --page")
-        if what.suffix.lower() in {".yaml", ".yml"}:
-            found = _of_config(out, what, words or [], (steps, price_per_hour, prices, timeout))
-        else:
-            from stoker.profile.run import profile_script
+    require_writable(page.parent, "the folder of --page")
+    if what.suffix.lower() in {".yaml", ".yml"}:
+        found = _of_config(out, what, words or [], (steps, price_per_hour, prices, timeout))
+    else:
+        from stoker.profile.run import profile_script
 
-            found = profile_script(
-                what,
-                words or [],
-                steps=steps,
-                price_per_hour=price_per_hour,
-                prices=prices,
-                timeout_s=timeout,
-            )
-        write_page(found, page, title=what.name)
-        out.show(found, show_profile)
-        out.note(str(page))
-        if most is not None and found.loop.stall > most:
-            stall = format_percent(found.loop.stall)
-            out.note(f"stall {stall}, and --budget allows {format_percent(most)}. {found.verdict}")
-            raise typer.Exit(StalledError.exit_code)
+        found = profile_script(
+            what,
+            words or [],
+            steps=steps,
+            price_per_hour=price_per_hour,
+            prices=prices,
+            timeout_s=timeout,
+        )
+    write_page(found, page, title=what.name)
+    out.show(found, show_profile)
+    out.note(str(page))
+    if most is not None and found.loop.stall > most:
+        stall = format_percent(found.loop.stall)
+        out.note(f"stall {stall}, and --budget allows {format_percent(most)}. {found.verdict}")
+        raise typer.Exit(StalledError.exit_code)
 
 
 def _of_config(
     out: Edge, path: Path, overrides: list[str], asked: tuple[int, float | None, Mapping[str, float], float]
 ) -> Profile:
+    from stoker.pipeline.context import Run
     from stoker.pipeline.profile import profile_config
     from stoker.runtime.libc import keep_freed_memory
 
@@ -373,7 +339,7 @@ def _of_config(
     config = load_settings(out, path, overrides)
     steps, price_per_hour, prices, timeout_s = asked
     return profile_config(
-        config, steps=steps, price_per_hour=price_per_hour, prices=prices, timeout_s=timeout_s
+        Run(config), steps=steps, price_per_hour=price_per_hour, prices=prices, timeout_s=timeout_s
     )
 
 
@@ -423,55 +389,10 @@ def show_profile(result: Profile, console: Console) -> None:
             )
             console.print()
     if result.elsewhere:
-        console.print(escape(result.elsewhere_note), soft_wrap=True)
+        console.print(escape(result.elsewhere_note))
     for line in (*straggler_lines(result), *result.remarks):
-        console.print(escape(line), soft_wrap=True)
-    console.print(escape(result.verdict), soft_wrap=True)
-
-
-# ----------------------------------------------------------------------------------------------------------
-# `stoker plan --simulate`: words in, tables out.
-
-
-def simulated(out: Edge, words: list[str], *, as_markdown: bool, picture: Path | None) -> None:
-    """Simulate what `words` say, and print it.
-
-    Raises:
-        ConfigError: There is more than one CONFIG, or an unknown word.
-    """
-    if picture is not None:
-        from stoker.pipeline.folders import require_writable
-
-        require_writable(picture.parent, "the folder of --picture")
-    files, settings = tell_settings(words)
-    overrides = [word for word in settings if "." in word.partition("=")[0]]
-    asked = [word for word in settings if word not in overrides]
-    if len(files) > 1 or (overrides and not files):
-        found = ", ".join(map(str, files)) or f"{overrides[0]} and no CONFIG"
-        raise ConfigError(f"found {found}. Expected words like nodes=8 gpus=8, and one CONFIG at most")
-    if files:
-        from stoker.config import load_config
-        from stoker.pipeline.simulate import simulate_words
-        from stoker.runtime.libc import keep_freed_memory
-
-        keep_freed_memory()  # as where caches are filled: without it an encoder's time may double
-
-        found = simulate_words(asked, load_config(files[0], overrides))
-    else:
-        from stoker.plan.simulation import parse_scenario, simulate
-
-        found = simulate(parse_scenario(asked))
-    if picture is not None:
-        from stoker.pipeline.simulate import draw_simulation
-
-        make_folder(picture.parent)
-        draw_simulation(found, picture)
-    if as_markdown and not out.as_json:
-        from stoker.plan.simulation.report import markdown
-
-        out.write(markdown(found) + "\n")
-    else:
-        out.show(found, show_simulation)
+        console.print(escape(line))
+    console.print(escape(result.verdict))
 
 
 def refuse_words(words: list[str]) -> None:
@@ -483,34 +404,9 @@ def refuse_words(words: list[str]) -> None:
     _, settings = tell_settings(words)
     plain = [word for word in settings if "." not in word.partition("=")[0]]
     if plain:
-        from stoker.plan.simulation.scenario import KEYS, PRICE_KEYS
-
-        stray = [word for word in plain if word.partition("=")[0] in {*KEYS, *PRICE_KEYS}]
+        stray = [word for word in plain if load_extension("plan.simulate").knows(word)]
         if stray:
             raise ConfigError(
                 f"{stray[0]} belongs to --simulate, which is not given. Add --simulate to plan for "
                 "other machines. Settings are written with their section, as training.epochs=3"
             )
-
-
-def show_simulation(found: Simulation, console: Console) -> None:
-    """Encoders, ways, what limits each, which to take."""
-    from stoker.plan.simulation.report import HEAD, cells, encoding_cells, remarks
-
-    head, *rows = encoding_cells(found)
-    table(console, [bold(*head), *[_plain(row) for row in rows]], fixed=6, right=(0, 1, 2, 4, 5), gap=2)
-    console.print()
-    rows = [cells(way) for way in found.ways]
-    table(
-        console, [bold(*HEAD), *[_plain(row) for row in rows]], fixed=len(HEAD), right=(2, 3, 5, 6, 7), gap=2
-    )
-    console.print()
-    for line in remarks(found):
-        console.print(escape(line), soft_wrap=True)
-    console.print("", escape(found.reason), sep="\n", soft_wrap=True)
-    if found.taken:
-        console.print(escape(f"taken: {'; '.join(found.taken)}"), soft_wrap=True)
-
-
-def _plain(row: tuple[str, ...]) -> Cells:
-    return tuple(escape(cell) for cell in row)

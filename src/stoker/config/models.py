@@ -27,6 +27,7 @@ from stoker.config.sections import (
     NonNegativeFloat,
     ParquetConfig,
     Place,
+    PluginName,
     PositiveBytes,
     PositiveFloat,
     PositiveInt,
@@ -267,6 +268,8 @@ class DataConfig(SettingsSection):
     dataset: str | None = None
     """A torch Dataset, or what makes it: `module:name`, `path/file.py:name`; then `data.kind` is `torch`."""
     torch: TorchConfig = TorchConfig()
+    options: dict[str, JsonValue] | None = None
+    """Settings of a kind that another package adds (docs/plugins.md)."""
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -474,9 +477,11 @@ class PrecomputeConfig(SettingsSection):
     encode_batch: PositiveInt | Literal["auto"] | None = None
     """Samples in one call of the encoder, a part of the recipe; null: about 8 MiB of them; `auto`: measured
     once, then kept (docs/encoders.md)."""
-    engine: Literal["local", "ray"] = "local"
+    engine: Annotated[str, PluginName("stoker.engines", ("local",))] = "local"
     """Who encodes: this machine, or a Ray cluster (docs/ray.md)."""
     ray: RayConfig = RayConfig()
+    options: dict[str, JsonValue] | None = None
+    """Settings of an engine that another package adds (docs/plugins.md)."""
     deadlines: DeadlinesConfig = DeadlinesConfig()
 
 

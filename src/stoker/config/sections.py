@@ -3,13 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    JsonValue,
+)
 from pydantic.config import JsonDict
+from pydantic_core import PydanticCustomError, core_schema
 
+from stoker.plugins import Group, plugins_of
 from stoker.units import parse_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PluginName:
+    """The type of a setting that names a plugin, or what the core has itself."""
+
+    group: Group
+    own: tuple[str, ...]
+    """Names that are always known."""
+
+    def names(self) -> list[str]:
+        """Return all names that are known here, none of them imported."""
+        return [*dict.fromkeys((*self.own, *plugins_of(self.group)))]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        """Make the validator."""
+        return core_schema.no_info_after_validator_function(self._known, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Tell messages and docs the names."""
+        return {**handler(schema), "enum": self.names()}
+
+    def _known(self, name: str) -> str:
+        if name not in self.names():
+            raise PydanticCustomError("unknown_name", "the name is unknown")
+        return name
+
 
 SIZE_FORMAT = "bytes"
 """What the JSON schema of a setting in bytes says it is."""
@@ -113,9 +152,11 @@ def beside_engine(engine: str, given: Mapping[str, object]) -> Iterator[tuple[st
     ['precompute.ray.address']
     """
     for name, value in given.items():
-        if engine == "local" and name.startswith("precompute.ray.") and value is not None:
+        if engine != "ray" and name.startswith("precompute.ray.") and value is not None:
             yield name, "Give precompute.engine=ray (--engine ray) with it, or leave it out"
-        elif engine == "ray" and name == "precompute.wait" and value is False:
+        elif engine in ("local", "ray") and name == "precompute.options" and value:
+            yield name, "It is for engines of other packages. Leave it out"
+        elif engine != "local" and name == "precompute.wait" and value is False:
             yield name, "Encoding while training runs is done on this machine. Leave one of them out"
         elif engine == "ray" and name == "precompute.devices" and value:
             yield name, "There precompute.ray.num_gpus says what a task takes. Leave one of them out"
@@ -219,16 +260,16 @@ class ImagesConfig(SettingsSection):
 # ----------------------------------------------------------------------------------------------------------
 # Kinds of sources: their names, what settings each has of its own, and which shared ones it takes.
 #
-# Another kind is: its name in `Kind`; a section of its settings here, which `DataConfig` holds under that
-# name; its name at the shared settings that it takes, in `TAKEN_BY`; its encoder, in `DEFAULTS`; and a
-# function that makes the source, in `stoker.pipeline.build.BUILDERS`. docs/config.md and all messages
-# follow by themselves.
+# Another kind is an entry point of the group `stoker.sources` (docs/plugins.md). One of Stoker itself has
+# also: its name in `KINDS`; a section of its settings here, which `DataConfig` holds under that name; its
+# name at the shared settings that it takes, in `TAKEN_BY`. docs/config.md and all messages follow.
 
 
-Kind: TypeAlias = Literal["hdf5", "images", "sql", "torch", "arrays", "tar", "parquet"]
+KINDS = ("hdf5", "images", "sql", "torch", "arrays", "tar", "parquet")
+"""Kinds that have settings of their own here; those of plugins have `data.options`."""
+
+Kind: TypeAlias = Annotated[str, PluginName("stoker.sources", KINDS)]
 """What `data.kind` can be."""
-
-KINDS: tuple[str, ...] = get_args(Kind)
 
 TAKEN_BY: Mapping[str, tuple[str, ...]] = {
     "files": ("hdf5", "arrays", "tar", "parquet"),
@@ -239,11 +280,6 @@ TAKEN_BY: Mapping[str, tuple[str, ...]] = {
     "dataset": ("torch",),
 }
 """Settings of `data` that not every kind takes, with those that do; what is not here is for all."""
-
-DEFAULTS: Mapping[str, Mapping[str, object]] = {
-    kind: {"encoder.kind": "identity"} for kind in KINDS if kind != "hdf5"
-}
-"""Defaults that are others for a kind, by dotted name: the grid encoder is for fields on a grid."""
 
 ENCODER_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     encoder: {"training.latent_cache_dtype": None} for encoder in ("identity", "features", "module")
@@ -266,7 +302,9 @@ def with_defaults(given: Mapping[str, object]) -> dict[str, object]:
     kind = {"data.kind": "torch"} if given.get("data.dataset") is not None else {}
     known = {**kind, **given}
     own = {"encoder.kind": "module"} if given.get("encoder.target") is not None else {}
-    known = {**DEFAULTS.get(str(known.get("data.kind")), {}), **own, **known}
+    if known.get("data.kind", "hdf5") != "hdf5":  # the grid encoder is for fields on a grid
+        own = {"encoder.kind": "identity", **own}
+    known = {**own, **known}
     return {**ENCODER_DEFAULTS.get(str(known.get("encoder.kind")), {}), **known}
 
 
@@ -280,7 +318,9 @@ def misplaced_in_encoder(encoder: BaseModel, kind: str) -> Iterator[str]:
 def misplaced(data: BaseModel, kind: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Settings of `data` that are given though its kind takes no notice of them, and the kinds that would."""
     sections = {name: (name,) for name in KINDS if name in type(data).model_fields}
-    for name, kinds in {**TAKEN_BY, **sections}.items():
+    others = tuple(name for name in plugins_of("stoker.sources") if name not in KINDS)
+    shared = {name: (*kinds, *others) for name, kinds in TAKEN_BY.items() if name != "dataset"}
+    for name, kinds in {**TAKEN_BY, **shared, **sections, "options": others}.items():
         given = getattr(data, name) != type(data).model_fields[name].get_default(call_default_factory=True)
         if given and kind not in kinds:
             yield name, kinds

@@ -16,25 +16,23 @@ import shutil
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from stoker.config import Config
 from stoker.config.models import DataConfig
 from stoker.errors import ConfigError, ResourceError, SourceError, StalledError
-from stoker.fetch.origins import FolderOrigin
-from stoker.fetch.run import Partial, paths_of
-from stoker.fetch.wanted import Wanted
-from stoker.pipeline.folders import cache_dir_of
+from stoker.pipeline.context import Run
 from stoker.plan.resources import storage_of
 from stoker.runtime.disk import explained, free_space
 from stoker.runtime.files import make_folder, replacing
 from stoker.runtime.locks import FileLock
+from stoker.runtime.partial import PartialFile, paths_of
 from stoker.runtime.threads import ItemClock, call_within
 from stoker.schema import JsonResult
 from stoker.sources.containers import find_containers
-from stoker.sources.files import find_files, resolve_files
+from stoker.sources.files import find_files, open_regular, resolve_files
 from stoker.store.gc import DAY_S, GcItem, GcReport
 from stoker.store.remote import local_path
 from stoker.units import MIB, format_bytes, format_count
@@ -43,11 +41,12 @@ from stoker.units import MIB, format_bytes, format_count
 # Copy one file to local storage: verified, resumable, by one process at a time, with a deadline.
 #
 # A copy is an object named by where its file lies, its size and its time, so a file that changes gets
-# another. It grows as files that are fetched do (`stoker.fetch.run`): what a killed run left is checked
-# and kept. The object appears under its name once all of it was read back.
+# another. It grows as a `PartialFile`: what a killed run left is checked and kept. The object appears under
+# its name once all of it was read back.
 
 
 POLL_S = 0.1
+PIECE_BYTES = MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,14 +123,13 @@ def _alone(original: Original, objects: Path, deadline_s: float) -> Generator[No
 
 def _copy(original: Original, objects: Path, deadline_s: float) -> int:
     target = objects / original.object
-    wanted = Wanted(name=original.object, source=str(original.path), bytes=original.bytes)
-    partial = Partial(wanted, target, _not_told)
+    partial = PartialFile(target, bytes=original.bytes)
     begun = partial.at
     try:
         clock = ItemClock()
         call_within(
             deadline_s,
-            lambda: _receive(original, partial, clock.begin, deadline_s),
+            lambda: _receive(original, partial, clock.begin),
             f"staging {original.path}",
             hint="Is the mount reachable? Run again: what was copied is kept",
             clock=clock,
@@ -147,28 +145,34 @@ def _copy(original: Original, objects: Path, deadline_s: float) -> int:
         for path in paths_of(target):
             path.unlink(missing_ok=True)
         raise SourceError(f"{original.path} changed while it was staged. Run again once it is written")
-    _publish(original, Partial(wanted, target, _not_told), target)
+    _publish(original, PartialFile(target, bytes=original.bytes), target)
     return original.bytes - begun
 
 
-def _receive(original: Original, partial: Partial, begin: Callable[[int], None], deadline_s: float) -> None:
-    """Copy what is missing; each piece of the original has `deadline_s`."""
-    stream = FolderOrigin(original.path).open(partial.at, "", stall_s=deadline_s)
+def _receive(original: Original, partial: PartialFile, begin: Callable[[int], None]) -> None:
+    """Copy what is missing; `begin` is told before each piece of the original."""
     try:
-        partial.begin(stream.offset, stream.version.tag)
-        begin(partial.at)
-        while piece := stream.read():
-            partial.write(piece)
+        with open_regular(original.path) as file:
+            found = os.fstat(file.fileno())
+            partial.begin(partial.at, f"{found.st_size} {found.st_mtime_ns} {found.st_ino}")
             begin(partial.at)
-    finally:
-        stream.close()
+            while piece := read_piece(file, partial.at):
+                partial.write(piece)
+                begin(partial.at)
+    except OSError as error:
+        raise SourceError(f"{original.path}: {error.strerror}. Check the mount, then run again") from error
     if partial.at < original.bytes:
         raise SourceError(
             f"{original.path} ends at byte {partial.at:,}, it had {original.bytes:,}: cut short"
         )
 
 
-def _publish(original: Original, whole: Partial, target: Path) -> None:
+def read_piece(file: FileIO, at: int) -> bytes:
+    """Return what a file has from byte `at` on, a piece of it at most."""
+    return os.pread(file.fileno(), PIECE_BYTES, at)
+
+
+def _publish(original: Original, whole: PartialFile, target: Path) -> None:
     """Name the copy, once opening it again has read every block back."""
     try:
         if whole.at < original.bytes:
@@ -184,10 +188,6 @@ def _publish(original: Original, whole: Partial, target: Path) -> None:
         note = {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "path": str(original.path)}
         with replacing(target.with_name(f"{target.name}.json")) as temporary:
             temporary.write_text(json.dumps(note))
-
-
-def _not_told(_: int) -> None:
-    """How far a copy is read back interests nobody."""
 
 
 log = logging.getLogger("stoker")
@@ -222,23 +222,20 @@ class StageReport(JsonResult):
     tasks: tuple[StageResult, ...]
 
 
-def stage_config(config: Config) -> StageReport:
+def stage_config(run: Run) -> StageReport:
     """Stage the files of every task.
 
     Raises:
         ConfigError: The settings say never.
     """
-    if config.data.stage == "never":
+    if run.config.data.stage == "never":
         raise ConfigError(
             "data.stage is never, so no copy would be used. Give data.stage=auto, or data.stage=always"
         )
-    from stoker.pipeline.build import tasks_of  # which asks this module where data lies
-
-    tasks = tasks_of(config)
-    return StageReport(tasks=tuple(stage_task(config.for_task(task), task) for task in tasks))
+    return StageReport(tasks=tuple(stage_task(part) for part in run.parts()))
 
 
-def stage_task(config: Config, task: str, *, mode: StageMode | None = None) -> StageResult:
+def stage_task(run: Run, *, mode: StageMode | None = None) -> StageResult:
     """Copy the files of a task, if its settings and its storage ask for it.
 
     Args:
@@ -249,14 +246,15 @@ def stage_task(config: Config, task: str, *, mode: StageMode | None = None) -> S
         SourceError, StalledError: As `stage_file`.
     """
     begin = time.monotonic()
+    config, task = run.config, run.task
     mode = mode or config.data.stage
     files = _files(config.data, task)
     size = sum(file.bytes for file in files)
-    folder = stage_folder(config)
-    why = _why(mode, files, folder)
-    done = StageResult(task=task, staged=False, reason=why.removeprefix("-"), files=len(files), bytes=size)
-    if why.startswith("-"):
-        return done
+    folder = stage_folder(run)
+    wanted, why = _decide(mode, files, folder)
+    left = StageResult(task=task, staged=False, reason=why, files=len(files), bytes=size)
+    if not wanted:
+        return left
     objects = folder / "objects"
     make_folder(objects, 0o700)
     try:
@@ -265,34 +263,23 @@ def stage_task(config: Config, task: str, *, mode: StageMode | None = None) -> S
         if mode == "always":
             raise
         log.warning("not staged: %s", error)
-        return StageResult(task=task, staged=False, reason=str(error), files=len(files), bytes=size)
+        return replace(left, reason=str(error))
     deadline_s = config.precompute.deadlines.read
-    copied = 0
-    for file in files:
-        copied += stage_file(file, objects, deadline_s=deadline_s)
+    copied = sum(stage_file(file, objects, deadline_s=deadline_s) for file in files)
     view = _make_view(files, folder)
-    return StageResult(
-        task=task,
-        staged=True,
-        reason=why,
-        files=len(files),
-        bytes=size,
-        copied_bytes=copied,
-        path=view,
-        seconds=time.monotonic() - begin,
-    )
+    return replace(left, staged=True, copied_bytes=copied, path=view, seconds=time.monotonic() - begin)
 
 
-def staged_data(config: Config, task: str) -> DataConfig:
+def staged_data(run: Run) -> DataConfig:
     """The settings of data with paths of the copies, where all of them are there; else as they are."""
-    data = config.data
+    data, task = run.config.data, run.task
     if data.stage == "never":
         return data
     try:
         files = _files(data, task)
     except (ConfigError, SourceError):
         return data  # whoever reads the data says what is wrong with it
-    folder = stage_folder(config)
+    folder = stage_folder(run)
     view = _view_of(files, folder)
     if not files or not all((view / _below(file)).is_file() for file in files):
         return data
@@ -301,14 +288,14 @@ def staged_data(config: Config, task: str) -> DataConfig:
     return data.model_copy(update={"files": moved[0] if len(moved) == 1 else moved})
 
 
-def stage_folder(config: Config) -> Path:
+def stage_folder(run: Run) -> Path:
     """Where copies lie: `data.stage_dir`, else beside the caches.
 
     Raises:
         ConfigError: It is an address.
     """
-    own = config.data.stage_dir
-    return local_path(own, "data.stage_dir") if own is not None else cache_dir_of(config) / ".staged"
+    own = run.config.data.stage_dir
+    return local_path(own, "data.stage_dir") if own is not None else run.cache_dir / ".staged"
 
 
 def _given(data: DataConfig) -> Sequence[str | Path]:
@@ -332,19 +319,19 @@ def _files(data: DataConfig, task: str) -> list[Original]:
     return [look_at(Path(os.path.abspath(path.expanduser()))) for path in paths]  # noqa: PTH100 - links stay
 
 
-def _why(mode: StageMode, files: Sequence[Original], folder: Path) -> str:
-    """Why files are staged; begins with `-` where they are not."""
+def _decide(mode: StageMode, files: Sequence[Original], folder: Path) -> tuple[bool, str]:
+    """Whether files are staged, and why."""
     if mode == "never":
-        return "-data.stage=never"
+        return False, "data.stage=never"
     if mode == "always":
-        return "data.stage=always"
+        return True, "data.stage=always"
     far = {mount.point: mount for file in files if (mount := storage_of(file.path)) and mount.network}
     if not far:
-        return "-files are on local storage already"
+        return False, "files are on local storage already"
     near = storage_of(folder)
     if near is not None and near.network:
-        return f"-{folder} is on {near.kind} itself; name local storage with data.stage_dir"
-    return "files are on " + ", ".join(f"{mount.kind} ({mount.point})" for mount in far.values())
+        return False, f"{folder} is on {near.kind} itself; name local storage with data.stage_dir"
+    return True, "files are on " + ", ".join(f"{mount.kind} ({mount.point})" for mount in far.values())
 
 
 def _check_room(files: Sequence[Original], objects: Path) -> None:

@@ -10,33 +10,28 @@ gpus.py        what the memory of GPUs would hold
 ledger.py      what the loaders of one process hold together
 moves.py       when what is held should change, and when it had better stay
 mounts.py      what kind of storage a path lies on
-simulation/    the same for machines that are not here: a run as a whole, with queues where several wait
 """
 
-from stoker.plan.placement import LEDGER, Claim, Ledger
-from stoker.plan.rates import Load, Rates, measure_rates
+from stoker.plan.placement import LEDGER, Ledger, Reservation
+from stoker.plan.rates import BatchLoad, Rates, measure_rates
 from stoker.plan.resources import Resources, probe
-from stoker.plan.simulation import Scenario, Simulation, simulate
 from stoker.plan.tiers import TIERS, Demand, Elsewhere, Plan, Tier, TierShare, plan_tiers, stall_of
 
 __all__ = [
     "LEDGER",
     "TIERS",
-    "Claim",
+    "BatchLoad",
     "Demand",
     "Elsewhere",
     "Ledger",
-    "Load",
     "Plan",
     "Rates",
+    "Reservation",
     "Resources",
-    "Scenario",
-    "Simulation",
     "Tier",
     "TierShare",
     "measure_rates",
     "plan_tiers",
     "probe",
-    "simulate",
     "stall_of",
 ]

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from stoker.precompute.measure import EncodeBatch, measure_encode_batch
     from stoker.precompute.progress import LineProgress, ProgressSink, Snapshot
     from stoker.precompute.settings import Deadlines, PrecomputeReport, PrecomputeSettings
+    from stoker.precompute.stages import encode_here
 
 __all__ = [
     "Deadlines",
@@ -45,6 +46,7 @@ __all__ = [
     "ProgressSink",
     "Snapshot",
     "begin_precompute",
+    "encode_here",
     "measure_encode_batch",
     "precompute",
     "run_precompute",
@@ -52,6 +54,7 @@ __all__ = [
 
 _HOMES = {
     "begin_precompute": "engine",
+    "encode_here": "stages",
     "precompute": "engine",
     "run_precompute": "engine",
     "EncodeBatch": "measure",

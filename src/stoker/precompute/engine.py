@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.encoders.keeping import keeping
 from stoker.encoders.protocol import Encoder
 from stoker.encoders.weights import weights_device
+from stoker.encoders.wrappers import keeping
 from stoker.errors import ConfigError, IncompleteError, Interrupted, arg
 from stoker.plan.resources import encode_on, probe, require_devices
 from stoker.precompute.background import EncodeFiller, recipe_of
@@ -207,7 +207,7 @@ def precompute(  # noqa: PLR0913  the public face: every setting by name, as in 
         part: This rank and the number of ranks, where each of them makes this call: all help, and each
             returns the whole cache.
         wait: False: return at once, while another process encodes; a `Loader` serves what is there.
-        engine: Who encodes, as `stoker.scale.ray_engine.RayEngine()`; None: this machine.
+        engine: Who encodes, as `stoker.extras.ray.engine.RayEngine()`; None: this machine.
 
     Returns:
         The cache, complete unless `wait=False`: every sample is stored or quarantined. It carries source and

@@ -1,7 +1,7 @@
 """What is handed to whoever encodes: this process with its readers, or many of them elsewhere.
 
 `engine.py` knows whose turn it is, what is missing, and what to do about what comes back; an `Engine` does
-the work between. `here.py` is the one of this machine, `stoker.scale.ray_engine` that of a cluster.
+the work between. `here.py` is the one of this machine, `stoker.extras.ray.engine` that of a cluster.
 """
 
 from __future__ import annotations

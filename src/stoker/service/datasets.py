@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from pydantic import BaseModel, ConfigDict, Field
 
 from stoker.errors import ConfigError, Conflict, NotFound
-from stoker.pipeline.radio import TABLE, RadioSpec
+from stoker.plugins import load_extension
 from stoker.schema import Json
 from stoker.service.database import DATASETS, ENDED, JOBS, Database, State
 from stoker.service.look import look
@@ -195,9 +195,10 @@ class Datasets:
         made_of: dict[str, Json] = request.model_dump(mode="json", exclude={"name", "kind"})
         spec: dict[str, Any]
         if isinstance(request, GenerateRadio):
-            id = str(RadioSpec(**request.model_dump(exclude={"name", "kind"})).dataset_id)
+            radio = load_extension("service.radio")
+            id = str(radio.RadioSpec(**request.model_dump(exclude={"name", "kind"})).dataset_id)
             url = sqlite_url(self._data / "radio.db")
-            spec, count = {"url": url, "table": TABLE, "set": id}, request.rows
+            spec, count = {"url": url, "table": radio.TABLE, "set": id}, request.rows
         else:
             settings = sorted(made_of.items())
             id = str(uuid.uuid5(uuid.NAMESPACE_URL, f"stoker-burgers-1 {settings}"))

@@ -46,6 +46,18 @@ class Limits:
     """`CUDA_VISIBLE_DEVICES`; None: as the service itself, empty: none."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayTarget:
+    """A cluster, and how jobs are run there."""
+
+    address: str
+    """`http://host:8265`, as `ray start --head` prints it."""
+    python: str
+    """The interpreter of nodes."""
+    gpus: float = 0.0
+    """GPUs that a job takes."""
+
+
 class Run(Protocol):
     """One process of a job. No call waits for it."""
 

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy import exc
 
 from stoker.errors import SourceError
-from stoker.pipeline.radio import COLUMNS, SETS, remove_radio
+from stoker.plugins import load_extension
 from stoker.schema import Json, schema_to_json
 from stoker.sources.files import find_files, split_of
 from stoker.sources.protocol import Source
@@ -121,7 +121,9 @@ class RadioSet:
 
     def is_noted(self, rows: int) -> bool:
         """Whether a set that is generated is complete: it is noted in the transaction of its rows."""
-        sets = sa.table(SETS, sa.column("id", self._id_type()), sa.column("num_samples"))
+        sets = sa.table(
+            load_extension("service.radio").SETS, sa.column("id", self._id_type()), sa.column("num_samples")
+        )
         query = sa.select(sets.c.num_samples).where(sets.c.id == self._id())
         try:
             with self._connected() as connection:
@@ -145,7 +147,8 @@ class RadioSet:
 
     def _table(self) -> sa.TableClause:
         schema, _, name = self.table.rpartition(".")
-        columns = [sa.column(column) for column in COLUMNS if column != "dataset_id"]
+        known = load_extension("service.radio").COLUMNS
+        columns = [sa.column(column) for column in known if column != "dataset_id"]
         own = sa.column("dataset_id", self._id_type())
         return sa.table(name, *columns, own, schema=schema or None)
 
@@ -246,7 +249,7 @@ def samples(kind: str, spec: Spec, limit: int = 20, offset: int = 0) -> list[dic
 def remove(kind: str, spec: Spec) -> None:
     """Remove a data set that the service made."""
     if kind == "radio":
-        remove_radio(str(spec["url"]), str(spec["set"]))
+        load_extension("service.radio").remove_radio(str(spec["url"]), str(spec["set"]))
     else:
         Path(str(spec["path"])).unlink(missing_ok=True)
 
@@ -265,13 +268,14 @@ def plan(
     Raises:
         StokerError: The data cannot be read, or no plan fits.
     """
+    from stoker.pipeline.context import Run
     from stoker.pipeline.plan import plan_config
     from stoker.service.runs.settings import settings_of
     from stoker.service.training_config import TrainingConfig
 
     wanted = TrainingConfig.model_validate(dict(config))
     settings = settings_of(wanted, datasets, caches=caches, run_dir=run_dir, epochs=wanted.epochs)
-    return plan_config(settings).to_json()
+    return plan_config(Run(settings)).to_json()
 
 
 LOOKS: Mapping[str, Callable[..., Any]] = MappingProxyType(

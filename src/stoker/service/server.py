@@ -24,9 +24,8 @@ from stoker.runtime.files import replacing
 from stoker.runtime.threads import call_within
 from stoker.schema import Json
 from stoker.service.app import create_app
-from stoker.service.executor import Limits
+from stoker.service.executor import Limits, RayTarget
 from stoker.service.figures import count_gpus
-from stoker.service.ray import RayTarget
 from stoker.service.services import Services, open_services
 from stoker.service.supervise import Staff, Supervisor
 
@@ -63,7 +62,7 @@ class Watched(H11Protocol):
 
     def _make_room(self) -> None:
         """End the connection that has waited longest, so that slow clients hold up no other."""
-        others = [
+        others: list[Watched] = [
             one for one in self.connections if isinstance(one, Watched) and one is not self and one.waits
         ]
         if others:

@@ -22,10 +22,9 @@ from stoker.errors import ConfigError, Degraded, StokerError
 from stoker.runtime.files import replacing
 from stoker.runtime.locks import FileLock
 from stoker.service.database import Database, Outbox, claim_folder
-from stoker.service.executor import Limits
+from stoker.service.executor import Limits, RayTarget
 from stoker.service.folders import Room, StateFolder
 from stoker.service.jobs import Jobs, Leases, Terms
-from stoker.service.ray import RayTarget
 from stoker.service.security import DataAccess
 from stoker.service.worker import CHILD, Pace, Settings
 

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from stoker.errors import Degraded, LeaseLost, ResourceError, StalledError, StokerError
+from stoker.plugins import load_extension
 from stoker.runtime.disk import explained
 from stoker.runtime.libc import tie_to_parent
 from stoker.runtime.locks import FileLock
 from stoker.service.database import Database, State
-from stoker.service.executor import NO_ROOM, STOPPED, Executor, Hold, Limits, LocalExecutor, Run
+from stoker.service.executor import NO_ROOM, STOPPED, Executor, Hold, Limits, LocalExecutor, RayTarget, Run
 from stoker.service.folders import JobFile, Room, StateFolder
 from stoker.service.jobs import Claim, Job, Leases, Line, Outcome, Terms, end_line, read_lines
-from stoker.service.ray import RayExecutor, RayJobs, RayTarget, ray_token
 from stoker.service.security import DataAccess
 from stoker.units import format_seconds
 
@@ -546,7 +546,7 @@ def _executor(settings: Settings, environment: Mapping[str, str]) -> Executor:
     local = LocalExecutor(environment)
     if settings.ray is None:
         return local
-    return RayExecutor(settings.ray, RayJobs(settings.ray.address, ray_token(environment)), local)
+    return load_extension("service.ray").ray_executor(settings.ray, environment, local)
 
 
 def describe(database: Database, ids: list[str]) -> list[dict[str, Json]]:

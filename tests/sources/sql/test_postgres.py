@@ -360,7 +360,7 @@ def outcome(rows: SQLSource, number: int) -> Any:
 
 
 def test_radio_rows_are_the_same_in_both(server: Server, tmp_path: Path) -> None:
-    from stoker.pipeline.radio import TABLE, RadioSpec, radio_columns, write_radio
+    from stoker.extras.radio.demo import TABLE, RadioSpec, radio_columns, write_radio
 
     spec = RadioSpec(rows=200, seed=1)
     urls = (f"sqlite:///{tmp_path}/radio.db", server.url())

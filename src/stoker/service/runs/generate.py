@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from stoker.errors import ConfigError, StalledError
 from stoker.pipeline.demo import BurgersSpec, write_burgers
-from stoker.pipeline.radio import RadioSpec, write_radio
+from stoker.plugins import load_extension
 from stoker.runtime.locks import lock_folder, lock_holder
 from stoker.service.folders import JobFile
 from stoker.service.runs.journal import Journal
@@ -39,7 +39,8 @@ def generate(job: JobFile, journal: Journal) -> dict[str, Any]:
 
 
 def _radio(spec: Mapping[str, Any], journal: Journal) -> bool:
-    wanted, path = RadioSpec(**spec["make"]), Path(parse_address(str(spec["url"])).target)
+    radio = load_extension("service.radio")
+    wanted, path = radio.RadioSpec(**spec["make"]), Path(parse_address(str(spec["url"])).target)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with lock_folder(path.parent, "generate") as free:
         if not free:
@@ -53,7 +54,7 @@ def _radio(spec: Mapping[str, Any], journal: Journal) -> bool:
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("PRAGMA journal_mode=WAL")  # jobs read while others are made
         journal.tell("progress", {"message": f"makes {format_count(wanted.rows)} rows"})
-        return write_radio(path, wanted)
+        return radio.write_radio(path, wanted)
 
 
 def _burgers(spec: Mapping[str, Any]) -> bool:

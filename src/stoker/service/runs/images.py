@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from stoker.errors import SourceError
-from stoker.pipeline.fitting import Classification, ImageClassifier
+from stoker.pipeline.fitting import Classification, ImageClassifier, save_model
 from stoker.pipeline.precompute import CacheResult
-from stoker.pipeline.radio import save_regressor
 from stoker.service.runs.run import MODEL, JobRun, best_weights, fit_records, source_of
 
 
@@ -34,7 +33,7 @@ def train_images(run: JobRun) -> dict[str, Any]:
     (model,) = made
     model.cpu().load_state_dict(dict(best_weights(run)))
     facts = {**known, "architecture": "classifier", "config": run.config.model_dump(mode="json")}
-    save_regressor(run.folder / MODEL, model, facts)
+    save_model(run.folder / MODEL, model, facts)
     row = cast("Mapping[str, Any]", report.row)
     accuracy = {"accuracy": row["accuracy"]} if "accuracy" in row else {}
     return {"best_val_loss": report.best, "best_epoch": report.best_epoch, "epoch": report.epochs, **accuracy}

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from stoker.errors import SourceError
-from stoker.pipeline.fitting import one_thread
+from stoker.pipeline.fitting import one_thread, save_model
 from stoker.pipeline.precompute import CacheResult
-from stoker.pipeline.radio import Triangulation, TriangulationModel, save_regressor
+from stoker.plugins import load_extension
 from stoker.service.looks import RadioSet
 from stoker.service.runs.run import MODEL, JobRun, best_weights, fit_records, source_of
 from stoker.sources.sql.source import SQLSource
@@ -16,26 +16,27 @@ from stoker.sources.sql.source import SQLSource
 
 def train_rows(run: JobRun) -> dict[str, Any]:
     """Train; what the job came to, by name."""
-    made: list[TriangulationModel] = []
+    radio = load_extension("service.radio")
+    made: list[Any] = []
     known: dict[str, Any] = {}
 
-    def make(caches: Sequence[CacheResult]) -> tuple[Triangulation, Mapping[str, Any]]:
+    def make(caches: Sequence[CacheResult]) -> tuple[Any, Mapping[str, Any]]:
         source = source_of(caches[0])
         if not isinstance(source, SQLSource):
             raise SourceError(f"{caches[0].name} is not made of the rows of a database")
-        model = TriangulationModel(dropout=run.config.dropout_rate)
+        model = radio.TriangulationModel(dropout=run.config.dropout_rate)
         model.set_statistics(source.statistics)
         made.append(model)
         known["statistics"] = dict(source.statistics)
         known["caches"] = {one.split: one.cache.fingerprint for one in caches}
-        return Triangulation(model), {"dropped": _dropped(run, caches), "database": source.where_it_is}
+        return radio.Triangulation(model), {"dropped": _dropped(run, caches), "database": source.where_it_is}
 
     with one_thread():
         report = fit_records(run, make)
     (model,) = made
     model.cpu().load_state_dict(dict(best_weights(run)))
     facts = {**known, "architecture": "triangulation", "config": run.config.model_dump(mode="json")}
-    save_regressor(run.folder / MODEL, model, facts)
+    save_model(run.folder / MODEL, model, facts)
     row = cast("Mapping[str, Any]", report.row)
     errors = {name: row[name] for name in ("rmse_m", "p50_m", "p68_m", "p95_m") if name in row}
     return {"best_val_loss": report.best, "best_epoch": report.best_epoch, "epoch": report.epochs, **errors}

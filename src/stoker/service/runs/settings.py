@@ -15,7 +15,7 @@ from stoker.config import Config
 from stoker.config.load import make_config
 from stoker.config.names import nearest
 from stoker.errors import ConfigError
-from stoker.pipeline.radio import radio_columns, radio_where
+from stoker.plugins import load_extension
 from stoker.service.security import texts_in
 from stoker.service.training_config import TrainingConfig
 
@@ -148,6 +148,7 @@ NOTHING_ON_DEVICE = 1 << 60
 
 
 def _radio(config: TrainingConfig, datasets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    radio = load_extension("service.radio")
     spec: Mapping[str, Any] = datasets[0]["spec"]
     sets = [str(one["spec"]["set"]) for one in datasets]
     return {
@@ -156,8 +157,8 @@ def _radio(config: TrainingConfig, datasets: Sequence[Mapping[str, Any]]) -> dic
         "data.sql.url": spec["url"],
         "data.sql.table": spec["table"],
         "data.sql.key": "recording_session_id",
-        "data.sql.columns": radio_columns(config.max_receivers),
-        "data.sql.where": radio_where(sets, min_snr_db=config.min_snr_db, max_gdop=config.max_gdop),
+        "data.sql.columns": radio.radio_columns(config.max_receivers),
+        "data.sql.where": radio.radio_where(sets, min_snr_db=config.min_snr_db, max_gdop=config.max_gdop),
     }
 
 

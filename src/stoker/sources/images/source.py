@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 import numpy as np
 
 from stoker.errors import ConfigError, arg
+from stoker.plugins import load_extension
 from stoker.schema import Field, Json, Sample, Schema, digest_json
 from stoker.sources.given import check_path, check_splits, check_whole, listed
 from stoker.sources.images.folders import (
@@ -310,6 +311,10 @@ _USES: Mapping[Layout | None, tuple[str, ...]] = {
 }
 
 
+_FLAGS: Mapping[Layout | None, str] = {"voc": "difficult", "coco": "crowd"}
+"""What a layout with objects calls those that are told apart."""
+
+
 def _catalog(root: Path, layout: Layout | None, labels: Labels, rules: Rules) -> Catalog:
     """What finds images and reads labels of a layout.
 
@@ -328,18 +333,10 @@ def _catalog(root: Path, layout: Layout | None, labels: Labels, rules: Rules) ->
             f"Give one of them"
         )
     limit = None if labels.ragged else labels.max_objects or 0
-    if layout == "voc":
-        from stoker.sources.images.voc import Voc
-
-        return Voc(root, labels.classes, ObjectRules(limit=limit, flag="difficult", strict=labels.strict))
-    if layout == "coco":
-        from stoker.sources.images.coco import Coco
-
-        return Coco(root, labels.classes, ObjectRules(limit=limit, flag="crowd", strict=labels.strict))
+    if layout in _FLAGS:
+        own = ObjectRules(limit=limit, flag=_FLAGS[layout], strict=labels.strict)
+        return load_extension(f"images.{layout}")(root, labels.classes, own)
     if layout == "dexycb":
-        from stoker.sources.images.dexycb import DexYcb
-
-        return DexYcb(root, labels.setup, labels.extras).for_size(
-            None if rules.fit == "short" else rules.size
-        )
+        size = None if rules.fit == "short" else rules.size
+        return load_extension("images.dexycb")(root, labels.setup, labels.extras).for_size(size)
     return ClassFolders(root, labels.classes) if layout == "folder" else Plain(root)

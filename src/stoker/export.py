@@ -1,0 +1,18 @@
+"""A cache as files of other libraries, which read them back without Stoker.
+
+docs/export.md says what they hold, docs/plugins.md how another layout is added.
+"""
+
+from stoker.extras.export.records import ExportSettings, ExportTensor, tensors_of
+from stoker.extras.export.run import ExportedFile, Exporter, ExportReport, Making, export_cache
+
+__all__ = [
+    "ExportReport",
+    "ExportSettings",
+    "ExportTensor",
+    "ExportedFile",
+    "Exporter",
+    "Making",
+    "export_cache",
+    "tensors_of",
+]

@@ -1,0 +1,1 @@
+"""The names of earlier systems, behind `stoker.compat`, and `stoker compat`."""

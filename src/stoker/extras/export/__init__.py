@@ -1,0 +1,1 @@
+"""A cache as files of other libraries, behind `stoker.export`, and `stoker export`."""

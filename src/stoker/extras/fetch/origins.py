@@ -1,0 +1,591 @@
+"""What a place to fetch from has to offer: the bytes of a file from an offset on, and of which version."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from http.client import responses
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from stoker.errors import ConfigError, StalledError, StokerError, TransferError
+from stoker.extras.fetch.wanted import ALGORITHMS, Wanted, WantedFolder, check_names
+from stoker.runtime.http import FailureKind, HttpClient, HttpFailure, HttpStream, retry_after_s
+from stoker.runtime.partial import Algorithm
+from stoker.runtime.retry import RetryPolicy, retry
+from stoker.runtime.threads import ItemClock, call_within
+from stoker.units import MIB
+
+PIECE_BYTES = MIB
+_REMOTE = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_ +@.-]*:(?!//)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """Which content a place has now."""
+
+    bytes: int | None
+    """Its size; None: not said."""
+    tag: str
+    """Changes with the content; empty: the place says nothing of the kind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """A file as a place lists it."""
+
+    name: str
+    """Below the folder that was listed."""
+    bytes: int | None = None
+    algorithm: Algorithm | None = None
+    digest: str = ""
+
+
+class Stream(Protocol):
+    """The bytes of one file. `read` is called in one thread; `stop` may be called in another."""
+
+    offset: int
+    """Where it begins: what was asked for, or 0 where the content is another than before."""
+    version: Version
+
+    def read(self) -> bytes:
+        """The next piece, as soon as there is one; empty at the end.
+
+        Raises:
+            TransferError: It broke off.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of it; called once, in the thread that reads."""
+        ...
+
+    def stop(self) -> None:
+        """End it early, where that is possible, so that a `read` that waits returns; harmless afterwards."""
+        ...
+
+
+class Origin(Protocol):
+    """Where a file comes from."""
+
+    def open(self, offset: int, tag: str, *, stall_s: float) -> Stream:
+        """The file from `offset` on, if it is still the content of `tag`; else from its begin.
+
+        Args:
+            tag: Empty: whatever there is, since a digest decides in the end.
+            stall_s: Seconds without an answer after which it gives up, as far as it can.
+
+        Raises:
+            TransferError: It is not there, is refused, or does not answer.
+        """
+        ...
+
+
+def is_remote(source: str) -> bool:
+    """Whether an address is one of rclone: `remote:path`."""
+    return _REMOTE.match(source) is not None
+
+
+def origin_of(source: str, base: Path) -> Origin:
+    """The place that an address means.
+
+    Args:
+        base: Folder that paths are relative to.
+
+    Raises:
+        ConfigError: It is none, or it carries a secret.
+    """
+
+    scheme = source.partition("://")[0].lower() if "://" in source else ""
+    if scheme in ("http", "https"):
+        parts = urlsplit(source)
+        if not parts.hostname or "@" in parts.netloc:
+            raise ConfigError(
+                f"{shown_source(source)} names no host, or carries a user name. Secrets belong into an "
+                "rclone remote, or into the query of an address that ends soon"
+            )
+        return HttpOrigin(source)
+    if scheme == "file":
+        return FolderOrigin(Path(urlsplit(source).path))
+    if scheme:
+        raise ConfigError(
+            f"{shown_source(source)} is of a kind that cannot be fetched. Expected http://, https://, "
+            "remote:path (rclone) or a path"
+        )
+    if source.startswith(":"):
+        raise ConfigError(
+            "an rclone remote written out in full (:s3,...:) would show its settings to everybody. Give it a "
+            "name: `rclone config`, or RCLONE_CONFIG_<NAME>_TYPE and so on in the environment"
+        )
+    if is_remote(source):
+        return RcloneOrigin(source)
+    return FolderOrigin(base / Path(source).expanduser())
+
+
+def shown_source(source: str) -> str:
+    """An address as messages may show it: without user name, password and query.
+
+    >>> shown_source("https://me:secret@host/a.h5?token=1"), shown_source("b2:bucket/a.h5")
+    ('https://host/a.h5?...', 'b2:bucket/a.h5')
+    """
+    if "://" not in source:
+        return source if not source.startswith(":") else source.partition(",")[0] + ",...:"
+    scheme, _, rest = source.partition("://")
+    host, slash, path = rest.partition("/")
+    path, query, _ = path.partition("?")
+    return f"{scheme}://{host.rpartition('@')[2].partition('?')[0]}{slash}{path}{'?...' if query else ''}"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Files that lie in folders: of this machine, or of what is mounted.
+
+
+class FolderOrigin:
+    """A path. Opening it never waits for a writer: pipes and devices are refused."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def open(self, offset: int, tag: str, *, stall_s: float) -> FileStream:
+        """See `Origin`."""
+        try:
+            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise TransferError(f"{self._path}: {error.strerror}") from error
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            os.close(fd)
+            raise TransferError(f"{self._path} is no regular file")
+        version = Version(bytes=found.st_size, tag=f"{found.st_size} {found.st_mtime_ns} {found.st_ino}")
+        return FileStream(fd, offset if tag in ("", version.tag) else 0, version, self._path)
+
+
+class FileStream:
+    """An open file."""
+
+    def __init__(self, fd: int, offset: int, version: Version, path: Path) -> None:
+        self._fd, self._at, self._path = fd, offset, path
+        self.offset, self.version = offset, version
+
+    def read(self) -> bytes:
+        """See `Stream`."""
+        try:
+            piece = os.pread(self._fd, PIECE_BYTES, self._at)
+        except OSError as error:
+            raise TransferError(f"{self._path}: {error.strerror}", passing=True) from error
+        self._at += len(piece)
+        return piece
+
+    def stop(self) -> None:
+        """Nothing ends a read of a file; its thread is left behind."""
+
+    def close(self) -> None:
+        """Close it; in the thread that reads."""
+        os.close(self._fd)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Files of web servers: a range only where the server promises the same content, and answers with it.
+
+
+PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""Statuses that may be gone the next time."""
+RANGE_NOT_SATISFIABLE = 416
+_RANGE = re.compile(r"^bytes (\d+)-(\d+)/(\d+|\*)$")
+
+
+class HttpOrigin:
+    """A URL. Proxies are those of the system; nothing but http and https is followed."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._shown = shown_source(url)
+
+    def open(self, offset: int, tag: str, *, stall_s: float) -> HttpFile:
+        """See `Origin`."""
+        headers: dict[str, str] = {}
+        if offset:
+            headers["Range"] = f"bytes={offset}-"
+            if tag:
+                headers["If-Range"] = tag
+        try:
+            answer = HttpClient(timeout_s=stall_s, follows_redirects=True).open(
+                "GET", self._url, headers=headers
+            )
+        except HttpFailure as error:
+            raise self.broken(error) from None
+        try:
+            if answer.status == RANGE_NOT_SATISFIABLE and offset:
+                file = None
+            elif 200 <= answer.status < 300:
+                file = HttpFile(answer, offset, self)
+                if tag and file.offset and file.version.tag not in ("", tag):  # it ignored If-Range
+                    file = None
+            else:
+                raise self._refused(answer)
+        except BaseException:
+            answer.close()
+            raise
+        if file is None:
+            answer.close()
+            return self.open(0, "", stall_s=stall_s)
+        return file
+
+    def broken(self, error: HttpFailure) -> TransferError:
+        """Return the error for a failure of the connection."""
+        if error.kind is FailureKind.ENCODED:
+            return TransferError(
+                f"{self._shown} sends the file {error.reason}-encoded although identity was asked for. Fetch "
+                "it from another address, or by hand"
+            )
+        return TransferError(f"{self._shown}: {error.reason}", passing=error.kind is not FailureKind.REFUSED)
+
+    def _refused(self, answer: HttpStream) -> TransferError:
+        return TransferError(
+            f"{self._shown} answers {answer.status} {responses.get(answer.status, '')}",
+            passing=answer.status in PASSING,
+            wait_s=retry_after_s(answer.headers),
+        )
+
+
+class HttpFile:
+    """An answer that is being read."""
+
+    def __init__(self, answer: HttpStream, offset: int, origin: HttpOrigin) -> None:
+        self._answer, self._origin = answer, origin
+        etag = answer.headers.get("ETag") or ""
+        if etag.startswith("W/"):  # two different contents may share it
+            etag = ""
+        self.offset, size = _placed(answer, offset)
+        self.version = Version(bytes=size, tag=etag or answer.headers.get("Last-Modified") or "")
+
+    def read(self) -> bytes:
+        """See `Stream`."""
+        try:
+            return self._answer.read(PIECE_BYTES)
+        except HttpFailure as error:
+            raise self._origin.broken(error) from None
+
+    def close(self) -> None:
+        """See `Stream`."""
+        self._answer.close()
+
+    def stop(self) -> None:
+        """Nothing: each wait for the network ends after `stall_s`."""
+
+
+def _placed(answer: HttpStream, offset: int) -> tuple[int, int | None]:
+    """Where an answer begins, and the size of the whole file."""
+    if answer.status == 206:
+        found = _RANGE.match(answer.headers.get("Content-Range") or "")
+        if found is None or int(found[1]) != offset:
+            raise TransferError(
+                f"the server answered another range than the one from {offset:,} on", passing=True
+            )
+        return offset, None if found[3] == "*" else int(found[3])
+    if answer.status != 200:
+        raise TransferError(f"the server answers {answer.status}, expected 200")
+    length = answer.headers.get("Content-Length")
+    return 0, int(length) if length is not None and length.isdigit() else None
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Remotes of the rclone binary. What it needs to know is in its configuration or environment, not here.
+
+
+MISSING = (3, 4)
+"""Exit codes of rclone: a folder or a file is not there."""
+FATAL = 7
+UNKNOWN_REMOTE = "didn't find section"
+END_S = 5.0
+ERROR_BYTES = 64 * 1024
+_TIME = re.compile(r"^\d{4}/\d\d/\d\d \d\d:\d\d:\d\d ")
+
+
+class RcloneOrigin:
+    """`remote:path`; one process that writes the file to us, killed where it stalls."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def open(self, offset: int, tag: str, *, stall_s: float) -> RcloneStream:
+        """See `Origin`."""
+        found = self._look(stall_s)
+        if found.get("IsDir"):
+            raise TransferError(f"{self._source} is a folder, or is not there. Name a file")
+        size = int(found["Size"])
+        version = Version(bytes=None if size < 0 else size, tag=f"{size} {found.get('ModTime', '')}")
+        offset = offset if tag in ("", version.tag) else 0
+        words = [*_base(stall_s), "cat", "--offset", str(offset), "--", self._source]
+        return RcloneStream(_start(words), offset, version, self._source, stall_s)
+
+    def _look(self, stall_s: float) -> dict[str, Any]:
+        words = [*_base(stall_s), "lsjson", "--stat", "--", self._source]
+        output = _answer(words, self._source, stall_s)
+        try:
+            found = json.loads(output)
+            return found if isinstance(found, dict) and isinstance(found.get("Size"), int) else {}["Size"]
+        except (ValueError, KeyError):
+            raise TransferError(f"{self._source}: rclone's answer cannot be read", passing=True) from None
+
+
+def list_remote(source: str, deadline_s: float) -> list[Listed]:
+    """All files below a folder of a remote, with the digests that it keeps."""
+    kinds = [word for algorithm in ALGORITHMS for word in ("--hash-type", algorithm)]
+    words = [*_base(min(60.0, deadline_s)), "lsjson", "-R", "--files-only", "--hash", *kinds, "--", source]
+    output = _answer(words, source, deadline_s)
+    try:
+        return [_listed(one) for one in json.loads(output)]
+    except (ValueError, KeyError, TypeError):
+        raise TransferError(f"{source}: rclone's list cannot be read", passing=True) from None
+
+
+def _listed(entry: dict[str, Any]) -> Listed:
+    size, digests = int(entry["Size"]), entry.get("Hashes") or {}
+    for algorithm, digits in ALGORITHMS.items():
+        digest = digests.get(algorithm)
+        if isinstance(digest, str) and len(digest) == digits:
+            return Listed(name=str(entry["Path"]), bytes=size, algorithm=algorithm, digest=digest.lower())
+    return Listed(name=str(entry["Path"]), bytes=None if size < 0 else size)
+
+
+def _answer(words: list[str], source: str, deadline_s: float) -> bytes:
+    """What a call of rclone puts out."""
+    process = _start(words)
+    try:
+        output, errors = process.communicate(timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=END_S)
+        raise TransferError(f"{source}: rclone did not answer for {deadline_s:g} s", passing=True) from None
+    if process.returncode:
+        raise failure(source, process.returncode, errors)
+    return output
+
+
+class RcloneStream:
+    """The output of a running `rclone cat`."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        offset: int,
+        version: Version,
+        source: str,
+        stall_s: float,
+    ) -> None:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._process, self._source, self._stall_s = process, source, stall_s
+        self._out, self._err = process.stdout.fileno(), process.stderr.fileno()
+        self._said = b""
+        self._open = {self._out, self._err}
+        self.offset, self.version = offset, version
+
+    def read(self) -> bytes:
+        """See `Stream`."""
+        until = time.monotonic() + self._stall_s
+        while self._out in self._open:
+            ready, _, _ = select.select([*self._open], [], [], max(0.0, until - time.monotonic()))
+            if not ready:
+                raise TransferError(
+                    f"{self._source}: rclone gave nothing for {self._stall_s:g} s", passing=True
+                )
+            if self._err in ready:
+                self._hear()
+            if self._out in ready:
+                piece = os.read(self._out, PIECE_BYTES)
+                if piece:
+                    return piece
+                self._open.discard(self._out)
+        self._end()
+        return b""
+
+    def _hear(self) -> None:
+        """Take what it says about errors, so that it never waits for us to."""
+        piece = os.read(self._err, ERROR_BYTES)
+        self._said = (self._said + piece)[-ERROR_BYTES:]
+        if not piece:
+            self._open.discard(self._err)
+
+    def _end(self) -> None:
+        try:
+            _, rest = self._process.communicate(timeout=self._stall_s)
+        except subprocess.TimeoutExpired:
+            raise TransferError(f"{self._source}: rclone does not end", passing=True) from None
+        if self._process.returncode:
+            raise failure(self._source, self._process.returncode, self._said + (rest or b""))
+
+    def close(self) -> None:
+        """See `Stream`."""
+        self.stop()
+        with suppress(subprocess.TimeoutExpired, ValueError):
+            self._process.communicate(timeout=END_S)
+
+    def stop(self) -> None:
+        """See `Stream`."""
+        if self._process.poll() is None:
+            self._process.kill()
+
+
+def failure(source: str, code: int, said: bytes) -> TransferError:
+    """What rclone's exit code and last words mean."""
+    lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
+    last = _TIME.sub("", lines[-1].strip()) if lines else "it said nothing"
+    passing = code not in (*MISSING, FATAL) and UNKNOWN_REMOTE not in last
+    return TransferError(f"{source}: rclone ended with exit code {code}: {last}", passing=passing)
+
+
+def _base(stall_s: float) -> list[str]:
+    """One try of its own: how often and when to try again is decided here."""
+    limit = f"{max(1, round(stall_s))}s"
+    once = ["--retries", "1", "--low-level-retries", "1"]
+    return ["rclone", *once, "--contimeout", limit, "--timeout", limit, "--log-level", "ERROR"]
+
+
+def _start(words: list[str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+    except FileNotFoundError:
+        raise TransferError(
+            "rclone is not installed, which remotes need. Install it: apt-get install rclone, or rclone.org"
+        ) from None
+    except OSError as error:
+        raise TransferError(f"rclone cannot be started: {error.strerror}", passing=True) from error
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What a wanted folder holds, as the place itself lists it: each file with its size and, where known,
+# digest.
+#
+# Names of a listing are trusted no more than those of a manifest. Hidden files are passed over.
+
+
+LIST_S = 600.0
+"""For one listing; that of a remote may ask for each file."""
+Tell = Callable[[str], None]
+
+
+def expand(
+    wanted: Sequence[Wanted | WantedFolder], base: Path, *, tries: int, pause_s: float, tell: Tell
+) -> tuple[list[Wanted], dict[WantedFolder, StokerError]]:
+    """All files that are wanted, folders listed; and why a folder could not be.
+
+    Args:
+        base: Folder that paths are relative to.
+        tell: Gets a line for each try that failed.
+    """
+    files: list[Wanted] = []
+    failed: dict[WantedFolder, StokerError] = {}
+    for one in wanted:
+        if isinstance(one, Wanted):
+            files.append(one)
+            continue
+        try:
+            files += _listed_files(one, base, tries, pause_s, tell)
+        except StokerError as error:
+            failed[one] = error
+    check_names(files)
+    return files, failed
+
+
+def _listed_files(one: WantedFolder, base: Path, tries: int, pause_s: float, tell: Tell) -> list[Wanted]:
+    return retry(
+        lambda: _checked(one, _list(one.source, base)),
+        is_passing,
+        RetryPolicy(first_s=pause_s, attempts=tries),
+        on_retry=lambda failure: tell(f"{one.name}: {failure.error}; trying again"),
+    )
+
+
+def is_passing(error: Exception) -> bool:
+    """Return whether another try may help after an error."""
+    return isinstance(error, StalledError) or (isinstance(error, TransferError) and error.passing)
+
+
+def _checked(one: WantedFolder, found: list[Listed]) -> list[Wanted]:
+    """The files that are meant, by name.
+
+    Raises:
+        TransferError: There are none, or another number than was declared.
+    """
+    meant = [
+        file
+        for file in found
+        if not any(part.startswith(".") for part in file.name.split("/"))
+        and (one.match is None or PurePosixPath(file.name).match(one.match))
+    ]
+    which = "" if one.match is None else f" that match {one.match}"
+    if not meant or one.count not in (None, len(meant)):
+        expected = "at least one" if one.count is None else f"{one.count:,}"
+        raise TransferError(
+            f"{shown_source(one.source)} has {len(meant):,} files{which}, expected {expected} "
+            f"({len(found):,} files in all)"
+        )
+    prefix = one.name.removeprefix("./")
+    return [
+        Wanted(
+            name=prefix + file.name,
+            source=_below(one.source, file.name),
+            bytes=file.bytes,
+            algorithm=file.algorithm,
+            digest=file.digest,
+        )
+        for file in sorted(meant, key=lambda file: file.name)
+    ]
+
+
+def _below(source: str, name: str) -> str:
+    return source + name if source.endswith(("/", ":")) else f"{source}/{name}"
+
+
+def _list(source: str, base: Path) -> list[Listed]:
+    origin_of(source, base)  # refuses what carries a secret
+    if is_remote(source):
+        return list_remote(source, LIST_S)
+    if "://" in source and not source.startswith("file://"):
+        raise TransferError(
+            f"{shown_source(source)}: web servers list no folders. Name the files, in a manifest: "
+            '{"files": {name: {"from": "https://...", "sha256": "..."}}}'
+        )
+    top = Path(urlsplit(source).path) if "://" in source else base / Path(source).expanduser()
+    clock = ItemClock()
+    return call_within(
+        LIST_S,
+        lambda: list(_walk(top, clock.begin)),
+        f"listing {top}",
+        hint="Is the mount reachable?",
+        clock=clock,
+    )
+
+
+def _walk(top: Path, begin: Callable[[int], None]) -> Iterator[Listed]:
+    """Regular files below a folder; links to files count, links to folders are not followed."""
+    if not top.is_dir():
+        raise TransferError(f"{top} is no folder")
+
+    def fail(error: OSError) -> None:
+        raise TransferError(f"{error.filename}: {error.strerror}", passing=True) from error
+
+    for number, (folder, _, names) in enumerate(os.walk(top, onerror=fail)):
+        begin(number)
+        for name in names:
+            path = Path(folder, name)
+            try:
+                found = path.stat()
+            except OSError as error:
+                raise TransferError(f"{path}: {error.strerror}. Remove it, or fix it") from error
+            if stat.S_ISREG(found.st_mode):
+                yield Listed(name=path.relative_to(top).as_posix(), bytes=found.st_size)

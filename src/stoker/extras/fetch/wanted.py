@@ -1,0 +1,205 @@
+"""Which files are to be fetched, under which names, from where: read strictly, since others write manifests.
+
+A name says where below one folder a file goes. It may not leave that folder, hide, or be another's folder.
+"""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from stoker.errors import ConfigError
+from stoker.runtime.partial import Algorithm
+
+ALGORITHMS: Mapping[Algorithm, int] = {"sha256": 64, "sha1": 40, "md5": 32}
+"""Digests that may be declared, the strongest first, and their hexadecimal digits."""
+MANIFEST_BYTES = 64 * 1024 * 1024
+NAME_BYTES, PART_BYTES = 1024, 200
+"""A part of a name leaves room for the suffixes of what is not whole yet; file systems end at 255."""
+
+
+class _Entry(BaseModel):
+    """One file as it is written down."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    source: Annotated[str, Field(alias="from", min_length=1, max_length=8192)]
+    bytes: Annotated[int, Field(ge=0)] | None = None
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
+    sha1: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{40}$")] | None = None
+    md5: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{32}$")] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A file that should be there."""
+
+    name: str
+    """Where below the folder."""
+    source: str
+    """Where it comes from: a URL, `remote:path`, or a path."""
+    bytes: int | None = None
+    """Its size, where declared."""
+    algorithm: Algorithm | None = None
+    digest: str = ""
+    """Of its content, lower case; empty where none is declared."""
+
+
+class _FolderEntry(BaseModel):
+    """One folder as it is written down."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    source: Annotated[str, Field(alias="from", min_length=1, max_length=8192)]
+    match: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    count: Annotated[int, Field(ge=1)] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedFolder:
+    """A folder of which all files should be there."""
+
+    name: str
+    """Where below the folder of all; ends in a slash."""
+    source: str
+    """Where it comes from: `remote:path`, or a path."""
+    match: str | None = None
+    """A pattern that the names of files end in, as `*_train_*.h5`; None: all."""
+    count: int | None = None
+    """How many files that has to be, where declared."""
+
+
+def parse_wanted(files: Mapping[str, Mapping[str, Any]], where: str) -> tuple[Wanted | WantedFolder, ...]:
+    """The files of a mapping of names to `{from, bytes, sha256}`; a name with a slash at its end is a folder.
+
+    Raises:
+        ConfigError: An entry or a name is not as it should be; names all that are wrong.
+    """
+    problems: list[str] = []
+    found: list[Wanted | WantedFolder] = []
+    for name, entry in files.items():
+        folder = name.endswith("/")
+        if why := _wrong_name(name.removesuffix("/")) if name != "./" else None:
+            problems.append(f"{where}: the name {name!r} {why}")
+            continue
+        try:
+            kind = _FolderEntry if folder else _Entry
+            found.append(_wanted(name, kind.model_validate(dict(entry))))
+        except ValidationError as error:
+            problems += [f"{where}: {name}: {_say(one, folder)}" for one in error.errors()]
+    problems += [f"{where}: {line}" for line in _clashes(one.name.removesuffix("/") for one in found)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return tuple(found)
+
+
+def check_names(files: Iterable[Wanted]) -> None:
+    """Compare the names of all files, those of listings among them.
+
+    Raises:
+        ConfigError: One leads out, is there twice, or is a file here and a folder there.
+    """
+    names = [one.name for one in files]
+    problems = [f"the name {name!r} {why}" for name in names if (why := _wrong_name(name))]
+    problems += [f"{name!r} is wanted twice" for name, count in Counter(names).items() if count > 1]
+    problems += _clashes(names)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def read_manifest(path: Path) -> tuple[Wanted | WantedFolder, ...]:
+    """The files of a JSON manifest, `{"files": {name: {"from": ..., "bytes": ..., "sha256": ...}}}`.
+
+    Raises:
+        ConfigError: It cannot be read, is not JSON, names a file twice, or an entry is wrong.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MANIFEST_BYTES + 1)
+        if len(data) > MANIFEST_BYTES:
+            raise ConfigError(f"{path} is larger than {MANIFEST_BYTES:,} bytes: no manifest of files")
+        content = json.loads(data.decode(), object_pairs_hook=_unique)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}. Expected a manifest") from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is no manifest: {error}") from error
+    files = cast("dict[str, Any]", content).get("files") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or set(cast("dict[str, Any]", content)) != {"files"}:
+        raise ConfigError(f'{path} is no manifest: expected {{"files": {{name: {{"from": ...}}}}}}')
+    entries = cast("dict[str, Any]", files)
+    for name, entry in entries.items():
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{path}: {name!r} is not a mapping. Expected {{from, bytes, sha256}}")
+    return parse_wanted(entries, str(path))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for key, _ in pairs if sum(other == key for other, _ in pairs) > 1)
+        raise ValueError(f"{twice!r} is given twice")
+    return found
+
+
+def _wanted(name: str, entry: _Entry | _FolderEntry) -> Wanted | WantedFolder:
+    if isinstance(entry, _FolderEntry):
+        return WantedFolder(name=name, source=entry.source, match=entry.match, count=entry.count)
+    for algorithm in ALGORITHMS:
+        digest = getattr(entry, algorithm)
+        if digest is not None:
+            return Wanted(
+                name=name,
+                source=entry.source,
+                bytes=entry.bytes,
+                algorithm=algorithm,
+                digest=digest.lower(),
+            )
+    return Wanted(name=name, source=entry.source, bytes=entry.bytes)
+
+
+def _say(problem: Any, folder: bool) -> str:
+    place = ".".join(map(str, problem["loc"]))
+    known = "from, match, count" if folder else "from, bytes, sha256, sha1, md5"
+    said = f"is not known (there are: {known})" if problem["type"] == "extra_forbidden" else problem["msg"]
+    return f"{place}: {said}"
+
+
+def _wrong_name(name: str) -> str | None:
+    """Why a name is refused; None: it is not.
+
+    >>> _wrong_name("burgers/train_000.h5"), _wrong_name("../x")
+    (None, "has a part '..', which may not begin with a dot")
+    """
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        return "is not valid text"
+    if not 0 < size <= NAME_BYTES:
+        return f"has {size} bytes, expected 1 to {NAME_BYTES}"
+    if any(unicodedata.category(letter) in {"Cc", "Cf", "Zl", "Zp"} for letter in name) or "\\" in name:
+        return "has a character that no name of a file should have"
+    for part in name.split("/"):
+        if not part:
+            return "is absolute, or has an empty part. Expected a path below the folder"
+        if part.startswith((".", "~", "-")):
+            sign = {".": "a dot", "~": "a tilde", "-": "a dash"}[part[0]]
+            return f"has a part {part!r}, which may not begin with {sign}"
+        if len(part.encode()) > PART_BYTES:
+            return f"has a part of {len(part.encode())} bytes, expected at most {PART_BYTES}"
+    return None
+
+
+def _clashes(names: Iterable[str]) -> list[str]:
+    """Names that are a file in one entry and a folder in another."""
+    files = set(names)
+    above = {name.rsplit("/", count)[0]: name for name in files for count in range(1, name.count("/") + 1)}
+    return [f"{name!r} is a file, and the folder of {above[name]!r}" for name in sorted(files & above.keys())]

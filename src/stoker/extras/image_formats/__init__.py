@@ -1,0 +1,1 @@
+"""Image sets of other layouts than folders: Pascal VOC, COCO, DexYCB."""

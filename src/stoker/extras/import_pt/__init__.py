@@ -1,0 +1,1 @@
+"""Import a folder of `.pt` files, `stoker import-pt`."""

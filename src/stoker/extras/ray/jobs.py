@@ -1,0 +1,312 @@
+"""Ray's job API, four requests of it, each with a deadline.
+
+Ray's own client waits for an answer as long as it takes, and needs Ray beside the service; the requests are
+documented and few. The token goes with each of them and is shown nowhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shlex
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from stoker.errors import ConfigError, NotFound, ResourceError, ServiceError, StalledError
+from stoker.extras.ray.job_child import OVERTAKEN, UNSEEN, wanted
+from stoker.runtime.files import replacing
+from stoker.runtime.http import Answer, HttpClient, HttpFailure, json_object
+from stoker.service.executor import Limits, LocalExecutor, LocalHold, RayTarget
+from stoker.service.folders import JobFile, JobFolder
+from stoker.units import format_seconds
+
+ANSWER_S = 10.0
+"""How long the cluster may take to answer one request."""
+_MOST_BYTES = 1 << 20
+
+
+class RayJobs:
+    """The jobs of a cluster.
+
+    Args:
+        address: Of its dashboard, over http or https.
+        token: What it wants to be shown; None: nothing.
+
+    Raises:
+        ConfigError: That is no address.
+    """
+
+    def __init__(self, address: str, token: str | None) -> None:
+        if not address.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"--ray-address is {address!r}. Expected http://HOST:8265, the address of the dashboard that "
+                "`ray start --head` prints"
+            )
+        self.address = address.rstrip("/")
+        self._token = token
+        self._http = HttpClient(timeout_s=ANSWER_S, total_s=3 * ANSWER_S, limit_bytes=_MOST_BYTES)
+
+    def check(self) -> None:
+        """See whether the cluster answers, and takes the token. Errors as `submit`."""
+        with suppress(NotFound):
+            self.look("stoker")
+
+    def submit(self, submission: str, entrypoint: str, *, gpus: float) -> None:
+        """Have `entrypoint` run, under a name that no other job has; one that has it is this one.
+
+        Raises:
+            ResourceError: The cluster does not answer, or refuses.
+            ConfigError: It wants another token.
+        """
+        body: dict[str, Any] = {"entrypoint": entrypoint, "submission_id": submission}
+        if gpus:
+            body["entrypoint_num_gpus"] = gpus
+        try:
+            self._ask("POST", "/api/jobs/", body)
+        except ResourceError as error:
+            try:  # it may have come through all the same
+                self.look(submission)
+            except NotFound:
+                raise error from None
+
+    def look(self, submission: str) -> dict[str, Any]:
+        """What the cluster says of a job: `status`, `driver_exit_code`, `message`.
+
+        Raises:
+            NotFound: It knows none of that name.
+            ResourceError, ConfigError: As `submit`.
+        """
+        return self._ask("GET", f"/api/jobs/{submission}")
+
+    def stop(self, submission: str) -> None:
+        """End a job: SIGTERM, and SIGKILL a few seconds later. Errors as `look`."""
+        self._ask("POST", f"/api/jobs/{submission}/stop")
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        try:
+            answer = self._http.ask(method, self.address + path, headers=headers, body=body)
+            if answer.is_success:
+                return json_object(answer.body or b"{}", path)
+        except (HttpFailure, ServiceError) as error:
+            raise ResourceError(
+                f"the Ray cluster at {self.address} does not answer {method} {path}: {error}. Expected its "
+                "dashboard there; see `ray status`"
+            ) from error
+        raise self._refused(answer, path)
+
+    def _refused(self, answer: Answer, path: str) -> ConfigError | NotFound | ResourceError:
+        said = " ".join(answer.body[:2000].decode(errors="replace").split())[:500]
+        if answer.status in (401, 403):
+            return ConfigError(
+                f"the Ray cluster at {self.address} wants another token ({answer.status}). Set "
+                "RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, for `stoker serve` as on the cluster"
+            )
+        if answer.status == 404:
+            return NotFound(f"the Ray cluster at {self.address} has nothing at {path}: {said}")
+        return ResourceError(f"the Ray cluster at {self.address} refuses {path} ({answer.status}): {said}")
+
+
+def ray_token(environment: Mapping[str, str]) -> str | None:
+    """What a Ray cluster is shown, from where Ray itself takes it; None: nowhere."""
+    if token := environment.get("RAY_AUTH_TOKEN"):
+        return token
+    home = Path(environment.get("HOME", "/nonexistent"))
+    path = Path(environment.get("RAY_AUTH_TOKEN_PATH") or home / ".ray" / "auth_token")
+    try:
+        return path.read_text().strip() or None
+    except OSError:
+        return None
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Jobs on a Ray cluster that is there already: the `Executor` of `stoker serve --executor ray`.
+#
+# An attempt is one submission of Ray's job API, named before it is sent, so that sending it twice makes
+# one. The job's folder says which submission is wanted; `ray_child.py` on the node looks there. A worker
+# that dies leaves the submission running: who has the job next finds it named there and goes on watching
+# it. The database stays where the truth is: jobs of Ray end with their cluster.
+
+
+_log = logging.getLogger(__name__)
+LOOK_S = 1.0
+"""Between two looks at a submission."""
+SILENT_S = 60.0
+"""How long the cluster may not answer before an attempt counts as lost."""
+KILLED = -9
+"""What an attempt ends with whose process is gone without a status: it is lost, and tried again."""
+_LIVE = ("PENDING", "RUNNING")
+_SIGNALLED = 128
+
+
+class RayExecutor:
+    """Runs processes of jobs on a cluster.
+
+    Args:
+        target: Which, and how.
+        jobs: Its job API.
+        local: Keeps two workers of this machine from one job.
+    """
+
+    def __init__(self, target: RayTarget, jobs: RayJobs, local: LocalExecutor) -> None:
+        self._target, self._jobs, self._local = target, jobs, local
+
+    def hold(self, folder: JobFolder) -> RayHold:
+        """See `Executor.hold`; a submission that still runs is not ended, but taken over by `start`.
+
+        Raises:
+            StalledError: Whether an earlier submission still runs cannot be told, as the cluster is silent.
+        """
+        lock = self._local.hold(folder)
+        try:
+            running = self._running(wanted(folder))
+        except (ResourceError, ConfigError) as error:
+            lock.release()
+            raise StalledError(
+                f"{folder.submission} names {wanted(folder)}, and whether that still runs cannot be told: "
+                f"{error}. The job is tried again later"
+            ) from error
+        except BaseException:
+            lock.release()
+            raise
+        return RayHold(lock, folder, self._jobs, self._target, running=running)
+
+    def _running(self, submission: str) -> str | None:
+        if not submission:
+            return None
+        try:
+            status = self._jobs.look(submission).get("status")
+        except NotFound:  # it never came there, or its cluster is gone, and the job's processes with it
+            return None
+        return submission if status in _LIVE else None
+
+
+def check_cluster(address: str, environment: Mapping[str, str]) -> None:
+    """See whether a cluster answers, and takes the token of `environment`.
+
+    Raises:
+        ConfigError, ResourceError: As `RayJobs.submit`.
+    """
+    RayJobs(address, ray_token(environment)).check()
+
+
+def ray_executor(target: RayTarget, environment: Mapping[str, str], local: LocalExecutor) -> RayExecutor:
+    """Return what runs jobs on a cluster, with the token of `environment`."""
+    return RayExecutor(target, RayJobs(target.address, ray_token(environment)), local)
+
+
+class RayHold:
+    """The right to submit a job; `RayExecutor.hold` makes it. It lasts until `release`, after the end."""
+
+    def __init__(
+        self,
+        lock: LocalHold,
+        folder: JobFolder,
+        jobs: RayJobs,
+        target: RayTarget,
+        *,
+        running: str | None,
+    ) -> None:
+        self._lock, self._folder, self._jobs, self._target = lock, folder, jobs, target
+        self._running = running
+
+    def start(self, command: Sequence[str], limits: Limits) -> RayRun:
+        """See `Hold.start`; the command's first word is replaced by the interpreter of the nodes.
+
+        Raises:
+            ResourceError: The cluster does not answer, or refuses.
+        """
+        if self._running is not None:
+            _log.info("%s still runs on the cluster and is taken over", self._running)
+            return RayRun(self._jobs, self._folder, self._running, limits)
+        told = JobFile.read(self._folder.job_file)
+        submission = f"stoker-{told.id}-{told.attempt}-{secrets.token_hex(4)}"
+        with replacing(self._folder.submission) as temporary:
+            temporary.write_text(submission)
+        python = self._target.python
+        words = [python, "-m", "stoker.extras.ray.job_child", str(self._folder.path), submission]
+        entrypoint = shlex.join([*words, python, *command[1:]])
+        try:
+            self._jobs.submit(submission, entrypoint, gpus=self._target.gpus)
+        except ConfigError as error:  # another token may be set for the next attempt
+            raise ResourceError(str(error)) from error
+        return RayRun(self._jobs, self._folder, submission, limits)
+
+    def release(self) -> None:
+        """See `Hold.release`."""
+        self._lock.release()
+
+
+class RayRun:
+    """A submission; a thread looks at it, so that no call waits for the cluster."""
+
+    def __init__(self, jobs: RayJobs, folder: JobFolder, submission: str, limits: Limits) -> None:
+        self.submission = submission
+        self._jobs, self._folder, self._limits = jobs, folder, limits
+        self._started = time.monotonic()
+        self._code: int | None = None
+        self._kill = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="stoker-ray-job", daemon=True)
+        self._thread.start()
+
+    def poll(self) -> int | None:
+        """See `Run.poll`."""
+        return self._code
+
+    def exceeded(self) -> str:
+        """See `Run.exceeded`: time alone, since memory is on another machine."""
+        ran_s, wall_s = time.monotonic() - self._started, self._limits.wall_s
+        if wall_s is not None and ran_s > wall_s:
+            return f"it ran for {format_seconds(ran_s)}; an attempt may take {format_seconds(wall_s)}"
+        return ""
+
+    def terminate(self) -> None:
+        """See `Run.terminate`."""
+        with suppress(OSError), replacing(self._folder.stop) as temporary:
+            temporary.write_text(self.submission)
+
+    def kill(self) -> None:
+        """See `Run.kill`."""
+        self._kill.set()
+
+    def _follow(self) -> None:
+        heard, asked = time.monotonic(), 0.0
+        while self._code is None:
+            try:
+                if self._kill.is_set() and time.monotonic() - asked > SILENT_S / 4:
+                    asked = time.monotonic()
+                    self._jobs.stop(self.submission)
+                self._code = self._judge(self._jobs.look(self.submission))
+                heard = time.monotonic()
+            except NotFound:
+                self._code = KILLED
+            except (ResourceError, ConfigError) as error:
+                if time.monotonic() - heard > SILENT_S:
+                    _log.error("%s; the attempt counts as lost", error)
+                    self._code = KILLED
+            if self._code is None:
+                self._kill.wait(LOOK_S) if not self._kill.is_set() else time.sleep(LOOK_S)
+
+    def _judge(self, found: dict[str, object]) -> int | None:
+        """The exit status, if it has ended."""
+        status, code = found.get("status"), found.get("driver_exit_code")
+        if status in _LIVE:
+            return None
+        if status == "SUCCEEDED":
+            return 0
+        if status != "FAILED" or not isinstance(code, int) or code in (OVERTAKEN, 0):
+            return KILLED
+        if code == UNSEEN:
+            self._note(
+                f"the node on which Ray ran this job does not see {self._folder.path}. Expected the state "
+                "folder (--state-dir) on storage that service and cluster share, at the same path"
+            )
+        return code if 0 < code < _SIGNALLED else KILLED
+
+    def _note(self, text: str) -> None:
+        with suppress(OSError), self._folder.log.open("a") as file:
+            file.write(f"{text}\n")

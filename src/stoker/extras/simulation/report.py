@@ -1,0 +1,229 @@
+"""A simulation in words: what limits a way, which way to take and why; tables for screens and documents."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TypedDict
+
+from stoker.extras.simulation.queues import Asked, Passed
+from stoker.extras.simulation.result import Simulation, Way
+from stoker.extras.simulation.scenario import Scenario
+from stoker.plan.tiers import NO_STALL
+from stoker.units import format_bytes, format_count, format_percent, format_seconds
+
+HEAD = (
+    "way",
+    "encode",
+    "first batch",
+    "first epoch",
+    "filled",
+    "epoch",
+    "stall",
+    "node reads",
+    "memory",
+    "total",
+    "cost",
+)
+
+
+class Choice(TypedDict):
+    """The part of a simulation that says what to do."""
+
+    fastest: str
+    cheapest: str
+    reason: str
+
+
+def limited(scenario: Scenario, asked: Asked, even: Passed, base: Passed) -> tuple[str, str]:
+    """What sets the pace of an even epoch, and what would change it."""
+    wait_s = even.period_s - base.period_s
+    if wait_s <= NO_STALL * even.period_s:
+        own_s = base.period_s - scenario.step_s
+        if own_s > NO_STALL * base.period_s:
+            what = "what ranks wait for each other and for cores"
+            return what, f"{format_seconds(own_s)} a step: steadier steps, fewer ranks, more cores"
+        return "the step", "shorter steps, or more ranks"
+    if asked.inline_s + asked.encode_s >= wait_s / 2:
+        if asked.encode_s > asked.inline_s:
+            return "encoding during the step", f"precompute: {format_seconds(asked.encode_s)} of each step go"
+        return (
+            "loading in line with the step",
+            f"a core free to load: {format_seconds(asked.inline_s)} of each step go",
+        )
+    place = max((name for name in even.busy if name != "step"), key=lambda name: even.busy[name])
+    return _of_place(scenario, asked, place, base.period_s)
+
+
+def _of_place(scenario: Scenario, asked: Asked, place: str, period_s: float) -> tuple[str, str]:
+    """One place that batches wait for, and what it would need for steps not to."""
+    rates = {
+        "store": ("the store", "store_rate", asked.far_bytes * scenario.world, scenario.store_bytes_s),
+        "link": ("a node's network", "network", asked.far_bytes * scenario.gpus, scenario.network_bytes_s),
+        "disk": ("a node's disk", "disk_rate", asked.disk_bytes * scenario.gpus, scenario.disk_bytes_s),
+    }
+    if place in rates:
+        name, key, size, has = rates[place]
+        wanted = f"{key}={format_rate(size / period_s)}"
+        return f"{name}, {format_rate(has or math.inf)}", f"{wanted}, or memory for more of the records"
+    if place == "own readers":
+        wanted = math.ceil(asked.read_s / period_s)
+        return "readers of one rank", f"readers={wanted}, with cores for them, or precompute"
+    if place == "own thread":
+        return "the thread of a rank that loads", f"{format_seconds(asked.beside_s)} a batch: a smaller dtype"
+    if asked.requests:
+        wanted = math.ceil(asked.requests * scenario.store_latency_s / period_s)
+        return (
+            "the store's latency",
+            f"requests={wanted} of each rank at once, or memory for more of the records",
+        )
+    return "what one rank waits for its reads", "memory for more of the records"
+
+
+def choose(scenario: Scenario, ways: Sequence[Way]) -> Choice:
+    """The fastest and the cheapest way, and why."""
+    able = [way for way in ways if way.fits]
+    if not able:
+        why = "; ".join(f"{way.name}: {way.why_not}" for way in ways)
+        return Choice(fastest="", cheapest="", reason=f"nothing fits. {why}")
+    quick = min(able, key=lambda way: (round(way.total_s, 3), way.device_bytes + way.host_bytes))
+    said = [
+        f"fastest: {quick.name} ({quick.what}), {format_seconds(quick.total_s)} for precompute and "
+        f"{scenario.epochs} epochs, limited by {quick.bottleneck}"
+    ]
+    refused = [way.name for way in ways if not way.fits]
+    said += [f"what does not fit: {', '.join(refused)}"] if refused else []
+    alike = [way.name for way in able if way is not quick and way.total_s <= 1.01 * quick.total_s]
+    said += [f"within 1 % of it: {', '.join(alike)}"] if alike else []
+    if scenario.prices.node_hour is None:
+        said.append("no price given: price_node_hour=, price_gb_month= and price_gb_read= say what it costs")
+        return Choice(fastest=quick.name, cheapest="", reason="; ".join(said))
+    cheap = min(able, key=lambda way: (way.cost or 0.0, way.device_bytes + way.host_bytes))
+    if cheap.name == quick.name:
+        said.insert(1, f"and cheapest, {cheap.cost:,.2f}")
+    else:
+        said.insert(
+            1,
+            f"cheapest: {cheap.name} ({cheap.what}), {cheap.cost:,.2f} in place of {quick.cost:,.2f}, "
+            f"{format_seconds(cheap.total_s)}",
+        )
+    return Choice(fastest=quick.name, cheapest=cheap.name, reason="; ".join(said))
+
+
+def say_taken(scenario: Scenario) -> tuple[str, ...]:
+    """What was not given and matters, with what was taken for it."""
+    said: list[str] = []
+    if scenario.cores is None:
+        said.append(f"cores={scenario.node_cores:g}, two a rank")
+    if scenario.raw_bytes is None and (scenario.encode_s or scenario.read_s):
+        said.append("raw_bytes: a sample is taken to be as large as its record")
+    if not scenario.on_cpu and scenario.model_bytes is None:
+        said.append("model_memory: half of each GPU is left to the model")
+    if not scenario.encode_s and not scenario.read_s:
+        said.append("encode, read: not given, so precompute is only moving bytes")
+    if not scenario.shared and (scenario.network_bytes_s or scenario.store_bytes_s):
+        said.append("store=local, each node's own disk, so network and store_rate go unused")
+    if scenario.shared and scenario.store_bytes_s is None:
+        said.append("store_rate: not given, so only the nodes' network limits it")
+    defaults = {one.name: one.default for one in fields(Scenario)}
+    for name, key in (
+        ("copy_bytes_s", "copy_rate"),
+        ("disk_bytes_s", "disk_rate"),
+        ("h2d_bytes_s", "h2d_rate"),
+    ):
+        if getattr(scenario, name) == defaults[name] and not scenario.served:
+            said.append(f"{key}={format_rate(getattr(scenario, name))}, a typical one")
+    return tuple(said)
+
+
+def format_rate(bytes_s: float) -> str:
+    """Decimal units, as networks and disks are sold.
+
+    >>> format_rate(3.13e9), format_rate(8e7), format_rate(999.9e6), format_rate(math.inf)
+    ('3.13 GB/s', '80 MB/s', '1 GB/s', 'no limit')
+    """
+    if math.isinf(bytes_s):
+        return "no limit"
+    unit, name = next((size, name) for size, name in ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1, "B/s"))
+                      if bytes_s >= 0.9995 * size or size == 1)  # fmt: skip
+    return f"{bytes_s / unit:.3g} {name}"
+
+
+def cells(way: Way) -> tuple[str, ...]:
+    """One row of the table, under `HEAD`."""
+    if not way.fits:
+        return (way.name, "does not fit", *[""] * (len(HEAD) - 2))
+    memory = [
+        f"{format_bytes(size)} {where}"
+        for size, where in ((way.device_bytes, "GPU"), (way.host_bytes, "host"), (way.disk_bytes, "disk"))
+        if size
+    ]
+    return (
+        way.name,
+        format_seconds(way.encoding_s) if way.encoding_s else "-",
+        format_seconds(way.first_batch_s),
+        format_seconds(way.first_epoch_s),
+        _filled(way),
+        format_seconds(way.epoch_s),
+        format_percent(way.stall),
+        format_bytes(way.epoch_node_bytes) if way.epoch_node_bytes else "-",
+        ", ".join(memory) or "-",
+        format_seconds(way.total_s),
+        "no price" if way.cost is None else f"{way.cost:,.2f}",
+    )
+
+
+def _filled(way: Way) -> str:
+    """In which epoch memories and disks are filled; later ones are as the row says."""
+    if not way.filling_epochs:
+        return "-"
+    return "not in time" if way.filled_s is None else f"epoch {way.filling_epochs}"
+
+
+def _say_filled(way: Way) -> str:
+    if not way.filling_epochs:
+        return ""
+    if way.filled_s is None:
+        return f"not filled when all {way.filling_epochs} epochs are over, so none is as the row says"
+    return f"filled {format_seconds(way.filled_s)} after the first batch, in epoch {way.filling_epochs}"
+
+
+def encoding_cells(found: Simulation) -> list[tuple[str, ...]]:
+    """Rows of the table of encoders, the head first."""
+    rows = [("encoders", "nodes", "time", "limited by", "a node reads", "a node writes")]
+    rows += [
+        (
+            format_count(one.encoders),
+            format_count(one.nodes),
+            format_seconds(one.seconds),
+            one.bottleneck,
+            format_bytes(one.node_read_bytes),
+            format_bytes(one.node_written_bytes),
+        )
+        for one in found.encodings
+    ]
+    return rows
+
+
+def remarks(found: Simulation) -> list[str]:
+    """A line for each way: what limits it and what would change that, or why it does not fit."""
+    said: list[str] = []
+    for way in found.ways:
+        parts = [way.bottleneck, f"would change it: {way.cure}", way.remark, _say_filled(way)]
+        why = f"limited by {'; '.join(filter(None, parts))}"
+        said.append(f"{way.name}: {why if way.fits else f'does not fit: {way.why_not}'}")
+    return said
+
+
+def markdown(found: Simulation) -> str:
+    """Both tables and the reason, for a document."""
+    parts = [_table(encoding_cells(found)), _table([HEAD, *[cells(way) for way in found.ways]])]
+    limits = [f"- {line}" for line in remarks(found)]
+    taken = f"Taken: {'; '.join(found.taken)}." if found.taken else ""
+    return "\n\n".join(part for part in (*parts, "\n".join(limits), found.reason + ".", taken) if part)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])

@@ -1,0 +1,98 @@
+"""Adapters for frameworks that ask for more than an iterable with state; docs/trainers.md says which do.
+
+`as_dataloader` puts a loader behind the type `torch.utils.data.DataLoader`.
+
+Batches go by their number in the epoch: a DataLoader without workers has a sampler that counts, and a dataset
+whose item `n` is batch `n`. So what frameworks do to skip batches on a resume (a sampler that leaves out the
+first ones, as `accelerate.skip_first_batches`) is a change of position here, and reads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from stoker.errors import ConfigError
+from stoker.loader import Loader
+
+__all__ = ["as_dataloader"]
+
+
+def as_dataloader(loader: Loader) -> DataLoader[Any]:
+    """`loader` as a DataLoader; only one of the two may be iterated at a time.
+
+    Its batches are those of `loader`, of `loader`'s rank alone: frameworks must not share it out again.
+
+    Raises:
+        ConfigError: It is no Loader; batches of a Mixture have no number that skips could be counted in.
+    """
+    if not isinstance(cast("object", loader), Loader):
+        raise ConfigError(f"as_dataloader got a {type(loader).__name__}. Expected a stoker.Loader")
+    return _Numbered(loader)
+
+
+class _Numbered(DataLoader[Any]):
+    """The DataLoader, with `set_epoch`, which some frameworks look for here and some at the sampler."""
+
+    def __init__(self, loader: Loader) -> None:
+        numbers = _Numbers(loader)
+        super().__init__(_Batches(loader), batch_sampler=numbers, collate_fn=_only)
+        self.set_epoch = numbers.set_epoch
+
+
+class _Numbers(Sampler[list[int]]):
+    """Counts the batches of an epoch."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    @property
+    def batch_sampler(self) -> _Numbers:
+        """Itself: where frameworks look for `set_epoch` once they have put a sampler around this one."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """As `Loader.set_epoch`."""
+        self._loader.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in range(len(self._loader)):
+            yield [number]
+
+
+class _Batches(Dataset[Any]):
+    """Batches of the loader's epoch by number; the next one costs nothing, another one a new pass.
+
+    Without a length: it would be taken for a number of examples.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._pass: Iterator[Any] = iter(())
+        self._place = (-1, -1)
+
+    def __getitem__(self, number: int) -> Any:
+        loader = self._loader
+        place = (loader.epoch, number * int(cast("int", loader.state_dict()["global_batch"])))
+        if number == 0 or place != self._place:
+            if (loader.epoch, 0) < self._place < place:
+                raise ConfigError(
+                    f"batch {number} was asked for instead of the next one, so something shares the batches "
+                    "out among ranks. A loader gives the batches of its own rank: make it with rank= and "
+                    "world=, and leave it out of `prepare`"
+                )
+            loader.load_state_dict(loader.state_dict(place))
+            self._pass = iter(loader)
+        batch = next(self._pass)
+        self._place = batch.position
+        return batch
+
+
+def _only(batches: list[Any]) -> Any:
+    """The one batch that was asked for."""
+    return batches[0]
