@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,11 @@ def test_what_a_fork_cannot_be_is_started_by_itself(
     with forked.Popen([sys.executable, *words], **named) as process:
         assert process.child is None
     assert process.returncode == 0
+
+
+def test_what_is_loaded_before_a_fork_is_there() -> None:
+    """The preloaded process leaves out what it cannot import: a module of a new name would only cost time."""
+    assert not [name for name in forked.MODULES if find_spec(name) is None]
 
 
 def test_the_usual_is_forked() -> None:
