@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
-from stoker.encoders.grid import GridEncoder as FrozenGridEncoder
+from stoker.encoders.grid import GridEncoder
 from stoker.errors import ConfigError, EncoderError
 from stoker.plan.resources import probe, storage_of
 from stoker.units import GIB
@@ -40,14 +40,15 @@ class GridEncoderConfig:
     """Decides the weights; in the earlier system each process drew its own."""
 
 
-class GridEncoder(nn.Module):
+class EarlierGridEncoder(nn.Module):
     """Frozen encoder of grids with the earlier call; `stoker.GridEncoder` does the work.
 
     Its weights follow from the settings and the seed, so that every process encodes alike. Weights that an
     earlier version trained or drew are others.
 
     Example:
-        >>> encoder = GridEncoder(GridEncoderConfig(latent_len=4, latent_dim=8, field_channels={"u": 1}))
+        >>> config = GridEncoderConfig(latent_len=4, latent_dim=8, field_channels={"u": 1})
+        >>> encoder = EarlierGridEncoder(config)
         >>> encoder({"u": torch.zeros(2, 32, 1)}, meta={"grid_shape": (1, 32)}).shape
         torch.Size([2, 4, 8])
     """
@@ -55,13 +56,13 @@ class GridEncoder(nn.Module):
     def __init__(self, config: GridEncoderConfig) -> None:
         super().__init__()
         self.config = config
-        self._made: dict[tuple[int, int], FrozenGridEncoder] = {}
+        self._made: dict[tuple[int, int], GridEncoder] = {}
 
-    def for_grid(self, grid_shape: Sequence[int], field: str = "data") -> FrozenGridEncoder:
+    def for_grid(self, grid_shape: Sequence[int], field: str = "data") -> GridEncoder:
         """Return the encoder of today for a grid `(H, W)` and a field `(T, H, W, C)`."""
         own, (height, width) = self.config, grid_shape
         patch = (1 if height == 1 else own.patch_size, own.patch_size)
-        return FrozenGridEncoder(
+        return GridEncoder(
             channels=sum(own.field_channels.values()),
             grid=(height, width),
             patch=patch,

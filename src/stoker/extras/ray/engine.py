@@ -26,7 +26,7 @@ from stoker.errors import ConfigError, Interrupted, StalledError, StokerError
 from stoker.extras.ray.board import Board
 from stoker.extras.ray.cluster import RayCluster, ray, whoami
 from stoker.extras.ray.settings import RaySettings
-from stoker.extras.ray.task import Load, encode_slice, end_process, marked, process_state, versions
+from stoker.extras.ray.task import TaskLoad, encode_slice, end_process, marked, process_state, versions
 from stoker.plan.resources import automatic_device
 from stoker.precompute.heartbeat import EncodeClock
 from stoker.precompute.progress import ProgressSink, Rate, Snapshot
@@ -61,7 +61,7 @@ class View:
     last_failure: str = ""
 
 
-class Views:
+class RoundView:
     """Shows a round."""
 
     def __init__(self, share: Share, sink: ProgressSink | None, *, device: str) -> None:
@@ -255,7 +255,7 @@ class Round:
         self._quiet_s = sum(getattr(settings.deadlines, one.name) for one in fields(settings.deadlines))
         self._clock = EncodeClock(limit_s=DRIVER_S)
         self._device = "cuda" if self._need.num_gpus else device
-        self._views = Views(share, sink, device=self._device)
+        self._views = RoundView(share, sink, device=self._device)
         self._board = (
             ray.remote(Board).options(num_cpus=0, max_restarts=-1, scheduling_strategy=_beside_us()).remote()
         )
@@ -591,7 +591,7 @@ class RayEngine:
         settings = replace(
             share.settings, progress=None, part=(0, 1), devices=(), on_hang="exit", overwrite=False
         )
-        load = Load(
+        load = TaskLoad(
             source=share.source,
             encoder=share.encoder,
             settings=settings,
